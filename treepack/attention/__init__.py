@@ -1,6 +1,7 @@
 """Attention over packed trees: one integer per token is the whole mask.
 
-dispatch       tree_attention by any implementation, the schedule of each, and the choice among them
+dispatch       tree_attention by any implementation, and the choice among them
+schedules      the schedule of each implementation, for one layer or for a whole model
 interface      all implementations under transformers' names, and the refusal of every other request of a model
 generation     plain calls of the same model through sdpa, for sampling and evaluation
 reference      simple code for any device and float64; every other implementation is tested against it

@@ -76,7 +76,7 @@ def triton_attention(
     """Compute softmax attention over the visible pairs of a schedule's rows.
 
     Args:
-        query: [B, H, T, D] in bfloat16, float16 or float32; D <= 512.
+        query: [B, H, T - first, D] in bfloat16, float16 or float32, of the tokens from `schedule.first` on; D <= 512.
         key: [B, H_kv, T, D] in the dtype of `query`; query head h reads head h // (H / H_kv).
         value: [B, H_kv, T, D_v] in the dtype of `query`; D_v <= 512.
         schedule: of these B rows of T tokens, with their `start` if the layer has windows; on the device of `query`.
@@ -86,13 +86,13 @@ def triton_attention(
         kept: the object that keeps the output for recomputation, and the place of this layer in it.
 
     Returns:
-        [B, H, T, D_v] in the dtype of `query`, in memory [B, T, H, D_v].
+        [B, H, T - first, D_v] in the dtype of `query`, in memory [B, T - first, H, D_v].
 
     Raises:
         TreepackError: if `scale` or `softcap` is not positive, there is not one sink per head, or the schedule has
             other rows or is on another device.
     """
-    batch, _, length, width = query.shape
+    batch, length, width = len(query), key.shape[2], query.shape[3]
     scale = width**-0.5 if scale is None else scale
     if not scale > 0:
         raise TreepackError(f"attention: scale is {scale}; expected a positive number")
@@ -105,7 +105,12 @@ def triton_attention(
     if (len(schedule.end), schedule.length) != (batch, length) or schedule.end.device != query.device:
         raise TreepackError(
             f"attention: the schedule has {len(schedule.end)} x {schedule.length} tokens on {schedule.end.device}, "
-            f"query {batch} x {length} on {query.device}; pass the schedule of these rows, moved to that device"
+            f"key {batch} x {length} on {query.device}; pass the schedule of these rows, moved to that device"
+        )
+    if query.shape[2] != length - schedule.first:
+        raise TreepackError(
+            f"attention: query has {query.shape[2]} tokens, and the schedule has {length - schedule.first}, from "
+            f"token {schedule.first} on; pass the queries of these tokens"
         )
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         query, key, value, sinks, schedule, scale, softcap, kept

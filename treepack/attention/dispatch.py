@@ -10,31 +10,48 @@ triton            CUDA                              bf16, fp16, fp32     Schedul
 auto              the first implementation in `AUTO` that has no obstacle
 
 A schedule serves every layer of one reach (`reach.Reach`), the backward, and recomputation under checkpointing.
-`Schedules` makes one for each reach of a model whose layers differ. Windows, chunks, sinks and caps of scores run on
-every implementation except flash and chains.
+`Schedules` makes one for each reach of a model whose layers differ. Windows, chunks, sinks, caps of scores and
+rectangles run on every implementation except flash and chains.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
 
 from treepack.attention.autograd import Kept, runs_hopper, triton_attention
-from treepack.attention.chains import Chains, chain_attention, find_chains
-from treepack.attention.flash import MAX_HEAD_DIM, build_flash_mask, flash_attention, has_flash_attention_4
-from treepack.attention.flex import BLOCK, build_block_mask, flex_attention
+from treepack.attention.chains import Chains, chain_attention
+from treepack.attention.flash import MAX_HEAD_DIM, flash_attention, has_flash_attention_4
+from treepack.attention.flex import BLOCK, flex_attention
 from treepack.attention.kernel_launch import is_interpreted
-from treepack.attention.reach import Reach, first_visible
 from treepack.attention.reference import check_shapes, reference_attention
-from treepack.attention.schedule import Schedule, build_schedule
+from treepack.attention.schedule import Schedule
+from treepack.attention.schedules import AnySchedule, Schedules, check_schedule, first_of_block, prepare
 from treepack.errors import TreepackError, install_hint
+
+__all__ = [
+    "AUTO",
+    "FLEX_MAX_HEAD_DIM",
+    "NAMES",
+    "TRITON_MAX_HEAD_DIM",
+    "WIDE_SHARED",
+    "AnySchedule",
+    "Schedules",
+    "choose",
+    "obstacle",
+    "prepare",
+    "resolve",
+    "row_multiple",
+    "takes_chains",
+    "tree_attention",
+]
 
 # Implementations that `auto` tries, in this order, by kind of device. Other devices get the reference. So does the CPU,
 # because FlexAttention is dense there (4096 tokens on one core: 7.2 s against 0.16 s).
@@ -46,8 +63,6 @@ FLEX_MAX_HEAD_DIM = 256  # the tiles of larger heads exceed the shared memory of
 
 # Shared memory of a program that head dimensions above 256 need in `portable`, in KiB, by the bytes of an element.
 WIDE_SHARED = {2: 112, 4: 194}
-
-AnySchedule = BlockMask | Schedule | Chains | None
 
 _HALVES = (torch.bfloat16, torch.float16)  # the dtypes of tensor cores that every FlashAttention takes
 _log = logging.getLogger("treepack")
@@ -66,32 +81,36 @@ def tree_attention(
     start: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    first: int = 0,
 ) -> Tensor:
     """Compute softmax attention in which token q sees token k if and only if start[q] <= k <= q < subtree_end[k].
 
     Args:
-        q: [B, H, T, D], any T >= 1.
+        q: [B, H, T - first, D], any T >= 1.
         k: [B, H_kv, T, D]; H is a multiple of H_kv, and query head h reads head h // (H / H_kv).
         v: [B, H_kv, T, D_v].
         subtree_end: int [B, T], or [T] if all rows are the same tree; one past the last token of each token's subtree.
         scale: factor of the scores, D**-0.5 by default.
         impl: reference, flex, flash, triton or auto.
-        schedule: the result of `prepare` for this subtree_end, start and implementation; if None, computed here.
+        schedule: the result of `prepare` for this subtree_end, start, implementation and `first`; if None, computed
+            here.
         kept: the object in which triton keeps the output for recomputation under checkpointing, and the place of this
             layer in it; other implementations compute the output again.
         start: int [B, T], the first token that each token sees, from `reach.first_visible`; None for all ancestors.
         sinks: [H], one more score per head that takes its share of the softmax and has no value.
         softcap: a positive number; scores become softcap * tanh(score / softcap).
+        first: the token of the first query, 0 to T - 1; the tokens before it are only keys and values, and they must be
+            finite even if nothing sees them. A multiple of 128 spares a copy of q in every layer.
 
     Returns:
-        [B, H, T, D_v] in the dtype of the inputs, differentiable in q, k, v and sinks.
+        [B, H, T - first, D_v] in the dtype of the inputs, differentiable in q, k, v and sinks.
 
     Raises:
         TreepackError: if the shapes do not fit, if the dtypes differ, if the schedule was made for other rows or for
             another implementation, or if the implementation cannot run on this device, dtype or head dimension.
     """
     end = subtree_end.expand(len(q), -1) if subtree_end.ndim == 1 else subtree_end
-    check_shapes(q, k, v, end)
+    check_shapes(q, k, v, end, first)
     if start is not None and start.shape != end.shape:
         raise TreepackError(
             f"attention: start is {list(start.shape)} and subtree_end is {list(end.shape)}; "
@@ -99,124 +118,33 @@ def tree_attention(
         )
     dims = (q.shape[-1], v.shape[-1])
     is_plain = start is None and sinks is None and softcap is None
-    chosen = resolve(impl, q.device, q.dtype, dims, plain=is_plain)
+    chosen = resolve(impl, q.device, q.dtype, dims, plain=is_plain and not first)
     if chosen != "reference" and not q.dtype == k.dtype == v.dtype:
         raise TreepackError(f"attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; expected one dtype")
     if schedule is None:
         varlen = impl == "auto" and is_plain and takes_chains(q.device, q.dtype, dims)
-        schedule = prepare(end, chosen, start=start, varlen=varlen)
+        schedule = prepare(end, chosen, start=start, varlen=varlen, first=first)
     else:
-        _check_schedule(schedule, chosen, end, is_plain=is_plain, start=start)
+        check_schedule(schedule, chosen, end, is_plain=is_plain, start=start, first=first)
     options: Any = {"scale": scale}
     if not is_plain:
         options |= {"sinks": sinks, "softcap": softcap}
     with torch.autocast(q.device.type, enabled=False):  # autocast would lower the precision of reference and flex
+        if schedule is None:
+            return reference_attention(q, k, v, end, start=start, first=first, **options)
         if isinstance(schedule, Chains):
             return chain_attention(q, k, v, schedule, scale=scale)
+        # 300 -> 44 queries in front, to a whole block; their outputs are dropped, so they add 0 to every gradient
+        begin = first_of_block(first)
+        added = first - begin
+        q = pad(q, (0, 0, added, 0)) if added else q
         if isinstance(schedule, Schedule):
-            return triton_attention(q, k, v, schedule, kept=kept, **options)
-        if isinstance(schedule, BlockMask):
-            attend = flash_attention if chosen == "flash" else flex_attention
-            return attend(q, k, v, end, block_mask=schedule, **options)
-        return reference_attention(q, k, v, end, start=start, **options)
-
-
-def prepare(
-    subtree_end: Tensor,
-    impl: str,
-    *,
-    start: Tensor | None = None,
-    device: torch.device | str | None = None,
-    varlen: bool = False,
-) -> AnySchedule:
-    """Return the schedule of a row for an implementation; one schedule serves every layer of the same reach.
-
-    Args:
-        subtree_end: int [B, T] or [T]. If it is on the CPU, for example in a data worker, no GPU is synchronised.
-        impl: reference, flex, flash or triton: a result of `resolve`.
-        start: int [B, T], on the device of `subtree_end`; the first token that each token sees, None for all ancestors.
-        device: device of the layers, by default that of `subtree_end`.
-        varlen: allow Chains for a row in which nothing branches; see `takes_chains`.
-
-    Returns:
-        the schedule on `device`; None for the reference.
-    """
-    end = subtree_end[None] if subtree_end.ndim == 1 else subtree_end
-    target = end.device if device is None else torch.device(device)
-    schedule: AnySchedule = find_chains(end) if varlen and start is None else None
-    if schedule is None and impl == "flex":
-        schedule = build_block_mask(end.to(target), None if start is None else start.to(target))
-    elif schedule is None and impl == "flash":
-        schedule = build_flash_mask(end.to(target))
-    elif schedule is None and impl == "triton":
-        schedule = build_schedule(end, start)
-    if isinstance(schedule, Schedule | Chains) and end.device.type == "cpu" and target.type == "cuda":
-        return schedule.pin_memory().to(target, non_blocking=True)
-    return schedule.to(target) if isinstance(schedule, Schedule | Chains) else schedule
-
-
-class Schedules:
-    """The schedules of one batch of rows, one for each reach of a model's layers, made when they are first asked for.
-
-    A model gets the object as its argument `schedule`, and each layer finds its own schedule in it.
-    """
-
-    def __init__(self, subtree_end: Tensor, *, device: torch.device | str | None = None, varlen: bool = False) -> None:
-        """Start without schedules.
-
-        Args:
-            subtree_end: int [B, T] or [T], on the CPU if possible; see `prepare`.
-            device: of the layers, by default that of `subtree_end`.
-            varlen: allow Chains for layers without windows, sinks and caps; see `takes_chains`.
-        """
-        self.varlen = varlen
-        self._end = subtree_end[None] if subtree_end.ndim == 1 else subtree_end
-        self._device = self._end.device if device is None else torch.device(device)
-        self._starts: dict[Reach | None, Tensor | None] = {}
-        self._made: dict[tuple[str, Reach | None, bool], tuple[Tensor | None, AnySchedule]] = {}
-        self._tables: dict[Hashable, Any] = {}
-
-    def check(self, subtree_end: Tensor) -> None:
-        """Check that these are the schedules of the rows of `subtree_end`: their length, and on the CPU their values.
-
-        Another number of rows is found by `tree_attention`, or by the trainer whose wrapper divided a batch.
-
-        Raises:
-            TreepackError: if they are not.
-        """
-        end = subtree_end[None] if subtree_end.ndim == 1 else subtree_end
-        # Values on a GPU are not compared, because the comparison would wait for it in every layer.
-        on_cpu = end.device.type == self._end.device.type == "cpu"
-        comparable = on_cpu and len(end) == len(self._end) and end is not self._end
-        if end.shape[1] != self._end.shape[1] or (comparable and not torch.equal(end, self._end)):
-            raise TreepackError(
-                f"attention: the schedule was made for {len(self._end)} other rows of {self._end.shape[1]} tokens; "
-                "pass Schedules(subtree_end) of these rows"
-            )
-
-    def of(self, impl: str, reach: Reach | None = None, *, varlen: bool = False) -> tuple[Tensor | None, AnySchedule]:
-        """Return `start` and `schedule` of `tree_attention`, for an implementation and a reach.
-
-        A reach that no path of the rows exceeds has the results of None.
-        """
-        if reach not in self._starts:
-            self._starts[reach] = first_visible(self._end, reach)
-        start = self._starts[reach]
-        place = (impl, None if start is None else reach, varlen and start is None)
-        if place not in self._made:
-            schedule = prepare(self._end, impl, start=start, device=self._device, varlen=varlen)
-            moved = None if start is None else start.to(self._device, non_blocking=True)
-            self._made[place] = (moved, schedule)
-        return self._made[place]
-
-    def table(self, name: Hashable, make: Callable[[Tensor], Any]) -> Any:
-        """Return make(subtree_end [B, T]) on the device of the layers, made once under its `name`.
-
-        The result of `make` is a tensor, or has a method `to(device)`. Layers that are no attention need such tables.
-        """
-        if name not in self._tables:
-            self._tables[name] = make(self._end).to(self._device)
-        return self._tables[name]
+            out = triton_attention(q, k, v, schedule, kept=kept, **options)
+        elif chosen == "flash":
+            out = flash_attention(q, k, v, end, block_mask=schedule, **options)
+        else:
+            out = flex_attention(q, k, v, end, block_mask=schedule, first=begin, **options)
+        return out[:, :, added:] if added else out
 
 
 def resolve(
@@ -229,7 +157,7 @@ def resolve(
         device: device of the tensors.
         dtype: dtype of q, k and v.
         head_dims: one pair (of q and k, of v) for every kind of layer.
-        plain: False if a layer has a window, a chunk, sinks or a cap of scores.
+        plain: False if a layer has a window, a chunk, sinks or a cap of scores, or computes a rectangle.
 
     Raises:
         TreepackError: if `impl` is another name, or if it names an implementation that cannot run there.
@@ -282,7 +210,7 @@ def obstacle(
     The text follows the name of the implementation: "needs FlashAttention-4; pip install flash-attn-4".
     """
     if impl == "flash" and not plain:
-        return "has no windows, chunks, sinks and caps of scores; use flex"
+        return "has no windows, chunks, sinks, caps of scores and rectangles; use flex"
     return _OBSTACLES[impl](device, dtype, head_dims)
 
 
@@ -363,38 +291,3 @@ def _dims_text(head_dims: tuple[tuple[int, int], ...]) -> str:
     """Return head dimensions (of q and k, of v) as text."""
     # ((192, 128), (64, 64)) -> "192/128 and 64/64"
     return " and ".join("/".join(map(str, dims)) for dims in head_dims)
-
-
-_EXPECTED = {"reference": (), "flex": (BlockMask,), "flash": (BlockMask,), "triton": (Schedule, Chains)}
-
-
-def _check_schedule(schedule: AnySchedule, impl: str, end: Tensor, *, is_plain: bool, start: Tensor | None) -> None:
-    """Check that a schedule was made for this implementation and reach, and for rows of this number and length.
-
-    Raises:
-        TreepackError: if it was not.
-    """
-    size: tuple[int, int] = (0, 0)
-    rows, length = expected = (len(end), end.shape[1])
-    if isinstance(schedule, BlockMask):
-        block = schedule.BLOCK_SIZE[0]
-        size = (len(schedule.kv_num_blocks), schedule.seq_lengths[0])
-        expected = (rows, -(-length // block) * block)  # 300 tokens in blocks of 128 -> 384
-    elif isinstance(schedule, Schedule):
-        size = (len(schedule.end), schedule.length)
-    elif isinstance(schedule, Chains):
-        size = (schedule.rows, schedule.length)
-    if not isinstance(schedule, (*_EXPECTED[impl], *((Chains,) if is_plain else ()))):
-        raise TreepackError(
-            f"attention: the schedule is a {type(schedule).__name__}, which {impl} does not take; "
-            f"pass prepare(subtree_end, {impl!r})"
-        )
-    if isinstance(schedule, Schedule) and (schedule.start is None) != (start is None):
-        raise TreepackError(
-            "attention: the schedule was made for another `start`; pass prepare(subtree_end, impl, start=start)"
-        )
-    if size != expected:
-        raise TreepackError(
-            f"attention: the schedule has {size[0]} rows of {size[1]} tokens and q has {rows} of {length}; "
-            "pass the schedule of these rows"
-        )

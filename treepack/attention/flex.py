@@ -49,34 +49,46 @@ _EAGER_OPTIONS = {
 }
 
 
-def build_block_mask(subtree_end: Tensor, start: Tensor | None = None, *, query_block: int = BLOCK) -> BlockMask:
+def build_block_mask(
+    subtree_end: Tensor, start: Tensor | None = None, *, query_block: int = BLOCK, first: int = 0
+) -> BlockMask:
     """Return the mask of B rows as FlexAttention's block lists.
 
     Args:
         subtree_end: int [B, T], any T >= 1.
         start: int [B, T], the first token that each token sees; None for all ancestors.
         query_block: queries per block, a multiple of `BLOCK`; the keys of a block are always `BLOCK`.
+        first: the token of the first query, a multiple of `query_block`.
 
     Returns:
-        a BlockMask of B x 1 head over T rounded up to a multiple of `query_block`. Memory is (T / BLOCK)**2.
+        a BlockMask of B x 1 head over T rounded up to a multiple of `query_block`, without the queries before `first`.
+        Memory is (T / BLOCK)**2.
     """
     end = pad_to_blocks(subtree_end, query_block)
-    first = None if start is None else _pad_start(start, end.shape[1])
-    partial, full = classify_blocks(end, query_block, first)
+    starts = None if start is None else _pad_start(start, end.shape[1])
+    # [B, query blocks, key blocks]
+    partial, full = (blocks[:, first // query_block :] for blocks in classify_blocks(end, query_block, starts))
+    # A tensor, because the compiler would make a kernel for each value of a number.
+    origin = torch.tensor(first, device=end.device)
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < end[batch, key])
 
     def window_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        assert first is not None
-        return mask_mod(batch, head, query, key) & (first[batch, query] <= key)
+        assert starts is not None
+        return mask_mod(batch, head, query, key) & (starts[batch, query] <= key)
+
+    square = mask_mod if starts is None else window_mod
+
+    def rectangle_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return square(batch, head, query + origin, key)
 
     return BlockMask.from_kv_blocks(
         *_block_lists(partial),
         *_block_lists(full),
         BLOCK_SIZE=(query_block, BLOCK),
-        mask_mod=mask_mod if first is None else window_mod,
-        seq_lengths=(end.shape[-1], end.shape[-1]),
+        mask_mod=rectangle_mod if first else square,
+        seq_lengths=(end.shape[-1] - first, end.shape[-1]),
     )
 
 
@@ -117,7 +129,7 @@ def classify_blocks(subtree_end: Tensor, query_block: int, start: Tensor | None 
 
 
 def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return per query block the number of set key blocks [B, 1, n], and all key blocks, set first [B, 1, n, n]."""
+    """Return per query block the number of set key blocks [B, 1, nq], and all key blocks, set first [B, 1, nq, nk]."""
     # rows 1 0 0 / 0 1 0 / 0 0 1 -> counts 1 1 1, lists 0 1 2 / 1 0 2 / 2 0 1; the stable sort keeps lists ascending
     chosen = blocks[:, None].to(torch.int8)
     counts = chosen.sum(dim=-1, dtype=torch.int32)
@@ -135,21 +147,23 @@ def flex_attention(
     start: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    first: int = 0,
 ) -> Tensor:
     """Compute softmax attention over the visible pairs; compiled on an accelerator, eager (and dense) on the CPU.
 
     Args:
         query, key, value, subtree_end, scale, start, sinks, softcap: as in `reference.reference_attention`.
-        block_mask: `build_block_mask(subtree_end, start)`; a caller with many layers builds it once.
+        block_mask: `build_block_mask(subtree_end, start, first=first)`; a caller with many layers builds it once.
+        first: the token of the first query, a multiple of `BLOCK`.
 
     Returns:
-        [B, H, T, D_v] in the dtype of the inputs.
+        [B, H, T - first, D_v] in the dtype of the inputs.
 
     Raises:
         TreepackError: if the shapes do not fit, or `block_mask` has another number of tokens.
     """
-    check_shapes(query, key, value, subtree_end)
-    mask = build_block_mask(subtree_end, start) if block_mask is None else block_mask
+    check_shapes(query, key, value, subtree_end, first)
+    mask = build_block_mask(subtree_end, start, first=first) if block_mask is None else block_mask
     with_lse = sinks is not None
     run = _eager(softcap) if query.device.type == "cpu" else fused_kernel(softcap=softcap, with_lse=with_lse)
     out, lse = attend_blocks(run, query, key, value, mask, scale)
@@ -171,8 +185,9 @@ def attend_blocks(
     Raises:
         TreepackError: if `mask` has another number of tokens.
     """
-    length, total = query.shape[-2], mask.seq_lengths[0]
-    if total != math.ceil(length / mask.BLOCK_SIZE[0]) * mask.BLOCK_SIZE[0]:
+    length, (total, total_keys) = query.shape[-2], mask.seq_lengths
+    is_whole = total == math.ceil(length / mask.BLOCK_SIZE[0]) * mask.BLOCK_SIZE[0]
+    if not is_whole or total_keys - total != key.shape[-2] - length:
         raise TreepackError(
             f"attention: block_mask covers {total} tokens and the row has {length}; pass the block mask of this row"
         )

@@ -19,6 +19,8 @@ The backward computes p = 2**(s - lse) again. With delta = sum(o * do) and ds = 
 
 With a cap c, scores are c tanh(s / c), and ds is multiplied by the derivative 1 - tanh(s / c)**2.
 
+In a rectangle, the query of token t is row t - first of q, o, lse and their gradients; masks compare tokens.
+
 Scores are multiplied by scale * log2(e), so that every exponential is a power of two. Same inputs and outputs as
 `portable`. The precision is float64 for float64 and float32 otherwise; the kernels round p and ds to the dtype of the
 inputs before they multiply. Slow: Python loops run over tiles.
@@ -48,20 +50,21 @@ def forward(
     softcap: float | None = None,
     granules: int = 4,
 ) -> tuple[Tensor, Tensor]:
-    """Return output [B, H, T, D_v] in the dtype of `query` and base-2 log-sum-exp [B, H, T].
+    """Return output [B, H, T - first, D_v] in the dtype of `query` and base-2 log-sum-exp [B, H, T - first].
 
     Args:
         query, key, value, schedule, scale, sinks, softcap: as in `portable.forward`.
         granules: granules per tile of keys: 1, 2 or 4.
     """
-    # All [B, H, T, D] or [B, H, T, D_v] from here on, one key head per query head.
+    # Tensors of queries and of keys, all with H heads from here on: one key head per query head.
     q, k, v = _widen(query, key, value)
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
-    for row, block, rows in _query_blocks(schedule):
+    for row, block, tokens in _query_blocks(schedule):
+        rows = tokens - schedule.first
         # [H, queries] and [H, queries, D]
         running = q.new_full((q.shape[1], len(rows)), -math.inf)
         total, acc = torch.zeros_like(running), torch.zeros_like(out[row, :, rows])
-        for keys, seen in _key_tiles(schedule, row, block, rows, granules):
+        for keys, seen in _key_tiles(schedule, row, block, tokens, granules):
             # [H, queries, D] @ [H, D, keys] -> [H, queries, keys]
             score = _capped(q[row, :, rows] @ k[row, :, keys].mT * (scale * LOG2E), softcap)[0]
             score = score if seen is None else score.masked_fill(~seen, -math.inf)
@@ -104,15 +107,16 @@ def backward(
     Args:
         query, key, value, schedule, scale, sinks, softcap, granules: as in `forward`.
         out, lse: the results of `forward` for the same arguments.
-        grad: [B, H, T, D_v], the gradient of `out`.
+        grad: [B, H, T - first, D_v], the gradient of `out`.
     """
     q, k, v = _widen(query, key, value)
     o, do = out.to(q.dtype), grad.to(q.dtype)
     delta = (o * do).sum(-1)
     dq = torch.empty_like(q)
-    for row, block, rows in _query_blocks(schedule):
+    for row, block, tokens in _query_blocks(schedule):
+        rows = tokens - schedule.first
         acc = torch.zeros_like(q[row, :, rows])
-        for keys, seen in _key_tiles(schedule, row, block, rows, granules):
+        for keys, seen in _key_tiles(schedule, row, block, tokens, granules):
             _, ds = _weights(q, k, v, do, lse, delta, (scale, softcap), (row, rows, keys, seen))
             # [H, queries, keys] @ [H, keys, D] -> [H, queries, D]
             acc += ds @ k[row, :, keys]
@@ -123,7 +127,7 @@ def backward(
     dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))  # type: ignore[no-untyped-call]
     dsinks = None
     if sinks is not None:
-        # [H, 1] - [B, H, T] -> [B, H, T] -> [H]
+        # [H, 1] - [B, H, T - first] -> [B, H, T - first] -> [H]
         dsinks = -(torch.exp2(sinks.to(q.dtype)[:, None] * LOG2E - lse) * delta).sum((0, 2)).to(sinks.dtype)
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), dsinks
 
@@ -149,8 +153,10 @@ def _key_gradients(
             keys = keys[real]
             dk_block, dv_block = torch.zeros_like(k[row, :, keys]), torch.zeros_like(v[row, :, keys])
             for start, is_full in _query_tiles(schedule, row, block):
-                rows = torch.arange(start, min(start + QUERY_TILE, schedule.length), device=q.device)
-                seen = None if is_full else _visible_pairs(schedule, row, rows, keys)
+                tokens = torch.arange(start, min(start + QUERY_TILE, schedule.length), device=q.device)
+                rows, seen = tokens - schedule.first, None
+                if not is_full:
+                    seen = _visible_pairs(schedule, row, tokens, keys)
                 p, ds = _weights(q, k, v, do, lse, delta, scores, (row, rows, keys, seen))
                 # [H, keys, queries] @ [H, queries, D] -> [H, keys, D]
                 dv_block += p.mT @ do[row, :, rows]
@@ -209,19 +215,20 @@ def _query_blocks(schedule: Schedule) -> Iterator[tuple[int, int, Tensor]]:
     """Yield row, block and query tokens of every query block, in the order of launch."""
     for row, order in enumerate(schedule.query_order.tolist()):
         for block in order:
-            first, last = block * QUERY_BLOCK, min((block + 1) * QUERY_BLOCK, schedule.length)
+            first = schedule.first + block * QUERY_BLOCK
+            last = min(first + QUERY_BLOCK, schedule.length)
             yield row, block, torch.arange(first, last, device=schedule.end.device)
 
 
 def _key_tiles(
-    schedule: Schedule, row: int, block: int, rows: Tensor, granules: int
+    schedule: Schedule, row: int, block: int, tokens: Tensor, granules: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield the key tokens of each tile of a query block, and its mask [queries, keys]; None for a full tile."""
     first, last = schedule.query_offsets[row, block : block + 2].tolist()
     middle = first + int(schedule.query_partial[row, block])
     for entry in range(first, last, granules):
         keys, real = _tokens(schedule.granules[entry : entry + granules], schedule.length)
-        yield keys, (_visible_pairs(schedule, row, rows, keys) & real) if entry < middle else None
+        yield keys, (_visible_pairs(schedule, row, tokens, keys) & real) if entry < middle else None
 
 
 def _tokens(granules: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -232,7 +239,7 @@ def _tokens(granules: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return index.clamp(0, length - 1), (index >= 0) & (index < length)
 
 
-def _visible_pairs(schedule: Schedule, row: int, rows: Tensor, keys: Tensor) -> Tensor:
+def _visible_pairs(schedule: Schedule, row: int, queries: Tensor, keys: Tensor) -> Tensor:
     # [keys] and [queries, 1] -> [queries, keys]
-    seen = (keys <= rows[:, None]) & (rows[:, None] < schedule.end[row, keys])
-    return seen if schedule.start is None else seen & (schedule.start[row, rows, None] <= keys)
+    seen = (keys <= queries[:, None]) & (queries[:, None] < schedule.end[row, keys])
+    return seen if schedule.start is None else seen & (schedule.start[row, queries, None] <= keys)

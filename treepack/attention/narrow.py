@@ -10,6 +10,8 @@ out the queries after them, which may belong to a branch whose window starts muc
 no mask, if all ends are past it (low >= t1) and all windows start at the granule or before it (k0 >= the largest
 start).
 
+In a rectangle, query blocks and tiles are numbered from token `first` on.
+
 For dk and dv, key blocks are 4 consecutive granules, because about the same queries see neighbouring granules. Each
 block gets a list of query tiles of 64: those under a mask, then the full ones.
 """
@@ -35,11 +37,12 @@ def narrow(whole: Schedule, start: Tensor) -> Schedule:
     batch, padded = whole.end.shape
     tail = torch.arange(whole.length, padded, dtype=torch.int32, device=whole.end.device)
     start = torch.cat([start.to(torch.int32).to(whole.end.device), tail.expand(batch, -1)], dim=1)
-    queries, granule = _listed_pairs(whole, start)
-    is_visible, is_full = _test_pairs(queries, granule, whole.end, start, QUERY_BLOCK)
+    of_queries = start[:, whole.first :].contiguous()
+    queries, granule = _listed_pairs(whole, of_queries)
+    is_visible, is_full = _test_pairs(queries, granule, whole.end, of_queries, QUERY_BLOCK)
     queries, granule = queries[is_visible], granule[is_visible]
-    granules, offsets, partial = _query_lists(queries, granule, is_full[is_visible], batch, padded)
-    key_tiles, key_ranges = _key_lists(queries, granule, whole, start)
+    granules, offsets, partial = _query_lists(queries, granule, is_full[is_visible], batch, of_queries.shape[1])
+    key_tiles, key_ranges = _key_lists(queries, granule, whole, of_queries)
     return replace(
         whole,
         granules=granules,
@@ -89,21 +92,23 @@ def _test_pairs(queries: Tensor, granule: Tensor, end: Tensor, start: Tensor, si
     Args:
         queries: numbers of query tiles, counted over all rows.
         granule: numbers of granules in their row; the two shapes broadcast.
-        end, start: [B, T_pad].
+        end: [B, T_pad].
+        start: [B, T_pad - first], of the queries.
         size: tokens of a query tile.
 
     Returns:
         two bool tensors of the broadcast shape.
     """
-    padded = end.shape[1]
-    # [B, T_pad] -> one row per tile
-    first = start.reshape(-1, size)
+    padded, span = end.shape[1], start.shape[1]
+    # [B, T_pad - first] -> one row per tile
+    of_tile = start.view(-1, size)
     # starts 5 7 3 9 -> smallest up to each query 5 5 3 3, largest 9
-    smallest, largest = first.cummin(dim=1).values.flatten(), first.amax(dim=1)
+    smallest, largest = of_tile.cummin(dim=1).values.flatten(), of_tile.amax(dim=1)
     low, high = end.view(-1, GRANULE).aminmax(dim=1)
-    row, tile = queries // (padded // size), queries % (padded // size)
+    row, tile = queries // (span // size), queries % (span // size)
     at = row * (padded // GRANULE) + granule
-    begin, key = tile * size, granule * GRANULE
+    # T_pad 512 and 384 queries: tile 1 of 64 begins at token 192
+    begin, key = padded - span + tile * size, granule * GRANULE
     # The queries before the end of the granule's last subtree are the first `inside` ones of the tile.
     inside = (high[at] - begin).clamp(max=size)
     is_visible = (inside > 0) & (key < begin + size)
@@ -137,10 +142,13 @@ def _sections(owner: Tensor, is_full: Tensor, owners: int, multiple: int) -> tup
 
 
 def _query_lists(
-    queries: Tensor, granule: Tensor, is_full: Tensor, batch: int, padded: int
+    queries: Tensor, granule: Tensor, is_full: Tensor, batch: int, span: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return granules, query_offsets and query_partial of a `Schedule`, from visible pairs in the order of queries."""
-    blocks = batch * padded // QUERY_BLOCK
+    """Return granules, query_offsets and query_partial of a `Schedule`, from visible pairs in the order of queries.
+
+    `span` is the number of queries of a row with its padding.
+    """
+    blocks = batch * span // QUERY_BLOCK
     # The full section has whole groups of 4; up to 3 full granules are computed under the mask.
     # full 1 1 1 0 1 1 in one block -> numbers 1 2 3 3 4 5, of which 4 count
     number = is_full.cumsum(0)
@@ -157,9 +165,9 @@ def _query_lists(
 
 def _key_lists(queries: Tensor, granule: Tensor, whole: Schedule, start: Tensor) -> tuple[Tensor, Tensor]:
     """Return key_tiles and key_ranges of a `Schedule`, from the visible pairs of query blocks and granules."""
-    batch, padded = whole.end.shape
-    tiles, blocks = padded // QUERY_TILE, -(-whole.length // KEY_BLOCK)
-    per_row = padded // QUERY_BLOCK
+    batch, span = start.shape
+    tiles, blocks = span // QUERY_TILE, -(-whole.length // KEY_BLOCK)
+    per_row = span // QUERY_BLOCK
     # A key block and a query block as one number. Most granules of a key block follow one another in the lists, so that
     # few of the numbers have to be sorted: 7 7 7 7 9 9 9 7 -> 7 9 7 -> 7 9
     joint = (queries // per_row * blocks + granule // _PER_KEY_BLOCK) * per_row + queries % per_row
@@ -170,11 +178,12 @@ def _key_lists(queries: Tensor, granule: Tensor, whole: Schedule, start: Tensor)
     # [2 n, 4], the granules of the key blocks; neither keys nor queries of the padding
     number = (block % blocks)[:, None] * _PER_KEY_BLOCK + torch.arange(_PER_KEY_BLOCK, device=block.device)
     is_visible, is_full = _test_pairs((block // blocks * tiles + tile)[:, None], number, whole.end, start, QUERY_TILE)
-    is_visible = (is_visible & (number * GRANULE < whole.length)).any(1) & (tile * QUERY_TILE < whole.length)
-    block, tile, is_full = block[is_visible], tile[is_visible], is_full.all(1)[is_visible]
+    token = whole.first + tile * QUERY_TILE
+    is_visible = (is_visible & (number * GRANULE < whole.length)).any(1) & (token < whole.length)
+    block, token, is_full = block[is_visible], token[is_visible], is_full.all(1)[is_visible]
     places, begin = _sections(block, is_full, batch * blocks, 1)
-    key_tiles = torch.empty(len(tile), dtype=torch.int32, device=tile.device)
-    key_tiles[places] = (tile * QUERY_TILE).int()
+    key_tiles = torch.empty(len(token), dtype=torch.int32, device=token.device)
+    key_tiles[places] = token.int()
     first, full_begin, last = begin[:-1:2], begin[1::2], begin[2::2]
     return key_tiles, torch.stack([first, full_begin, last, last], dim=1).view(batch, blocks, 4).int()
 

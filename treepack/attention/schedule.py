@@ -26,6 +26,9 @@ queries:
 With windows or chunks (`reach`), the queries that see a key block are no range: they are parts of its branches. Then
 `narrow` makes the same lists shorter, and gives each key block a list of query tiles.
 
+A rectangle has queries from token `first` on, a multiple of 128, and keys from token 0 on. Its schedule has the lists
+of the query blocks from `first` on, as the square has them, and the ranges of all key blocks, cut off before `first`.
+
 In: subtree_end int [B, T] on any device. Out: a `Schedule` on that device. Nothing here has size T x T, and no Python
 loop runs over tokens, blocks or granules.
 """
@@ -39,6 +42,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from treepack.errors import TreepackError
 
 GRANULE = 32  # at the start and end of a branch, parts of 32 keys instead of 128 are computed without use
 QUERY_BLOCK = 128  # two wgmma products of 64 rows
@@ -55,8 +60,8 @@ _PER_QUERY_BLOCK = QUERY_BLOCK // GRANULE
 class Schedule:
     """Lists of tiles for B rows of T tokens; every tensor is int32.
 
-    T_pad is T rounded up to whole query blocks; the added tokens see only themselves. There are nq query blocks and nk
-    key blocks.
+    T_pad is T rounded up to whole query blocks; the added tokens see only themselves. There are nq query blocks, which
+    are numbered from 0 and begin at token `first`, and nk key blocks.
 
     length          T
     end             [B, T_pad]    subtree_end of the padded row
@@ -65,12 +70,13 @@ class Schedule:
     query_partial   [B, nq]       entries of the partial section, which starts with the block's own granules
     query_order     [B, nq]       query blocks, longest list first
     key_granules    [B, nk, 4]    granules of each key block; every granule that has a token occurs once; -1 is none
-    key_ranges      [B, nk, 4]    query tokens first, full_begin, full_end, last; multiples of 64; all 0 for a block
-                                  without granules. With key_tiles: indices in it instead, and full_end is last.
+    key_ranges      [B, nk, 4]    query tokens first, full_begin, full_end, last; multiples of 64; all equal for a block
+                                  that no query sees. With key_tiles: indices in it instead, and full_end is last.
     key_order       [B, nk]       key blocks, longest range first
     start           [B, T_pad]    the first token that each token sees; None if it sees all of its ancestors
     key_tiles       [tiles]       query tiles of each key block as their first tokens, the masked ones first; None if
                                   start is None
+    first           the token of the first query, a multiple of 128
 
     The length of every section of `granules` is a multiple of 4, so kernels may take 1, 2 or 4 granules at a time.
     """
@@ -86,6 +92,7 @@ class Schedule:
     key_order: Tensor
     start: Tensor | None = None
     key_tiles: Tensor | None = None
+    first: int = 0
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Schedule:
         """Return the same schedule on `device`."""
@@ -102,20 +109,29 @@ class Schedule:
 
 
 @torch.no_grad()
-def build_schedule(subtree_end: Tensor, start: Tensor | None = None) -> Schedule:
+def build_schedule(subtree_end: Tensor, start: Tensor | None = None, *, first: int = 0) -> Schedule:
     """Return the schedule of B rows, on the device of `subtree_end`; a GPU is synchronised once, or more with `start`.
 
     Args:
         subtree_end: int [B, T], T >= 1; one past the last token of each token's subtree. Subtrees nest.
         start: int [B, T], the first token that each token sees, from `reach.first_visible`.
+        first: the token of the first query, a multiple of 128 below T.
+
+    Raises:
+        TreepackError: if `first` is another number.
     """
+    if first % QUERY_BLOCK or not 0 <= first < subtree_end.shape[-1]:
+        raise TreepackError(
+            f"attention: the schedule of {subtree_end.shape[-1]} tokens begins at query {first}; "
+            f"pass a multiple of {QUERY_BLOCK} below the number of tokens"
+        )
     # T = 300 -> 84 more tokens, with subtree_end 301, 302, ... 384
     length = subtree_end.shape[-1]
     tail = torch.arange(length + 1, length + 1 + -length % QUERY_BLOCK, dtype=torch.int32, device=subtree_end.device)
     end = torch.cat([subtree_end.to(torch.int32), tail.expand(len(subtree_end), -1)], dim=1)
     extremes = torch.stack(end.view(len(end), -1, GRANULE).aminmax(dim=-1)).long()
-    lists = _place_lists(extremes)
-    granules, ranges, max_blocks = _key_blocks(extremes, length)
+    lists = _place_lists(extremes, first // QUERY_BLOCK)
+    granules, ranges, max_blocks = _key_blocks(extremes, length, first // QUERY_TILE)
     # The only wait for the device: every size that depends on the data, in one transfer.
     *pieces, num_entries, num_blocks = torch.cat([lists.totals, lists.offsets[-1:, -1], max_blocks]).tolist()
     ranges = ranges[:, :num_blocks].int()
@@ -129,6 +145,7 @@ def build_schedule(subtree_end: Tensor, start: Tensor | None = None) -> Schedule
         key_granules=granules[:, :num_blocks].int(),
         key_ranges=ranges,
         key_order=longest_first(ranges[..., 3] - ranges[..., 0]),
+        first=first,
     )
     if start is None:
         return whole
@@ -168,8 +185,10 @@ class _Lists:
     totals: Tensor
 
 
-def _place_lists(extremes: Tensor) -> _Lists:
-    """Plan the lists from the smallest and the largest subtree_end of each granule, [2, B, granules].
+def _place_lists(extremes: Tensor, first_block: int) -> _Lists:
+    """Plan the lists of the query blocks from `first_block` on.
+
+    `extremes` [2, B, granules] has the smallest and the largest subtree_end of each granule.
 
     To the query blocks after its own, a granule passes through three stages: it is full, then it is partial and
     outlives the block, then it ends in a block. Because subtrees nest, every earlier granule that is still visible at
@@ -207,7 +226,7 @@ def _place_lists(extremes: Tensor) -> _Lists:
     full_before[0].sub_((up_to[..., -1:] - up_to).view_as(past) * (masked == past))
     rank_partial = rank_visible + _PER_QUERY_BLOCK - full_before
 
-    num_full, num_visible = num_full[:, :-1], num_visible[:, :-1]
+    num_full, num_visible = num_full[:, first_block:-1], num_visible[:, first_block:-1]
     # visible [0 4 7], full [0 4 6] -> sizes [4 8 12], partial [4 4 8], offsets [0 4 12 24]
     sizes = (num_visible + (_PER_QUERY_BLOCK + 3)) // 4 * 4
     partial = sizes - num_full // 4 * 4
@@ -219,6 +238,9 @@ def _place_lists(extremes: Tensor) -> _Lists:
     around = torch.cat([past[:, :1], masked, past[:, -1:]], dim=1)
     first = torch.stack([past - 1, masked, ending, past.maximum(around[:, :-2]), around[:, 2:], past])
     last = torch.stack([past, ending, over, masked, masked, masked.minimum(past_next)])
+    # Ranks do not depend on the block, so a piece without its first blocks is listed as before in the others. From
+    # block 1 on: first [0 1], last [1 3] -> first [1 1], last [1 3] -> first [0 0], last [0 2]
+    first, last = first.clamp_(min=first_block).sub_(first_block), last.sub_(first_block)
     counts = (last - first).clamp_(min=0).flatten()
     steps = counts.cumsum(0)
     # counts [1 0 2] -> steps [1 1 3]; entries are numbered 0 | 1 2, and base + number is the index of the block
@@ -260,7 +282,7 @@ def _list_entries(lists: _Lists, totals: list[int], num_entries: int) -> Tensor:
     return entries.scatter_(0, place[:num_partial], granule[:num_partial].int())
 
 
-def _key_blocks(extremes: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def _key_blocks(extremes: Tensor, length: int, first_tile: int) -> tuple[Tensor, Tensor, Tensor]:
     """Group granules into key blocks.
 
     Granules are sorted by their last query. A granule that straddles two nodes spoils the full range of its block: if
@@ -272,6 +294,7 @@ def _key_blocks(extremes: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
     Args:
         extremes: smallest and largest subtree_end of each granule, [2, B, granules].
         length: T.
+        first_tile: query tile that the ranges begin at, or after it.
 
     Returns:
         granules [B, n, 4], ranges [B, n, 4] and the maximum number of blocks of a row, [1]; n is the number of granules
@@ -279,18 +302,21 @@ def _key_blocks(extremes: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     count = -(-length // GRANULE)
     # In tiles: full to query tiles before `full_last`, visible to query tiles before `last`.
-    full_last = extremes[0, :, :count] // QUERY_TILE
-    last = (extremes[1, :, :count] + (QUERY_TILE - 1)) // QUERY_TILE
+    full_last = (extremes[0, :, :count] // QUERY_TILE).clamp_(min=first_tile)
+    last = ((extremes[1, :, :count] + (QUERY_TILE - 1)) // QUERY_TILE).clamp_(min=first_tile)
     straddles = (last - full_last > 1).long()
     alike = last.new_zeros(len(last), count + 1).scatter_add_(1, last, straddles).gather(1, last)
     # last [6 6 4 6], the second granule one of many that straddle -> keys [12 11 8 12] -> order [0 3 1 2]
     order = (2 * last - straddles * (alike >= MIN_STRADDLING)).argsort(dim=1, descending=True, stable=True)
-    first = order // (QUERY_TILE // GRANULE)
+    begin = order.clamp(
+        min=first_tile * (QUERY_TILE // GRANULE)
+    )  # the range of a granule starts at it or at first_tile
+    first = begin // (QUERY_TILE // GRANULE)
     full_last, last = torch.stack([full_last, last]).gather(2, order.expand(2, -1, -1))
 
     number = torch.arange(count, device=last.device)
     middle = first[:, 1:] + last[:, 1:]  # (first + last) / 2 tiles, in granules, of which a tile has two
-    is_cut = pad(order[:, :-1] > middle + 2, (1, 0))
+    is_cut = pad(begin[:, :-1] > middle + 2, (1, 0))
     # order [0 1 2 3 4 5 6 8 9 10 11 7], cut before 7, whose range has its middle at granule 7, more than 2 before 11:
     # slot [0 1 2 3 0 1 2 3 0 1 2 0], block [0 0 0 0 1 1 1 1 2 2 2 3]
     slot = (number - (number * is_cut).cummax(dim=1).values) % _PER_KEY_BLOCK
@@ -298,10 +324,11 @@ def _key_blocks(extremes: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
     granules = last.new_full((len(last), count * _PER_KEY_BLOCK), -1)
     granules = granules.scatter_(1, block * _PER_KEY_BLOCK + slot, order).view(len(last), count, _PER_KEY_BLOCK)
 
-    # A granule is full from the tile after its first one. A block takes the minima of first and full_end, the maxima of
-    # full_begin and last. Granules [4 5 6 8] in tiles: first 2 2 3 4, full_end 6 3 6 6, last 6 6 6 6
-    # -> first 2, full_begin 5, full_end 3 (raised to 5, because nothing is full), last 6
-    lows, highs = torch.stack([first, full_last]), torch.stack([first + 1, last])
+    # A granule is full from the tile after its own, or from first_tile on. A block takes the minima of first and
+    # full_end, the maxima of full_begin and last. Granules [4 5 6 8] in tiles: first 2 2 3 4, full_end 6 3 6 6,
+    # last 6 6 6 6 -> first 2, full_begin 5, full_end 3 (raised to 5, because nothing is full), last 6
+    own = order // (QUERY_TILE // GRANULE)
+    lows, highs = torch.stack([first, full_last]), torch.stack([first.maximum(own + 1), last])
     to = block.expand(2, -1, -1)
     first, full_end = torch.zeros_like(lows).scatter_reduce_(2, to, lows, "amin", include_self=False)
     full_begin, last = torch.zeros_like(lows).scatter_reduce_(2, to, highs, "amax", include_self=False)
