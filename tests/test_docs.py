@@ -56,7 +56,7 @@ def test_readme_is_short() -> None:
 
 def test_files_named_in_the_readme_exist() -> None:
     paths = re.findall(r"^\| `([\w./-]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert len(paths) == 16
+    assert len(paths) == 17
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 

@@ -4,12 +4,13 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="treepack_auto")
     model(input_ids, position_ids=..., subtree_end=..., schedule=..., use_cache=False)
 
-A model passes its keyword arguments to the attention function of every layer. Four arguments reach it in this way:
-`subtree_end`, the `dispatch.Schedules` made from it, the `autograd.Kept` of a forward pass under checkpointing, and the
-list `record` of a probe. Windows and chunks arrive as masks: a model requests one mask for each kind of layer and
-passes it to these layers. It gets the `reach.Reach` of that kind instead of a mask. Sinks and caps of scores are
-options of the call. Every other request of a model is refused, not ignored, because a missing bias gives a wrong
-gradient and no error. A call without `subtree_end` is refused too, unless `generation.allow_generation` permits it.
+A model passes its keyword arguments to the attention function of every layer. Five arguments reach it in this way:
+`subtree_end`, the `schedules.Schedules` made from it, the `autograd.Kept` of a forward pass under checkpointing, the
+list `record` of a probe, and the `carry.stack.Stack` of a row that runs in pieces. Windows and chunks arrive as masks:
+a model requests one mask for each kind of layer and passes it to these layers. It gets the `reach.Reach` of that kind
+instead of a mask. Sinks and caps of scores are options of the call. Every other request of a model is refused, not
+ignored, because a missing bias gives a wrong gradient and no error. A call without `subtree_end` is refused too, unless
+`generation.allow_generation` permits it.
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ IMPLEMENTATIONS = {impl: f"treepack_{impl}" for impl in ("auto", *NAMES)}
 
 # Options that models pass and that do not change the scores.
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "layer_idx"})
-_READ = frozenset(
-    {"scaling", "dropout", "subtree_end", "schedule", "sliding_window", "record", "kept", "s_aux", "softcap"}
-)
+_READ = frozenset("scaling dropout subtree_end schedule sliding_window record kept carry s_aux softcap".split())
 # Plain names of options that models pass under the names of their code.
 _MEANINGS = {
     "position_bias": " (a bias on scores)",
@@ -161,8 +160,13 @@ def attention_forward(
     layer = AttentionKind((query.shape[-1], value.shape[-1]), reach, has_sinks=sinks is not None, softcap=softcap)
     if options.get("record") is not None:
         options["record"].append(AttentionCall(module, layer, query.dtype))
+    carry, first = options.get("carry"), 0
+    if carry is not None:
+        # The keys and values of the path, then those of the piece; its first query is token `first` of them.
+        first = carry.first
+        key, value = carry.join(module, key, value)
     kept = options.get("kept")
-    impl, start, schedule = _schedule_of(layer, query, impl, options)
+    impl, start, schedule = _schedule_of(layer, query, impl, options, first)
     out = tree_attention(
         query,
         key,
@@ -175,6 +179,7 @@ def attention_forward(
         start=start,
         sinks=sinks,
         softcap=softcap,
+        first=first,
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -188,17 +193,17 @@ def _reach_of(attention_mask: Any, options: dict[str, Any]) -> Reach | None:
 
 
 def _schedule_of(
-    layer: AttentionKind, query: Tensor, impl: str, options: dict[str, Any]
+    layer: AttentionKind, query: Tensor, impl: str, options: dict[str, Any], first: int
 ) -> tuple[str, Tensor | None, AnySchedule]:
     """Return implementation, `start` and schedule of one layer."""
     schedules = options.get("schedule")
     if schedules is None:
-        schedules = Schedules(options["subtree_end"])
+        schedules = Schedules(options["subtree_end"], first=first)
     if not isinstance(schedules, Schedules):  # a schedule of rows without windows, from `dispatch.prepare`
         if layer.reach is None:
             return impl, None, schedules
-        schedules = Schedules(options["subtree_end"])
-    schedules.check(options["subtree_end"])
+        schedules = Schedules(options["subtree_end"], first=first)
+    schedules.check(options["subtree_end"], first=first)
     chosen = impl
     if impl == "auto":
         chosen = resolve(impl, query.device, query.dtype, layer.head_dims, plain=layer.is_plain)

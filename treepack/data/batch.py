@@ -36,6 +36,9 @@ _DTYPES = {
 # Columns that `pack.row.RowTerms` and `TermTensors` have under the same name.
 _TERM_COLUMNS = ("trajectory", "weight", "advantage", "sampling_logprob", "old_logprob", "ref_logprob")
 
+# Fields of `TermTensors` with one value per term; the others have one per token or trajectory.
+PER_TERM = ("index", *_TERM_COLUMNS)
+
 
 @dataclass(frozen=True)
 class TermTensors:

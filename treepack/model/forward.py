@@ -46,20 +46,20 @@ def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
     return replace(batch.to(loaded.device), schedule=schedules)
 
 
-def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
+def hidden_states(loaded: LoadedModel, batch: Batch, **options: Any) -> Tensor:
     """Return the hidden states [T, D] of a packed row, after the final norm.
 
-    A batch without a schedule is prepared first.
+    A batch without a schedule is prepared first. `options` are further arguments of the model.
 
     Raises:
         TreepackError: if positions of the row are beyond the model's table of positions, a dropout is active, or the
             model was switched to another attention.
     """
-    states: Tensor = _call(loaded, batch, find_decoder(loaded.causal)).last_hidden_state
+    states: Tensor = _call(loaded, batch, find_decoder(loaded.causal), options).last_hidden_state
     return states[0]
 
 
-def _call(loaded: LoadedModel, batch: Batch, module: Any) -> Any:
+def _call(loaded: LoadedModel, batch: Batch, module: Any, options: dict[str, Any]) -> Any:
     """Return the output of `module`, the model or its part without the output layer, for a packed row.
 
     Raises:
@@ -83,8 +83,8 @@ def _call(loaded: LoadedModel, batch: Batch, module: Any) -> Any:
             position_ids=batch.position_ids[None],
             subtree_end=batch.subtree_end[None],
             schedule=batch.schedule,
-            kept=Kept() if recomputes(loaded.causal) else None,
             use_cache=False,
+            **{"kept": Kept() if recomputes(loaded.causal) else None, **options},
         )
     except IndexError as error:  # position_limit finds most tables beforehand; this is one that it did not recognise
         raise TreepackError(
@@ -93,20 +93,22 @@ def _call(loaded: LoadedModel, batch: Batch, module: Any) -> Any:
         ) from error
 
 
-def _run(loaded: LoadedModel, batch: Batch, compute: Callable[[Tensor, OutputLayer], Any]) -> Any:
-    """Return compute(states [T, D], output layer) of a packed row.
+def run_with_head(
+    loaded: LoadedModel, batch: Batch, compute: Callable[[Tensor, OutputLayer], Any], **options: Any
+) -> Any:
+    """Return compute(states [T, D], output layer) of a packed row; `options` are further arguments of the model.
 
     Raises:
         TreepackError: as `hidden_states`.
     """
     with head_replaced(loaded.causal, compute) as call:
-        _call(loaded, batch, loaded.model)
+        _call(loaded, batch, loaded.model, options)
     return call.result
 
 
 def row_loss(loaded: LoadedModel, batch: Batch, *, chunk: int = CHUNK) -> Tensor:
     """Return the sum over the row's targets of loss_weight * nll, a float64 scalar; see `loss.weighted_nll`."""
-    loss: Tensor = _run(loaded, batch, lambda states, layer: layer.nll(states, batch.targets, chunk=chunk))
+    loss: Tensor = run_with_head(loaded, batch, lambda states, layer: layer.nll(states, batch.targets, chunk=chunk))
     return loss
 
 
@@ -125,7 +127,7 @@ def row_logprobs(
     def compute(states: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
         return layer.logprobs(states, tokens, batch.input_ids, batch.parent, **options)
 
-    logprobs, entropies = _run(loaded, batch, compute)
+    logprobs, entropies = run_with_head(loaded, batch, compute)
     return logprobs, entropies
 
 

@@ -55,7 +55,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
-from treepack.data.batch import TermTensors
+from treepack.data.batch import PER_TERM, TermTensors
 from treepack.errors import TreepackError
 
 LOSSES = ("sft", "grpo", "ppo", "gspo", "cispo", "dpo")
@@ -264,11 +264,10 @@ def sum_names(objective: Objective) -> tuple[str, ...]:
 def _slices(terms: TermTensors, chunk: int) -> list[TermTensors]:
     """Cut `terms` into views of `chunk` terms each."""
     # Columns with one value per term are cut; tokens, group and reward stay whole, because terms refer to them.
-    per_term = ("index", "trajectory", "weight", "advantage", "sampling_logprob", "old_logprob", "ref_logprob")
     values = {field.name: getattr(terms, field.name) for field in fields(terms)}
     slices = []
     for start in range(0, len(terms.index), chunk):
-        cut = {name: values[name][start : start + chunk] for name in per_term if values[name] is not None}
+        cut = {name: values[name][start : start + chunk] for name in PER_TERM if values[name] is not None}
         slices.append(TermTensors(**{**values, **cut}))
     return slices
 

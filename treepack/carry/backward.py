@@ -1,0 +1,285 @@
+"""Forward and backward of a packed row in pieces: the loss and the gradients of the row as a whole.
+
+    backward_row    adds the gradients of a row's part of a step's loss to the parameters
+    row_value       the loss alone, without gradients
+    row_scores      log-probabilities and entropies of chosen tokens, without gradients
+
+sft and the objectives of single tokens run in one phase: each piece has its own part of the loss. gspo and dpo are
+about whole trajectories, so they run in two: first all log-probabilities without a graph, and the slope of the
+objective by each of them; then each piece runs backward with the slopes of its own tokens. The gradient is the same,
+by the chain rule; every token runs forward once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treepack.carry.row import CarriedRow, PieceRow, open_row
+from treepack.carry.terms import SortedTerms, Targets
+from treepack.data.batch import Batch, TermTensors
+from treepack.model.forward import hidden_states, run_with_head
+from treepack.model.head import OutputLayer
+from treepack.model.loaded import LoadedModel
+from treepack.model.loss import CHUNK, filled_temperature
+from treepack.model.objectives import Objective, objective_loss
+
+# Losses whose value depends on all tokens of a trajectory, which may lie in several pieces.
+TWO_PHASES = ("gspo", "dpo")
+
+
+@dataclass(frozen=True)
+class CarryOptions:
+    """How a row runs in pieces.
+
+    Attributes:
+        limit: tokens of a piece.
+        chunk: tokens whose logits are in memory at a time.
+        autocast: makes the context in which each pass runs forward. Autocast remembers weights that it has cast, also
+            those of a pass without a graph, so each pass needs a context of its own.
+    """
+
+    limit: int
+    chunk: int = CHUNK
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What a row gives besides gradients.
+
+    Attributes:
+        loss: float64 scalar, the row's part of the step's loss.
+        sums: the sums of `objectives.objective_loss`; empty for sft.
+        tokens_forward: tokens that ran forward.
+        tokens_backward: tokens that ran backward.
+        carried_bytes: bytes of the carried keys, values and sums of gradients.
+    """
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    tokens_forward: int
+    tokens_backward: int
+    carried_bytes: int
+
+
+def backward_row(
+    loaded: LoadedModel,
+    batch: Batch,
+    options: CarryOptions,
+    *,
+    objective: Objective = Objective(),  # noqa: B008  # a frozen value
+    factors: Tensor | None = None,
+    denominator: float = 1.0,
+) -> RowResult:
+    """Add the gradients of a row's part of a step's loss to the parameters' gradients.
+
+    Args:
+        loaded: the model.
+        batch: the row; with its terms for any objective but sft.
+        options: the pieces.
+        objective: the loss.
+        factors: float64 [num_trajectories], from `denominators.step_factors`; None for sft.
+        denominator: total weight of the step's rows, for sft.
+
+    Raises:
+        TreepackError: the model cannot run the row in pieces; see `refusal.check_carry` and `row.open_row`.
+    """
+    row = open_row(loaded, batch, options.limit, with_gradients=True)
+    if factors is None:
+        part: _Part = _WeightedLoss(row, options, denominator)
+    elif objective.loss in TWO_PHASES:
+        part = _Slopes(row, options, objective, factors.to(loaded.device))
+    else:
+        part = _TermLoss(row, options, objective, factors.to(loaded.device))
+    total = torch.zeros((), dtype=torch.float64, device=loaded.device)
+    sums: dict[str, Tensor] = {}
+    for each in row.plan.passes:
+        with row.running(each) as piece:
+            if each.kind == "push":
+                with torch.no_grad(), options.autocast():
+                    hidden_states(loaded, piece.batch, **piece.options)
+                continue
+            with options.autocast():
+                loss, numbers = part.of(piece)
+            torch.autograd.backward(loss)
+            total = total + loss.detach()
+            sums = {name: number + sums.get(name, 0.0) for name, number in numbers.items()}
+    known = part.result
+    loss, sums = known if known is not None else (total, sums)
+    forward = row.plan.tokens_forward + (0 if known is None else row.plan.without_backward().tokens_forward)
+    return RowResult(loss, sums, forward, row.plan.tokens_backward, row.stack.nbytes)
+
+
+@torch.no_grad()
+def row_value(
+    loaded: LoadedModel,
+    batch: Batch,
+    options: CarryOptions,
+    *,
+    objective: Objective = Objective(),  # noqa: B008
+    factors: Tensor | None = None,
+    denominator: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a row's part of a step's loss and its sums, without gradients; arguments as in `backward_row`."""
+    row = open_row(loaded, batch, options.limit, with_gradients=False)
+    if factors is not None:
+        assert row.batch.terms is not None, "open the dataset with terms=True"
+        scores = _term_scores(row, options, objective)
+        return objective_loss(*scores, row.batch.terms, factors.to(loaded.device), objective)
+    part, total = _WeightedLoss(row, options, denominator), torch.zeros((), dtype=torch.float64, device=loaded.device)
+    for each in row.plan.passes:
+        with row.running(each) as piece, options.autocast():
+            total = total + part.of(piece)[0]
+    return total, {}
+
+
+@torch.no_grad()
+def row_scores(
+    loaded: LoadedModel,
+    batch: Batch,
+    tokens: Tensor,
+    options: CarryOptions,
+    *,
+    temperature: Tensor | float = 1.0,
+    with_entropies: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies [n] of the row's `tokens`, as `forward.row_logprobs` without a graph."""
+    row = open_row(loaded, batch, options.limit, with_gradients=False)
+    return _scores(row, options, tokens, temperature, with_entropies)
+
+
+def _scores(
+    row: CarriedRow, options: CarryOptions, tokens: Tensor, temperature: Tensor | float, with_entropies: bool
+) -> tuple[Tensor, Tensor]:
+    targets = Targets.of(row, tokens)
+    parts = []
+    for each in row.plan.passes:
+        if each.kind == "pop":
+            continue
+        with row.running(each) as piece, options.autocast():
+            parts.append(_piece_scores(piece, row.loaded, targets, options, temperature, with_entropies))
+    # Sorted by parent -> the caller's order: order [2 0 1], values [a b c] -> [b c a]
+    columns = [torch.cat(values) for values in zip(*parts, strict=True)]
+    places = torch.from_numpy(targets.order).to(columns[0].device)
+    logprobs, entropies = (torch.empty_like(column).index_copy_(0, places, column) for column in columns)
+    return logprobs, entropies
+
+
+def _piece_scores(
+    piece: PieceRow,
+    loaded: LoadedModel,
+    targets: Targets,
+    options: CarryOptions,
+    temperature: Tensor | float,
+    with_entropies: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies of the targets that a piece predicts, in the order of `targets`."""
+    own = targets.of_piece(piece)
+    labels, sources = targets.labels[own], targets.sources[own] - piece.each.begin
+    if isinstance(temperature, Tensor):
+        places = torch.from_numpy(targets.order[own]).to(temperature.device)
+        temperature = temperature.index_select(0, places).to(labels.device)
+    numbers = torch.arange(len(labels), device=labels.device)
+    each: Any = {"temperature": temperature, "with_entropies": with_entropies, "chunk": options.chunk}
+
+    def compute(states: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
+        return layer.logprobs(states, numbers, labels, sources, **each)
+
+    scores: tuple[Tensor, Tensor] = run_with_head(loaded, piece.batch, compute, **piece.options)
+    return scores
+
+
+def _temperature(terms: TermTensors, objective: Objective) -> Tensor | float:
+    return 1.0 if objective.loss == "dpo" else filled_temperature(terms.temperature, objective.temperature)
+
+
+def _term_scores(row: CarriedRow, options: CarryOptions, objective: Objective) -> tuple[Tensor, Tensor]:
+    terms = row.batch.terms
+    assert terms is not None, "open the dataset with terms=True"
+    return _scores(row, options, terms.tokens, _temperature(terms, objective), objective.loss != "dpo")
+
+
+class _Part:
+    """The loss of a row, piece by piece."""
+
+    # Loss and sums of the row, if they are known before its pieces run backward.
+    result: tuple[Tensor, dict[str, Tensor]] | None = None
+
+    def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what a piece runs backward, a scalar with a graph, and its part of the sums."""
+        raise NotImplementedError
+
+
+class _WeightedLoss(_Part):
+    """sft: the weighted cross-entropy of the tokens that a piece predicts."""
+
+    def __init__(self, row: CarriedRow, options: CarryOptions, denominator: float) -> None:
+        self._loaded, self._options, self._denominator = row.loaded, options, denominator
+        weights = row.batch.loss_weight[: row.batch.num_tokens]
+        tokens = weights.nonzero().squeeze(-1)
+        self._targets = Targets.of(row, tokens)
+        self._weights = weights[tokens][torch.from_numpy(self._targets.order).to(tokens.device)]
+
+    def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
+        own = self._targets.of_piece(piece)
+        labels, sources = self._targets.labels[own], self._targets.sources[own] - piece.each.begin
+        columns = labels, sources, self._weights[own]
+        loss: Tensor = run_with_head(
+            self._loaded,
+            piece.batch,
+            lambda states, layer: layer.nll(states, columns, chunk=self._options.chunk),
+            **piece.options,
+        )
+        return loss / self._denominator, {}
+
+
+class _TermLoss(_Part):
+    """An objective of single tokens: the terms of the tokens that a piece predicts."""
+
+    def __init__(self, row: CarriedRow, options: CarryOptions, objective: Objective, factors: Tensor) -> None:
+        terms = row.batch.terms
+        assert terms is not None, "open the dataset with terms=True"
+        self._loaded, self._options, self._objective, self._factors = row.loaded, options, objective, factors
+        self._temperature = _temperature(terms, objective)
+        self._targets = Targets.of(row, terms.tokens)
+        self._terms = SortedTerms.of(terms, self._targets)
+
+    def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
+        targets, options = self._targets, self._options
+        scores = _piece_scores(piece, self._loaded, targets, options, self._temperature, True)
+        terms = self._terms.of_piece(piece, targets.of_piece(piece))
+        return objective_loss(*scores, terms, self._factors, self._objective)
+
+
+class _Slopes(_Part):
+    """An objective of whole trajectories: the slopes of the tokens that a piece predicts, times what they are of."""
+
+    def __init__(self, row: CarriedRow, options: CarryOptions, objective: Objective, factors: Tensor) -> None:
+        terms = row.batch.terms
+        assert terms is not None, "open the dataset with terms=True"
+        self._loaded, self._options = row.loaded, options
+        self._with_entropies = objective.loss != "dpo"
+        self._temperature = _temperature(terms, objective)
+        forward = open_row(row.loaded, row.batch, options.limit, with_gradients=False)
+        with torch.no_grad():
+            scores = _term_scores(forward, options, objective)
+        logprobs, entropies = (values.requires_grad_() for values in scores)
+        loss, sums = objective_loss(logprobs, entropies, terms, factors, objective)
+        slopes = torch.autograd.grad(loss, (logprobs, entropies), allow_unused=True, materialize_grads=True)
+        self.result = loss.detach(), sums
+        self._targets = Targets.of(row, terms.tokens)
+        places = torch.from_numpy(self._targets.order).to(loss.device)
+        self._slopes = [slope.index_select(0, places) for slope in slopes]
+
+    def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
+        targets, own = self._targets, self._targets.of_piece(piece)
+        scores = _piece_scores(piece, self._loaded, targets, self._options, self._temperature, self._with_entropies)
+        # The entropies of dpo are NaN and have no slope.
+        used = zip(scores if self._with_entropies else scores[:1], self._slopes, strict=False)
+        return torch.stack([(values.double() * slope[own]).sum() for values, slope in used]).sum(), {}

@@ -1,0 +1,115 @@
+"""A packed row in pieces, through the model: the columns of each pass, and the calls.
+
+    Batch, limit --open_row--> CarriedRow        once per row
+    for each in row.plan.passes:
+        with row.running(each) as piece: ...     `loss` runs the model with `piece` inside the block
+
+A piece is an ordinary row for the model: its tokens and positions, and `subtree_end` of the local row (`pieces`), whose
+first places are the stack. Token j is predicted by the piece that has its parent, so only keys and values pass from
+piece to piece, no hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from treepack.attention import Kept, Schedules
+from treepack.carry.outputs import PieceOutputs
+from treepack.carry.pieces import Pass, RowPlan, local_ends, plan_row
+from treepack.carry.stack import Stack
+from treepack.data.batch import Batch
+from treepack.model.first_batch import check_positions
+from treepack.model.forward import hidden_states
+from treepack.model.layers import recomputes
+from treepack.model.loaded import LoadedModel
+from treepack.model.text_half import check_text
+from treepack.trajectory import Int32, Int64
+
+
+@dataclass(frozen=True)
+class PieceRow:
+    """One pass, ready for the model.
+
+    Attributes:
+        each: the pass.
+        batch: its tokens as a row; `subtree_end` and `schedule` are those of the local row.
+        options: further arguments of the model.
+    """
+
+    each: Pass
+    batch: Batch
+    options: dict[str, Any]
+
+
+class CarriedRow:
+    """A row on its way through the model in pieces."""
+
+    def __init__(self, loaded: LoadedModel, batch: Batch, limit: int, *, with_gradients: bool) -> None:
+        """Plan the row; see `open_row`."""
+        self.loaded = loaded
+        # Padding follows the last token and is never computed.
+        self._ends: Int32 = batch.subtree_end[: batch.num_tokens].cpu().numpy()
+        self.parent: Int64 = batch.parent[: batch.num_tokens].cpu().numpy()
+        plan = plan_row(self._ends, self.parent, limit)
+        self.plan: RowPlan = plan if with_gradients else plan.without_backward()
+        self.batch = batch.to(loaded.device)
+        self.stack = Stack(self.plan, with_gradients=with_gradients)
+        self._outputs = PieceOutputs()
+
+    @contextmanager
+    def running(self, each: Pass) -> Iterator[PieceRow]:
+        """Prepare a pass; run the model, and the backward of bundles and pops, inside the block."""
+        self.stack.enter(each)
+        yield self._prepare(each)
+        self.stack.leave()
+        if each.kind == "pop":
+            self._outputs.forget(each)
+
+    def _prepare(self, each: Pass) -> PieceRow:
+        loaded, batch, own = self.loaded, self.batch, slice(each.begin, each.end)
+        ends = torch.from_numpy(local_ends(self._ends, each))
+        schedules = Schedules(ends, device=loaded.device, first=each.first)
+        for kind in set(loaded.kinds):
+            schedules.of(loaded.attention, kind.reach)
+        piece = replace(
+            batch,
+            input_ids=batch.input_ids[own],
+            position_ids=batch.position_ids[own],
+            subtree_end=ends.to(loaded.device),
+            schedule=schedules,
+        )
+        return PieceRow(each, piece, {"carry": self.stack, "kept": self._kept(each)})
+
+    def _kept(self, each: Pass) -> Kept | None:
+        """Return where attention keeps its outputs in a pass: trunk's until the pop, others until recomputation."""
+        if each.kind != "bundle":
+            return self._outputs.of(each) if self.plan.has_pops else None
+        return Kept() if recomputes(self.loaded.causal) else None
+
+
+def open_row(loaded: LoadedModel, batch: Batch, limit: int, *, with_gradients: bool) -> CarriedRow:
+    """Return a row that runs in pieces of at most `limit` tokens.
+
+    Args:
+        loaded: the model.
+        batch: the row, on any device.
+        limit: tokens of a piece, at least 1.
+        with_gradients: False for one forward pass over every token.
+
+    Raises:
+        TreepackError: the model cannot compute positions of the row exactly.
+    """
+    check_positions(batch.position_ids, loaded.causal, loaded.source)
+    check_text(loaded.causal, batch.input_ids, loaded.source)
+    return CarriedRow(loaded, batch, limit, with_gradients=with_gradients)
+
+
+def push(row: CarriedRow, each: Pass) -> None:
+    """Run the layers over a trunk piece, without a graph, for its keys and values."""
+    with row.running(each) as piece, torch.no_grad():
+        hidden_states(row.loaded, piece.batch, **piece.options)

@@ -1,0 +1,90 @@
+"""The terms of a row in the order of its pieces, so that the terms of a piece are slices of columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treepack.carry.row import CarriedRow, PieceRow
+from treepack.data.batch import PER_TERM, TermTensors
+from treepack.trajectory import Int64
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Tokens of a row whose log-probabilities are computed, in the order of the pieces that predict them.
+
+    Attributes:
+        order: int64 [n], indices into the tokens as the caller has them; ascending by parent.
+        parents: int64 [n], the parent of each, ascending.
+        labels: int64 [n], the token ids, on the model's device.
+        sources: int64 [n], the parents, on the model's device.
+    """
+
+    order: Int64
+    parents: Int64
+    labels: Tensor
+    sources: Tensor
+
+    @classmethod
+    def of(cls, row: CarriedRow, tokens: Tensor) -> Targets:
+        """Return the targets `tokens`, int64 [n], row indices without roots, in any order."""
+        parent = row.parent[tokens.cpu().numpy()]
+        # parents [0 2 0] -> order [0 2 1], sorted [0 0 2]
+        order = np.argsort(parent, kind="stable")
+        device = row.batch.input_ids.device
+        places = torch.from_numpy(order).to(device)
+        labels = row.batch.input_ids.index_select(0, tokens.to(device).index_select(0, places))
+        sorted_parents = parent[order]
+        return cls(order, sorted_parents, labels, torch.from_numpy(sorted_parents).to(device))
+
+    def of_piece(self, piece: PieceRow) -> slice:
+        """Return the places of the targets that a piece predicts."""
+        return span(self.parents, piece)
+
+
+@dataclass(frozen=True)
+class SortedTerms:
+    """The terms of a row, sorted by the piece that predicts their tokens.
+
+    Attributes:
+        terms: the terms; `index` is into the sorted targets.
+        parents: int64 [N], ascending: the parent of each term's token.
+    """
+
+    terms: TermTensors
+    parents: Int64
+
+    @classmethod
+    def of(cls, terms: TermTensors, targets: Targets) -> SortedTerms:
+        """Sort terms, on the model's device, for `targets` that were made of their tokens."""
+        # order [2 0 1] of the targets -> rank [1 2 0]: the caller's token 0 is now number 1
+        rank = np.empty_like(targets.order)
+        rank[targets.order] = np.arange(len(rank))
+        index = rank[terms.index.cpu().numpy()]
+        parents = targets.parents[index]
+        order = np.argsort(parents, kind="stable")
+        places = torch.from_numpy(order).to(terms.index.device)
+        columns = {name: getattr(terms, name) for name in PER_TERM}
+        chosen: dict[str, Any] = {
+            name: column.index_select(0, places) for name, column in columns.items() if column is not None
+        }
+        chosen["index"] = torch.from_numpy(index[order]).to(terms.index)
+        return cls(replace(terms, **chosen), parents[order])
+
+    def of_piece(self, piece: PieceRow, targets: slice) -> TermTensors:
+        """Return the terms of a piece, whose `index` is into its own targets."""
+        own = span(self.parents, piece)
+        columns = {name: getattr(self.terms, name) for name in PER_TERM}
+        cut: dict[str, Any] = {name: column[own] for name, column in columns.items() if column is not None}
+        return replace(self.terms, **{**cut, "index": cut["index"] - targets.start})
+
+
+def span(parents: Int64, piece: PieceRow) -> slice:
+    """Return the places of ascending `parents` that lie in a piece."""
+    first, last = np.searchsorted(parents, [piece.each.begin, piece.each.end])
+    return slice(int(first), int(last))
