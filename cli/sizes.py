@@ -49,6 +49,18 @@ class TokenCounts(click.ParamType[tuple[int, ...]]):
         return tuple(TokenCount().convert(part, param, ctx) for part in str(value).split(","))
 
 
+class PieceSize(click.ParamType[Any]):
+    """The tokens of a piece of a row, `auto`, or `off` for rows as a whole, which becomes None."""
+
+    name = "N|auto|off"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str | None:
+        """Parse `value`; wrong usage if it is neither a word nor a number of tokens."""
+        if value in ("auto", "off"):
+            return None if value == "off" else "auto"
+        return TokenCount().convert(value, param, ctx)
+
+
 class Size(click.ParamType[int]):
     """A number of bytes, with one of the suffixes K, M and G for 1024, 1024^2 and 1024^3."""
 
