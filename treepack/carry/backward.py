@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,10 +104,10 @@ def backward_row(
         with row.running(each) as piece:
             if each.kind == "push":
                 with torch.no_grad(), options.autocast():
-                    hidden_states(loaded, piece.batch, **piece.options)
+                    loaded.compute(partial(hidden_states, loaded, piece.batch, **piece.options))
                 continue
             with options.autocast():
-                loss, numbers = part.of(piece)
+                loss, numbers = loaded.compute(partial(part.of, piece))
             torch.autograd.backward(loss)
             total = total + loss.detach()
             sums = {name: number + sums.get(name, 0.0) for name, number in numbers.items()}
@@ -135,7 +136,7 @@ def row_value(
     part, total = _WeightedLoss(row, options, denominator), torch.zeros((), dtype=torch.float64, device=loaded.device)
     for each in row.plan.passes:
         with row.running(each) as piece, options.autocast():
-            total = total + part.of(piece)[0]
+            total = total + loaded.compute(partial(part.of, piece))[0]
     return total, {}
 
 
@@ -163,7 +164,8 @@ def _scores(
         if each.kind == "pop":
             continue
         with row.running(each) as piece, options.autocast():
-            parts.append(_piece_scores(piece, row.loaded, targets, options, temperature, with_entropies))
+            score = partial(_piece_scores, piece, row.loaded, targets, options, temperature, with_entropies)
+            parts.append(row.loaded.compute(score))
     # Sorted by parent -> the caller's order: order [2 0 1], values [a b c] -> [b c a]
     columns = [torch.cat(values) for values in zip(*parts, strict=True)]
     places = torch.from_numpy(targets.order).to(columns[0].device)
