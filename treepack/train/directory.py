@@ -35,6 +35,7 @@ from treepack.model.adapter import adapter_base, is_adapted, save_adapter
 from treepack.model.load import hide_progress_bars, load_merged
 from treepack.model.weights.whole_checkpoint import copy_other_files, has_rest, save_whole
 from treepack.model.weights.writing import SavedWeights, save_settings, saved_weights
+from treepack.train.choices import ENTRY, chosen
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.place import Place
 from treepack.train.run import Packed, TrainingRun, repair_generation_config
@@ -82,7 +83,7 @@ def begin(run: TrainingRun, out: AnyPath, *, overwrite: bool, resume: bool) -> N
                 "more than that, or start a new --out"
             )
         return
-    record = {**_identity(run), "treepack": __version__}
+    record = _started(run)
     if isinstance(out, RemotePath):
         _begin_remote(out, record)
         return
@@ -179,8 +180,9 @@ def extend(run: TrainingRun, out: AnyPath, done: int) -> str | None:
     old, new = len(plan_steps(run.dataset, replace(run.options, **lengths), run.table)), len(run.schedule)
     if run.ranks.leads:
         try:
-            if lengths != {name: getattr(run.options, name) for name in LENGTH_OPTIONS}:
-                _write(out / RUN, {**_identity(run), "treepack": __version__})
+            same = lengths == {name: getattr(run.options, name) for name in LENGTH_OPTIONS}
+            if not same or before.get(ENTRY) != chosen(run.options).get(ENTRY):
+                _write(out / RUN, _started(run))
             _remove(out / FINISHED)
         except OSError as error:
             raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error
@@ -316,6 +318,11 @@ def _identity(run: TrainingRun) -> dict[str, Any]:
         **({} if run.held_out is None else {"eval_sha256": _parts_sha256(run.held_out)}),
         "options": run.options.fixed_options,
     }
+
+
+def _started(run: TrainingRun) -> dict[str, Any]:
+    """Return the content of run.json."""
+    return {**_identity(run), "treepack": __version__, **chosen(run.options)}
 
 
 def _parts_sha256(run: TrainingRun) -> str:

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
 
 from treepack.data.prefetch import Prefetch
+from treepack.train.pieces import has_long_rows, runs_in_pieces, value_in_pieces
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import deal
+from treepack.train.sharding import whole_weights
 from treepack.train.step import Report, row_part, step_memory_errors
 
 
@@ -36,12 +38,20 @@ def evaluate(held_out: TrainingRun) -> dict[str, float]:
     factors = dict(zip(rows, held_out.factors(rows), strict=True))
     share = deal(rows, held_out.costs(), held_out.ranks.size, held_out.division)[held_out.ranks.rank]
     report, loaded = Report(held_out, rows), held_out.loaded
-    with torch.no_grad(), closing(Prefetch(held_out.dataset, share, pin=loaded.device.type == "cuda")) as batches:
+    in_pieces = has_long_rows(held_out, rows)
+    with (
+        torch.no_grad(),
+        whole_weights(loaded) if in_pieces else nullcontext(),
+        closing(Prefetch(held_out.dataset, share, pin=loaded.device.type == "cuda")) as batches,
+    ):
         for row, batch in zip(share, batches, strict=True):
+            if row is None and in_pieces:
+                continue  # no rank waits for another one
+            part = value_in_pieces if runs_in_pieces(held_out, batch) else row_part
             with step_memory_errors(batch):
-                part = row_part(held_out, batch, denominator, None if row is None else factors[row])
+                value = part(held_out, batch, denominator, None if row is None else factors[row])
             if row is not None:
-                report.add(row, batch, *part)
+                report.add(row, batch, *value)
     if loaded.root is not None:
         # A forward without a backward leaves the root gathered, and a checkpoint would save that, not the shards.
         loaded.root.reshard()

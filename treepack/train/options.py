@@ -20,7 +20,7 @@ from treepack.model.objectives import Objective
 from treepack.train.ranks import find_dtype
 
 CHANGEABLE_ON_RESUME = frozenset(
-    "gradient_checkpointing compile attention loss_chunk device gather_dtype cpu_offload "
+    "gradient_checkpointing compile attention carry loss_chunk device gather_dtype cpu_offload "
     "checkpoint_every keep max_skipped".split()
 )
 # Options that define the number of steps. A resumed run may have more steps than before, or fewer, but not fewer than
@@ -65,7 +65,8 @@ class TrainOptions:
     `patience`, the run ends after so many evaluations without a lower loss, and its model is that of the lowest. At
     most `max_skipped` consecutive steps may have a loss or gradient that is not finite. With `lora` only an adapter is
     trained, and its base stays as it is. `router_aux` is the coefficient of the load-balancing loss of a mixture's
-    routers (`model.router_balance`), for the loss sft only; 0 leaves it out.
+    routers (`model.router_balance`), for the loss sft only; 0 leaves it out. Rows of more than `carry` tokens run in
+    pieces of at most that many; "auto" becomes a number when the run is opened, and None runs every row as a whole.
     """
 
     steps: int | None = None
@@ -97,6 +98,7 @@ class TrainOptions:
     patience: int = 0
     lora: LoraOptions | None = None
     router_aux: float = 0.0
+    carry: int | str | None = None
     max_skipped: int = 5  # more in a row mean that the model has diverged, and then it does not recover
 
     def __post_init__(self) -> None:
@@ -118,6 +120,13 @@ class TrainOptions:
                 f"router_aux is {self.router_aux} with the loss {self.objective.loss}; reinforcement learning and dpo "
                 "leave the auxiliary loss of routers out, so give 0"
             )
+        if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
+            raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
+        if self.router_aux and self.carry is not None:
+            raise TreepackError(
+                f"router_aux is {self.router_aux} and carry is {self.carry}; the auxiliary loss of routers needs whole "
+                "rows, so omit one of them"
+            )
         if self.mix is not None and not all(math.isfinite(share) and share > 0 for share in self.mix):
             raise TreepackError(f"mix is {', '.join(map(str, self.mix))}; expected positive numbers")
         if not 0 <= self.seed < 2**63:  # torch takes a signed 64-bit seed, numpy none below 0
@@ -132,6 +141,8 @@ class TrainOptions:
         del record["objective"]["preset"]  # a name for values that the record has anyway
         if self.blocks in (None, 1):
             del record["blocks"]  # the order of a run without blocks depends on none
+        if self.carry is None:
+            del record["carry"]
         return {**record, "betas": list(self.betas), "mix": None if self.mix is None else list(self.mix)}
 
     def with_dtype(self, device: torch.device) -> Self:

@@ -42,6 +42,7 @@ from treepack.train.division import Division, choose_blocks, divide_rows
 from treepack.train.initial_weights import find_weights
 from treepack.train.optimiser import check_optimizer
 from treepack.train.options import TrainOptions
+from treepack.train.pieces import choose_piece_size
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.schedule import OptimiserStep, plan_steps
 from treepack.train.sharding import load_sharded
@@ -185,6 +186,7 @@ def open_run(
             loaded = replace(loaded, source=str(model), notes=(*loaded.notes, initial.note))
             if has_rest(loaded.causal, model):
                 check_savable(loaded.causal, model)  # the names in its files may differ from those of the weights
+    options = choose_piece_size(options, loaded)
     run = TrainingRun(dataset, loaded, options, schedule, None, notes, table, ranks, division=division)
     if options.router_aux:
         run = replace(run, balance=RouterBalance(loaded.causal, options.router_aux, source=loaded.source))

@@ -17,7 +17,8 @@ and a note is made. Every rank has the whole weights of an adapter on its CPU fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
         TreepackError: the layers are not found.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     lower = torch.bfloat16 if options.gather_dtype == "bf16" else None
     settings: dict[str, Any] = {
@@ -132,11 +133,58 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
         fully_shard(layer, **settings)
     root = _Root(model)
     fully_shard(root, **settings)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # FSDP's default divides by the number of ranks
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+    for module in _sharded_modules(root):
+        module.set_gradient_divide_factor(1.0)  # FSDP's default divides by the number of ranks
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     return root
+
+
+@contextmanager
+def whole_weights(loaded: LoadedModel) -> Iterator[None]:
+    """Keep the whole weights on every rank during the block, whose passes then wait for no other rank.
+
+    Ranks may run different numbers of forward and backward passes in the block. Each rank adds up its own gradients,
+    until the last backward pass of the block runs inside `summing_gradients` on all ranks. Needs memory for the whole
+    weights, and for their gradients if there is a backward pass. Every rank must enter and leave the block. Nothing
+    happens for a model that is not sharded.
+    """
+    root = loaded.root
+    if root is None:
+        yield
+        return
+    modules = _sharded_modules(root)
+    for module in modules:
+        module.unshard()
+    _keep_whole(root, True)
+    try:
+        yield
+    finally:
+        _keep_whole(root, False)
+        for module in modules:
+            module.reshard()
+
+
+@contextmanager
+def summing_gradients(loaded: LoadedModel) -> Iterator[None]:
+    """Sum all gradients of the block `whole_weights` over the ranks, in one backward pass that every rank runs here."""
+    if loaded.root is not None:
+        loaded.root.set_requires_gradient_sync(True)
+    yield
+
+
+def _sharded_modules(root: Any) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def _keep_whole(root: Any, whole: bool) -> None:
+    """Keep weights and gradients whole from pass to pass, or gather and drop them in each pass, as after loading."""
+    root.set_requires_gradient_sync(not whole)
+    root.set_reshard_after_backward(not whole)
+    root.set_reshard_after_forward(not whole)
+    # FSDP keeps the weights of the root, which the end of the forward needs first, until the backward pass.
+    root.set_reshard_after_forward(False, recurse=False)
 
 
 @torch.no_grad()

@@ -26,8 +26,10 @@ from treepack.model.forward import hidden_states, prepare_batch, row_loss, row_o
 from treepack.model.memory import memory_errors
 from treepack.model.objectives import sum_names
 from treepack.model.router_balance import RouterBalance
+from treepack.train.pieces import backward_in_pieces, has_long_rows, lower_precision, runs_in_pieces
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import deal, learning_rate
+from treepack.train.sharding import summing_gradients, whole_weights
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class StepMetrics:
     `seconds` is the time of this rank, and `wait_seconds` the part of it in which the rank waited for rows. A step with
     `skipped_rows` (row_id) changed no weights: if `loss` is NaN, the losses of these rows are not finite; if `loss` is
     finite, the gradient of the step is not. `evaluation` has the numbers of `evaluation.evaluate` if the held-out rows
-    were evaluated after the step.
+    were evaluated after the step. `passes` has `tokens_forward` and `tokens_backward`, the tokens that ran forward and
+    backward, if the run has an option `carry`: then some tokens run forward twice.
     """
 
     step: int
@@ -58,12 +61,13 @@ class StepMetrics:
     skipped_rows: list[int] = field(default_factory=list)
     means: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
+    passes: dict[str, int] = field(default_factory=dict)
 
     def as_record(self) -> dict[str, Any]:
-        """Return the object of one line of metrics.jsonl: the fields, with the last two replaced by their entries."""
+        """Return the object of one line of metrics.jsonl: the fields, with the last three replaced by their entries."""
         record = asdict(self)
-        means, evaluation = record.pop("means"), record.pop("evaluation")
-        return {**record, **means, **evaluation}
+        means, evaluation, passes = (record.pop(name) for name in ("means", "evaluation", "passes"))
+        return {**record, **means, **evaluation, **passes}
 
 
 def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, rows: Prefetch) -> StepMetrics:
@@ -78,7 +82,8 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     denominator = float(run.dataset.total_weight[step.rows].sum())
     report = Report(run, step.rows)
     balancing = _compute_rows(run, step.rows, rows, denominator, report)
-    losses, tokens_flat, sums = report.over_ranks()
+    losses, counts, sums = report.over_ranks()
+    tokens_flat = counts.pop("tokens_flat")
     # Losses are the same on every rank here, so all ranks agree to skip and none waits in `_clip` for another.
     bad = [row for row, loss in zip(step.rows, losses, strict=True) if not math.isfinite(loss)]
     with step_memory_errors():
@@ -109,6 +114,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
         tokens_flat_per_second=tokens_flat / seconds,
         skipped_rows=[int(run.dataset.row_ids[row]) for row in bad],
         means={**means, **_means_by_source(run, step.rows, losses, denominator)},
+        passes={} if run.options.carry is None else counts,
     )
 
 
@@ -141,21 +147,27 @@ class Report:
         # Each rank fills the entries of its own rows and leaves 0 elsewhere, so the sum over ranks has every loss.
         self.losses = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
-        self.tokens_flat = 0
+        self.counts = {"tokens_flat": 0, "tokens_forward": 0, "tokens_backward": 0}
 
-    def add(self, row: int, batch: Batch, loss: Tensor, sums: dict[str, Tensor]) -> None:
+    def add(self, row: int, batch: Batch, loss: Tensor, sums: dict[str, Tensor], *, forward: int | None = None) -> None:
+        """Add the numbers of a row, of which `forward` tokens ran forward, by default each one once."""
         self.losses[self.places[row]] += loss.detach()
-        self.tokens_flat += batch.tokens_flat
+        forward = batch.num_tokens if forward is None else forward
+        numbers = (batch.tokens_flat, forward, batch.num_tokens)
+        for name, number in zip(self.counts, numbers, strict=True):
+            self.counts[name] += number
         if sums:
             self.sums += torch.stack([sums[name] for name in self.names])
 
-    def over_ranks(self) -> tuple[list[float], int, dict[str, float]]:
-        """Return losses, tokens_flat and sums of the step over all ranks; waits for the GPU."""
-        flat = self.losses.new_tensor([self.tokens_flat])
-        # One collective and one copy to the CPU for all numbers: [losses of the rows | sums of the means | tokens_flat]
-        *values, tokens = self.ranks.sum(torch.cat([self.losses, self.sums, flat])).tolist()
-        losses, sums = values[: len(self.losses)], values[len(self.losses) :]
-        return losses, int(tokens), dict(zip(self.names, sums, strict=True))
+    def over_ranks(self) -> tuple[list[float], dict[str, int], dict[str, float]]:
+        """Return losses, counts and sums of the step over all ranks; waits for the GPU."""
+        counts = self.losses.new_tensor(list(self.counts.values()))
+        # One collective and one copy to the CPU for all numbers: [losses of the rows | sums of the means | counts]
+        parts = [self.losses, self.sums, counts]
+        values = self.ranks.sum(torch.cat(parts)).cpu()
+        losses, sums, numbers = (part.tolist() for part in torch.split(values, [len(part) for part in parts]))
+        names = zip(self.counts, map(int, numbers), strict=True)
+        return losses, dict(names), dict(zip(self.names, sums, strict=True))
 
 
 def _compute_rows(
@@ -166,14 +178,21 @@ def _compute_rows(
     share = deal(numbers, run.costs(), run.ranks.size, run.division)[run.ranks.rank]
     batches: Iterable[Batch] = (next(rows) for _ in share)
     balancing: dict[str, float] = {}
+    in_pieces = has_long_rows(run, numbers)
+    sharded = run.loaded.root is not None
     # Sharded weights live only while their layer runs, so their casts are not kept.
-    with cast_once(keep=run.loaded.root is None):
+    with whole_weights(run.loaded) if in_pieces else nullcontext(), cast_once(keep=in_pieces or not sharded):
         if run.balance is not None:
             batches = list(batches)
             balancing = _count_routes(run, run.balance, batches)
         for row, batch in zip(share, batches, strict=True):
+            if row is None and in_pieces:
+                continue  # no rank waits for another one
             with step_memory_errors(batch):
                 _accumulate(run, batch, row, denominator, factors, report)
+        if in_pieces and sharded:
+            with summing_gradients(run.loaded):
+                _accumulate(run, run.dataset.padding(), None, denominator, factors, report)
     return balancing
 
 
@@ -186,6 +205,10 @@ def _accumulate(
     report: Report,
 ) -> None:
     """Run forward and backward of one micro-batch; `row` is None for padding, which every layer still computes."""
+    if row is not None and runs_in_pieces(run, batch):
+        result = backward_in_pieces(run, batch, denominator, factors[row])
+        report.add(row, batch, result.loss, result.sums, forward=result.tokens_forward)
+        return
     attached = nullcontext() if run.balance is None else run.balance.attached(batch.scale.to(run.loaded.device))
     with attached:
         loss, sums = row_part(run, batch, denominator, None if row is None else factors[row])
@@ -214,7 +237,7 @@ def row_part(
             return row_loss(loaded, batch, chunk=chunk) / denominator, {}
         return row_objective(loaded, batch, term_factors.to(loaded.device), run.options.objective, chunk=chunk)
 
-    with torch.autocast(loaded.device.type, torch.bfloat16, enabled=run.options.dtype == "bf16"):
+    with lower_precision(run):
         return loaded.compute(part)
 
 
@@ -223,8 +246,7 @@ def _count_routes(run: TrainingRun, balance: RouterBalance, batches: list[Batch]
     start, loaded = time.perf_counter(), run.loaded
     for batch in batches:
         row = prepare_batch(loaded, batch)
-        autocast = torch.autocast(loaded.device.type, torch.bfloat16, enabled=run.options.dtype == "bf16")
-        with torch.no_grad(), autocast, balance.counting(row.scale), step_memory_errors(batch):
+        with torch.no_grad(), lower_precision(run), balance.counting(row.scale), step_memory_errors(batch):
             loaded.compute(functools.partial(hidden_states, loaded, row))
     if loaded.root is not None:
         loaded.root.reshard()  # a forward without a backward leaves the root gathered
