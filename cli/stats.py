@@ -12,7 +12,7 @@ from .paths import READ
 from .planning import search_options
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
-from .sizes import TokenCounts, memory_option
+from .sizes import TokenCount, TokenCounts, memory_option
 from .stats_table import print_report
 
 if TYPE_CHECKING:
@@ -65,6 +65,12 @@ USUAL = StatsOptions()
     show_default=True,
     help="GPU for which the forecast gives hours: a100, h100, h200, b200, or its rate in bfloat16.",
 )
+@click.option(
+    "--carry",
+    type=TokenCount(),
+    metavar="N",
+    help="Forecast for train --carry N; default: the largest power of two from 4096 to 65536 that fits the device.",
+)
 @click.option("--verbose", is_flag=True, help="Also print figures about tiles, weights and the lower bound.")
 @search_options(USUAL.pack.effort)
 @reading_options
@@ -81,6 +87,7 @@ def stats(
     segment: str,
     model: str,
     device: str,
+    carry: int | None,
     verbose: bool,
     search: PackOptions,
     build: BuildOptions,
@@ -94,6 +101,9 @@ def stats(
     append-only sequence per conversation, as most trainers make it. The forecast compares floating-point operations on
     the tree with flat packing of such sequences, of each sample alone, and of one sample per turn. Without --capacity
     it plans quickly for 16384 and 65536 (each only if the longest trajectory fits), else for the next power of two.
+
+    Another table has the memory and the hours of each capacity with and without train --carry, by which rows of any
+    length fit; both are estimates.
     """
     import json
 
@@ -105,6 +115,7 @@ def stats(
         pack=search,
         model=model,
         device=device,
+        carry=carry,
         check=check,
         trie=trie_path,
         effective_ratio=effective_ratio,

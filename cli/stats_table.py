@@ -12,6 +12,7 @@ from treepack.analysis.glossary import BASELINES, REASONS
 from .output import percent, say, show_figures, show_notes, show_table
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
+CARRY_NOTE = "rows: with --checkpoint-layers auto; carried: with --carry; GiB on one GPU, estimated"
 SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "row_trajectories")
 
 
@@ -134,6 +135,35 @@ def _print_forecast(forecast: dict[str, Any]) -> None:
     show_table(header, lines)
     used = dict.fromkeys(line["baseline"] for line in forecast["lines"])
     show_notes({}, [*(f"{name}: {BASELINES[name]}" for name in used), *forecast["notes"]])
+    click.echo()
+    _print_carry(forecast["carry"])
+    click.echo()
     rate = f"{percent(forecast['mfu'])} of {forecast['flops_per_second'] / 1e12:.0f} TFLOP/s"
     device = f", one {forecast['device']}" if forecast["device"] else ""
     say(f"{forecast['verdict']}; for {forecast['model']}, hours at {rate}{device}")
+
+
+def _print_carry(carry: dict[str, Any]) -> None:
+    header = "capacity num_left_out gib_rows hours_rows carry trunk gib_path gib_carried hours_carried".split()
+    lines = [
+        (
+            line["capacity"],
+            line["num_left_out"],
+            _gib(line["bytes_rows"]),
+            line["hours_rows"],
+            line["carry"],
+            percent(line["tokens_trunk"] / line["tokens_computed"]),
+            _gib(line["bytes_path"]),
+            _gib(line["bytes_carried"]),
+            line["hours_carried"],
+        )
+        for line in carry["lines"]
+    ]
+    if lines:
+        show_table(header, lines)
+        show_notes({}, [CARRY_NOTE])
+    say(carry["verdict"])
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f}"

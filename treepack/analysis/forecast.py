@@ -39,6 +39,8 @@ DEFAULT_DEVICE = "h200"
 MEASURED_SHARE = 0.78
 # Dense bfloat16 operations per second in the vendor's data sheets.
 PEAK = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12}
+# Memory that the drivers of these devices report, in GiB, rounded down.
+MEMORY = {"a100": 79, "h100": 79, "h200": 139, "b200": 178}
 # Operations per second of a training step over the rate of products alone: 0.46 to 0.55 on an H200, tree and flat.
 MFU = 0.5
 # Maximum share of conversations without an append-only sequence; above it, the forecast has no such baseline.
@@ -51,10 +53,17 @@ APPEND_ONLY, SAMPLES, TRAJECTORIES, TURNS = "append_only", "samples", "trajector
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A training device: name, None if only the rate is known, and bfloat16 operations of products per second."""
+    """A training device.
+
+    Attributes:
+        name: its name, None if only the rate is known.
+        rate: bfloat16 operations of products per second.
+        memory: its bytes, None if they are not known.
+    """
 
     name: str | None
     rate: float
+    memory: int | None = None
 
 
 def read_device(text: str) -> Device:
@@ -64,7 +73,7 @@ def read_device(text: str) -> Device:
         TreepackError: the text is neither a known name nor a positive rate.
     """
     if text.lower() in PEAK:
-        return Device(text.lower(), MEASURED_SHARE * PEAK[text.lower()])
+        return Device(text.lower(), MEASURED_SHARE * PEAK[text.lower()], MEMORY[text.lower()] << 30)
     try:
         rate = float(text)
     except ValueError:

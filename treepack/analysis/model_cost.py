@@ -179,13 +179,23 @@ def read_shape(model: str) -> ModelShape:
     Raises:
         TreepackError: there is no such model, a size is missing, or the cost of a layer is not known.
     """
+    config, name = read_config(model)
+    return shape_of(config, name=name)
+
+
+def read_config(model: str) -> tuple[Config, str]:
+    """Return the fields of a preset or of a config.json, see `read_shape`, and the name of the model.
+
+    Raises:
+        TreepackError: there is no such model, or its config.json is no JSON object.
+    """
     match = _VARIANT.match(model.rpartition("/")[2].lower())
     path = Path(model)
     if path.is_dir():
         path /= "config.json"
     if not path.is_file():
         if match and match[2] in PRESETS:
-            return shape_of(PRESETS[match[2]], name=match[2])
+            return PRESETS[match[2]], match[2]
         raise TreepackError(f"{model}: no such config.json; give its path or one of {', '.join(PRESETS)}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -193,7 +203,7 @@ def read_shape(model: str) -> ModelShape:
         raise TreepackError(f"{path}: is not JSON ({error}); expected the config.json of a language model") from error
     if not isinstance(config, dict):
         raise TreepackError(f"{path}: is not a JSON object; expected the config.json of a language model")
-    return shape_of(config, name=model)
+    return config, model
 
 
 def shape_of(config: Config, *, name: str) -> ModelShape:
@@ -202,8 +212,7 @@ def shape_of(config: Config, *, name: str) -> ModelShape:
     Raises:
         TreepackError: a field is missing or not a positive integer, or the cost of a layer is not known.
     """
-    # A model with vision has its language model in text_config.
-    config = inner if isinstance(inner := config.get("text_config"), dict) and inner else config
+    config = language_model(config)
     check_fields(config, name)
     _check_decoder(config, name)
     kinds = list_layers(config, name)
@@ -216,12 +225,17 @@ def shape_of(config: Config, *, name: str) -> ModelShape:
     windows = _windows(config, kinds, name)
     return ModelShape(
         name=name,
-        weights=num_attention * attention + num_recurrent * recurrent + _feed_forward(config, kinds, name),
+        weights=num_attention * attention + num_recurrent * recurrent + feed_forward(config, kinds, name),
         output=hidden * read_field(config, "vocab_size", name),
         scores=(num_attention - sum(windows.values())) * scores,
         windows=tuple((size, count * scores) for size, count in windows.items()),
         scans=count_scans(config, name),
     )
+
+
+def language_model(config: Config) -> Config:
+    """Return the fields of the language model: a model with vision has it in text_config."""
+    return inner if isinstance(inner := config.get("text_config"), dict) and inner else config
 
 
 def _windows(config: Config, kinds: list[str], name: str) -> dict[int, int]:
@@ -287,9 +301,9 @@ def _has_head_gates(config: Config) -> bool:
     return model_type == "bailing_hybrid" or (model_type == "lfm3" and config.get("use_attention_gate", True))
 
 
-def _feed_forward(config: Config, kinds: list[str], name: str) -> int:
+def feed_forward(config: Config, kinds: list[str], name: str) -> int:
     """Return the weights that a token uses in the feed-forward networks of all layers."""
-    sparse = [_is_sparse(config, layer) for layer in range(len(kinds))]
+    sparse = [is_sparse(config, layer) for layer in range(len(kinds))]
     if config.get("model_type") == "nemotron_h" or set(FEED_FORWARD).intersection(kinds):
         # Layers have one part each, so a feed-forward network is a layer of its own.
         sparse = [kind == "moe" for kind in kinds if kind in FEED_FORWARD]
@@ -318,14 +332,15 @@ def _matrices(config: Config) -> int:
     return 2 if config.get("model_type") in _TWO_MATRICES else 3
 
 
-def _num_experts(config: Config) -> int:
+def num_experts(config: Config) -> int:
+    """Return the routed experts of a layer, 0 for a dense model."""
     named = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     return next((int(value) for value in named if value), 0)
 
 
-def _is_sparse(config: Config, layer: int) -> bool:
+def is_sparse(config: Config, layer: int) -> bool:
     """Return True if a feed-forward layer consists of experts."""
-    if not _num_experts(config) or layer in (config.get("mlp_only_layers") or ()):
+    if not num_experts(config) or layer in (config.get("mlp_only_layers") or ()):
         return False
     if config.get("mlp_layer_types"):
         return bool(config["mlp_layer_types"][layer] == "sparse")
@@ -345,7 +360,7 @@ def _experts(config: Config, name: str) -> int:
     shared = _matrices(config) * hidden * _shared_size(config, size)
     # The shared expert of Qwen has a gate of one number.
     gate = hidden if config.get("shared_expert_intermediate_size") and _is_qwen(config) else 0
-    return routed + shared + gate + hidden * _num_experts(config)
+    return routed + shared + gate + hidden * num_experts(config)
 
 
 def _shared_size(config: Config, size: int) -> int:

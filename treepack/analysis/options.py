@@ -22,6 +22,7 @@ class StatsOptions:
         pack: method, effort and time limit of the plans for `capacities`; its other fields are not used.
         model: model of the forecast: a preset or a config.json.
         device: device of the forecast: a name or a rate in TFLOP/s.
+        carry: tokens of a piece of the forecast for `train --carry`; None for the largest power of two that fits.
         check: verify hashes, every invariant, and that rows contain all of their trie.
         trie: trie to check a packed directory against; None for the one it was packed from.
         effective_ratio: add the share of groups and prefixes with mixed outcomes (TRACE).
@@ -34,6 +35,7 @@ class StatsOptions:
     pack: PackOptions = field(default_factory=lambda: PackOptions(effort="low"))
     model: str = "qwen3-8b"
     device: str = "h200"
+    carry: int | None = None
     check: bool = False
     trie: AnyPath | None = None
     effective_ratio: bool = False

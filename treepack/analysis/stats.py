@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from treepack.analysis.capacities import forecast_lines, plan_capacities, predict
+from treepack.analysis.carried_cost import TrunkCounter
+from treepack.analysis.carried_report import RowsToCarry, packed_rows, rows_of_plans, sizes_of_pieces
+from treepack.analysis.carried_report import report as carried_report
 from treepack.analysis.check import check_trie_totals, checked_totals
 from treepack.analysis.describe import Report, describe, describe_rows
 from treepack.analysis.forecast import Line, RowCounter, read_device
 from treepack.analysis.lost_sharing import explain
 from treepack.analysis.model_cost import read_shape
+from treepack.analysis.model_memory import read_memory
 from treepack.analysis.needed_memory import CHECKING, DESCRIBING, refuse_too_large
 from treepack.analysis.options import StatsOptions
 from treepack.analysis.origin import local_paths, manifest_of, read_packed_origin
@@ -69,14 +73,16 @@ def stats(
             and trajectories do not fit into `memory`.
     """
     shape, device = read_shape(options.model), read_device(options.device)
+    carrying, pieces = read_memory(options.model), sizes_of_pieces(options.carry)
     paths = local_paths(paths)
     directory, manifest = Path(paths[0]), manifest_of(paths)
     if manifest and options.check:
         refuse_links(directory, manifest)
     if manifest and manifest["format"] == schema.PACKED_FORMAT:
-        report, lines = _packed_stats(directory, manifest, options, memory, progress)
+        report, lines, rows = _packed_stats(directory, manifest, options, memory, progress)
         notes = baseline_notes(conversations_of_manifest(manifest), manifest["totals"])
-        return report | {"forecast": forecast(lines, shape, device, notes)}
+        carry = carried_report([rows], shape, carrying, device)
+        return report | {"forecast": forecast(lines, shape, device, notes) | {"carry": carry}}
     if manifest:
         trie, counts, kind = read_trie(directory, memory=memory), manifest["counts"], "trie"
         skipped, conversations = manifest.get("skipped"), conversations_of_manifest(manifest)
@@ -105,19 +111,21 @@ def stats(
     if progress is not None:
         progress(Progress("explaining lost sharing", 0, None, ""))
     report["sharing"] = _sharing(trie, manifest, options.build.tokenizer)
-    return report | {"forecast": forecast(lines, shape, device, notes)}
+    carry = carried_report(rows_of_plans(trie, planned, lines, pieces), shape, carrying, device)
+    return report | {"forecast": forecast(lines, shape, device, notes) | {"carry": carry}}
 
 
 def _packed_stats(
     directory: Path, manifest: Manifest, options: StatsOptions, memory: int | None, progress: ReportProgress | None
-) -> tuple[Report, list[Line]]:
-    """Return the report on a packed directory, and the lines of its forecast."""
+) -> tuple[Report, list[Line], RowsToCarry]:
+    """Return the report on a packed directory, the lines of its forecast, and its rows for the forecast of pieces."""
     if options.capacities:
         raise TreepackError(f"{directory}: is packed already; give --capacity with its trie")
     if options.effective_ratio or options.predictions:
         raise TreepackError(f"{directory}: is packed already; give --effective-ratio and --predictions with its trie")
-    totals, counter = manifest["totals"], RowCounter()
-    rows = counter.over(with_progress(read_rows(directory), progress, "reading", unit="rows", total=totals["num_rows"]))
+    totals, counter, trunks = manifest["totals"], RowCounter(), TrunkCounter(sizes_of_pieces(options.carry))
+    read = with_progress(read_rows(directory), progress, "reading", unit="rows", total=totals["num_rows"])
+    rows = trunks.over(counter.over(read))
     trie = read_packed_origin(directory, manifest, options.trie, memory=memory) if options.check else None
     if trie is not None:
         refuse_too_large(trie, CHECKING, memory=memory)
@@ -134,7 +142,8 @@ def _packed_stats(
     report |= {name: entry for name, entry in entries.items() if entry}
     if options.check:
         report["checked"] = checked_totals(manifest, against_trie=trie is not None)
-    return report, counter.lines(manifest)
+    lines = counter.lines(manifest)
+    return report, lines, packed_rows(lines[0], trunks)
 
 
 def _sharing(trie: Trie, manifest: Manifest | None, tokenizer: str | None) -> dict[str, Any]:

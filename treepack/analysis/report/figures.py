@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 
 from treepack.analysis.capacities import PlannedCapacity, forecast_lines, plan_capacities, predict
+from treepack.analysis.carried_report import PIECES, RowsToCarry, rows_of_plans
+from treepack.analysis.carried_report import report as carried_report
 from treepack.analysis.describe import por_by_depth
 from treepack.analysis.forecast import DEFAULT_DEVICE, Line, read_device
 from treepack.analysis.model_cost import ModelShape
+from treepack.analysis.model_memory import ModelMemory, NoPieces
 from treepack.analysis.report.parts import SharedParts, groups_of, mean_by, rewards_of, trees_of
 from treepack.analysis.report.rollouts import Outcomes, Rollouts, outcomes_of, rollouts_of
 from treepack.analysis.summary import summary
@@ -47,13 +50,17 @@ QUICK_MIN_TRAJECTORIES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Figures of a packed directory: its totals, the tokens of each row, ERR by depth, and lines of its forecast."""
+    """Figures of a packed directory: its totals, the tokens of each row, ERR by depth, and lines of its forecast.
+
+    `rows` are its rows for the forecast of pieces.
+    """
 
     capacity: int
     row_tokens: Int64
     totals: Record
     err_by_depth: list[Record]
     lines: list[Line]
+    rows: RowsToCarry
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,8 @@ class Figures:
     `rewards` depth_start, depth_end, reward_start, reward_end, nodes, tokens; `reward_counts` start, end, count, where
     start and end are equal if each reward has a bar; `pass_rates` start, end, rate, name, see `group_rates`.
 
-    `summary` is a sentence about the input, and `forecast` the report of `treepack stats` on the gain of the tree.
+    `summary` is a sentence about the input, and `forecast` the report of `treepack stats` on the gain of the tree; its
+    `carry` is None if the memory of the model was not given.
     """
 
     totals: Record
@@ -120,6 +128,7 @@ def measure(
     capacities: Sequence[int] | None = None,
     method: str = "auto",
     search: Search | None = None,
+    memory: ModelMemory | NoPieces | None = None,
     progress: ReportProgress | None = None,
 ) -> Figures:
     """Compute all numbers of the charts.
@@ -130,6 +139,7 @@ def measure(
         capacities: capacities at which ERR is compared; default: powers of two that every trajectory fits.
         method: method of the plans, as in `plan_rows`; "auto" means "contiguous" for many trajectories.
         search: effort of the method; low by default.
+        memory: of the model, for the forecast of rows in pieces; without it there is none.
         progress: called with the trees planned so far.
     """
     trie, packed, search = subject.trie, subject.packed, search or Search("low")
@@ -169,7 +179,7 @@ def measure(
         reward_counts=count_rewards(rollouts.reward),
         pass_rates=group_rates(groups, rollouts),
         summary=summary(subject.conversations, totals),
-        forecast=_forecast(subject, shape, planned[:FORECAST_CAPACITIES], method, search),
+        forecast=_forecast(subject, (shape, memory), planned[:FORECAST_CAPACITIES], method, search),
     )
 
 
@@ -181,15 +191,22 @@ def _capacity(point: Record) -> int:
 
 
 def _forecast(
-    subject: Subject, shape: ModelShape, planned: list[PlannedCapacity], method: str, search: Search
+    subject: Subject,
+    model: tuple[ModelShape, ModelMemory | NoPieces | None],
+    planned: list[PlannedCapacity],
+    method: str,
+    search: Search,
 ) -> Record:
+    (shape, memory), device = model, read_device(DEFAULT_DEVICE)
     if subject.packed is not None:
-        lines, totals = subject.packed.lines, subject.packed.totals
+        lines, totals, rows = subject.packed.lines, subject.packed.totals, [subject.packed.rows]
     else:
         known, totals = subject.conversations, trie_totals(subject.trie)
         lines = forecast_lines(subject.trie, planned, method=method, search=search, conversations=known)
+        rows = rows_of_plans(subject.trie, planned, lines, PIECES) if memory is not None else []
+    carry = None if memory is None else carried_report(rows, shape, memory, device)
     notes = baseline_notes(subject.conversations, totals)
-    return dict(forecast(lines, shape, read_device(DEFAULT_DEVICE), notes))
+    return dict(forecast(lines, shape, device, notes)) | {"carry": carry}
 
 
 def count_rewards(rewards: Float64) -> list[Record]:

@@ -72,10 +72,11 @@ def gain(figures: Figures) -> str:
 
 
 def summary(subject: Subject, figures: Figures) -> list[str]:
-    """Return one or two sentences each on sharing, on the part that a packing keeps, on groups, and on rewards."""
+    """Return one or two sentences each on sharing, the part that a packing keeps, long rows, groups, and rewards."""
     return [
         _sharing(figures.totals),
         _packing(subject, figures),
+        *_carrying(figures),
         _groups(figures),
         *_rewards(figures),
     ]
@@ -105,6 +106,14 @@ def _packing(subject: Subject, figures: Figures) -> str:
     if best["err"] > first["err"] + 0.001:
         text += f"; rows of {best['capacity']:,} save {percent(best['err'])}"
     return text + "."
+
+
+def _carrying(figures: Figures) -> list[str]:
+    forecast, carry = figures.forecast, figures.forecast["carry"]
+    if carry is None:
+        return []
+    estimate = "" if carry["obstacle"] else f" (an estimate for {forecast['model']} on one {forecast['device']})"
+    return [f"Long rows: {carry['verdict']}{estimate}."]
 
 
 def _groups(figures: Figures) -> str:

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from treepack.analysis.carried_cost import TrunkCounter
+from treepack.analysis.carried_report import PIECES, packed_rows
 from treepack.analysis.describe import describe_rows
 from treepack.analysis.forecast import RowCounter
 from treepack.analysis.model_cost import read_shape
+from treepack.analysis.model_memory import read_memory
 from treepack.analysis.options import ReportOptions
 from treepack.analysis.origin import local_paths, manifest_of, origin_of, read_origin
 from treepack.analysis.report.contents import read_contents
@@ -103,12 +106,20 @@ def report(
         for output, option in ((page, "--out"), (pictures, "--png")):
             if output is not None:  # before the long work: a second command for the same output is refused at once
                 stack.enter_context(lock(output, option=option))
-        shape = read_shape(options.model)
+        shape, memory = read_shape(options.model), read_memory(options.model)
         subject, tokenizer = _read(paths, options, progress, note or (lambda _: None))
         search = Search(options.pack.effort, options.pack.time_limit)
         capacities = list(options.capacities) or None
         method = options.pack.method
-        figures = measure(subject, shape, capacities=capacities, method=method, search=search, progress=progress)
+        figures = measure(
+            subject,
+            shape,
+            capacities=capacities,
+            method=method,
+            search=search,
+            memory=memory,
+            progress=progress,
+        )
         template, limit = options.build.template_file(), options.text_limit if options.text else None
         contents = read_contents(subject.trie, tokenizer, limit=limit, template=template.text if template else None)
         size = 0
@@ -177,13 +188,21 @@ def _packed(
         return with_progress(read_rows(directory), progress, stage, unit="rows", total=total)
 
     def measured_rows() -> Iterator[Row]:
-        for row in counter.over(rows("reading")):
+        for row in trunks.over(counter.over(rows("reading"))):
             sizes.append(row.num_tokens)
             yield row
 
-    sizes, counter = list[int](), RowCounter()
+    sizes, counter, trunks = list[int](), RowCounter(), TrunkCounter(PIECES)
     err_by_depth = describe_rows(measured_rows())["err_by_depth"]
-    packed = Packed(manifest["capacity"], np.array(sizes), manifest["totals"], err_by_depth, counter.lines(manifest))
+    lines = counter.lines(manifest)
+    packed = Packed(
+        manifest["capacity"],
+        np.array(sizes),
+        manifest["totals"],
+        err_by_depth,
+        lines,
+        packed_rows(lines[0], trunks),
+    )
     path = origin_of(directory, manifest, trie_path)
     trie = trie_of_rows(rows("rebuilding")) if path is None else read_origin(path, manifest)
     known, skipped = conversations_of_manifest(manifest), manifest.get("skipped")

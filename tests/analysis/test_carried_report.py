@@ -1,0 +1,172 @@
+"""The forecast of rows in pieces: sizes that fit a device, sentences, and the commands that print them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.command_line import Run
+from support.paths import SAMPLE_DATA
+from support.strategies import make
+from treepack.analysis.capacities import forecast_lines, plan_capacities
+from treepack.analysis.carried_cost import Trunk
+from treepack.analysis.carried_report import PIECES, USABLE, RowsToCarry, report, rows_of_plans, sizes_of_pieces
+from treepack.analysis.forecast import Device, read_device
+from treepack.analysis.model_cost import FlopCount, operations, read_shape
+from treepack.analysis.model_memory import ModelMemory, NoPieces, read_memory
+from treepack.analysis.report.figures import Subject, measure
+from treepack.analysis.report.words import summary
+from treepack.errors import TreepackError
+from treepack.trie.build import build_trie
+
+GIB = 1 << 30
+MODEL = "qwen3-1.7b"
+SHAPE = read_shape(MODEL)
+
+
+def memory_of_model() -> ModelMemory:
+    found = read_memory(MODEL)
+    assert isinstance(found, ModelMemory)
+    return found
+
+
+MEMORY = memory_of_model()
+
+
+def rows(capacity: int | None, size: int, trunk: int, *, left_out: int = 0) -> RowsToCarry:
+    """Return ten rows of `size` tokens, `trunk` of each on one path for every size of a piece."""
+    work = FlopCount(10 * size, 10 * size * size // 4, 5 * size)
+    trunks = tuple(Trunk(piece, 10 * trunk, trunk) if piece < size else Trunk(piece, 0, 0) for piece in PIECES)
+    return RowsToCarry(capacity, left_out, work, size, size // 2, trunks)
+
+
+def report_of(lines: list[RowsToCarry], device: str = "h200") -> dict[str, Any]:
+    found = report(lines, SHAPE, MEMORY, read_device(device))
+    assert json.loads(json.dumps(found)) == found
+    return found
+
+
+def test_the_largest_piece_that_fits_is_chosen() -> None:
+    for device in ("h100", "h200"):
+        (line,) = report_of([rows(None, 10**6, 50_000)], device)["lines"]
+        memory = read_device(device).memory
+        assert memory is not None
+        assert line["fits_carried"] is True
+        assert line["bytes_carried"] <= USABLE * memory
+        larger = 2 * line["carry"]
+        assert larger in PIECES
+        assert MEMORY.in_pieces(10**6, larger, 50_000) > USABLE * memory
+
+
+def test_without_a_known_memory_pieces_have_the_usual_size() -> None:
+    found = report_of([rows(None, 10**6, 50_000)], "400")
+    assert [(line["carry"], line["fits_rows"], line["fits_carried"]) for line in found["lines"]] == [
+        (16_384, None, None)
+    ]
+    assert found["lines"][0]["recomputed_layers"] == 28
+
+
+def test_hours_without_pieces_are_those_of_the_forecast_if_all_layers_are_recomputed() -> None:
+    device = Device("made", 1e14, 10 * GIB)
+    lines = [rows(None, 10**6, 50_000)]
+    (line,) = report(lines, SHAPE, MEMORY, device)["lines"]
+    assert line["recomputed_layers"] == 28
+    assert line["hours_rows"] == pytest.approx(operations(SHAPE, lines[0].work) / 0.5e14 / 3600)
+    assert line["hours_carried"] == pytest.approx(line["hours_rows"] / line["speedup"])
+
+
+def test_the_sentence_names_the_rows_that_fit_in_pieces_and_the_best_ones_without() -> None:
+    # Rows of 65,536 tokens repeat a quarter of the tokens.
+    repeating = replace(rows(65_536, 65_536, 9_000), work=FlopCount(1_250_000, 9 * 10**9, 500_000))
+    found = report_of([replace(rows(None, 10**6, 20_000), work=FlopCount(10**6, 8 * 10**9, 500_000)), repeating])
+    whole, short = found["lines"]
+    assert (whole["fits_rows"], short["fits_rows"]) == (False, True)
+    assert found["verdict"] == (
+        f"rows of whole trees (--capacity 1000000) fit in {whole['bytes_carried'] / GIB:.1f} GiB with --carry "
+        f"{whole['carry']}, at {short['hours_rows'] / whole['hours_carried']:.2f} times the speed of rows of 65,536 "
+        f"tokens without it ({short['bytes_rows'] / GIB:.1f} GiB)"
+    )
+
+
+def test_rows_that_leave_samples_out_are_no_alternative() -> None:
+    found = report_of([rows(None, 10**6, 20_000), rows(16_384, 16_384, 5_000, left_out=3)])
+    assert found["verdict"].endswith(", and no rows that contain every sample fit without it")
+
+
+def test_rows_shorter_than_a_piece_need_no_pieces() -> None:
+    found = report_of([rows(4_096, 4_000, 0)])
+    (line,) = found["lines"]
+    assert (line["speedup"], line["recomputed_layers"], line["bytes_rows"]) == (1.0, 0, line["bytes_carried"])
+    assert found["verdict"].endswith("GiB without --carry, and recompute no layer")
+
+
+def test_a_model_that_is_too_large_for_the_device_needs_several() -> None:
+    found = report([rows(None, 10**5, 20_000)], read_shape("qwen3-8b"), read_memory("qwen3-8b"), read_device("h100"))
+    assert found["lines"][0]["carry"] == PIECES[0]
+    assert "more than the device has; 122.0 GiB of it are weights, gradients and AdamW" in found["verdict"]
+
+
+def test_a_model_that_pieces_refuse_has_a_reason_and_no_numbers() -> None:
+    found = report([rows(None, 10**5, 20_000)], SHAPE, NoPieces("it is made up"), read_device("h200"))
+    assert (found["lines"], found["obstacle"]) == ([], "it is made up")
+    assert found["verdict"] == "train --carry refuses qwen3-1.7b: it is made up"
+
+
+def test_a_size_of_a_piece_is_positive() -> None:
+    assert (sizes_of_pieces(None), sizes_of_pieces(300)) == (PIECES, (300,))
+    with pytest.raises(TreepackError, match="carry is 0; expected a positive number of tokens"):
+        sizes_of_pieces(0)
+
+
+def test_whole_trees_come_first_and_then_the_rows_of_each_plan() -> None:
+    trie = build_trie([make("a", [0, 1, 2, 3, 4]), make("b", [0, 1, 2, 5, 6, 7]), make("c", [9, 9])])
+    planned = list(plan_capacities(trie, [6, 16], method="contiguous", too_long="error"))
+    found = rows_of_plans(trie, planned, forecast_lines(trie, planned, method="contiguous"), (2,))
+    # The first tree has 8 tokens, of which 0, 1, 2 and 5 are trunk. In rows of 6 tokens, a and b are apart: 3 and 4 are
+    # trunk, of 5 and 6 tokens. One row of 16 tokens contains everything.
+    assert [(each.capacity, each.row_tokens, each.longest, each.trunks) for each in found] == [
+        (None, 8, 6, (Trunk(2, 4, 4),)),
+        (6, 6, 6, (Trunk(2, 7, 4),)),
+        (16, 10, 6, (Trunk(2, 4, 4),)),
+    ]
+
+
+def carry_of(treepack: Run, *arguments: str | Path | int) -> dict[str, Any]:
+    forecast = treepack("stats", *arguments, "--model", MODEL, "--json").json["forecast"]
+    assert isinstance(forecast, dict)
+    return dict(forecast["carry"])
+
+
+def test_packed_rows_have_the_forecast_of_their_plan(treepack: Run, tmp_path: Path) -> None:
+    trie, packed = tmp_path / "trie", tmp_path / "packed"
+    assert treepack("build-trie", SAMPLE_DATA / "tokens.jsonl", "--out", trie).status == 0
+    assert treepack("pack", trie, "--capacity", 4096, "--effort", "low", "--out", packed).status == 0
+    before, after = (carry_of(treepack, path, "--carry", 700) for path in (trie, packed))
+    planned = carry_of(treepack, trie, "--carry", 700, "--capacity", 4096)["lines"]
+    assert [line["capacity"] for line in before["lines"]] == [None, 16_384, 65_536]
+    assert after["lines"] == planned[1:]
+    assert 0 < after["lines"][0]["tokens_trunk"] < after["lines"][0]["tokens_computed"]
+
+
+def test_stats_and_the_page_have_the_sentence(treepack: Run) -> None:
+    done = treepack("stats", SAMPLE_DATA / "tokens.jsonl", "--carry", "1k", "--model", MODEL)
+    assert "\nrows of whole trees (--capacity 7082) fit in " in done.out
+    assert "- rows: with --checkpoint-layers auto; carried: with --carry;" in done.out
+    hybrid = treepack("stats", SAMPLE_DATA / "tokens.jsonl", "--model", "qwen3.5-4b")
+    assert "\ntrain --carry refuses qwen3.5-4b: layer 0 is recurrent" in hybrid.out
+    subject = Subject("made", build_trie([make("a", [0, 1, 2, 3, 4]), make("b", [0, 1, 2, 5])]))
+    sentences: tuple[tuple[ModelMemory | NoPieces, str], ...] = (
+        (
+            MEMORY,
+            "Long rows: rows of whole trees (--capacity 6) fit in 26.8 GiB without --carry, and recompute no layer",
+        ),
+        (NoPieces("it is made up"), "Long rows: train --carry refuses qwen3-1.7b: it is made up."),
+    )
+    for memory, sentence in sentences:
+        text = summary(subject, measure(subject, SHAPE, memory=memory))
+        assert len([line for line in text if line.startswith(sentence)]) == 1
+    assert not [line for line in summary(subject, measure(subject, SHAPE)) if line.startswith("Long rows")]

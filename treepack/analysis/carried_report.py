@@ -1,0 +1,188 @@
+"""The forecast of rows in pieces: cost and memory of each capacity with and without `train --carry`, ready for JSON.
+
+    RowsToCarry, ... --report--> {"lines": [{"capacity": 65536, "hours_rows": ..., "hours_carried": ...}], ...}
+
+Without --carry, as few layers are recomputed as the device demands, as with --checkpoint-layers auto. With it, the
+size of a piece is the largest of `PIECES` that fits the device. Hours count what is computed twice, at the rate of
+operations of rows with checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from treepack.analysis.capacities import PlannedCapacity
+from treepack.analysis.carried_cost import (
+    Trunk,
+    TrunkCounter,
+    executed_in_pieces,
+    executed_in_rows,
+    plan_trunks,
+    trie_trunks,
+)
+from treepack.analysis.forecast import MFU, Device, Line
+from treepack.analysis.model_cost import FlopCount, ModelShape, operations
+from treepack.analysis.model_memory import ModelMemory, NoPieces
+from treepack.errors import TreepackError
+from treepack.trie.trie import Trie
+
+# Sizes of a piece to choose from: shorter ones do not keep a GPU busy, and longer ones gain little.
+PIECES = (4_096, 8_192, 16_384, 32_768, 65_536)
+# The size if the memory of the device is not known.
+USUAL_PIECE = 16_384
+# Share of the device's memory that a plan may use; the rest is for fragments and the error of the estimate.
+USABLE = 0.9
+GIB = 1 << 30
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsToCarry:
+    """Rows of `capacity` tokens, or of whole trees if it is None.
+
+    Attributes:
+        capacity: maximum number of tokens of a row.
+        num_left_out: samples that are longer.
+        work: the work of the rows.
+        row_tokens: tokens of the largest row.
+        longest: tokens of the longest sample.
+        trunks: the trunk for each size of a piece.
+    """
+
+    capacity: int | None
+    num_left_out: int
+    work: FlopCount
+    row_tokens: int
+    longest: int
+    trunks: tuple[Trunk, ...]
+
+
+def sizes_of_pieces(carry: int | None) -> tuple[int, ...]:
+    """Return the sizes of a piece to choose from: `carry` alone if the user gave it.
+
+    Raises:
+        TreepackError: it is not positive.
+    """
+    if carry is not None and carry < 1:
+        raise TreepackError(f"carry is {carry}; expected a positive number of tokens, or None for a size that fits")
+    return PIECES if carry is None else (carry,)
+
+
+def rows_of_plans(
+    trie: Trie, planned: Sequence[PlannedCapacity], lines: Sequence[Line], pieces: Sequence[int]
+) -> list[RowsToCarry]:
+    """Return the rows of whole trees, and of each plan; `lines` are those of `capacities.forecast_lines`."""
+    # The first lines are those of the samples of `trie`: without a capacity, and then one for each plan.
+    whole, *others = lines[: 1 + len(planned)]
+    starts = trie.node_start[:-1][trie.parent < 0]
+    largest = int(np.diff(np.append(starts, trie.tokens_tree)).max())
+    rows = [RowsToCarry(None, 0, whole.packed, largest, int(trie.lengths.max()), trie_trunks(trie, pieces))]
+    for each, line in zip(planned, others, strict=True):
+        trunks = plan_trunks(each.packed_nodes, each.plan.row_of, pieces)
+        row_tokens, longest = int(each.totals.row_tokens.max()), int(each.trie.lengths.max())
+        rows.append(RowsToCarry(line.capacity, line.num_left_out, line.packed, row_tokens, longest, trunks))
+    return rows
+
+
+def packed_rows(line: Line, counter: TrunkCounter) -> RowsToCarry:
+    """Return the rows that `counter` and the `RowCounter` of `line` have read."""
+    return RowsToCarry(line.capacity, 0, line.packed, counter.row_tokens, counter.longest, counter.trunks)
+
+
+def report(rows: Iterable[RowsToCarry], shape: ModelShape, memory: ModelMemory | NoPieces, device: Device) -> Entry:
+    """Return cost and memory of the rows on one device, with and without pieces, and one sentence, as plain values.
+
+    A model that pieces refuse has no lines, and the sentence gives the reason.
+    """
+    entry: Entry = {"device_bytes": device.memory, "obstacle": None}
+    if isinstance(memory, NoPieces):
+        sentence = f"train --carry refuses {shape.name}: {memory.reason}"
+        return entry | {"obstacle": memory.reason, "lines": [], "verdict": sentence}
+    lines = [_line(each, shape, memory, device) for each in rows]
+    sizes = {"state_bytes": memory.state, "path_bytes_per_token": memory.path}
+    return entry | sizes | {"lines": lines, "verdict": verdict(lines, memory.state)}
+
+
+def _line(rows: RowsToCarry, shape: ModelShape, memory: ModelMemory, device: Device) -> Entry:
+    trunk = _choose(rows, memory, device)
+    limit = 0.0 if device.memory is None else USABLE * device.memory
+    recomputed = memory.fewest_recomputed(rows.row_tokens, limit)
+    # The rate holds for steps that recompute all layers, and counts no operation twice.
+    hours = operations(shape, rows.work) / (device.rate * MFU) / 3600 / executed_in_rows(shape, rows.work, 1)
+    executed = executed_in_rows(shape, rows.work, recomputed / memory.num_layers)
+    carried = executed_in_pieces(shape, rows.work, trunk)
+    bytes_rows, bytes_carried = memory.in_rows(rows.row_tokens, recomputed), _bytes_carried(rows, memory, trunk)
+    return {
+        "capacity": rows.capacity,
+        "num_left_out": rows.num_left_out,
+        "row_tokens": rows.row_tokens,
+        "longest": rows.longest,
+        "recomputed_layers": recomputed,
+        "bytes_rows": bytes_rows,
+        "fits_rows": _fits(bytes_rows, device),
+        "hours_rows": hours * executed,
+        "carry": trunk.piece,
+        "tokens_computed": rows.work.tokens,
+        "tokens_trunk": trunk.tokens,
+        "tokens_path": trunk.path,
+        "bytes_path": trunk.path * memory.path,
+        "bytes_carried": bytes_carried,
+        "fits_carried": _fits(bytes_carried, device),
+        "hours_carried": hours * carried,
+        "speedup": executed / carried,
+    }
+
+
+def _choose(rows: RowsToCarry, memory: ModelMemory, device: Device) -> Trunk:
+    """Return the trunk of the largest size of a piece that fits the device, or else of the smallest one.
+
+    If rows are shorter than a piece, it is the smallest size that contains a row.
+    """
+    if device.memory is None:
+        return next((trunk for trunk in rows.trunks if trunk.piece == USUAL_PIECE), rows.trunks[0])
+    fitting = [trunk for trunk in rows.trunks if _fits(_bytes_carried(rows, memory, trunk), device)]
+    return max(fitting or rows.trunks[:1], key=lambda trunk: (min(trunk.piece, rows.row_tokens), -trunk.piece))
+
+
+def _bytes_carried(rows: RowsToCarry, memory: ModelMemory, trunk: Trunk) -> int:
+    return memory.in_pieces(rows.row_tokens, trunk.piece, trunk.path)
+
+
+def _fits(needed: int, device: Device) -> bool | None:
+    return None if device.memory is None else needed <= USABLE * device.memory
+
+
+def verdict(lines: Sequence[Mapping[str, Any]], state: int) -> str:
+    """Return one sentence: the longest rows that fit in pieces, or their memory, against the best rows without them.
+
+    `state` is the memory of weights, gradients and the optimiser.
+    """
+    least = min(line["num_left_out"] for line in lines)
+    all_samples = [line for line in lines if line["num_left_out"] == least]
+    best = min(all_samples, key=lambda line: (line["fits_carried"] is False, line["hours_carried"]))
+    needed = f"{best['bytes_carried'] / GIB:.1f} GiB with --carry {best['carry']}"
+    if best["fits_carried"] is False:
+        return (
+            f"{_rows(best)} need {needed}, more than the device has; {state / GIB:.1f} GiB of it are weights, "
+            "gradients and AdamW, which several GPUs can share"
+        )
+    if best["row_tokens"] <= best["carry"]:
+        return f"{_rows(best)} fit in {best['bytes_carried'] / GIB:.1f} GiB without --carry, and recompute no layer"
+    text = f"{_rows(best)} fit in {needed}"
+    others = [line for line in all_samples if line["fits_rows"] is not False]
+    if not others:
+        return f"{text}, and no rows that contain every sample fit without it"
+    other = min(others, key=lambda line: float(line["hours_rows"]))
+    ratio = other["hours_rows"] / best["hours_carried"]
+    return f"{text}, at {ratio:.2f} times the speed of {_rows(other)} without it ({other['bytes_rows'] / GIB:.1f} GiB)"
+
+
+def _rows(line: Mapping[str, Any]) -> str:
+    if line["capacity"] is None:
+        return f"rows of whole trees (--capacity {line['row_tokens']})"
+    return f"rows of {line['capacity']:,} tokens"
