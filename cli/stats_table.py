@@ -12,7 +12,10 @@ from treepack.analysis.glossary import BASELINES, REASONS
 from .output import percent, say, show_figures, show_notes, show_table
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
-CARRY_NOTE = "rows: with --checkpoint-layers auto; carried: with --carry; GiB on one GPU, estimated"
+CARRY_NOTES = (
+    "rows: maximum tokens, or whole trees; without --carry, but with --checkpoint-layers auto",
+    "path: GiB of the longest carried path; memory is estimated, for one GPU",
+)
 SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "row_trajectories")
 
 
@@ -144,24 +147,23 @@ def _print_forecast(forecast: dict[str, Any]) -> None:
 
 
 def _print_carry(carry: dict[str, Any]) -> None:
-    header = "capacity num_left_out gib_rows hours_rows carry trunk gib_path gib_carried hours_carried".split()
+    header = "rows gib_rows hours_rows carry trunk path gib_carry hours_carry".split()  # fits 80 columns
     lines = [
         (
-            line["capacity"],
-            line["num_left_out"],
+            "whole" if line["capacity"] is None else line["capacity"],
             _gib(line["bytes_rows"]),
             line["hours_rows"],
             line["carry"],
             percent(line["tokens_trunk"] / line["tokens_computed"]),
             _gib(line["bytes_path"]),
-            _gib(line["bytes_carried"]),
-            line["hours_carried"],
+            _gib(line["bytes_carry"]),
+            line["hours_carry"],
         )
         for line in carry["lines"]
     ]
     if lines:
         show_table(header, lines)
-        show_notes({}, [CARRY_NOTE])
+        show_notes({}, CARRY_NOTES)
     say(carry["verdict"])
 
 

@@ -55,8 +55,8 @@ def test_the_largest_piece_that_fits_is_chosen() -> None:
         (line,) = report_of([rows(None, 10**6, 50_000)], device)["lines"]
         memory = read_device(device).memory
         assert memory is not None
-        assert line["fits_carried"] is True
-        assert line["bytes_carried"] <= USABLE * memory
+        assert line["fits_carry"] is True
+        assert line["bytes_carry"] <= USABLE * memory
         larger = 2 * line["carry"]
         assert larger in PIECES
         assert MEMORY.in_pieces(10**6, larger, 50_000) > USABLE * memory
@@ -64,9 +64,7 @@ def test_the_largest_piece_that_fits_is_chosen() -> None:
 
 def test_without_a_known_memory_pieces_have_the_usual_size() -> None:
     found = report_of([rows(None, 10**6, 50_000)], "400")
-    assert [(line["carry"], line["fits_rows"], line["fits_carried"]) for line in found["lines"]] == [
-        (16_384, None, None)
-    ]
+    assert [(line["carry"], line["fits_rows"], line["fits_carry"]) for line in found["lines"]] == [(16_384, None, None)]
     assert found["lines"][0]["recomputed_layers"] == 28
 
 
@@ -76,7 +74,7 @@ def test_hours_without_pieces_are_those_of_the_forecast_if_all_layers_are_recomp
     (line,) = report(lines, SHAPE, MEMORY, device)["lines"]
     assert line["recomputed_layers"] == 28
     assert line["hours_rows"] == pytest.approx(operations(SHAPE, lines[0].work) / 0.5e14 / 3600)
-    assert line["hours_carried"] == pytest.approx(line["hours_rows"] / line["speedup"])
+    assert line["hours_carry"] == pytest.approx(line["hours_rows"] / line["speedup"])
 
 
 def test_the_sentence_names_the_rows_that_fit_in_pieces_and_the_best_ones_without() -> None:
@@ -86,8 +84,8 @@ def test_the_sentence_names_the_rows_that_fit_in_pieces_and_the_best_ones_withou
     whole, short = found["lines"]
     assert (whole["fits_rows"], short["fits_rows"]) == (False, True)
     assert found["verdict"] == (
-        f"rows of whole trees (--capacity 1000000) fit in {whole['bytes_carried'] / GIB:.1f} GiB with --carry "
-        f"{whole['carry']}, at {short['hours_rows'] / whole['hours_carried']:.2f} times the speed of rows of 65,536 "
+        f"rows of whole trees (--capacity 1000000) fit in {whole['bytes_carry'] / GIB:.1f} GiB with --carry "
+        f"{whole['carry']}, at {short['hours_rows'] / whole['hours_carry']:.2f} times the speed of rows of 65,536 "
         f"tokens without it ({short['bytes_rows'] / GIB:.1f} GiB)"
     )
 
@@ -100,7 +98,7 @@ def test_rows_that_leave_samples_out_are_no_alternative() -> None:
 def test_rows_shorter_than_a_piece_need_no_pieces() -> None:
     found = report_of([rows(4_096, 4_000, 0)])
     (line,) = found["lines"]
-    assert (line["speedup"], line["recomputed_layers"], line["bytes_rows"]) == (1.0, 0, line["bytes_carried"])
+    assert (line["speedup"], line["recomputed_layers"], line["bytes_rows"]) == (1.0, 0, line["bytes_carry"])
     assert found["verdict"].endswith("GiB without --carry, and recompute no layer")
 
 
@@ -155,7 +153,7 @@ def test_packed_rows_have_the_forecast_of_their_plan(treepack: Run, tmp_path: Pa
 def test_stats_and_the_page_have_the_sentence(treepack: Run) -> None:
     done = treepack("stats", SAMPLE_DATA / "tokens.jsonl", "--carry", "1k", "--model", MODEL)
     assert "\nrows of whole trees (--capacity 7082) fit in " in done.out
-    assert "- rows: with --checkpoint-layers auto; carried: with --carry;" in done.out
+    assert "- path: GiB of the longest carried path; memory is estimated, for one GPU" in done.out
     hybrid = treepack("stats", SAMPLE_DATA / "tokens.jsonl", "--model", "qwen3.5-4b")
     assert "\ntrain --carry refuses qwen3.5-4b: layer 0 is recurrent" in hybrid.out
     subject = Subject("made", build_trie([make("a", [0, 1, 2, 3, 4]), make("b", [0, 1, 2, 5])]))

@@ -1,6 +1,6 @@
 """The forecast of rows in pieces: cost and memory of each capacity with and without `train --carry`, ready for JSON.
 
-    RowsToCarry, ... --report--> {"lines": [{"capacity": 65536, "hours_rows": ..., "hours_carried": ...}], ...}
+    RowsToCarry, ... --report--> {"lines": [{"capacity": 65536, "hours_rows": ..., "hours_carry": ...}], ...}
 
 Without --carry, as few layers are recomputed as the device demands, as with --checkpoint-layers auto. With it, the
 size of a piece is the largest of `PIECES` that fits the device. Hours count what is computed twice, at the rate of
@@ -131,9 +131,9 @@ def _line(rows: RowsToCarry, shape: ModelShape, memory: ModelMemory, device: Dev
         "tokens_trunk": trunk.tokens,
         "tokens_path": trunk.path,
         "bytes_path": trunk.path * memory.path,
-        "bytes_carried": bytes_carried,
-        "fits_carried": _fits(bytes_carried, device),
-        "hours_carried": hours * carried,
+        "bytes_carry": bytes_carried,
+        "fits_carry": _fits(bytes_carried, device),
+        "hours_carry": hours * carried,
         "speedup": executed / carried,
     }
 
@@ -164,21 +164,21 @@ def verdict(lines: Sequence[Mapping[str, Any]], state: int) -> str:
     """
     least = min(line["num_left_out"] for line in lines)
     all_samples = [line for line in lines if line["num_left_out"] == least]
-    best = min(all_samples, key=lambda line: (line["fits_carried"] is False, line["hours_carried"]))
-    needed = f"{best['bytes_carried'] / GIB:.1f} GiB with --carry {best['carry']}"
-    if best["fits_carried"] is False:
+    best = min(all_samples, key=lambda line: (line["fits_carry"] is False, line["hours_carry"]))
+    needed = f"{best['bytes_carry'] / GIB:.1f} GiB with --carry {best['carry']}"
+    if best["fits_carry"] is False:
         return (
             f"{_rows(best)} need {needed}, more than the device has; {state / GIB:.1f} GiB of it are weights, "
             "gradients and AdamW, which several GPUs can share"
         )
     if best["row_tokens"] <= best["carry"]:
-        return f"{_rows(best)} fit in {best['bytes_carried'] / GIB:.1f} GiB without --carry, and recompute no layer"
+        return f"{_rows(best)} fit in {best['bytes_carry'] / GIB:.1f} GiB without --carry, and recompute no layer"
     text = f"{_rows(best)} fit in {needed}"
     others = [line for line in all_samples if line["fits_rows"] is not False]
     if not others:
         return f"{text}, and no rows that contain every sample fit without it"
     other = min(others, key=lambda line: float(line["hours_rows"]))
-    ratio = other["hours_rows"] / best["hours_carried"]
+    ratio = other["hours_rows"] / best["hours_carry"]
     return f"{text}, at {ratio:.2f} times the speed of {_rows(other)} without it ({other['bytes_rows'] / GIB:.1f} GiB)"
 
 
