@@ -14,7 +14,7 @@ recomputation.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from types import ModuleType
 from typing import Any
 
@@ -39,20 +39,36 @@ class Kept:
     backward pass, which takes them out again. One object serves all layers of one forward pass and distinguishes them
     by `place`, any hashable of the layer. If a place occurs twice before the backward pass, for example because layers
     share their module, its output is computed again.
+
+    `move` puts a tensor elsewhere until it is taken: it returns a function that returns the tensor. Places in `skipped`
+    belong to layers that run once, so nothing is stored for them.
     """
 
     def __init__(self) -> None:
-        """Start without outputs."""
-        self._results: dict[Hashable, tuple[Tensor, Tensor] | None] = {}
+        """Start without outputs, which stay on their device."""
+        self.move: Callable[[Tensor], Callable[[], Tensor]] | None = None
+        self.skipped: set[Hashable] = set()
+        self._results: dict[Hashable, tuple[Callable[[], Tensor], Callable[[], Tensor]] | None] = {}
 
     def store(self, place: Hashable, out: Tensor, lse: Tensor) -> None:
         """Keep the output and the log-sum-exp of the forward pass at `place`."""
-        # None marks a place that was stored twice: a recomputation could not distinguish the two results.
-        self._results[place] = None if place in self._results else (out.detach(), lse)
+        if place in self.skipped:
+            return
+        if place in self._results:
+            # A recomputation could not distinguish the two results.
+            self._results[place] = None
+        else:
+            move = self.move or _stay
+            self._results[place] = (move(out.detach()), move(lse))
 
     def take(self, place: Hashable) -> tuple[Tensor, Tensor] | None:
         """Remove and return the result at `place`; None in a forward pass, or if there is no result."""
-        return self._results.pop(place, None) if is_recomputing() else None
+        result = self._results.pop(place, None) if is_recomputing() else None
+        return None if result is None else (result[0](), result[1]())
+
+
+def _stay(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
 
 
 def is_recomputing() -> bool:

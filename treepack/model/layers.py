@@ -2,40 +2,92 @@
 
 Neither changes the results of training, except for rounding: compilation saves time, recomputation saves memory and
 costs time.
+
+    layer 0 1 2 3 4 5     recomputed = 4: layers 0 to 3 keep their input and run again in the backward pass
+          R R R R . .     layers 4 and 5 keep all their activations
+
+The last layers keep their activations, because the backward pass frees these first: when the first layer is recomputed,
+which takes the memory of one layer more, they are gone.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from treepack.attention import Kept
 from treepack.errors import TreepackError
+from treepack.model.offload import Offload
 
-# Attribute of a model: True if `compile_layers` checkpoints its layers, which the flags of transformers do not show.
-_RECOMPUTES = "_treepack_recomputes_layers"
+# Attribute of a model: its `AdaptedLayers`, which the flags of transformers do not show.
+_LAYERS = "_treepack_layers"
 
 
-def adapt_layers(model: Any, *, checkpointing: bool, compiled: bool) -> None:
-    """Checkpoint or compile the layers, or both, or neither; see `checkpoint_layers` and `compile_layers`.
+@dataclass
+class AdaptedLayers:
+    """The layers of a model, of which the first `recomputed` run again in the backward pass.
+
+    With `offload`, their inputs and attention outputs wait in host memory until then.
+    """
+
+    modules: tuple[nn.Module, ...]
+    recomputed: int
+    offload: Offload | None = None
+
+
+def adapt_layers(
+    model: Any, *, checkpointing: bool, compiled: bool, recomputed: int | None = None, offload: Offload | None = None
+) -> None:
+    """Compile the layers, or recompute them in the backward pass, or both, or neither.
+
+    Args:
+        model: a model of transformers; it is changed in place.
+        checkpointing: recompute layers.
+        compiled: compile layers, see `compile_layers`.
+        recomputed: with `checkpointing`, the number of layers to recompute, the first ones; None for all.
+        offload: with `checkpointing`, where inputs and attention outputs wait; None for the device of the model.
 
     Raises:
-        TreepackError: if the model's layers cannot be compiled or checkpointed.
+        TreepackError: if the model's layers cannot be compiled or checkpointed, or it has fewer than `recomputed`.
     """
     if compiled:
-        compile_layers(model, checkpointing=checkpointing)
-    elif checkpointing:
+        compile_layers(model)
+    if not checkpointing:
+        return
+    layers = tuple(find_layers(model))
+    if not layers and recomputed is None and offload is None:
         checkpoint_layers(model)
+        return
+    if not layers:
+        raise TreepackError(
+            f"{type(model).__name__} has no layers to choose from; train without --checkpoint-layers and "
+            "--offload-checkpoints"
+        )
+    if not compiled:
+        _check_checkpointing(model)
+    adapted = AdaptedLayers(layers, len(layers), offload)
+    setattr(model, _LAYERS, adapted)
+    if recomputed is not None:
+        set_recomputed(model, recomputed)
+    for number, layer in enumerate(layers):
+        # Around the compiled function: a graph break inside a checkpoint region, which is where transformers' own
+        # checkpointing would put it, leaves the whole region uncompiled.
+        layer.forward = adapted_forward(layer, number, adapted)
 
 
-def compile_layers(model: Any, *, checkpointing: bool = False) -> None:
+def compile_layers(model: Any) -> None:
     """Compile everything except attention in every layer with torch.compile, once for rows of all lengths.
 
     Attention breaks the graph and runs uncompiled. Matrix products keep their precision; the order of sums, and so
-    their rounding, may change. With `checkpointing`, each layer is also recomputed in the backward pass.
+    their rounding, may change.
 
     Raises:
         TreepackError: if transformers marks no layers in this model.
@@ -44,33 +96,98 @@ def compile_layers(model: Any, *, checkpointing: bool = False) -> None:
     if not layers:
         raise TreepackError(f"{type(model).__name__} has no layers to compile; train without --compile")
     for layer in layers:
-        forward = torch.compile(layer.forward, dynamic=True)
-        # Around the compiled function: a graph break inside a checkpoint region, which is where transformers' own
-        # checkpointing would put it, leaves the whole region uncompiled.
-        layer.forward = functools.partial(checkpoint, forward, use_reentrant=False) if checkpointing else forward
-    setattr(model, _RECOMPUTES, checkpointing)
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Recompute each layer in the backward pass instead of keeping its activations.
+    """Recompute each layer in the backward pass instead of keeping its activations, by the code of transformers.
 
     Raises:
         TreepackError: if the model does not support checkpointing.
     """
-    if not model.supports_gradient_checkpointing:
-        raise TreepackError(f"{type(model).__name__} has no gradient checkpointing; train without it")
+    _check_checkpointing(model)
     # transformers renamed the method within version 5.
     name = "activation_checkpointing_enable"
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
+def _check_checkpointing(model: Any) -> None:
+    if not model.supports_gradient_checkpointing:
+        raise TreepackError(f"{type(model).__name__} has no gradient checkpointing; train without it")
+
+
+def adapted_forward(layer: nn.Module, number: int, adapted: AdaptedLayers) -> Callable[..., Any]:
+    """Return the forward of a layer, which looks up in `adapted` at every call if it is recomputed."""
+    forward, modules = layer.forward, frozenset(layer.modules())
+    # Without self, which the signature of a method lacks: "hidden_states" in most models.
+    first = next(iter(inspect.signature(forward).parameters))
+
+    @functools.wraps(forward)
+    def run(*arguments: Any, **options: Any) -> Any:
+        kept, offload = options.get("kept"), adapted.offload
+        if number >= adapted.recomputed:
+            if isinstance(kept, Kept):
+                kept.skipped |= modules
+            return forward(*arguments, **options)
+        if offload is None:
+            return checkpoint(forward, *arguments, use_reentrant=False, **options)
+        if isinstance(kept, Kept) and torch.is_grad_enabled():
+            kept.move = offload.put
+        states = arguments[0] if arguments else options.pop(first)
+        return offload.checkpoint(forward, states, *arguments[1:], **options)
+
+    return run
+
+
+def adapted_layers(model: Any) -> AdaptedLayers | None:
+    """Return the layers that `adapt_layers` recomputes; None if it was not asked to, or found no layers."""
+    adapted: AdaptedLayers | None = getattr(model, _LAYERS, None)
+    return adapted
+
+
+def set_recomputed(model: Any, count: int) -> None:
+    """Recompute the first `count` layers from now on; `adapt_layers` with `checkpointing` must have adapted the model.
+
+    Raises:
+        TreepackError: if the model has fewer layers.
+    """
+    adapted = adapted_layers(model)
+    assert adapted is not None, "call adapt_layers with checkpointing first"
+    if count > len(adapted.modules):
+        raise TreepackError(
+            f"checkpoint_layers is {count} and {type(model).__name__} has {len(adapted.modules)} layers; give at most "
+            "that many, or auto"
+        )
+    adapted.recomputed = count
+
+
+@contextmanager
+def recomputed_layers(model: Any, count: int) -> Iterator[None]:
+    """Recompute only the first `count` layers in forward passes of the block; without `adapt_layers`, change nothing.
+
+    Raises:
+        TreepackError: as `set_recomputed`.
+    """
+    adapted = adapted_layers(model)
+    if adapted is None:
+        yield
+        return
+    before = adapted.recomputed
+    set_recomputed(model, count)
+    try:
+        yield
+    finally:
+        adapted.recomputed = before
+
+
 def recomputes(model: Any) -> bool:
-    """Return True if the layers are computed again in the backward pass."""
+    """Return True if layers are computed again in the backward pass."""
     # transformers renamed the flag within version 5.
     name = "is_activation_checkpointing"
     theirs = getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing
-    return bool(theirs or getattr(model, _RECOMPUTES, False))
+    adapted = adapted_layers(model)
+    return bool(theirs or (adapted is not None and adapted.recomputed > 0))
 
 
 def find_decoder(causal: Any) -> Any:
