@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import click
 
 from .option_groups import option_group
+from .sizes import PieceSize
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class RunOptions:
     max_skipped: int
     gather_dtype: str
     cpu_offload: bool
+    carry: int | str | None
 
     @property
     def sinks(self) -> tuple[str, ...]:
@@ -69,6 +71,15 @@ run_options = option_group(
             help="Dtype of weights sent between ranks; bf16 halves the traffic and rounds all weights, norms too.",
         ),
         click.option("--cpu-offload", is_flag=True, help="Keep sharded weights and optimiser on the CPU."),
+        click.option(
+            "--carry",
+            type=PieceSize(),
+            default="off",
+            show_default=True,
+            metavar="N|auto|off",
+            help="Run a row of more than N tokens in pieces of at most N, so that memory limits the piece and not the "
+            "row; auto chooses N for the free memory, and off runs every row as a whole.",
+        ),
         click.option(
             "--report-to",
             type=click.Choice(["tensorboard", "wandb", "trackio"]),

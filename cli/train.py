@@ -42,7 +42,8 @@ _SECTIONS = {
     "Held-out rows": "eval eval-every patience",
     "Checkpoints": "checkpoint-every keep max-skipped",
     "Metrics": "report-to tensorboard project run-name plot quiet",
-    "Speed and memory": "device dtype compile attention gradient-checkpointing loss-chunk gather-dtype cpu-offload",
+    "Speed and memory": "device dtype compile attention gradient-checkpointing carry loss-chunk gather-dtype "
+    "cpu-offload",
     "Verification": "verify verify-rows help",
 }
 
@@ -216,6 +217,7 @@ def train(
         objective=objective,
         gather_dtype=run.gather_dtype,
         cpu_offload=run.cpu_offload,
+        carry=run.carry,
         checkpoint_every=run.checkpoint_every,
         keep=run.keep,
         max_skipped=run.max_skipped,

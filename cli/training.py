@@ -154,12 +154,15 @@ def _train_in(
     overwrite: bool,
 ) -> dict[str, Any]:
     """Train in `place`, draw the curves, and return the summary."""
+    from treepack.train.choices import with_recorded
     from treepack.train.division import recorded_blocks
     from treepack.train.run import open_run
 
     if run_options.resume and options.blocks is None:
         # The order of the run that is continued, also on another number of machines.
         options = replace(options, blocks=recorded_blocks(place.out, ranks))
+    if run_options.resume:
+        options = with_recorded(options, place.out, ranks)
     if run_options.resume and _is_finished(packed, model, options, place.out, ranks):
         if run_options.plot:
             ranks.lead(place.claim)  # for the metrics, which the curves are drawn from
@@ -298,6 +301,7 @@ def _summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dict[s
             "flat-equivalent tokens per second": flat / seconds,
             "time spent waiting for rows": f"{sum(metrics.wait_seconds for metrics in steps) / seconds:.1%}",
         }
+        record |= _passes(run, steps)
         evaluations = [(each.evaluation["eval_loss"], each.step) for each in steps if each.evaluation]
         if evaluations:
             loss, step = min(evaluations)
@@ -309,6 +313,20 @@ def _summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dict[s
         record["saved"] = str(out)
     else:
         record["stopped"] = f"after step {steps[-1].step} of {len(run.schedule)}; continue with --resume"
+    return record
+
+
+def _passes(run: TrainingRun, steps: list[StepMetrics]) -> dict[str, Any]:
+    """Return the lines about rows in pieces; none for a run without --carry."""
+    import torch
+
+    if run.options.carry is None:
+        return {}
+    forward, backward = (sum(each.passes[name] for each in steps) for name in ("tokens_forward", "tokens_backward"))
+    record: dict[str, Any] = {"tokens of a piece": run.options.carry}
+    record |= {"tokens forward": forward, "tokens backward": backward}
+    if run.loaded.device.type == "cuda":
+        record["peak of GPU memory in bytes"] = torch.cuda.max_memory_allocated(run.loaded.device)
     return record
 
 

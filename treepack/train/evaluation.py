@@ -48,7 +48,7 @@ def evaluate(held_out: TrainingRun) -> dict[str, float]:
             if row is None and in_pieces:
                 continue  # no rank waits for another one
             part = value_in_pieces if runs_in_pieces(held_out, batch) else row_part
-            with step_memory_errors(batch):
+            with step_memory_errors(batch, carry=held_out.options.carry):
                 value = part(held_out, batch, denominator, None if row is None else factors[row])
             if row is not None:
                 report.add(row, batch, *value)

@@ -58,21 +58,22 @@ def _is_longer(run: TrainingRun, num_tokens: int) -> bool:
 
 def backward_in_pieces(run: TrainingRun, batch: Batch, denominator: float, factors: Tensor | None) -> RowResult:
     """Add the gradients of a row's part of a step's loss; arguments as in `step.row_part`."""
-    return backward_row(run.loaded, batch, _carry_options(run), **_loss(run, denominator, factors))
+    return backward_row(run.loaded, batch, carry_options(run), **_loss(run, denominator, factors))
 
 
 def value_in_pieces(
     run: TrainingRun, batch: Batch, denominator: float, factors: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a row's part of a step's loss and its sums, without gradients; arguments as in `step.row_part`."""
-    return row_value(run.loaded, batch, _carry_options(run), **_loss(run, denominator, factors))
+    return row_value(run.loaded, batch, carry_options(run), **_loss(run, denominator, factors))
 
 
 def _loss(run: TrainingRun, denominator: float, factors: Tensor | None) -> dict[str, Any]:
     return {"objective": run.options.objective, "factors": factors, "denominator": denominator}
 
 
-def _carry_options(run: TrainingRun) -> CarryOptions:
+def carry_options(run: TrainingRun) -> CarryOptions:
+    """Return how a row of the run runs in pieces."""
     # A context for each pass and none around them: autocast keeps a weight that it has cast until the outermost context
     # ends. The cast of a push has no graph, and a later pass that took it would give the weight no gradient.
     autocast = functools.partial(lower_precision, run)

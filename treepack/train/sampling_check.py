@@ -11,17 +11,21 @@ distribution, and then ratios and importance weights are wrong. The result is on
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from treepack.carry.backward import row_scores
 from treepack.data.batch import Batch, TermTensors
 from treepack.model.forward import prepare_batch, row_logprobs
 from treepack.model.loss import filled_temperature
+from treepack.train.pieces import carry_options, has_long_rows, lower_precision, runs_in_pieces
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import deal
+from treepack.train.sharding import whole_weights
 from treepack.train.step import step_memory_errors
 
 # Candidates for the temperature of the recorded values: those that people use, and their neighbours.
@@ -101,16 +105,25 @@ def _sums(run: TrainingRun, batch: Batch) -> Tensor:
     # All temperatures in one pass: tokens [4, 7] at [.7, 1] -> [4, 7, 4, 7, ...] at [.7, 1, .3, .3, .4, .4, ...]
     columns = [temperature[terms.index[chosen].long()].float(), *(torch.full((len(tokens),), t) for t in TEMPERATURES)]
     options: Any = {"temperature": torch.cat(columns).to(loaded.device), "chunk": run.options.loss_chunk}
-    batch = prepare_batch(loaded, batch)
+    every = tokens.to(loaded.device).repeat(len(columns))
 
     def score() -> Tensor:
-        every = tokens.to(loaded.device).repeat(len(columns))
-        return row_logprobs(loaded, batch, every, with_entropies=False, **options)[0]
+        row = prepare_batch(loaded, batch)
+        return row_logprobs(loaded, row, every, with_entropies=False, **options)[0]
 
-    lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=run.options.dtype == "bf16")
+    def score_in_pieces() -> Tensor:
+        carry = carry_options(run)
+        return row_scores(loaded, batch, every, carry, temperature=options["temperature"], with_entropies=False)[0]
+
+    whole = whole_weights(loaded) if has_long_rows(run, run.schedule[0].rows) else nullcontext()
     # Eager, because layers that --compile prepared would be compiled again for a pass without gradients.
-    with torch.no_grad(), lower, torch.compiler.set_stance("force_eager"), step_memory_errors(batch):
-        own = loaded.compute(score).double().cpu().reshape(len(columns), -1)  # [1 + temperatures, terms]
+    with torch.no_grad(), whole, torch.compiler.set_stance("force_eager"), step_memory_errors(batch):
+        if runs_in_pieces(run, batch):
+            own = score_in_pieces()
+        else:
+            with lower_precision(run):
+                own = loaded.compute(score)
+    own = own.double().cpu().reshape(len(columns), -1)  # [1 + temperatures, terms]
     if loaded.root is not None:
         loaded.root.reshard()  # a forward pass without a backward pass leaves the root gathered
     differences = recorded[chosen] - own

@@ -188,7 +188,7 @@ def _compute_rows(
         for row, batch in zip(share, batches, strict=True):
             if row is None and in_pieces:
                 continue  # no rank waits for another one
-            with step_memory_errors(batch):
+            with step_memory_errors(batch, carry=run.options.carry):
                 _accumulate(run, batch, row, denominator, factors, report)
         if in_pieces and sharded:
             with summing_gradients(run.loaded):
@@ -262,14 +262,23 @@ def _clip(run: TrainingRun) -> float:
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def step_memory_errors(batch: Batch | None = None) -> AbstractContextManager[None]:
-    """Turn a lack of memory into a TreepackError about the row `batch`, or about the update if it is None."""
+def step_memory_errors(batch: Batch | None = None, *, carry: int | str | None = None) -> AbstractContextManager[None]:
+    """Turn a lack of memory into a TreepackError about the row `batch`, or about the update if it is None.
+
+    Args:
+        batch: the row.
+        carry: the option of the run; a row of more tokens runs in pieces.
+    """
     if batch is None:
         return memory_errors("in the update of the weights", "train on more GPUs, or under torchrun with --cpu-offload")
     terms = f" and {len(batch.terms.index):,} terms" if batch.terms is not None else ""
-    # The suggested capacity is half the tokens, rounded down to a multiple of 128: 5000 tokens -> 2432.
-    return memory_errors(
-        f"in row {batch.row_id} of {batch.num_tokens:,} tokens{terms}",
-        f"pack with --capacity {max(128, batch.num_tokens // 256 * 128)}, or train with --gradient-checkpointing, "
-        "--dtype bf16, a smaller --loss-chunk or on more GPUs",
-    )
+    place = f"in row {batch.row_id} of {batch.num_tokens:,} tokens{terms}"
+    others = "--gradient-checkpointing, --dtype bf16, a smaller --loss-chunk or on more GPUs"
+    if isinstance(carry, int) and batch.num_tokens > carry:
+        return memory_errors(f"{place} in pieces of {carry:,}", f"train with --carry {_half(carry)}, {others}")
+    return memory_errors(place, f"pack with --capacity {_half(batch.num_tokens)}, or train with --carry auto, {others}")
+
+
+def _half(tokens: int) -> int:
+    # Rounded down to a multiple of 128: 5000 tokens -> 2432.
+    return max(128, tokens // 256 * 128)
