@@ -91,9 +91,9 @@ def once(samples: Sequence[Sample]) -> list[Sample]:
     ]
 
 
-def tiny_model(kind: str, *, attention: str = "sdpa", dtype: torch.dtype = torch.float64) -> Any:
-    """A random two-layer model; equal kinds have equal weights."""
-    config = AutoConfig.for_model(kind, **CONFIGS[kind], **_COMMON)
+def tiny_model(kind: str, *, attention: str = "sdpa", dtype: torch.dtype = torch.float64, **fields: Any) -> Any:
+    """A random two-layer model, or one with other `fields`; equal arguments give equal weights."""
+    config = AutoConfig.for_model(kind, **{**CONFIGS[kind], **_COMMON, **fields})
     for name in _DROPOUT:
         if hasattr(config, name):
             setattr(config, name, 0.0)

@@ -16,6 +16,7 @@ ignored, because a missing bias gives a wrong gradient and no error. A call with
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -161,26 +162,27 @@ def attention_forward(
     if options.get("record") is not None:
         options["record"].append(AttentionCall(module, layer, query.dtype))
     carry, first = options.get("carry"), 0
+    joined: AbstractContextManager[tuple[Tensor, Tensor]] = nullcontext((key, value))
     if carry is not None:
         # The keys and values of the path, then those of the piece; its first query is token `first` of them.
-        first = carry.first
-        key, value = carry.join(module, key, value)
+        first, joined = carry.first, carry.joined(module, key, value)
     kept = options.get("kept")
     impl, start, schedule = _schedule_of(layer, query, impl, options, first)
-    out = tree_attention(
-        query,
-        key,
-        value,
-        options["subtree_end"],
-        scale=options.get("scaling"),
-        impl=impl,
-        schedule=schedule,
-        kept=None if kept is None else (kept, module),
-        start=start,
-        sinks=sinks,
-        softcap=softcap,
-        first=first,
-    )
+    with joined as (keys, values):
+        out = tree_attention(
+            query,
+            keys,
+            values,
+            options["subtree_end"],
+            scale=options.get("scaling"),
+            impl=impl,
+            schedule=schedule,
+            kept=None if kept is None else (kept, module),
+            start=start,
+            sinks=sinks,
+            softcap=softcap,
+            first=first,
+        )
     return out.transpose(1, 2).contiguous(), None
 
 

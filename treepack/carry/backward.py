@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treepack.carry.offload import CarriedBytes, CarryMemory
 from treepack.carry.row import CarriedRow, PieceRow, open_row
 from treepack.carry.terms import SortedTerms, Targets
 from treepack.data.batch import Batch, TermTensors
@@ -41,12 +42,14 @@ class CarryOptions:
     Attributes:
         limit: tokens of a piece.
         chunk: tokens whose logits are in memory at a time.
+        memory: the budget of carried tensors, one object for all rows; None keeps all of them on the model's device.
         autocast: makes the context in which each pass runs forward. Autocast remembers weights that it has cast, also
             those of a pass without a graph, so each pass needs a context of its own.
     """
 
     limit: int
     chunk: int = CHUNK
+    memory: CarryMemory | None = None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
@@ -59,14 +62,14 @@ class RowResult:
         sums: the sums of `objectives.objective_loss`; empty for sft.
         tokens_forward: tokens that ran forward.
         tokens_backward: tokens that ran backward.
-        carried_bytes: bytes of the carried keys, values and sums of gradients.
+        carried_bytes: most bytes of carried keys, values, sums of gradients, and kept outputs of trunk.
     """
 
     loss: Tensor
     sums: dict[str, Tensor]
     tokens_forward: int
     tokens_backward: int
-    carried_bytes: int
+    carried_bytes: CarriedBytes
 
 
 def backward_row(
@@ -91,7 +94,7 @@ def backward_row(
     Raises:
         TreepackError: the model cannot run the row in pieces; see `refusal.check_carry` and `row.open_row`.
     """
-    row = open_row(loaded, batch, options.limit, with_gradients=True)
+    row = open_row(loaded, batch, options.limit, with_gradients=True, memory=options.memory)
     if factors is None:
         part: _Part = _WeightedLoss(row, options, denominator)
     elif objective.loss in TWO_PHASES:
@@ -114,7 +117,7 @@ def backward_row(
     known = part.result
     loss, sums = known if known is not None else (total, sums)
     forward = row.plan.tokens_forward + (0 if known is None else row.plan.without_backward().tokens_forward)
-    return RowResult(loss, sums, forward, row.plan.tokens_backward, row.stack.nbytes)
+    return RowResult(loss, sums, forward, row.plan.tokens_backward, row.most_bytes)
 
 
 @torch.no_grad()
@@ -128,7 +131,7 @@ def row_value(
     denominator: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a row's part of a step's loss and its sums, without gradients; arguments as in `backward_row`."""
-    row = open_row(loaded, batch, options.limit, with_gradients=False)
+    row = open_row(loaded, batch, options.limit, with_gradients=False, memory=options.memory)
     if factors is not None:
         assert row.batch.terms is not None, "open the dataset with terms=True"
         scores = _term_scores(row, options, objective)
@@ -151,7 +154,7 @@ def row_scores(
     with_entropies: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies [n] of the row's `tokens`, as `forward.row_logprobs` without a graph."""
-    row = open_row(loaded, batch, options.limit, with_gradients=False)
+    row = open_row(loaded, batch, options.limit, with_gradients=False, memory=options.memory)
     return _scores(row, options, tokens, temperature, with_entropies)
 
 
@@ -268,7 +271,7 @@ class _Slopes(_Part):
         self._loaded, self._options = row.loaded, options
         self._with_entropies = objective.loss != "dpo"
         self._temperature = _temperature(terms, objective)
-        forward = open_row(row.loaded, row.batch, options.limit, with_gradients=False)
+        forward = open_row(row.loaded, row.batch, options.limit, with_gradients=False, memory=options.memory)
         with torch.no_grad():
             scores = _term_scores(forward, options, objective)
         logprobs, entropies = (values.requires_grad_() for values in scores)

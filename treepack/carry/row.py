@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from treepack.attention import Kept, Schedules
+from treepack.carry.offload import CarriedBytes, CarryMemory
 from treepack.carry.outputs import PieceOutputs
 from treepack.carry.pieces import Pass, RowPlan, local_ends, plan_row
+from treepack.carry.routes import Routes
 from treepack.carry.stack import Stack
 from treepack.data.batch import Batch
 from treepack.model.first_batch import check_positions
@@ -49,7 +51,9 @@ class PieceRow:
 class CarriedRow:
     """A row on its way through the model in pieces."""
 
-    def __init__(self, loaded: LoadedModel, batch: Batch, limit: int, *, with_gradients: bool) -> None:
+    def __init__(
+        self, loaded: LoadedModel, batch: Batch, limit: int, memory: CarryMemory | None, *, with_gradients: bool
+    ) -> None:
         """Plan the row; see `open_row`."""
         self.loaded = loaded
         # Padding follows the last token and is never computed.
@@ -58,17 +62,25 @@ class CarriedRow:
         plan = plan_row(self._ends, self.parent, limit)
         self.plan: RowPlan = plan if with_gradients else plan.without_backward()
         self.batch = batch.to(loaded.device)
-        self.stack = Stack(self.plan, with_gradients=with_gradients)
-        self._outputs = PieceOutputs()
+        memory = CarryMemory(loaded.device) if memory is None else memory
+        num_layers = len(loaded.kinds) or loaded.causal.config.get_text_config().num_hidden_layers
+        self.stack = Stack(self.plan, memory, num_layers=num_layers, with_gradients=with_gradients)
+        self._outputs = PieceOutputs(memory, num_layers)
+        self._routes = Routes(loaded.causal, self.plan)
+
+        # Most bytes of carried keys, values and sums of gradients, and of kept outputs, until now.
+        self.most_bytes = CarriedBytes(0, 0)
 
     @contextmanager
     def running(self, each: Pass) -> Iterator[PieceRow]:
         """Prepare a pass; run the model, and the backward of bundles and pops, inside the block."""
         self.stack.enter(each)
-        yield self._prepare(each)
+        with self._routes.running(each):
+            yield self._prepare(each)
+        routes = CarriedBytes(self._routes.num_bytes, 0)
+        self.most_bytes = self.most_bytes.most(self.stack.nbytes.plus(self._outputs.nbytes).plus(routes))
         self.stack.leave()
-        if each.kind == "pop":
-            self._outputs.forget(each)
+        self._outputs.leave(each)
 
     def _prepare(self, each: Pass) -> PieceRow:
         loaded, batch, own = self.loaded, self.batch, slice(each.begin, each.end)
@@ -87,12 +99,17 @@ class CarriedRow:
 
     def _kept(self, each: Pass) -> Kept | None:
         """Return where attention keeps its outputs in a pass: trunk's until the pop, others until recomputation."""
-        if each.kind != "bundle":
-            return self._outputs.of(each) if self.plan.has_pops else None
+        if each.kind == "push":
+            return self._outputs.push(each) if self.plan.has_pops else None
+        pushed = self._outputs.pop(each) if each.kind == "pop" else None
+        if pushed is not None:
+            return pushed
         return Kept() if recomputes(self.loaded.causal) else None
 
 
-def open_row(loaded: LoadedModel, batch: Batch, limit: int, *, with_gradients: bool) -> CarriedRow:
+def open_row(
+    loaded: LoadedModel, batch: Batch, limit: int, *, with_gradients: bool, memory: CarryMemory | None = None
+) -> CarriedRow:
     """Return a row that runs in pieces of at most `limit` tokens.
 
     Args:
@@ -100,13 +117,14 @@ def open_row(loaded: LoadedModel, batch: Batch, limit: int, *, with_gradients: b
         batch: the row, on any device.
         limit: tokens of a piece, at least 1.
         with_gradients: False for one forward pass over every token.
+        memory: the budget of carried tensors; None keeps all of them on the model's device.
 
     Raises:
         TreepackError: the model cannot compute positions of the row exactly.
     """
     check_positions(batch.position_ids, loaded.causal, loaded.source)
     check_text(loaded.causal, batch.input_ids, loaded.source)
-    return CarriedRow(loaded, batch, limit, with_gradients=with_gradients)
+    return CarriedRow(loaded, batch, limit, memory, with_gradients=with_gradients)
 
 
 def push(row: CarriedRow, each: Pass) -> None:

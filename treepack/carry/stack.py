@@ -1,40 +1,30 @@
 """Keys and values of a path, carried from piece to piece, and the sums of their gradients.
 
-    a layer's keys and values [1, H_kv, n, D] of the piece --Stack.join--> those of the stack and the piece
+    a layer's keys and values [1, H_kv, n, D] of the piece --Stack.joined--> those of the stack and the piece
 
 One buffer of keys and one of values per layer hold the stack, and the piece that runs behind it. A layer writes the
 keys and values of its tokens there and attends to all of them; nothing is concatenated. In the backward pass, the
 gradients of carried keys and values are added to sums in float32, or in float64 for float64. When their piece is
 popped, these sums are added to its own gradients. Each place of a sum has one owner at a time, and all additions have
 one order, so two runs agree in every bit.
+
+Layers beyond the budget of GPU memory wait in host memory (`offload`), with equal results in every bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from treepack.attention.autograd import is_recomputing
+from treepack.carry.offload import Buffer, CarriedBytes, CarryMemory, HostLayer, LayerShape, Slot, Staging
 from treepack.carry.pieces import ALIGNMENT, Pass, RowPlan
 from treepack.errors import TreepackError
-
-
-@dataclass(frozen=True)
-class Carried:
-    """The carried tensors of one layer.
-
-    keys, values            [1, H_kv, places, D or D_v] in the dtype of the layer
-    key_sums, value_sums    [1, H_kv, carried, D or D_v] in float32 or float64: sums of gradients; None without a graph
-    """
-
-    keys: Tensor
-    values: Tensor
-    key_sums: Tensor | None
-    value_sums: Tensor | None
 
 
 class Stack:
@@ -43,16 +33,19 @@ class Stack:
     `enter` a pass, run the model, and `leave` the pass after its backward. A layer is known by its module.
     """
 
-    def __init__(self, plan: RowPlan, *, with_gradients: bool) -> None:
+    def __init__(self, plan: RowPlan, memory: CarryMemory, *, num_layers: int, with_gradients: bool) -> None:
         """Start with an empty stack, whose buffers are made when a layer first needs them.
 
         Args:
             plan: the passes of the row.
+            memory: the budget, and pages of host memory.
+            num_layers: the layers with attention.
             with_gradients: whether backward passes will run.
         """
-        self._places, self._carried = plan.places, plan.carried
-        self._with_gradients = with_gradients
-        self._layers: dict[Hashable, Carried] = {}
+        self._places, self._carried = plan.places, plan.carried if with_gradients else 0
+        self._memory, self._num_layers, self._with_gradients = memory, num_layers, with_gradients
+        self._layers: dict[Hashable, _Resident | _Offloaded] = {}
+        self._staging = Staging(memory, self._places, self._carried)
         self._seen: set[Hashable] = set()
         self._now: Pass | None = None
 
@@ -63,25 +56,29 @@ class Stack:
         return self._now.first
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of all buffers."""
-        tensors = [x for layer in self._layers.values() for x in vars(layer).values() if x is not None]
-        return sum(x.numel() * x.element_size() for x in tensors)
+    def nbytes(self) -> CarriedBytes:
+        """The bytes of all buffers and pages."""
+        resident = sum(x.buffer.num_bytes for x in self._layers.values() if isinstance(x, _Resident))
+        gpu, host = self._staging.num_bytes
+        return CarriedBytes(resident + gpu, host)
 
     def enter(self, now: Pass) -> None:
         """Start a pass: the layers that run next are those of its piece."""
         self._now = now
         self._seen.clear()
-        if now.kind == "push" and self._with_gradients:
-            for layer in self._layers.values():
-                _clear_sums(layer, now)
+        for layer in self._layers.values():
+            layer.enter(now)
+        self._staging.enter(now)
 
     def leave(self) -> None:
         """End the pass, after its backward if it has one."""
-        self._now = None
+        now, self._now = self._now, None
+        for layer in self._layers.values():
+            if self._memory.poisons and now is not None and now.kind != "push" and isinstance(layer, _Resident):
+                layer.buffer.poison(now.first)
 
-    def join(self, place: Hashable, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the stack, followed by those of the piece.
+    def joined(self, place: Hashable, key: Tensor, value: Tensor) -> AbstractContextManager[tuple[Tensor, Tensor]]:
+        """Give a block the keys and values of the stack, followed by those of the piece.
 
         Args:
             place: the attention module of the layer.
@@ -89,7 +86,8 @@ class Stack:
             value: [1, H_kv, n, D_v].
 
         Returns:
-            [1, H_kv, first + n, D] and [1, H_kv, first + n, D_v], views of the layer's buffers.
+            a context of [1, H_kv, first + n, D] and [1, H_kv, first + n, D_v], views of buffers. Functions inside the
+            block may save them for the backward pass; nobody may use them otherwise after it.
 
         Raises:
             TreepackError: the layer runs twice in a pass, or the batch has several rows.
@@ -104,56 +102,157 @@ class Stack:
                     f"carry: {type(place).__name__} runs twice in one forward pass; train this model without --carry"
                 )
             self._seen.add(place)
+        if now.kind == "bundle" and now.first == 0:
+            return nullcontext((key, value))
         layer = self._layers.get(place)
         if layer is None:
-            layer = self._layers[place] = self._make(key, value)
-        joined: tuple[Tensor, Tensor] = _Join.apply(key, value, layer, now)  # type: ignore[no-untyped-call]
-        return joined
+            layer = self._layers[place] = self._make(LayerShape.of(key, value))
+        return layer.joined(key, value, now)
 
-    def _make(self, key: Tensor, value: Tensor) -> Carried:
-        # Zeros, because attention reads places that nobody has written, under a mask.
-        keys, values = (x.new_zeros((1, x.shape[1], self._places, x.shape[3])) for x in (key, value))
-        if not self._with_gradients:
-            return Carried(keys, values, None, None)
-        sums = torch.float64 if key.dtype == torch.float64 else torch.float32
-        shapes = [(1, x.shape[1], self._carried, x.shape[3]) for x in (key, value)]
-        return Carried(keys, values, *(key.new_zeros(shape, dtype=sums) for shape in shapes))
+    def _make(self, shape: LayerShape) -> _Resident | _Offloaded:
+        """Return the next layer of the forward pass, on the GPU or in host memory."""
+        budget, size = self._memory.budget.stack, shape.num_bytes(self._places, self._carried)
+        number, index = num_offloaded(budget, size, self._num_layers), len(self._layers)
+        # Spread evenly, so that each copy has as many layers as possible to hide behind: 2 of 5 -> layers 2 and 4
+        if (index + 1) * number // self._num_layers > index * number // self._num_layers:
+            return _Offloaded(self._staging, self._staging.add(shape), with_gradients=self._with_gradients)
+        return _Resident(Buffer(shape, self._places, self._carried))
+
+
+def num_offloaded(budget: int | None, size: int, num_layers: int) -> int:
+    """Return how many layers of `size` bytes wait in host memory; with any, two buffers serve them on the GPU."""
+    if budget is None or num_layers * size <= budget:
+        return 0
+    return num_layers - max(0, budget // size - 2)
+
+
+class _Resident:
+    """A layer whose carried tensors stay on the GPU."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+
+    def enter(self, now: Pass) -> None:
+        """Clear the sums of a piece that is pushed."""
+        if now.kind == "push":
+            for sums in self.buffer.sums:
+                sums[now.first : now.first + now.size] = 0
+
+    @contextmanager
+    def joined(self, key: Tensor, value: Tensor, now: Pass) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give the keys and values of the stack and the piece."""
+        yield _join(key, value, self, self.buffer, now)
+
+    def add(self, now: Pass, add: Callable[[Buffer], None]) -> None:
+        """Add gradients to the sums."""
+        add(self.buffer)
+
+
+class _Offloaded:
+    """A layer whose carried tensors wait in host memory."""
+
+    def __init__(self, staging: Staging, layer: HostLayer, *, with_gradients: bool) -> None:
+        self._staging, self._layer, self._with_gradients = staging, layer, with_gradients
+
+    def enter(self, now: Pass) -> None:
+        """Leave the layer to `Staging.enter`."""
+
+    @contextmanager
+    def joined(self, key: Tensor, value: Tensor, now: Pass) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give the stack and the piece; the graph fetches again what the block saves of them."""
+        with_graph = self._with_gradients and now.kind != "push" and torch.is_grad_enabled()
+        slot = self._staging.open(self._layer, in_backward=is_recomputing(), with_graph=with_graph)
+        keys, values = _join(key, value, self, slot.buffer, now)
+        slot.has_piece = True
+        if now.kind == "push":
+            self._staging.write_piece(self._layer, slot, _padded(now))
+        # Under hooks of others, as those of a checkpoint, the tensors are computed again and used at once.
+        if not with_graph or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            yield keys, values
+            return
+        with saved_tensors_hooks(_Packing(self, slot, (key.detach(), value.detach()), now), _unpack):
+            yield keys, values
+
+    def add(self, now: Pass, add: Callable[[Buffer], None]) -> None:
+        """Add gradients to the sums, and send them back."""
+        slot = self._staging.open(self._layer, in_backward=True)
+        add(slot.buffer)
+        self._staging.write_sums(self._layer, slot)
+
+    def restore(self, own: tuple[Tensor, Tensor], now: Pass) -> Buffer:
+        """Return a buffer with the stack and the piece, in the backward pass."""
+        slot = self._staging.open(self._layer, in_backward=True)
+        if not slot.has_piece:
+            slot.buffer.write(*own, now.first, _padded(now))
+            slot.has_piece = True
+        return slot.buffer
+
+
+class _Packing:
+    """The hook that replaces tensors in a slot's memory, which other layers will use, by a way to get them again."""
+
+    def __init__(self, layer: _Offloaded, slot: Slot, own: tuple[Tensor, Tensor], now: Pass) -> None:
+        self._layer, self._own, self._now = layer, own, now
+        self._memory = [rows.untyped_storage().data_ptr() for rows in slot.buffer.own]
+
+    def __call__(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        memory = tensor.untyped_storage().data_ptr()
+        if memory not in self._memory:
+            return tensor.detach()
+        layer, own, now, which = self._layer, self._own, self._now, self._memory.index(memory)
+        place = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return lambda: layer.restore(own, now).own[which].as_strided(*place)
+
+
+def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed()
+
+
+def _padded(now: Pass) -> int:
+    """Return one past the last place of the piece, and of the zeros behind it."""
+    return -(-(now.first + now.size) // ALIGNMENT) * ALIGNMENT
+
+
+def _join(
+    key: Tensor, value: Tensor, layer: _Resident | _Offloaded, buffer: Buffer, now: Pass
+) -> tuple[Tensor, Tensor]:
+    keys, values = _Join.apply(key, value, layer, buffer, now)  # type: ignore[no-untyped-call]
+    return keys, values
 
 
 class _Join(torch.autograd.Function):
     """Write keys and values behind the stack; in the backward, divide the gradients between the stack and the piece."""
 
     @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, layer: Carried, now: Pass) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, key: Tensor, value: Tensor, layer: _Resident | _Offloaded, buffer: Buffer, now: Pass
+    ) -> tuple[Tensor, Tensor]:
         ctx.layer, ctx.now = layer, now
+        buffer.write(key, value, now.first, _padded(now))
         end = now.first + key.shape[2]
-        # Attention reads whole blocks: the places up to the next one must be finite numbers.
-        padded = -(-end // ALIGNMENT) * ALIGNMENT
-        for buffer, own in ((layer.keys, key), (layer.values, value)):
-            buffer[:, :, now.first : end] = own
-            buffer[:, :, end:padded] = 0
-        return layer.keys[:, :, :end], layer.values[:, :, :end]
+        keys, values = (buffer.heads(rows)[:, :, :end] for rows in buffer.own)
+        return keys, values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, key_grad: Tensor, value_grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        layer, now = ctx.layer, ctx.now
-        own = [_divide(grad, sums, now) for grad, sums in ((key_grad, layer.key_sums), (value_grad, layer.value_sums))]
-        return own[0], own[1], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own: list[Tensor] = []
+
+        def add(buffer: Buffer) -> None:
+            assert len(buffer.sums[0]), "a backward pass ran on a stack without gradients"
+            own.extend(
+                _divide(grad, buffer.heads(sums), ctx.now) for grad, sums in zip(grads, buffer.sums, strict=True)
+            )
+
+        ctx.layer.add(ctx.now, add)
+        return own[0], own[1], None, None, None
 
 
-def _divide(grad: Tensor, sums: Tensor | None, now: Pass) -> Tensor:
+def _divide(grad: Tensor, sums: Tensor, now: Pass) -> Tensor:
     """Add the carried part of a gradient to its sums; return the part of the piece, with its sums if it is popped."""
-    assert sums is not None, "a backward pass ran on a stack without gradients"
     first = now.first
     sums[:, :, :first] += grad[:, :, :first]
     own = grad[:, :, first:]
     if now.kind != "pop":
         return own
     return (own + sums[:, :, first : first + now.size]).to(grad.dtype)
-
-
-def _clear_sums(layer: Carried, now: Pass) -> None:
-    for sums in (layer.key_sums, layer.value_sums):
-        if sums is not None:
-            sums[:, :, now.first : now.first + now.size] = 0

@@ -1,0 +1,196 @@
+"""Rows in pieces give equal bits whatever waits in host memory, and touch nothing that is freed or on its way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from support.oracle_model import Sample, alone, gradients, make_row, sample_sets, tiny_model
+from support.packed_gradients import assert_equal
+from treepack.attention import IMPLEMENTATIONS, register
+from treepack.carry.backward import CarryOptions, RowResult, backward_row, row_value
+from treepack.carry.offload import CarryBudget, CarryMemory, HostRows
+from treepack.carry.outputs import PieceOutputs
+from treepack.carry.pieces import Pass
+from treepack.carry.stack import num_offloaded
+from treepack.data.batch import Batch, make_batch
+from treepack.model.layers import checkpoint_layers
+from treepack.model.loaded import LoadedModel
+from treepack.model.offload import Copies, HostCopies, Pages, copy_back, copy_out
+
+LAYERS = 4
+LIMIT = 16
+CPU = torch.device("cpu")
+
+
+class LateCopies:
+    """Copies on a stream that runs as late as it may: a copy happens when somebody waits for it or for a later one."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+        self._number = 0
+
+    def to_pages(self, flat: Tensor, pages: list[Tensor]) -> int:
+        return self._add(lambda: copy_out(flat, pages))
+
+    def to_tensor(self, pages: list[Tensor], flat: Tensor) -> int:
+        flat.fill_(255)  # NaN in every floating type, for anyone who reads before the copy
+        return self._add(lambda: copy_back(pages, flat))
+
+    def wait(self, event: int) -> None:
+        waiting = len(self._waiting) - (self._number - event)
+        for copy in self._waiting[: max(0, waiting)]:
+            copy()
+        del self._waiting[: max(0, waiting)]
+
+    def _add(self, copy: Callable[[], None]) -> int:
+        self._waiting.append(copy)
+        self._number += 1
+        return self._number
+
+
+@functools.cache
+def deep(recomputed: bool) -> LoadedModel:
+    register()
+    model = tiny_model("qwen3", attention=IMPLEMENTATIONS["reference"], num_hidden_layers=LAYERS)
+    if recomputed:
+        checkpoint_layers(model)
+        model.train()
+    return LoadedModel(model, "qwen3", "reference", ())
+
+
+@functools.cache
+def deep_plain() -> Any:
+    return tiny_model("qwen3", num_hidden_layers=LAYERS)
+
+
+def memory_of(budget: CarryBudget, copies: Copies, *, page: int = 700) -> CarryMemory:
+    memory = CarryMemory(CPU, budget, pages=Pages(pinned=False, size=page), copies=copies)
+    memory.poisons = True
+    return memory
+
+
+def run(
+    loaded: LoadedModel, batch: Batch, limit: int, memory: CarryMemory | None
+) -> tuple[RowResult, dict[str, Tensor]]:
+    loaded.model.zero_grad()
+    result = backward_row(loaded, batch, CarryOptions(limit, memory=memory))
+    return result, gradients(loaded.model)
+
+
+# A path of 60 tokens with trunk forks, leaves that hang on it everywhere, and a second tree.
+def forked() -> Batch:
+    path = [token % 47 for token in range(60)]
+    samples = [[*path[:at], 48, at % 40, 3] for at in range(9, 60, 17)]
+    samples += [path, path[:30] + list(range(20)), list(range(1, 9)), [*range(1, 20), 40]]
+    return make_batch(make_row([Sample(tuple(each), (0.0, *[1.0] * (len(each) - 1))) for each in samples]), multiple=8)
+
+
+@pytest.mark.parametrize("copies", [HostCopies, LateCopies], ids=["early", "late"])
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("resident", [0, 1])
+def test_any_number_of_layers_in_host_memory_gives_equal_bits(
+    copies: Callable[[], Copies], recomputed: bool, resident: int
+) -> None:
+    loaded, batch = deep(recomputed), forked()
+    expected, grads = on_the_gpu(recomputed)
+    size = expected.carried_bytes.gpu // LAYERS
+    assert expected.carried_bytes.host == 0
+    memory = memory_of(CarryBudget(stack=(resident + 2) * size), copies())
+    for _ in range(2):  # the second row uses the pages of the first
+        result, again = run(loaded, batch, LIMIT, memory)
+        assert torch.equal(result.loss, expected.loss)
+        assert all(torch.equal(again[name], grad) for name, grad in grads.items())
+        assert result.carried_bytes.gpu == (resident + 2) * size
+        assert 0 < result.carried_bytes.host == memory.num_bytes
+        assert memory.pages.num_free == memory.pages.count
+    value, _ = row_value(loaded, batch, CarryOptions(LIMIT, memory=memory))
+    torch.testing.assert_close(value, expected.loss, rtol=1e-12, atol=0)
+    assert memory.num_bytes == result.carried_bytes.host
+
+
+@functools.cache
+def on_the_gpu(recomputed: bool) -> tuple[RowResult, dict[str, Tensor]]:
+    return run(deep(recomputed), forked(), LIMIT, None)
+
+
+@settings(max_examples=8)
+@given(
+    samples=sample_sets(max_samples=7, max_suffix=9),
+    limit=st.sampled_from([1, 3, 7, 20]),
+    budget=st.sampled_from([0, 90_000, 170_000]),
+    late=st.booleans(),
+)
+def test_gradients_with_layers_in_host_memory_are_those_of_trajectories_alone(
+    samples: list[Sample], limit: int, budget: int, late: bool
+) -> None:
+    memory = memory_of(CarryBudget(stack=budget), LateCopies() if late else HostCopies())
+    result, grads = run(deep(False), make_batch(make_row(samples), multiple=8), limit, memory)
+    assert_equal((result.loss.item(), grads), alone(deep_plain(), samples))
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), min_size=1), st.integers(1, 9), st.booleans())
+def test_rows_of_host_memory_are_those_that_were_written_last(
+    writes: list[tuple[int, int]], width: int, late: bool
+) -> None:
+    memory = memory_of(CarryBudget(), LateCopies() if late else HostCopies(), page=23)
+    rows, expected = HostRows(memory, width), torch.zeros(64, width, dtype=torch.uint8)
+    rows.write(expected.clone(), 0)
+    generator = torch.Generator().manual_seed(0)
+    for begin, count in writes:
+        values = torch.randint(0, 256, (count, width), generator=generator, dtype=torch.uint8)
+        rows.write(values, begin)
+        expected[begin : begin + count] = values
+        found = torch.empty(count + 3, width, dtype=torch.uint8)
+        memory.copies.wait(rows.read(found, begin))
+        assert torch.equal(found, expected[begin : begin + count + 3])
+
+
+@given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 12))
+def test_layers_beyond_the_budget_leave_room_for_two_buffers(budget: int, size: int, layers: int) -> None:
+    waiting = num_offloaded(budget, size, layers)
+    assert 0 <= waiting <= layers
+    if waiting == 0:
+        assert layers * size <= budget
+    elif waiting < layers:
+        assert (layers - waiting + 2) * size <= budget < (layers - waiting + 3) * size
+
+
+@pytest.mark.parametrize("copies", [HostCopies, LateCopies], ids=["early", "late"])
+def test_outputs_of_trunk_come_back_from_gpu_or_host_and_else_not_at_all(copies: Callable[[], Copies]) -> None:
+    layers, heads, width = 3, 2, 4
+    size = heads * width * 8
+    # Room on the GPU for the layers of 5 tokens, in host memory for those of 7, and none for the last piece.
+    memory = memory_of(CarryBudget(outputs=5 * layers * size, host_outputs=7 * layers * size), copies())
+    outputs = PieceOutputs(memory, layers)
+    pieces = [Pass("push", 0, 5, 0, ()), Pass("push", 5, 12, 128, ()), Pass("push", 12, 14, 256, ())]
+    values: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    for piece in pieces:
+        kept = outputs.push(piece)
+        for layer in range(layers):
+            assert kept.take(layer) is None
+            out = torch.randn(1, piece.size, heads, width, dtype=torch.float64).transpose(1, 2)
+            values[piece.begin, layer] = out.clone(), torch.randn(1, heads, piece.size)
+            kept.store(layer, out, values[piece.begin, layer][1])
+        outputs.leave(piece)
+    assert outputs.nbytes.gpu == 5 * layers * size
+    assert outputs.nbytes.host >= 7 * layers * size
+    found = [outputs.pop(piece) for piece in pieces]
+    assert found[2] is None
+    for piece, back in list(zip(pieces, found, strict=True))[:2]:
+        assert back is not None
+        # A forward pass, and layers that are computed again in the opposite order.
+        for layer in (*range(layers), *reversed(range(layers))):
+            result = back.take(layer)
+            assert result is not None
+            for got, expected in zip(result, values[piece.begin, layer], strict=True):
+                assert torch.equal(got, expected)
+        outputs.leave(Pass("pop", piece.begin, piece.end, piece.first, ()))
+    assert outputs.nbytes.gpu == 0

@@ -1,0 +1,358 @@
+"""Carried tensors past a budget of GPU memory: they wait in host memory, and come to the GPU a layer at a time.
+
+    layer        0       1       2       3       4          layers 1, 3 and 4 wait in host memory
+    buffer               A               B       A          two buffers on the GPU serve all of them
+    copies       fetch 1         fetch 3 fetch 4            each is fetched while earlier layers compute
+
+A buffer has the stack of one layer and, after it, the piece that runs. When a buffer gets its next layer, the graph of
+the last one keeps only the keys and values of the piece; in the backward pass, the stack is fetched again, with the
+sums of gradients, in the opposite order of layers. Sums go back to host memory after the addition.
+
+All copies run on one stream (`model.offload`), so a copy finds what earlier copies wrote. The current stream waits for
+the last copy of a buffer before it touches the buffer. On a CPU the same code copies at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from treepack.carry.pieces import Pass
+from treepack.model.offload import Copies, HostCopies, Pages, StreamCopies
+
+# Bytes of a page. The last page of a layer's column is partly empty, so pages are smaller than those of checkpoints.
+PAGE = 4 << 20
+
+
+class CarriedBytes(NamedTuple):
+    """Bytes on the GPU and in host memory."""
+
+    gpu: int
+    host: int
+
+    def plus(self, other: CarriedBytes) -> CarriedBytes:
+        """Return the sum of each."""
+        return CarriedBytes(self.gpu + other.gpu, self.host + other.host)
+
+    def most(self, other: CarriedBytes) -> CarriedBytes:
+        """Return the maximum of each."""
+        return CarriedBytes(max(self.gpu, other.gpu), max(self.host, other.host))
+
+
+@dataclass(frozen=True)
+class CarryBudget:
+    """Bytes that carried tensors may have; None is no limit.
+
+    Attributes:
+        stack: on the GPU, for keys, values and sums of gradients; layers beyond it wait in host memory.
+        outputs: on the GPU, for the outputs of trunk that are kept until the pop.
+        host_outputs: in host memory, for further outputs; outputs beyond it are computed again.
+    """
+
+    stack: int | None = None
+    outputs: int | None = None
+    host_outputs: int | None = None
+
+
+class CarryMemory:
+    """The budget of carried tensors, and the pages of host memory that serve all rows of a run."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget: CarryBudget = CarryBudget(),
+        *,
+        pages: Pages | None = None,
+        copies: Copies | None = None,
+    ) -> None:
+        """Start without pages.
+
+        Args:
+            device: device of the layers.
+            budget: the bytes.
+            pages: a pool; by default a new one, pinned if the device is a GPU.
+            copies: by default those of the device.
+        """
+        on_gpu = device.type == "cuda"
+        self.device, self.budget = device, budget
+        self.pages = Pages(pinned=on_gpu, size=PAGE) if pages is None else pages
+        self.copies: Copies = copies or (StreamCopies(device) if on_gpu else HostCopies())
+        # Tests set it: memory that nobody may read is filled with NaN.
+        self.poisons = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory, in use or free."""
+        return self.pages.num_bytes
+
+
+class HostRows:
+    """Rows of equal width in pages of host memory, written and read from any row on."""
+
+    def __init__(self, memory: CarryMemory, width: int) -> None:
+        """Start without pages; `width` is the bytes of a row."""
+        self._memory, self._width = memory, width
+        self._per_page = memory.pages.size // width
+        assert self._per_page > 0, f"a row of {width} bytes is longer than a page"
+        self._pages: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pages."""
+        return len(self._pages) * self._memory.pages.size
+
+    def write(self, rows: Tensor, begin: int) -> Any:
+        """Start to copy uint8 [n, width] to the rows from `begin` on; return the event of the last copy."""
+        while len(self._pages) * self._per_page < begin + len(rows):
+            self._pages += self._memory.pages.take(self._memory.pages.size)
+        event = None
+        for part, pages in self._parts(rows, begin):
+            event = self._memory.copies.to_pages(part, pages)
+        return event
+
+    def read(self, rows: Tensor, begin: int) -> Any:
+        """Start to copy the rows from `begin` on to uint8 [n, width]; return the event of the last copy."""
+        event = None
+        for part, pages in self._parts(rows, begin):
+            event = self._memory.copies.to_tensor(pages, part)
+        return event
+
+    def _parts(self, rows: Tensor, begin: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yield bytes of `rows`, and the pages of them: up to the first border of a page, and from there on."""
+        per, width, end = self._per_page, self._width, begin + len(rows)
+        # 4 rows per page, rows 3 to 10 -> row 3 in page 0 | rows 4 to 10 in pages 1 and 2
+        border = min(end, -(-begin // per) * per)
+        if border > begin:
+            yield rows[: border - begin].view(-1), [self._pages[begin // per][begin % per * width : per * width]]
+        if end > border:
+            pages = self._pages[border // per : -(-end // per)]
+            yield rows[border - begin :].view(-1), [page[: per * width] for page in pages]
+
+    def __del__(self) -> None:
+        """Give the pages back."""
+        self._memory.pages.give(self._pages)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Heads, widths and types of a layer's keys and values."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor) -> LayerShape:
+        """Return the shape of keys [1, H_kv, n, D] and values [1, H_kv, n, D_v]."""
+        return cls(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers in a row of keys, and in a row of values."""
+        return self.heads * self.key_width, self.heads * self.value_width
+
+    @property
+    def sums_dtype(self) -> torch.dtype:
+        """The type of sums of gradients."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def num_bytes(self, places: int, carried: int) -> int:
+        """Return the bytes of keys and values of `places` tokens and of the sums of `carried` tokens."""
+        return sum(self.widths) * (places * self.dtype.itemsize + carried * self.sums_dtype.itemsize)
+
+
+class Buffer:
+    """Keys and values [places, H_kv * D] of one layer, and the sums [carried, H_kv * D] of their gradients.
+
+    Tokens are rows of memory, so a part of the stack is one piece of memory. `heads` is the view that attention reads.
+    """
+
+    def __init__(self, shape: LayerShape, places: int, carried: int) -> None:
+        """Make a buffer of zeros; without sums if `carried` is 0."""
+        # Zeros, because attention reads places that nobody has written, under a mask.
+        device, types = shape.device, (shape.dtype, shape.sums_dtype)
+        self.shape = shape
+        self.own = [torch.zeros((places, width), dtype=types[0], device=device) for width in shape.widths]
+        self.sums = [torch.zeros((carried, width), dtype=types[1], device=device) for width in shape.widths]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffer."""
+        return sum(x.numel() * x.element_size() for x in (*self.own, *self.sums))
+
+    def heads(self, rows: Tensor) -> Tensor:
+        """Return rows [n, H_kv * D] as [1, H_kv, n, D]."""
+        return rows.view(1, len(rows), self.shape.heads, -1).transpose(1, 2)
+
+    def write(self, key: Tensor, value: Tensor, first: int, padded: int) -> None:
+        """Write the keys and values [1, H_kv, n, D] of a piece to the places from `first` on, and zeros to `padded`."""
+        end = first + key.shape[2]
+        for rows, own in zip(self.own, (key, value), strict=True):
+            self.heads(rows)[:, :, first:end] = own
+            # Attention reads whole blocks: the places up to the next one must be finite numbers.
+            rows[end:padded] = 0
+
+    def poison(self, first: int) -> None:
+        """Fill everything from place `first` on with NaN."""
+        for rows in (*self.own, *self.sums):
+            rows[first:] = float("nan")
+
+
+def raw(rows: Tensor) -> Tensor:
+    """Return dense rows [n, width] as uint8 [n, bytes]."""
+    return rows.view(torch.uint8)
+
+
+@dataclass
+class HostLayer:
+    """The columns of a layer in host memory: keys, values, and the sums of their gradients.
+
+    Only the sums of the first `sums_end` places are there; those of the others are zero.
+    """
+
+    index: int
+    shape: LayerShape
+    own: list[HostRows]
+    sums: list[HostRows]
+    sums_end: int = 0
+
+
+@dataclass
+class Slot:
+    """A buffer, the layer and pass that it serves now, and the last copy that reads or writes it."""
+
+    buffer: Buffer
+    layer: HostLayer | None = None
+    has_piece: bool = False
+    has_sums: bool = False
+    # Sums of these places are zero, and are not yet zero in the buffer.
+    fresh: slice = field(default_factory=lambda: slice(0, 0))
+    event: Any = None
+
+
+class Staging:
+    """The layers in host memory, and the buffers on the GPU to which they come in turn."""
+
+    def __init__(self, memory: CarryMemory, places: int, carried: int) -> None:
+        """Start without layers; `carried` is 0 without gradients."""
+        self._memory, self._places, self._carried = memory, places, carried
+        self._layers: list[HostLayer] = []
+        self._slots: dict[LayerShape, list[Slot]] = {}
+        # The slot that was handed out last: work that reads it may still be on its way.
+        self._current: Slot | None = None
+        self._now: Pass | None = None
+
+    @property
+    def num_bytes(self) -> CarriedBytes:
+        """Bytes of buffers, and of pages."""
+        buffers = [slot.buffer.num_bytes for slots in self._slots.values() for slot in slots]
+        pages = [rows.num_bytes for layer in self._layers for rows in (*layer.own, *layer.sums)]
+        return CarriedBytes(sum(buffers), sum(pages))
+
+    def add(self, shape: LayerShape) -> HostLayer:
+        """Add the next layer of the forward pass."""
+        own, sums = (
+            [HostRows(self._memory, width * dtype.itemsize) for width in shape.widths]
+            for dtype in (shape.dtype, shape.sums_dtype)
+        )
+        self._layers.append(HostLayer(len(self._layers), shape, own, sums if self._carried else []))
+        return self._layers[-1]
+
+    def enter(self, now: Pass) -> None:
+        """Start a pass, and the copies of its first layer."""
+        self._now, self._current = now, None
+        for slot in self._all_slots():
+            slot.layer = None
+        for layer in self._layers:
+            if now.kind == "push":
+                layer.sums_end = min(layer.sums_end, now.first)
+        if self._layers and now.first:
+            self._fetch(self._layers[0], with_sums=False)
+
+    def open(self, layer: HostLayer, *, in_backward: bool, with_graph: bool = False) -> Slot:
+        """Return the slot with the stack of a layer, and start to fetch the layer that follows.
+
+        Args:
+            layer: the layer.
+            in_backward: whether layers run in the opposite order; sums of gradients come too.
+            with_graph: whether the backward pass follows, so that the last layer is its first one.
+        """
+        slot = self._fetch(layer, with_sums=in_backward)
+        self._await(slot)
+        for sums in slot.buffer.sums if in_backward else ():
+            sums[slot.fresh] = 0
+        if in_backward:
+            slot.fresh = slice(0, 0)
+        self._current = slot
+        following = layer.index + (-1 if in_backward else 1)
+        if following == len(self._layers):
+            if with_graph:
+                self._fetch(layer, with_sums=True)
+        elif following >= 0:
+            self._fetch(self._layers[following], with_sums=in_backward)
+        return slot
+
+    def write_piece(self, layer: HostLayer, slot: Slot, end: int) -> None:
+        """Start to copy the places from the piece's first to `end` to host memory."""
+        assert self._now is not None
+        own = slice(self._now.first, end)
+        for column, rows in zip(layer.own, slot.buffer.own, strict=True):
+            slot.event = column.write(raw(rows[own]), own.start)
+
+    def write_sums(self, layer: HostLayer, slot: Slot) -> None:
+        """Start to copy the sums of the stack to host memory."""
+        assert self._now is not None
+        first = self._now.first
+        for column, rows in zip(layer.sums, slot.buffer.sums, strict=True):
+            slot.event = column.write(raw(rows[:first]), 0)
+        layer.sums_end = first
+
+    def _fetch(self, layer: HostLayer, *, with_sums: bool) -> Slot:
+        """Return the slot of a layer; start the copies that it needs and does not have yet."""
+        now = self._now
+        assert now is not None, "a layer ran outside of a pass"
+        slot = next((slot for slot in self._all_slots() if slot.layer is layer), None)
+        if slot is None:
+            slot = self._free_slot(layer.shape)
+            slot.layer, slot.has_piece, slot.has_sums = layer, False, False
+            for column, rows in zip(layer.own, slot.buffer.own, strict=True):
+                slot.event = column.read(raw(rows[: now.first]), 0) or slot.event
+        if with_sums and not slot.has_sums:
+            # The pop of a piece needs its own sums too.
+            end = now.first + (now.size if now.kind == "pop" else 0)
+            known = min(layer.sums_end, end)
+            for column, rows in zip(layer.sums, slot.buffer.sums, strict=True):
+                slot.event = column.read(raw(rows[:known]), 0) or slot.event
+            slot.has_sums, slot.fresh = True, slice(known, end)
+        return slot
+
+    def _free_slot(self, shape: LayerShape) -> Slot:
+        """Return a slot that no running work reads, with room for a layer of that shape; there are two at most."""
+        slots = self._slots.setdefault(shape, [])
+        for slot in slots:
+            if slot is not self._current:
+                if self._memory.poisons:
+                    self._await(slot)
+                    slot.buffer.poison(0)
+                return slot
+        slots.append(Slot(Buffer(shape, self._places, self._carried)))
+        return slots[-1]
+
+    def _await(self, slot: Slot) -> None:
+        if slot.event is not None:
+            self._memory.copies.wait(slot.event)
+            slot.event = None
+
+    def _all_slots(self) -> list[Slot]:
+        return [slot for slots in self._slots.values() for slot in slots]
+
+    def __del__(self) -> None:
+        """Wait for all copies, whose buffers are freed now."""
+        for slot in self._all_slots():
+            self._await(slot)
