@@ -5,11 +5,12 @@
         bfloat16 instead of rounding it, so the kernels fail the bounds of that dtype
 
 Needs only torch with CUDA, triton and transformers, not the other requirements of treepack (polars, pyarrow, ...). The
-checks of `attention_checks` (which defines their bounds), of `option_checks`, of `recurrent_checks` and of four tiny
-models run at the same time, each in its own process, because most of the time is spent on compiling. Prints a table of
-them: the largest error of output, dq, dk, dv and the sinks' gradient (of recurrent layers, of the decays and beta) over
-all cases, and the largest ratio of an error to its bound with its case; per model, the largest relative error of a
-parameter's gradient, packed against one by one. Exits 1 if an error exceeds its bound or if anything raised.
+checks of `attention_checks` (which defines their bounds), of `option_checks`, of `rectangle_checks`, of
+`recurrent_checks` and of four tiny models run at the same time, each in its own process, because most of the time is
+spent on compiling. Prints a table of them: the largest error of output, dq, dk, dv and the sinks' gradient (of
+recurrent layers, of the decays and beta) over all cases, and the largest ratio of an error to its bound with its case;
+per model, the largest relative error of a parameter's gradient, packed against one by one. Exits 1 if an error exceeds
+its bound or if anything raised.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 from attention_checks import CHECKS, LAST, Result, check
 from candidates import mend_interpreter
 from option_checks import OPTION_CHECKS
+from rectangle_checks import RECTANGLE_CHECKS
 from recurrent_checks import RECURRENT_CHECKS
 
 from treepack.attention.flex import BLOCK
@@ -42,7 +44,13 @@ from treepack.model.token_statistics import LogitMap, TokenStatistics
 from treepack.model.verify import verify_gradients
 
 STATISTICS = "token statistics"
-QUICK = ("6/2/64 bfloat16", "6/2/64 float32", "4/4/128 bfloat16", "options 6/2/64/64 float32")
+QUICK = (
+    "6/2/64 bfloat16",
+    "6/2/64 float32",
+    "4/4/128 bfloat16",
+    "options 6/2/64/64 float32",
+    "rectangles 6/2/64/64 float32",
+)
 COMMON: dict[str, Any] = {"vocab_size": 320, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
@@ -171,7 +179,7 @@ def run_one(name: str, kind: str, *, quick: bool) -> list[Result]:
         mend_interpreter()
     if name == STATISTICS:
         return check_statistics(device, quick=quick)
-    kernels = {**CHECKS, **OPTION_CHECKS, **RECURRENT_CHECKS, **LAST}
+    kernels = {**CHECKS, **OPTION_CHECKS, **RECTANGLE_CHECKS, **RECURRENT_CHECKS, **LAST}
     return check(name, kernels[name], device, quick=quick) if name in kernels else check_model(name, device)
 
 
@@ -214,7 +222,8 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="tiny rows on the CPU")
     options = parser.parse_args()
     quick, began = options.quick or options.dry_run, time.time()
-    names = [STATISTICS, *CHECKS, *OPTION_CHECKS, *RECURRENT_CHECKS, *model_names(quick=quick), *LAST]
+    names = [STATISTICS, *CHECKS, *OPTION_CHECKS, *RECTANGLE_CHECKS, *RECURRENT_CHECKS]
+    names += [*model_names(quick=quick), *LAST]
     if quick:
         names = [name for name in names if "/" not in name or name in QUICK]
     wanted = options.only.split(",")

@@ -26,7 +26,7 @@ LOG2E = math.log2(math.e)  # exp(x) = 2**(x * LOG2E), and GPUs compute powers of
 class Inputs(NamedTuple):
     """Operands of one attention call, which the forward and the backward read.
 
-    query       [B, H, T, D]
+    query       [B, H, T - first, D], of the tokens from `schedule.first` on
     key         [B, H_kv, T, D]
     value       [B, H_kv, T, D_v]
     schedule    of these B rows of T tokens, on the device of `query`
@@ -57,8 +57,8 @@ class Inputs(NamedTuple):
 class Incoming(NamedTuple):
     """Tensors that only the backward reads.
 
-    grad   [B, H, T, D_v], the gradient of the output
-    lse    float32 [B, H, T], the base-2 log-sum-exp that the forward returned; [B, H, T_pad] on Hopper
+    grad   [B, H, T - first, D_v], the gradient of the output
+    lse    float32 [B, H, T - first], the base-2 log-sum-exp that the forward returned; [B, H, T_pad - first] on Hopper
     delta  float32, the sum of output * grad over D_v, in the shape of `lse`
     """
 
@@ -159,7 +159,7 @@ def key_window(inputs: Inputs) -> dict[str, Any]:
     return {"key_tiles": schedule.end if schedule.key_tiles is None else schedule.key_tiles, **query_window(inputs)}
 
 
-def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, length: int) -> Tensor:
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, num_queries: int) -> Tensor:
     """Return the gradient of the sinks, float32 [H].
 
     A sink has the weight p = 2**(sink * log2(e) - lse) in each query's softmax and the value 0, so its score has the
@@ -168,16 +168,18 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, length: int) -> Ten
     Args:
         sinks: float32 [H].
         lse, delta: as in `Incoming`.
-        length: T.
+        num_queries: T - first.
     """
-    # [H, 1] - [B, H, T] -> [B, H, T] -> [H]
-    weights = torch.exp2(sinks[:, None] * LOG2E - lse[..., :length])
-    return -(weights * delta[..., :length]).sum((0, 2))
+    # [H, 1] - [B, H, T - first] -> [B, H, T - first] -> [H]
+    weights = torch.exp2(sinks[:, None] * LOG2E - lse[..., :num_queries])
+    return -(weights * delta[..., :num_queries]).sum((0, 2))
 
 
 def _row_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
     return {
-        "length": inputs.query.shape[2],
+        "length": inputs.schedule.length,
+        # Multiples of 128, so that Triton specialises on both of them once
+        "origin": inputs.schedule.first,
         "padded": inputs.schedule.end.shape[1],
         "batch": inputs.query.shape[0],
         "section": section,

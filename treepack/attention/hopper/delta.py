@@ -1,6 +1,8 @@
 """Delta on Hopper: the sum of output * gradient over the head dimension, which both kernels of the backward subtract.
 
 out, grad [B, H, T, D_v], lse [B, H, T_pad] --compute_delta--> delta, float32 [B, H, T_pad], 0 after the row
+
+In a rectangle T and T_pad count queries; this kernel does not need their tokens.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from treepack.attention.hopper.tiles import (
     numbers_of,
     place,
     ring,
+    rows_of_queries,
     staged_ends,
     store_rows,
 )
@@ -199,6 +200,7 @@ def forward_kernel(
     query_partial,
     query_order,
     length,
+    origin,
     padded,
     batch,
     heads,
@@ -214,7 +216,8 @@ def forward_kernel(
     """Write output and lse of 128 queries of one head; the grid is batch * blocks * heads.
 
     Descriptors read 128 rows of q and one granule of k and v. q_at, k_at and v_at are the steps of `tiles.matrix`;
-    o_strides are the elements from one batch row, head or token to the next. lse has `padded` places per head, and the
+    o_strides are the elements from one batch row, head or token to the next. Token `origin` is the first row of q, o
+    and lse, so pointers to these are moved back by `origin` rows; lse has `padded` - `origin` places per head, and the
     kernel writes all of them. `starts` is read if WINDOWED, `sinks`, float32 [heads], if SINKS.
     """
     D: gl.constexpr = q_descriptor.block_type.shape[1]
@@ -222,7 +225,7 @@ def forward_kernel(
     offset = query_offsets + row * (blocks + 1) + block
     first = gl.load(offset)
     group = head // GROUP
-    q0 = block * 128
+    q0 = origin + block * 128
 
     # [128, D]
     q_tile = gl.allocate_shared_memory(q_descriptor.dtype, [128, D], q_descriptor.layout)
@@ -240,12 +243,12 @@ def forward_kernel(
         gl.load(query_partial + row * blocks + block) // GRANULES,
         length,
         factor,
-        o_pointer + row.to(gl.int64) * o_strides[0] + head * o_strides[1],
+        rows_of_queries(o_pointer, o_strides, row, head, origin),
         o_strides[2],
-        lse_pointer + (row.to(gl.int64) * heads + head) * padded,
+        lse_pointer + (row.to(gl.int64) * heads + head) * (padded - origin) - origin,
         sinks + head,
     )
-    q = matrix(q_descriptor, q_at, row, head, q0)
+    q = matrix(q_descriptor, q_at, row, head, q0 - origin)
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)
     shared = (q_tile, q_full, k_ring, v_ring)

@@ -72,7 +72,8 @@ class Pointers(NamedTuple):
 class KeyWork(NamedTuple):
     """Range of queries, `steps` (its tiles times the heads of the group), and the numbers that a consumer reads.
 
-    If WINDOWED, the range is one of places in the list of query tiles.
+    If WINDOWED, the range is one of places in the list of query tiles. `origin` is the token of the first row of q and
+    do, and `places` the numbers of lse and delta per head.
     """
 
     steps: gl.tensor
@@ -80,7 +81,8 @@ class KeyWork(NamedTuple):
     full_end: gl.tensor
     last: gl.tensor
     length: gl.tensor
-    padded: gl.tensor
+    origin: gl.tensor
+    places: gl.tensor
     dk_stride: gl.tensor
     dv_stride: gl.tensor
     factor: gl.tensor
@@ -122,11 +124,11 @@ def _produce(shared, sources, pointers, work, GROUP: gl.constexpr, STAGES: gl.co
             ring_to = shared.q if part == 0 else shared.do
             numbers_to = shared.lse if part == 0 else shared.delta
             numbers = pointers.lse if part == 0 else pointers.delta
-            source = matrix(descriptor, at, sources.row, sources.group * GROUP + head, query)
+            source = matrix(descriptor, at, sources.row, sources.group * GROUP + head, query - work.origin)
             full = ring_to.full.index(stage)
             mbarrier.wait(ring_to.empty.index(stage), phase ^ 1)
             # [QUERIES], by the 32 lanes, whose arrivals the barrier counts
-            copy(numbers_to.index(stage), numbers + head * work.padded + query + lanes)
+            copy(numbers_to.index(stage), numbers + head * work.places + query + lanes)
             if WINDOWED and part == 0:
                 copy(shared.starts.index(stage), pointers.starts + query + lanes)
             async_copy.mbarrier_arrive(full, increment_count=False)
@@ -263,6 +265,7 @@ def key_kernel(
     key_ranges,
     key_order,
     length,
+    origin,
     padded,
     batch,
     kv_heads,
@@ -287,7 +290,8 @@ def key_kernel(
 
     shared = _allocate(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES, WINDOWED)
 
-    of_head = (row.to(gl.int64) * kv_heads + group) * GROUP * padded
+    places = padded - origin
+    of_head = (row.to(gl.int64) * kv_heads + group) * GROUP * places - origin
     pointers = Pointers(
         ends + row * padded,
         starts + row * padded,
@@ -301,7 +305,9 @@ def key_kernel(
     steps = (last - first) // (1 if WINDOWED else QUERIES) * GROUP
     full_begin = gl.load(ranges + 1)
     full_end = gl.load(ranges + 2)
-    work = KeyWork(steps, full_begin, full_end, last, length, padded, dk_strides[2], dv_strides[2], factor, scale)
+    work = KeyWork(
+        steps, full_begin, full_end, last, length, origin, places, dk_strides[2], dv_strides[2], factor, scale
+    )
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)
     sources = Sources(k, v, q_descriptor, do_descriptor, q_at, do_at, row, group)

@@ -6,7 +6,8 @@ Forward and backward make the same passes over the same lists as `portable`, wit
 times as fast. They take bfloat16 and float16, the head dimensions of `shapes.SHAPES`, windows, chunks and sinks, but no
 caps of scores; `autograd.backend` gives everything else to `portable`.
 
-One difference in memory: lse and delta have T_pad places per head, so that the copy engine can read whole tiles.
+One difference in memory: lse and delta have T_pad - first places per head, so that the copy engine can read whole
+tiles.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ CACHE_BYTES = 32_000_000
 def forward(
     query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float, *, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return output [B, H, T, D_v] in the dtype of `query` and base-2 log-sum-exp, float32 [B, H, T_pad].
+    """Return output [B, H, T - first, D_v] in the dtype of `query`, and lse, float32 [B, H, T_pad - first].
 
     Args:
         query, key, value, schedule, scale: as in `portable.forward`.
         sinks: float32 [H], one more score per head, without a value.
     """
     out = token_major(query, value.shape[-1])
-    places = (*query.shape[:2], schedule.end.shape[1])
+    places = (*query.shape[:2], schedule.end.shape[1] - schedule.first)
     lse = torch.empty(places, dtype=torch.float32, device=query.device)
     forward_launch(Inputs(query, key, value, schedule, scale, sinks), out, lse).run()
     return out, lse
@@ -74,7 +75,7 @@ def backward(
     Args:
         query, key, value, schedule, scale, sinks: as in `forward`.
         out, lse: the results of `forward` for the same arguments.
-        grad: [B, H, T, D_v], the gradient of `out`.
+        grad: [B, H, T - first, D_v], the gradient of `out`.
     """
     inputs = Inputs(query, key, value, schedule, scale, sinks)
     incoming = Incoming(grad, lse, compute_delta(out, grad, lse))
@@ -82,12 +83,12 @@ def backward(
     query_launch(inputs, incoming, dq).run()
     key_launch(inputs, incoming, dk, dv).run()
     # The weights of the sinks come from lse, so that the two kernels do not see them.
-    dsinks = None if sinks is None else sink_gradient(sinks, lse, incoming.delta, schedule.length)
+    dsinks = None if sinks is None else sink_gradient(sinks, lse, incoming.delta, query.shape[2])
     return dq, dk, dv, dsinks
 
 
 def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor) -> Launch:
-    """Describe the launch that writes `out` [B, H, T, D_v] and `lse` [B, H, T_pad]."""
+    """Describe the launch that writes `out` [B, H, T - first, D_v] and `lse` [B, H, T_pad - first]."""
     shape = _shape(inputs)
     has_sinks = inputs.sinks is not None
     constants = {"GROUP": inputs.group, "WINDOWED": inputs.is_windowed, "SINKS": has_sinks, **shape.forward}
@@ -106,7 +107,7 @@ def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor) -> Launch:
 
 
 def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor) -> Launch:
-    """Describe the launch that writes `dq` [B, H, T, D]."""
+    """Describe the launch that writes `dq` [B, H, T - first, D]."""
     shape = _shape(inputs)
     constants = {"GROUP": inputs.group, "WINDOWED": inputs.is_windowed, **shape.query}
     arguments = {

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from treepack.attention.hopper.tiles import Matrix, Ring, fetch, matrix, store_rows
+from treepack.attention.hopper.tiles import Matrix, Ring, copy, fetch, matrix, store_rows
 
 
 @gluon.jit
@@ -135,6 +135,17 @@ def _feed_tile(source, ring, granules, i, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def send(source, ring, stage, phase, numbers, pointers):
+    """Copy a tile into a stage, and one number per row by the 32 lanes, whose arrivals the barrier counts."""
+    full = ring.full.index(stage)
+    mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+    copy(numbers, pointers)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+    expect(full, source, 1)
+    copy_tile(source, 0, full, stage_of(ring.tiles, stage))
+
+
+@gluon.jit
 def inner(a, b, start, USE_START: gl.constexpr):
     """Start the product of two tiles [M, D] and [N, D] over D, one after another part, added to `start` [M, N]."""
     # [M, D] @ [D, N] -> [M, N]
@@ -178,6 +189,16 @@ def scaled(values, factor):
     else:
         rest: gl.constexpr = gl.SliceLayout(1, values[1].type.layout)
         return (first, values[1] * gl.convert_layout(factor, rest)[:, None])
+
+
+@gluon.jit
+def zeros_unless(condition, values):
+    """Return each part [M, D] if `condition`, a number of the program, is true, and zeros otherwise."""
+    first = gl.where(condition, values[0], 0.0)
+    if len(values) == 1:
+        return (first,)
+    else:
+        return (first, gl.where(condition, values[1], 0.0))
 
 
 @gluon.jit

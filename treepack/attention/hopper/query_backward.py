@@ -21,6 +21,7 @@ from treepack.attention.hopper.tiles import (
     numbers_of,
     place,
     ring,
+    rows_of_queries,
     staged_ends,
     store_rows,
 )
@@ -29,7 +30,7 @@ from treepack.attention.hopper.tiles import (
 class QueryWork(NamedTuple):
     """First query and tiles of a program, the numbers that a consumer reads, and pointers of its head.
 
-    lse, delta    [T_pad]
+    lse, delta    [T_pad - origin], moved back by `origin` places, so that a token is its index
     dq            the result; its tokens are dq_stride elements apart
     """
 
@@ -158,6 +159,7 @@ def query_kernel(
     query_partial,
     query_order,
     length,
+    origin,
     padded,
     batch,
     heads,
@@ -179,7 +181,7 @@ def query_kernel(
     offset = query_offsets + row * (blocks + 1) + block
     first = gl.load(offset)
     group = head // GROUP
-    q0 = block * 128
+    q0 = origin + block * 128
 
     # [128, D] each
     q_tile = gl.allocate_shared_memory(q_descriptor.dtype, [128, D], q_descriptor.layout)
@@ -191,7 +193,7 @@ def query_kernel(
     v_ring = ring(v_descriptor, GRANULES * 32, STAGES, 1)
     end_tiles = staged_ends(k_ring, STAGES, WINDOWED)
 
-    of_head = (row.to(gl.int64) * heads + head) * padded
+    of_head = (row.to(gl.int64) * heads + head) * (padded - origin) - origin
     lists = Lists(granules + first, ends + row * padded, starts + row * padded, end_tiles)
     work = QueryWork(
         q0,
@@ -202,11 +204,11 @@ def query_kernel(
         scale,
         lse_pointer + of_head,
         delta_pointer + of_head,
-        dq_pointer + row.to(gl.int64) * dq_strides[0] + head * dq_strides[1],
+        rows_of_queries(dq_pointer, dq_strides, row, head, origin),
         dq_strides[2],
     )
-    q = matrix(q_descriptor, q_at, row, head, q0)
-    do = matrix(do_descriptor, do_at, row, head, q0)
+    q = matrix(q_descriptor, q_at, row, head, q0 - origin)
+    do = matrix(do_descriptor, do_at, row, head, q0 - origin)
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)
     shared = (q_tile, do_tile, inputs_full, k_ring, v_ring)

@@ -66,6 +66,12 @@ def matrix(descriptor, at, row, head, token):
 
 
 @gluon.jit
+def rows_of_queries(pointer, strides, row, head, origin):
+    """Return the address that token 0 of a head would have in a tensor of queries, whose first token is `origin`."""
+    return pointer + row.to(gl.int64) * strides[0] + head * strides[1] - origin.to(gl.int64) * strides[2]
+
+
+@gluon.jit
 def ring(descriptor, ROWS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
     """Allocate a ring of tiles of ROWS tokens; a stage is full after ARRIVALS arrivals and all of its bytes."""
     # [STAGES, ROWS, D]

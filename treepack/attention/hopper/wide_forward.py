@@ -30,7 +30,7 @@ from treepack.attention.hopper.parts import (
     visible,
     zeros_of,
 )
-from treepack.attention.hopper.tiles import place
+from treepack.attention.hopper.tiles import place, rows_of_queries
 
 LOWEST = gl.constexpr(-3.0e38)
 LOG2E = gl.constexpr(math.log2(math.e))
@@ -174,6 +174,7 @@ def wide_forward_kernel(
     query_partial,
     query_order,
     length,
+    origin,
     padded,
     batch,
     heads,
@@ -191,8 +192,8 @@ def wide_forward_kernel(
 
     Descriptors read 128 rows of q and one granule of k and v, in parts; a second part is None if there is only one.
     q_at, k_at and v_at are the steps of `tiles.matrix`; o_strides are the elements from one batch row, head or token to
-    the next. lse has `padded` places per head, and the kernel writes all of them. `starts` is read if
-    WINDOWED, and `sinks`, one float32 per head, if SINKS.
+    the next. Token `origin` is the first row of q, o and lse; lse has `padded` - `origin` places per head, and the
+    kernel writes all of them. `starts` is read if WINDOWED, and `sinks`, one float32 per head, if SINKS.
     """
     row, head, block = place(gl.program_id(0), section, batch, blocks, query_order)
     offset = query_offsets + row * (blocks + 1) + block
@@ -200,7 +201,7 @@ def wide_forward_kernel(
     tiles = (gl.load(offset + 1) - first) // GRANULES
     partial_tiles = gl.load(query_partial + row * blocks + block) // GRANULES
     group = head // GROUP
-    q0 = block * 128
+    q0 = origin + block * 128
 
     # [128, D]
     q_tile = tiles_of(q_first, q_second, 128)
@@ -210,11 +211,11 @@ def wide_forward_kernel(
     k_ring = ring_of(k_first, k_second, GRANULES * 32, K_STAGES, 1)
     v_ring = ring_of(v_first, v_second, GRANULES * 32, V_STAGES, 1)
 
-    o_pointer += row.to(gl.int64) * o_strides[0] + head * o_strides[1]
-    lse_pointer += (row.to(gl.int64) * heads + head) * padded
+    o_pointer = rows_of_queries(o_pointer, o_strides, row, head, origin)
+    lse_pointer += (row.to(gl.int64) * heads + head) * (padded - origin) - origin
     lists = (granules + first, ends + row * padded, starts + row * padded, sinks + head)
     numbers = (q0, length, partial_tiles, o_strides[2], factor)
-    q = sources(q_first, q_second, q_at, row, head, q0)
+    q = sources(q_first, q_second, q_at, row, head, q0 - origin)
     k = sources(k_first, k_second, k_at, row, group, 0)
     v = sources(v_first, v_second, v_at, row, group, 0)
     outputs = (o_pointer, lse_pointer)

@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from treepack.attention.hopper.parts import (
-    copy_tile,
     expect,
     finish,
     gather_tile,
@@ -30,13 +29,15 @@ from treepack.attention.hopper.parts import (
     outer,
     ring_of,
     scaled,
+    send,
     sources,
     stage_of,
     store_parts,
     tiles_of,
     zeros_of,
+    zeros_unless,
 )
-from treepack.attention.hopper.tiles import Ring, copy, place
+from treepack.attention.hopper.tiles import Ring, place
 
 SHIFT = gl.constexpr(16384.0)
 
@@ -66,7 +67,10 @@ class Pointers(NamedTuple):
 
 
 class KeyWork(NamedTuple):
-    """The numbers that consumers read; `steps` is query tiles of the program times heads of its group."""
+    """The numbers that consumers read; `origin` and `places` are as in `key_backward.KeyWork`.
+
+    `steps` is query tiles of the program times heads of its group.
+    """
 
     steps: gl.tensor
     first: gl.tensor
@@ -74,7 +78,8 @@ class KeyWork(NamedTuple):
     full_end: gl.tensor
     last: gl.tensor
     length: gl.tensor
-    padded: gl.tensor
+    origin: gl.tensor
+    places: gl.tensor
     factor: gl.tensor
     scale: gl.tensor
 
@@ -111,22 +116,11 @@ def _produce(
         phase = (step // STAGES) & 1
         query, _ = _query_of(step, work, pointers.key_tiles, QUERIES, GROUP, WINDOWED)
         head = step % GROUP
-        at = head * work.padded + query + lanes
-        q = sources(q_first, q_second, q_at, row, group * GROUP + head, query)
-        do = sources(do_first, do_second, do_at, row, group * GROUP + head, query)
-        _send(q, shared.q, stage, phase, shared.lse.index(stage), pointers.lse + at)
-        _send(do, shared.do, stage, phase, shared.delta.index(stage), pointers.delta + at)
-
-
-@gluon.jit
-def _send(source, ring, stage, phase, numbers, pointers):
-    """Copy a tile and one number per query, by the 32 lanes, whose arrivals the barrier counts."""
-    full = ring.full.index(stage)
-    mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-    copy(numbers, pointers)
-    async_copy.mbarrier_arrive(full, increment_count=False)
-    expect(full, source, 1)
-    copy_tile(source, 0, full, stage_of(ring.tiles, stage))
+        at = head * work.places + query + lanes
+        q = sources(q_first, q_second, q_at, row, group * GROUP + head, query - work.origin)
+        do = sources(do_first, do_second, do_at, row, group * GROUP + head, query - work.origin)
+        send(q, shared.q, stage, phase, shared.lse.index(stage), pointers.lse + at)
+        send(do, shared.do, stage, phase, shared.delta.index(stage), pointers.delta + at)
 
 
 @gluon.jit
@@ -210,7 +204,7 @@ def _consume_values(
         # [64, QUERIES] @ [QUERIES, D_v] -> [64, D_v], the last step
         dv = finish(outer(p_before, stage_of(shared.do.tiles, last % STAGES), dv), 0)
     # [64, D_v]; only this consumer reads the keys, so their tile stages the gradient
-    _store(dv_pointer, dv_stride, key, granule, work.length, dv, shared.k)
+    _store(dv_pointer, dv_stride, key, granule, work, dv, shared.k)
 
 
 @gluon.jit
@@ -282,12 +276,14 @@ def _consume_keys(
     key = granule * 32 + rows % 32
     dk = scaled(dk, gl.full_like(key, work.scale, dtype=gl.float32))
     # [64, D]; all queries have come and been read, so one of their tiles stages the gradient
-    _store(dk_pointer, dk_stride, key, granule, work.length, dk, stage_of(shared.q.tiles, 0))
+    _store(dk_pointer, dk_stride, key, granule, work, dk, stage_of(shared.q.tiles, 0))
 
 
 @gluon.jit
-def _store(pointer, stride, key, granule, length, values, tile):
-    store_parts(pointer, stride, key, (granule >= 0) & (key < length), values, tile)
+def _store(pointer, stride, key, granule, work, values, tile):
+    # Keys that no query sees: the last product is 0 times a tile that nothing has filled, which may be NaN.
+    values = zeros_unless(work.steps > 0, values)
+    store_parts(pointer, stride, key, (granule >= 0) & (key < work.length), values, tile)
 
 
 @gluon.jit
@@ -348,6 +344,7 @@ def wide_key_kernel(
     key_tiles,
     key_order,
     length,
+    origin,
     padded,
     batch,
     kv_heads,
@@ -376,7 +373,8 @@ def wide_key_kernel(
     steps = gl.where(gl.load(granules) >= 0, tiles * GROUP, 0)
 
     shared = _allocate(q_first, q_second, do_first, do_second, k_first, k_second, v_first, v_second, STAGES, P_STAGES)
-    of_head = (row.to(gl.int64) * kv_heads + group) * GROUP * padded
+    places = padded - origin
+    of_head = (row.to(gl.int64) * kv_heads + group) * GROUP * places - origin
     dk_pointer += row.to(gl.int64) * dk_strides[0] + group * dk_strides[1]
     dv_pointer += row.to(gl.int64) * dv_strides[0] + group * dv_strides[1]
     pointers = Pointers(
@@ -384,7 +382,7 @@ def wide_key_kernel(
     )
     full_begin = gl.load(ranges + 1)
     full_end = gl.load(ranges + 2)
-    work = KeyWork(steps, first, full_begin, full_end, last, length, padded, factor, scale)
+    work = KeyWork(steps, first, full_begin, full_end, last, length, origin, places, factor, scale)
     sides = (sources(k_first, k_second, k_at, row, group, 0), sources(v_first, v_second, v_at, row, group, 0))
     streams = (q_first, q_second, do_first, do_second, q_at, do_at, row, group)
     # The tuples are written here: in a tuple with a name, constants would become values of the run.

@@ -28,7 +28,7 @@ from treepack.attention.hopper.parts import (
     visible,
     zeros_of,
 )
-from treepack.attention.hopper.tiles import place
+from treepack.attention.hopper.tiles import place, rows_of_queries
 
 
 @gluon.jit
@@ -152,6 +152,7 @@ def wide_query_kernel(
     query_partial,
     query_order,
     length,
+    origin,
     padded,
     batch,
     heads,
@@ -176,7 +177,7 @@ def wide_query_kernel(
     tiles = (gl.load(offset + 1) - first) // GRANULES
     partial_tiles = gl.load(query_partial + row * blocks + block) // GRANULES
     group = head // GROUP
-    q0 = block * 128
+    q0 = origin + block * 128
 
     # [128, D] and [128, D_v]
     q_tile = tiles_of(q_first, q_second, 128)
@@ -187,12 +188,12 @@ def wide_query_kernel(
     k_ring = ring_of(k_first, k_second, GRANULES * 32, K_STAGES, 1)
     v_ring = ring_of(v_first, v_second, GRANULES * 32, V_STAGES, 1)
 
-    of_head = (row.to(gl.int64) * heads + head) * padded
-    dq_pointer += row.to(gl.int64) * dq_strides[0] + head * dq_strides[1]
+    of_head = (row.to(gl.int64) * heads + head) * (padded - origin) - origin
+    dq_pointer = rows_of_queries(dq_pointer, dq_strides, row, head, origin)
     pointers = (lse_pointer + of_head, delta_pointer + of_head, dq_pointer)
     numbers = (q0, length, partial_tiles, dq_strides[2], factor, scale)
-    q = sources(q_first, q_second, q_at, row, head, q0)
-    do = sources(do_first, do_second, do_at, row, head, q0)
+    q = sources(q_first, q_second, q_at, row, head, q0 - origin)
+    do = sources(do_first, do_second, do_at, row, head, q0 - origin)
     k = sources(k_first, k_second, k_at, row, group, 0)
     v = sources(v_first, v_second, v_at, row, group, 0)
     lists = (granules + first, ends + row * padded, starts + row * padded)

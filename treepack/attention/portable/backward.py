@@ -38,6 +38,7 @@ from treepack.attention.portable.forward import (
     cap_of,
     configs_of,
     constants_of,
+    head_of_queries,
     heads_at_a_time,
     key_tokens,
     load_key_tile,
@@ -116,7 +117,7 @@ def _query_section(
 def _query_kernel(
     q, k, v, do, lse, delta, dq, ends, starts, granules, query_offsets, query_partial, query_order,
     q_strides, k_strides, v_strides, do_strides, dq_strides,
-    length, padded, batch, heads, section, blocks, scale, factor, cap,
+    length, origin, padded, batch, heads, section, blocks, scale, factor, cap,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -133,17 +134,17 @@ def _query_kernel(
     p_v = v + row * v_strides[0] + (head // GROUP) * v_strides[1]
     p_end = ends + row * padded
     # [BLOCK]
-    o_q = i_q * 128 + (rank % PARTS) * BLOCK + tl.arange(0, BLOCK)
+    o_q = origin + i_q * 128 + (rank % PARTS) * BLOCK + tl.arange(0, BLOCK)
     m_q = o_q < length
     b_start = o_q
     if WINDOWED:
         b_start = tl.load(starts + row * padded + o_q)
-    at = (row * heads + head) * length
+    at = (row * heads + head) * (length - origin) - origin
     b_lse = tl.load(lse + at + o_q, mask=m_q, other=0.0)
     b_delta = tl.load(delta + at + o_q, mask=m_q, other=0.0)
     # [BLOCK, BLOCK_D] and [BLOCK, BLOCK_V]
-    b_q = load_rows(q + row * q_strides[0] + head * q_strides[1], o_q, m_q, q_strides[2], D, BLOCK_D, True)
-    b_do = load_rows(do + row * do_strides[0] + head * do_strides[1], o_q, m_q, do_strides[2], D_V, BLOCK_V, True)
+    b_q = load_rows(head_of_queries(q, q_strides, row, head, origin), o_q, m_q, q_strides[2], D, BLOCK_D, True)
+    b_do = load_rows(head_of_queries(do, do_strides, row, head, origin), o_q, m_q, do_strides[2], D_V, BLOCK_V, True)
     b_dq = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
     b_dq = _query_section(
         b_dq, b_q, b_do, b_lse, b_delta, o_q, b_start, p_k, p_v, p_end, granules, first, middle, k_strides[2],
@@ -153,7 +154,7 @@ def _query_kernel(
         b_dq, b_q, b_do, b_lse, b_delta, o_q, b_start, p_k, p_v, p_end, granules, middle, last, k_strides[2],
         v_strides[2], length, factor, cap, TILE, D, D_V, BLOCK_D, BLOCK_V, False, WINDOWED, CAPPED, PRECISION,
     )  # fmt: skip
-    p_dq = dq + row * dq_strides[0] + head * dq_strides[1]
+    p_dq = head_of_queries(dq, dq_strides, row, head, origin)
     # [BLOCK, BLOCK_D]
     store_rows(p_dq, o_q, m_q, dq_strides[2], b_dq * scale, D, BLOCK_D)
 
@@ -161,7 +162,7 @@ def _query_kernel(
 @triton.jit
 def _key_section(
     b_dk, b_dv, b_k, b_v, o_k, b_end, p_q, p_do, p_lse, p_delta, p_start, p_tiles, first, skip_from, skip, tiles,
-    q_strides, do_strides, length, factor, cap,
+    q_strides, do_strides, length, num_queries, factor, cap,
     GROUP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -190,7 +191,7 @@ def _key_section(
         b_q = load_rows(p_q + head * q_strides[1], o_q, m_q, q_strides[2], D, BLOCK_D, MASKED)
         b_do = load_rows(p_do + head * do_strides[1], o_q, m_q, do_strides[2], D_V, BLOCK_V, MASKED)
         # [TILE]
-        at = head * length
+        at = head * num_queries
         if MASKED:
             b_lse = tl.load(p_lse + at + o_q, mask=m_q, other=0.0)
             b_delta = tl.load(p_delta + at + o_q, mask=m_q, other=0.0)
@@ -231,7 +232,7 @@ def _key_section(
 def _key_kernel(
     q, k, v, do, lse, delta, dk, dv, ends, starts, key_tiles, key_granules, key_ranges, key_order,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    length, padded, batch, kv_heads, section, blocks, scale, factor, cap,
+    length, origin, padded, batch, kv_heads, section, blocks, scale, factor, cap,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -255,9 +256,10 @@ def _key_kernel(
     b_dk = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
     b_dv = tl.zeros([BLOCK, BLOCK_V], dtype=tl.float32)
 
-    p_q = q + row * q_strides[0] + head * GROUP * q_strides[1]
-    p_do = do + row * do_strides[0] + head * GROUP * do_strides[1]
-    at = (row * kv_heads * GROUP + head * GROUP) * length
+    num_queries = length - origin
+    p_q = head_of_queries(q, q_strides, row, head * GROUP, origin)
+    p_do = head_of_queries(do, do_strides, row, head * GROUP, origin)
+    at = (row * kv_heads * GROUP + head * GROUP) * num_queries - origin
     p_start = starts + row * padded
     # First both masked ends of the range as if they were one, then the full middle:
     #     first ... full_begin | full_begin ... full_end | full_end ... last
@@ -268,12 +270,12 @@ def _key_kernel(
     bare = full_end - full_begin
     b_dk, b_dv = _key_section(
         b_dk, b_dv, b_k, b_v, o_k, b_end, p_q, p_do, lse + at, delta + at, p_start, key_tiles, first, full_begin, bare,
-        (last - first - bare) // UNIT * PER_UNIT, q_strides, do_strides, length, factor, cap,
+        (last - first - bare) // UNIT * PER_UNIT, q_strides, do_strides, length, num_queries, factor, cap,
         GROUP, TILE, D, D_V, BLOCK_D, BLOCK_V, True, WINDOWED, CAPPED, PRECISION,
     )  # fmt: skip
     b_dk, b_dv = _key_section(
         b_dk, b_dv, b_k, b_v, o_k, b_end, p_q, p_do, lse + at, delta + at, p_start, key_tiles, full_begin, 0, 0,
-        bare // UNIT * PER_UNIT, q_strides, do_strides, length, factor, cap,
+        bare // UNIT * PER_UNIT, q_strides, do_strides, length, num_queries, factor, cap,
         GROUP, TILE, D, D_V, BLOCK_D, BLOCK_V, False, WINDOWED, CAPPED, PRECISION,
     )  # fmt: skip
     # [BLOCK, BLOCK_D] and [BLOCK, BLOCK_V]
@@ -300,7 +302,7 @@ def backward(
     Args:
         query, key, value, schedule, scale, sinks, softcap: as in `forward`.
         out, lse: the results of `forward` for the same arguments.
-        grad: [B, H, T, D_v], the gradient of `out`; stride 1 in the last dimension and any other strides.
+        grad: [B, H, T - first, D_v], the gradient of `out`; stride 1 in the last dimension and any other strides.
     """
     inputs = Inputs(query, key, value, schedule, scale, sinks, softcap)
     incoming = Incoming(grad, lse, _delta(out, grad))
@@ -308,12 +310,12 @@ def backward(
     configs = configs_of(query, value)
     query_launch(inputs, incoming, dq, configs.query).run()
     key_launch(inputs, incoming, dk, dv, configs.key).run()
-    dsinks = None if sinks is None else sink_gradient(sinks, lse, incoming.delta, schedule.length)
+    dsinks = None if sinks is None else sink_gradient(sinks, lse, incoming.delta, query.shape[2])
     return dq, dk, dv, dsinks
 
 
 def _delta(out: Tensor, grad: Tensor) -> Tensor:
-    """Return delta, float32 [B, H, T]."""
+    """Return delta, float32 [B, H, T - first]; token and row are the same to this kernel."""
     batch, heads, length, width = out.shape
     delta = torch.empty((batch, heads, length), dtype=torch.float32, device=out.device)
     _delta_kernel[(batch * heads * triton.cdiv(length, DELTA_BLOCK),)](
@@ -333,7 +335,7 @@ def _delta(out: Tensor, grad: Tensor) -> Tensor:
 
 
 def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor, config: Config) -> Launch:
-    """Describe the launch that writes `dq` [B, H, T, D]."""
+    """Describe the launch that writes `dq` [B, H, T - first, D]."""
     query, key, value, schedule, scale = inputs[:5]
     batch, heads = query.shape[:2]
     arguments = {

@@ -6,10 +6,13 @@ list, under the mask, then the full section, without a mask. A tile of keys is g
     key token = granules[entry + i // 32] * 32 + i % 32        i = 0 ... tile - 1; negative if there is no granule
     visible   = start[query] <= key <= query < end[key]        without windows, only the part after start
 
-In: query [B, H, T, D], key [B, H_kv, T, D] and value [B, H_kv, T, D_v] in bfloat16, float16 or float32, D and D_v <=
-512, stride 1 in the last dimension and any other strides; a `Schedule` on their device; scale > 0; sinks float32 [H] or
-None; softcap > 0 or None. Out: output [B, H, T, D_v] in memory [B, T, H, D_v], and the float32 base-2 log-sum-exp
-[B, H, T] of the scores times scale, after the cap and with the sink. Tokens past T are never read.
+A rectangle has queries from the token `origin` on, `Schedule.first`: in tensors of queries, token t is row t - origin.
+
+In: query [B, H, T - origin, D], key [B, H_kv, T, D] and value [B, H_kv, T, D_v] in bfloat16, float16 or float32, D and
+D_v <= 512, stride 1 in the last dimension and any other strides; a `Schedule` on their device; scale > 0; sinks float32
+[H] or None; softcap > 0 or None. Out: output [B, H, T - origin, D_v], in memory tokens before heads, and the float32
+base-2 log-sum-exp [B, H, T - origin] of the scores times scale, after the cap and with the sink. Tokens past T and
+queries before `origin` are never read.
 
 Programs start in the order of their work, the longest first, and one section of the heads at a time: as many heads as
 have keys and values that fit into the cache. Triton does not specialise on arguments that differ from row to row, so
@@ -114,6 +117,16 @@ def place(program, heads, batch, blocks):
     section, rest = program // (places * heads), program % (places * heads)
     rank = rest // heads
     return section * heads + rest % heads, rank % batch, rank // batch
+
+
+@triton.jit
+def head_of_queries(pointer, strides, row, head, origin):
+    """Return the address that token 0 of a head would have in a tensor whose first token is `origin`.
+
+    Nothing lies there: the caller adds tokens from `origin` on. In int64, because 2**20 tokens of 32 heads of 128 are
+    2**32 elements.
+    """
+    return pointer + row * strides[0] + head * strides[1] - origin.to(tl.int64) * strides[2]
 
 
 @triton.jit
@@ -244,7 +257,7 @@ def _forward_section(
 @triton.jit(do_not_specialize=["length", "blocks", "section"])
 def _forward_kernel(
     q, k, v, o, lse, sinks, ends, starts, granules, query_offsets, query_partial, query_order, q_strides, k_strides,
-    v_strides, o_strides, length, padded, batch, heads, section, blocks, factor, cap,
+    v_strides, o_strides, length, origin, padded, batch, heads, section, blocks, factor, cap,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -261,13 +274,13 @@ def _forward_kernel(
     p_v = v + row * v_strides[0] + (head // GROUP) * v_strides[1]
     p_end = ends + row * padded
     # [BLOCK]
-    o_q = i_q * 128 + (rank % PARTS) * BLOCK + tl.arange(0, BLOCK)
+    o_q = origin + i_q * 128 + (rank % PARTS) * BLOCK + tl.arange(0, BLOCK)
     m_q = o_q < length
     b_start = o_q
     if WINDOWED:
         b_start = tl.load(starts + row * padded + o_q)
     # [BLOCK, BLOCK_D]
-    b_q = load_rows(q + row * q_strides[0] + head * q_strides[1], o_q, m_q, q_strides[2], D, BLOCK_D, True)
+    b_q = load_rows(head_of_queries(q, q_strides, row, head, origin), o_q, m_q, q_strides[2], D, BLOCK_D, True)
     # [BLOCK, BLOCK_V]
     b_acc = tl.zeros([BLOCK, BLOCK_V], dtype=tl.float32)
     # [BLOCK]
@@ -291,11 +304,11 @@ def _forward_kernel(
         # [BLOCK, BLOCK_V]
         b_acc = b_acc * b_decay[:, None]
         b_max = b_new
-    p_o = o + row * o_strides[0] + head * o_strides[1]
+    p_o = head_of_queries(o, o_strides, row, head, origin)
     # [BLOCK, BLOCK_V] / [BLOCK, 1] -> [BLOCK, BLOCK_V]
     store_rows(p_o, o_q, m_q, o_strides[2], b_acc / b_sum[:, None], D_V, BLOCK_V)
     # [BLOCK]
-    tl.store(lse + (row * heads + head) * length + o_q, b_max + tl.log2(b_sum), mask=m_q)
+    tl.store(lse + (row * heads + head) * (length - origin) - origin + o_q, b_max + tl.log2(b_sum), mask=m_q)
 
 
 def forward(
@@ -307,7 +320,7 @@ def forward(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return output [B, H, T, D_v] in the dtype of `query`, and lse, float32 [B, H, T]; see the header."""
+    """Return output [B, H, T - first, D_v] in the dtype of `query`, and lse, float32 [B, H, T - first]."""
     inputs = Inputs(query, key, value, schedule, scale, sinks, softcap)
     out = token_major(query, value.shape[-1])
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -316,7 +329,7 @@ def forward(
 
 
 def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor, config: Config) -> Launch:
-    """Describe the launch that writes `out` [B, H, T, D_v] and `lse` [B, H, T]."""
+    """Describe the launch that writes `out` [B, H, T - first, D_v] and `lse` [B, H, T - first]."""
     query, key, value, schedule = inputs[:4]
     batch, heads = query.shape[:2]
     arguments = {

@@ -1,0 +1,158 @@
+"""The Triton kernels on rectangles against the float64 reference, in Triton's interpreter without a GPU.
+
+Inputs and gradients are views into buffers of NaN, and `torch.empty` returns NaN: a query read before the first one, or
+a gradient that no program writes, shows in the results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from support.attention_trees import comb, forests, random_tree
+from support.kernel_inputs import poisoned_empty, surrounded
+
+pytest.importorskip("triton")
+
+from support import interpreter  # noqa: F401
+from treepack.attention import Reach, first_visible, prepare, reference_attention, tree_attention
+from treepack.attention.autograd import triton_attention
+from treepack.attention.kernel_launch import Incoming, Inputs
+from treepack.attention.portable import forward as portable
+from treepack.attention.portable.forward import Config, Configs
+from treepack.attention.schedule import build_schedule
+from treepack.errors import TreepackError
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WIDE = Config(128, 128, 8, 1)  # few programs and steps, because each costs the interpreter about the same time
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", poisoned_empty())
+    if DEVICE == "cpu":
+        monkeypatch.setitem(portable.FLOAT32, 64, Configs(WIDE, WIDE, Config(128, 64, 8, 1)))
+
+
+def check(
+    end: Tensor,
+    first: int,
+    reach: Reach | None = None,
+    *,
+    special: bool = False,
+    heads: tuple[int, int] = (2, 1),
+    dims: tuple[int, int] = (16, 16),
+) -> list[Tensor]:
+    """Compare output and every gradient with the reference in float64; return the kernels' results.
+
+    With `special`, the layer has sinks and a cap.
+    """
+    generator = torch.Generator().manual_seed(end.shape[1])
+    shapes = [
+        (heads[0], end.shape[1] - first, dims[0]),
+        (heads[1], end.shape[1], dims[0]),
+        (heads[1], end.shape[1], dims[1]),
+        (heads[0], end.shape[1] - first, dims[1]),
+    ]
+    q, k, v, do = (surrounded(torch.randn(len(end), *shape, generator=generator).to(DEVICE)) for shape in shapes)
+    sinks = torch.randn(heads[0], generator=generator).to(DEVICE)
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks)[: 4 if special else 3]]
+    options: dict[str, Any] = {"start": first_visible(end.to(DEVICE), reach), "first": first, "scale": 0.4}
+    options |= {"softcap": 3.0} if special else {}
+
+    def attend(*x: Tensor, **more: Any) -> Tensor:
+        function = tree_attention if more else reference_attention
+        row = end.to(DEVICE)
+        return function(x[0], x[1], x[2], row, sinks=x[3] if special else None, **options, **more)
+
+    schedule = prepare(end.to(DEVICE), "triton", start=options["start"], first=first)
+    out = attend(*leaves, impl="triton", schedule=schedule)
+    results = [out.detach(), *torch.autograd.grad(out, leaves, do)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    exact = attend(*wide)
+    for ours, theirs in zip(results, [exact.detach(), *torch.autograd.grad(exact, wide, do.double())], strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.isfinite().all()
+        # The gradients of tokens that see only themselves cancel to 0, so small ones are compared with `do`.
+        size = max(float(theirs.norm()), float(do.double().norm()) * 1e-2)
+        assert float((ours.double() - theirs).norm()) <= 1e-5 * size
+    return results
+
+
+ROW = random_tree(300, seed=31)
+
+
+@pytest.mark.parametrize("reach", [None, Reach("window", 70), Reach("chunk", 50)])
+@pytest.mark.parametrize("first", [0, 128, 133, 299])
+def test_a_rectangle_from_any_token(first: int, reach: Reach | None) -> None:
+    check(ROW, first, reach)
+
+
+@pytest.mark.parametrize("reach", [None, Reach("window", 60)])
+def test_several_rows_grouped_heads_and_all_options(reach: Reach | None) -> None:
+    end = torch.cat([random_tree(210, seed=32), comb(70, 70, 2), torch.arange(1, 211)[None].int()])
+    results = check(end, 128, reach, special=True, heads=(4, 2), dims=(24, 16))
+    assert results[4].abs().min() > 0
+
+
+@pytest.mark.parametrize("block", [32, 64])
+def test_blocks_and_tiles_smaller_than_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    config = Config(block, 32, 4, 1)
+    monkeypatch.setitem(portable.FLOAT32, 64, Configs(config, config, Config(block, 16, 4, 1)))
+    check(random_tree(200, seed=33), 128, Reach("window", 60) if block == 32 else None, heads=(1, 1))
+
+
+def test_a_carried_key_that_no_query_sees_has_no_gradient() -> None:
+    # Tokens 128 ... 255 are branches of one token: no query from 256 on sees them.
+    end = torch.cat([torch.full((128,), 300), torch.arange(129, 257), torch.full((44,), 300)]).int()[None]
+    _, _, dk, dv = check(end, 256)
+    assert not dk[:, :, 128:256].any()
+    assert not dv[:, :, 128:256].any()
+    assert dv[:, :, :128].abs().min() > 0
+
+
+@given(forests(lengths=[1, 30, 64, 90], max_nodes=6), st.data())
+@settings(max_examples=4, deadline=None)
+def test_any_tree_from_any_token(end: Tensor, data: st.DataObject) -> None:
+    check(end, data.draw(st.integers(0, end.shape[1] - 1)), Reach("window", 50) if data.draw(st.booleans()) else None)
+
+
+def test_two_runs_agree_in_every_bit() -> None:
+    runs = [check(ROW, 128, Reach("window", 70), special=True) for _ in range(2)]
+    for result, again in zip(*runs, strict=True):
+        assert torch.equal(result, again)
+
+
+@pytest.mark.parametrize("reach", [None, Reach("window", 70)])
+def test_the_output_of_a_rectangle_has_the_bits_of_the_square(reach: Reach | None) -> None:
+    q, k, v = torch.randn(3, 1, 1, 300, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    start = first_visible(ROW.to(DEVICE), reach)
+    square = tree_attention(q, k, v, ROW.to(DEVICE), impl="triton", start=start)
+    for first in (128, 256):
+        out = tree_attention(q[:, :, first:], k, v, ROW.to(DEVICE), impl="triton", start=start, first=first)
+        assert torch.equal(out, square[:, :, first:])
+
+
+def test_queries_that_do_not_fit_the_schedule_are_refused() -> None:
+    q, k = torch.zeros(1, 1, 170, 16), torch.zeros(1, 1, 300, 16)
+    with pytest.raises(TreepackError, match="query has 170 tokens, and the schedule has 172, from token 128 on; pass"):
+        triton_attention(q, k, k, build_schedule(ROW, first=128))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
+def test_launches_on_hopper_have_programs_for_the_query_blocks_from_the_first_token_on(dims: tuple[int, int]) -> None:
+    hopper = pytest.importorskip("treepack.attention.hopper.launch")
+    schedule = build_schedule(ROW.repeat(2, 1), first=128)
+    query, out, grad = (torch.zeros(2, 4, 172, d, dtype=torch.bfloat16) for d in (dims[0], dims[1], dims[1]))
+    key, value = (torch.zeros(2, 2, 300, d, dtype=torch.bfloat16) for d in dims)
+    lse = torch.zeros(2, 4, 256)
+    inputs, incoming = Inputs(query, key, value, schedule, 1.0), Incoming(grad, lse, lse)
+    launches = [hopper.forward_launch(inputs, out, lse), hopper.query_launch(inputs, incoming, query)]
+    assert [launch.programs for launch in launches] == [2 * 4 * 2] * 2
+    for launch in (*launches, hopper.key_launch(inputs, incoming, key, value)):
+        assert [launch.arguments[name] for name in ("length", "origin", "padded")] == [300, 128, 384]
