@@ -163,7 +163,7 @@ def _print_carry(carry: dict[str, Any]) -> None:
     ]
     if lines:
         show_table(header, lines)
-        show_notes({}, CARRY_NOTES)
+        show_notes({}, [*CARRY_NOTES, *carry["notes"]])
     say(carry["verdict"])
 
 

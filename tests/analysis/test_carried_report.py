@@ -62,6 +62,21 @@ def test_the_largest_piece_that_fits_is_chosen() -> None:
         assert MEMORY.in_pieces(10**6, larger, 50_000) > USABLE * memory
 
 
+def test_a_path_that_leaves_no_room_for_long_pieces_is_in_host_memory() -> None:
+    found = report_of([rows(None, 10**6, 75_000)], "h100")
+    (line,) = found["lines"]
+    memory = read_device("h100").memory
+    assert memory is not None
+    # With the path on the GPU, only pieces of 4,096 tokens would fit.
+    fitting = [piece for piece in PIECES if MEMORY.in_pieces(10**6, piece, 75_000) <= USABLE * memory]
+    assert fitting == [4_096]
+    assert line["carry"] == 16_384
+    assert line["bytes_carry"] <= USABLE * memory
+    assert line["bytes_host"] == 75_000 * (MEMORY.path - 4 * 16 * 28)  # but for a log-sum-exp of 16 heads in 28 layers
+    assert f"with --carry 16384 and {line['bytes_host'] / GIB:.1f} GiB of host memory" in found["verdict"]
+    assert found["notes"] == ["the path of rows of whole trees (--capacity 1000000) is in host memory"]
+
+
 def test_without_a_known_memory_pieces_have_the_usual_size() -> None:
     found = report_of([rows(None, 10**6, 50_000)], "400")
     assert [(line["carry"], line["fits_rows"], line["fits_carry"]) for line in found["lines"]] == [(16_384, None, None)]
@@ -93,6 +108,7 @@ def test_the_sentence_names_the_rows_that_fit_in_pieces_and_the_best_ones_withou
 def test_rows_that_leave_samples_out_are_no_alternative() -> None:
     found = report_of([rows(None, 10**6, 20_000), rows(16_384, 16_384, 5_000, left_out=3)])
     assert found["verdict"].endswith(", and no rows that contain every sample fit without it")
+    assert found["notes"] == ["rows of 16,384 tokens leave out 3 longer samples"]
 
 
 def test_rows_shorter_than_a_piece_need_no_pieces() -> None:
@@ -105,7 +121,7 @@ def test_rows_shorter_than_a_piece_need_no_pieces() -> None:
 def test_a_model_that_is_too_large_for_the_device_needs_several() -> None:
     found = report([rows(None, 10**5, 20_000)], read_shape("qwen3-8b"), read_memory("qwen3-8b"), read_device("h100"))
     assert found["lines"][0]["carry"] == PIECES[0]
-    assert "more than the device has; 122.0 GiB of it are weights, gradients and AdamW" in found["verdict"]
+    assert "more than the device has: 122.0 GiB of it are weights, gradients and AdamW" in found["verdict"]
 
 
 def test_a_model_that_pieces_refuse_has_a_reason_and_no_numbers() -> None:

@@ -66,6 +66,12 @@ def test_a_row_that_is_one_piece_is_a_row_without_recomputation() -> None:
     assert model.in_pieces(10**5, 8192, 3000) == model.in_pieces(10**9, 8192, 3000)
 
 
+def test_of_a_path_in_host_memory_two_layers_are_on_the_gpu() -> None:
+    model = memory("qwen3-1.7b")
+    own, staged = (model.in_pieces(10**6, 8192, 1000, path_in_host=in_host) for in_host in (False, True))
+    assert own - staged == model.in_host(1000) - 1000 * 2 * 3 * model.keys_values // 28
+
+
 def test_experts_have_weights_when_idle_and_activations_when_chosen() -> None:
     config = PRESETS["qwen3-30b-a3b"]
     once, twice = (memory_of(config | {"num_experts": count}, name="m") for count in (128, 256))

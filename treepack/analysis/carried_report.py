@@ -3,8 +3,9 @@
     RowsToCarry, ... --report--> {"lines": [{"capacity": 65536, "hours_rows": ..., "hours_carry": ...}], ...}
 
 Without --carry, as few layers are recomputed as the device demands, as with --checkpoint-layers auto. With it, the
-size of a piece is the largest of `PIECES` that fits the device. Hours count what is computed twice, at the rate of
-operations of rows with checkpointing.
+size of a piece is the largest of `PIECES` that fits the device. If only pieces below `MIN_OWN_PATH` leave room for the
+carried path, the path waits in host memory, two layers excepted. Hours count what is computed twice, at the rate of
+operations of rows with checkpointing, and no waiting for copies.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from treepack.trie.trie import Trie
 PIECES = (4_096, 8_192, 16_384, 32_768, 65_536)
 # The size if the memory of the device is not known.
 USUAL_PIECE = 16_384
+# Pieces of this size compute at least as long as it takes to copy their path from host memory and back.
+MIN_OWN_PATH = 8_192
 # Share of the device's memory that a plan may use; the rest is for fragments and the error of the estimate.
 USABLE = 0.9
 GIB = 1 << 30
@@ -102,21 +105,21 @@ def report(rows: Iterable[RowsToCarry], shape: ModelShape, memory: ModelMemory |
     entry: Entry = {"device_bytes": device.memory, "obstacle": None}
     if isinstance(memory, NoPieces):
         sentence = f"train --carry refuses {shape.name}: {memory.reason}"
-        return entry | {"obstacle": memory.reason, "lines": [], "verdict": sentence}
+        return entry | {"obstacle": memory.reason, "lines": [], "notes": [], "verdict": sentence}
     lines = [_line(each, shape, memory, device) for each in rows]
     sizes = {"state_bytes": memory.state, "path_bytes_per_token": memory.path}
-    return entry | sizes | {"lines": lines, "verdict": verdict(lines, memory.state)}
+    return entry | sizes | {"lines": lines, "notes": notes(lines), "verdict": verdict(lines, memory.state)}
 
 
 def _line(rows: RowsToCarry, shape: ModelShape, memory: ModelMemory, device: Device) -> Entry:
-    trunk = _choose(rows, memory, device)
+    trunk, in_host = _choose(rows, memory, device)
     limit = 0.0 if device.memory is None else USABLE * device.memory
     recomputed = memory.fewest_recomputed(rows.row_tokens, limit)
     # The rate holds for steps that recompute all layers, and counts no operation twice.
     hours = operations(shape, rows.work) / (device.rate * MFU) / 3600 / executed_in_rows(shape, rows.work, 1)
     executed = executed_in_rows(shape, rows.work, recomputed / memory.num_layers)
     carried = executed_in_pieces(shape, rows.work, trunk)
-    bytes_rows, bytes_carried = memory.in_rows(rows.row_tokens, recomputed), _bytes_carried(rows, memory, trunk)
+    bytes_rows, bytes_carry = memory.in_rows(rows.row_tokens, recomputed), _on_device(rows, memory, trunk, in_host)
     return {
         "capacity": rows.capacity,
         "num_left_out": rows.num_left_out,
@@ -131,26 +134,35 @@ def _line(rows: RowsToCarry, shape: ModelShape, memory: ModelMemory, device: Dev
         "tokens_trunk": trunk.tokens,
         "tokens_path": trunk.path,
         "bytes_path": trunk.path * memory.path,
-        "bytes_carry": bytes_carried,
-        "fits_carry": _fits(bytes_carried, device),
+        "bytes_carry": bytes_carry,
+        "bytes_host": memory.in_host(trunk.path) if in_host else 0,
+        "fits_carry": _fits(bytes_carry, device),
         "hours_carry": hours * carried,
         "speedup": executed / carried,
     }
 
 
-def _choose(rows: RowsToCarry, memory: ModelMemory, device: Device) -> Trunk:
-    """Return the trunk of the largest size of a piece that fits the device, or else of the smallest one.
+def _choose(rows: RowsToCarry, memory: ModelMemory, device: Device) -> tuple[Trunk, bool]:
+    """Return the trunk of the size of a piece to use, and True if the path waits in host memory.
 
-    If rows are shorter than a piece, it is the smallest size that contains a row.
+    If rows are shorter than a piece, it is the smallest size that contains a row. If nothing fits, it is the smallest
+    size of all.
     """
     if device.memory is None:
-        return next((trunk for trunk in rows.trunks if trunk.piece == USUAL_PIECE), rows.trunks[0])
-    fitting = [trunk for trunk in rows.trunks if _fits(_bytes_carried(rows, memory, trunk), device)]
-    return max(fitting or rows.trunks[:1], key=lambda trunk: (min(trunk.piece, rows.row_tokens), -trunk.piece))
+        return next((trunk for trunk in rows.trunks if trunk.piece == USUAL_PIECE), rows.trunks[0]), False
+
+    def largest(in_host: bool) -> Trunk | None:
+        fitting = [trunk for trunk in rows.trunks if _fits(_on_device(rows, memory, trunk, in_host), device)]
+        return max(fitting, key=lambda trunk: (min(trunk.piece, rows.row_tokens), -trunk.piece), default=None)
+
+    own, staged = largest(False), largest(True)
+    if own is not None and (own == staged or own.piece >= min(MIN_OWN_PATH, rows.row_tokens)):
+        return own, False
+    return staged or rows.trunks[0], True
 
 
-def _bytes_carried(rows: RowsToCarry, memory: ModelMemory, trunk: Trunk) -> int:
-    return memory.in_pieces(rows.row_tokens, trunk.piece, trunk.path)
+def _on_device(rows: RowsToCarry, memory: ModelMemory, trunk: Trunk, in_host: bool) -> int:
+    return memory.in_pieces(rows.row_tokens, trunk.piece, trunk.path, path_in_host=in_host)
 
 
 def _fits(needed: int, device: Device) -> bool | None:
@@ -166,9 +178,11 @@ def verdict(lines: Sequence[Mapping[str, Any]], state: int) -> str:
     all_samples = [line for line in lines if line["num_left_out"] == least]
     best = min(all_samples, key=lambda line: (line["fits_carry"] is False, line["hours_carry"]))
     needed = f"{best['bytes_carry'] / GIB:.1f} GiB with --carry {best['carry']}"
+    if best["bytes_host"]:
+        needed += f" and {best['bytes_host'] / GIB:.1f} GiB of host memory"
     if best["fits_carry"] is False:
         return (
-            f"{_rows(best)} need {needed}, more than the device has; {state / GIB:.1f} GiB of it are weights, "
+            f"{_rows(best)} need {needed}, more than the device has: {state / GIB:.1f} GiB of it are weights, "
             "gradients and AdamW, which several GPUs can share"
         )
     if best["row_tokens"] <= best["carry"]:
@@ -186,3 +200,14 @@ def _rows(line: Mapping[str, Any]) -> str:
     if line["capacity"] is None:
         return f"rows of whole trees (--capacity {line['row_tokens']})"
     return f"rows of {line['capacity']:,} tokens"
+
+
+def notes(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return sentences about the lines that leave samples out, or whose path is in host memory."""
+    sentences = []
+    for line in lines:
+        if line["num_left_out"]:
+            sentences.append(f"{_rows(line)} leave out {line['num_left_out']:,} longer samples")
+        if line["bytes_host"]:
+            sentences.append(f"the path of {_rows(line)} is in host memory")
+    return sentences

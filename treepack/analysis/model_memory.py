@@ -43,6 +43,7 @@ class ModelMemory:
         logits: logits of one chunk of the loss, and their gradients.
         keys_values: keys and values of all layers for each token; the sums of their gradients have twice as many.
         outputs: outputs of attention of all layers, with log-sum-exps, for each token.
+        log_sums: the log-sum-exps among them.
         checkpoints: inputs of all layers in float32, for each token.
         layers: everything that all layers keep for each token without checkpointing.
         layer: what one layer in its backward and the ends of the model have, for each token.
@@ -53,6 +54,7 @@ class ModelMemory:
     logits: int
     keys_values: int
     outputs: int
+    log_sums: int
     checkpoints: int
     layers: int
     layer: int
@@ -61,6 +63,15 @@ class ModelMemory:
     def path(self) -> int:
         """Bytes of each carried token: keys, values, the sums of their gradients, and outputs of attention."""
         return 3 * self.keys_values + self.outputs
+
+    @property
+    def staged(self) -> int:
+        """Bytes on the GPU of each carried token in host memory: two layers at a time, and all log-sum-exps."""
+        return -(-2 * 3 * self.keys_values // self.num_layers) + self.log_sums
+
+    def in_host(self, path: int) -> int:
+        """Return the bytes of a path of carried tokens in host memory."""
+        return path * (self.path - self.log_sums)
 
     def in_rows(self, tokens: int, recomputed: int) -> int:
         """Return the bytes of training rows of at most `tokens` tokens, `recomputed` of whose layers run again."""
@@ -75,15 +86,16 @@ class ModelMemory:
         needed = math.ceil((whole - limit) * self.num_layers / one)
         return min(max(needed, 0), self.num_layers)
 
-    def in_pieces(self, tokens: int, piece: int, path: int) -> int:
-        """Return the bytes of training rows of at most `tokens` tokens in pieces of `piece`.
+    def in_pieces(self, tokens: int, piece: int, path: int, *, path_in_host: bool = False) -> int:
+        """Return the bytes on the GPU of training rows of at most `tokens` tokens in pieces of `piece`.
 
         `path` is the maximum number of carried tokens. Layers of a piece keep their activations. Keys and values of a
         piece are also in the buffer of the path; a row that is one piece has no buffer.
         """
         own = min(piece, tokens)
         buffer = own * self.keys_values if tokens > piece else 0
-        return self.state + self.logits + own * (self.layers + self.layer) + path * self.path + buffer
+        carried = path * (self.staged if path_in_host else self.path)
+        return self.state + self.logits + own * (self.layers + self.layer) + carried + buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +144,7 @@ def memory_of(config: Config, *, name: str) -> ModelMemory | NoPieces:
         logits=LOSS_CHUNK * LOGIT_BYTES * read_field(config, "vocab_size", name),
         keys_values=2 * (keys + values) * count,
         outputs=(2 * outputs + 4 * heads) * count,
+        log_sums=4 * heads * count,
         checkpoints=4 * hidden * count,
         layers=layers,
         # Before and after the layers: embeddings and the residual in float32, the normed output in bfloat16.
