@@ -97,7 +97,17 @@ def test_latent_attention_has_keys_and_values_of_every_head() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3.5-4b", "qwen3.5-35b-a3b"])
 def test_pieces_refuse_recurrent_layers(name: str, tmp_path: Path) -> None:
-    refused = NoPieces("layer 0 is recurrent, and pieces do not carry its state")
+    refused = NoPieces("layer 0 is recurrent, whose state does not reach the next piece")
     assert read_memory(name) == refused
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": PRESETS[name]}))
     assert read_memory(str(tmp_path)) == refused
+
+
+def test_pieces_refuse_short_convolutions_and_indexers() -> None:
+    kinds = ["full_attention", "conv"]
+    convolution = {**PRESETS["qwen3-0.6b"], "model_type": "lfm2", "num_hidden_layers": 2, "layer_types": kinds}
+    assert memory_of(convolution | {"conv_L_cache": 3}, name="m") == NoPieces(
+        "layer 1 is a short convolution, whose state does not reach the next piece"
+    )
+    indexed = memory_of(PRESETS["qwen3-0.6b"] | {"index_topk": 2048}, name="m")
+    assert indexed == NoPieces("its indexers select keys within a piece only")

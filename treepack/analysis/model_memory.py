@@ -123,9 +123,8 @@ def memory_of(config: Config, *, name: str) -> ModelMemory | NoPieces:
     """
     config = language_model(config)
     shape, kinds = shape_of(config, name=name), list_layers(config, name)
-    recurrent = next((layer for layer, kind in enumerate(kinds) if kind in RECURRENT), None)
-    if recurrent is not None:
-        return NoPieces(f"layer {recurrent} is recurrent, and pieces do not carry its state")
+    if (reason := _obstacle(config, kinds)) is not None:
+        return NoPieces(reason)
     hidden, heads = (read_field(config, key, name) for key in ("hidden_size", "num_attention_heads"))
     queries, keys, values, outputs = _widths(config, hidden, heads, name)
     # Every expert has weights and their optimiser; only the chosen ones have activations.
@@ -150,6 +149,17 @@ def memory_of(config: Config, *, name: str) -> ModelMemory | NoPieces:
         # Before and after the layers: embeddings and the residual in float32, the normed output in bfloat16.
         layer=-(-layers // count) + 10 * hidden,
     )
+
+
+def _obstacle(config: Config, kinds: list[str]) -> str | None:
+    """Return why a model does not run in pieces, as `carry.refusal` judges it; None if it does."""
+    for layer, kind in enumerate(kinds):
+        if kind in RECURRENT:
+            layers = "a short convolution" if kind == "conv" else "recurrent"
+            return f"layer {layer} is {layers}, whose state does not reach the next piece"
+    if isinstance(config.get("index_topk"), int):
+        return "its indexers select keys within a piece only"
+    return None
 
 
 def _widths(config: Config, hidden: int, heads: int, name: str) -> tuple[int, int, int, int]:
