@@ -22,6 +22,7 @@ from treepack.attention import Kept, Schedules
 from treepack.carry.offload import CarriedBytes, CarryMemory
 from treepack.carry.outputs import PieceOutputs
 from treepack.carry.pieces import Pass, RowPlan, local_ends, plan_row
+from treepack.carry.refusal import check_carry
 from treepack.carry.routes import Routes
 from treepack.carry.stack import Stack
 from treepack.data.batch import Batch
@@ -65,7 +66,7 @@ class CarriedRow:
         memory = CarryMemory(loaded.device) if memory is None else memory
         num_layers = len(loaded.kinds) or loaded.causal.config.get_text_config().num_hidden_layers
         self.stack = Stack(self.plan, memory, num_layers=num_layers, with_gradients=with_gradients)
-        self._outputs = PieceOutputs(memory, num_layers)
+        self.outputs = PieceOutputs(memory, num_layers)
         self._routes = Routes(loaded.causal, self.plan)
 
         # Most bytes of carried keys, values and sums of gradients, and of kept outputs, until now.
@@ -78,9 +79,9 @@ class CarriedRow:
         with self._routes.running(each):
             yield self._prepare(each)
         routes = CarriedBytes(self._routes.num_bytes, 0)
-        self.most_bytes = self.most_bytes.most(self.stack.nbytes.plus(self._outputs.nbytes).plus(routes))
+        self.most_bytes = self.most_bytes.most(self.stack.nbytes.plus(self.outputs.nbytes).plus(routes))
         self.stack.leave()
-        self._outputs.leave(each)
+        self.outputs.leave(each)
 
     def _prepare(self, each: Pass) -> PieceRow:
         loaded, batch, own = self.loaded, self.batch, slice(each.begin, each.end)
@@ -100,8 +101,8 @@ class CarriedRow:
     def _kept(self, each: Pass) -> Kept | None:
         """Return where attention keeps its outputs in a pass: trunk's until the pop, others until recomputation."""
         if each.kind == "push":
-            return self._outputs.push(each) if self.plan.has_pops else None
-        pushed = self._outputs.pop(each) if each.kind == "pop" else None
+            return self.outputs.push(each) if self.plan.has_pops else None
+        pushed = self.outputs.pop(each) if each.kind == "pop" else None
         if pushed is not None:
             return pushed
         return Kept() if recomputes(self.loaded.causal) else None
@@ -120,8 +121,9 @@ def open_row(
         memory: the budget of carried tensors; None keeps all of them on the model's device.
 
     Raises:
-        TreepackError: the model cannot compute positions of the row exactly.
+        TreepackError: the model cannot run rows in pieces, or cannot compute positions of the row exactly.
     """
+    check_carry(loaded)
     check_positions(batch.position_ids, loaded.causal, loaded.source)
     check_text(loaded.causal, batch.input_ids, loaded.source)
     return CarriedRow(loaded, batch, limit, memory, with_gradients=with_gradients)

@@ -56,6 +56,11 @@ class Stack:
         return self._now.first
 
     @property
+    def shapes(self) -> list[LayerShape]:
+        """The shapes of the layers that have run."""
+        return [layer.shape for layer in self._layers.values()]
+
+    @property
     def nbytes(self) -> CarriedBytes:
         """The bytes of all buffers and pages."""
         resident = sum(x.buffer.num_bytes for x in self._layers.values() if isinstance(x, _Resident))
@@ -130,7 +135,7 @@ class _Resident:
     """A layer whose carried tensors stay on the GPU."""
 
     def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
+        self.buffer, self.shape = buffer, buffer.shape
 
     def enter(self, now: Pass) -> None:
         """Clear the sums of a piece that is pushed."""
@@ -153,6 +158,7 @@ class _Offloaded:
 
     def __init__(self, staging: Staging, layer: HostLayer, *, with_gradients: bool) -> None:
         self._staging, self._layer, self._with_gradients = staging, layer, with_gradients
+        self.shape = layer.shape
 
     def enter(self, now: Pass) -> None:
         """Leave the layer to `Staging.enter`."""

@@ -1,0 +1,282 @@
+"""The size of pieces, and what of the carried tensors stays on the GPU, by the memory that is free.
+
+    model, a row --measure_costs--> CarryCosts
+    CarryCosts, longest row and path, free bytes --choose_limit--> CarryPlan
+
+Long pieces have fewer trunk tokens, which run forward twice. From 8,192 tokens on, a piece runs at the full rate of a
+GPU and computes for longer than the copies of a layer take. So the first choice keeps everything on the GPU in pieces
+of that size or longer. The second has pieces of at most that size, with layers and outputs of trunk in host memory as
+far as needed. The last computes outputs of trunk again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from treepack.carry.backward import CarryOptions, backward_row
+from treepack.carry.offload import CarriedBytes, CarryBudget
+from treepack.carry.pieces import ALIGNMENT
+from treepack.carry.row import open_row, push
+from treepack.carry.stack import num_offloaded
+from treepack.data.batch import Batch
+from treepack.errors import TreepackError
+from treepack.files.memory import available_memory
+from treepack.model.loaded import LoadedModel
+
+SMALLEST, PREFERRED, LARGEST = 1024, 8192, 32_768
+# Of the free memory: allocators leave gaps, and the peak of a long piece is extrapolated from short ones.
+USABLE = 0.92
+
+
+@dataclass(frozen=True)
+class CarryCosts:
+    """Bytes that rows in pieces need.
+
+    Attributes:
+        num_layers: layers with attention.
+        fixed: on the GPU, whatever the number of tokens.
+        piece: on the GPU for each token of a piece: activations of all layers, and gradients of a layer.
+        own: keys and values for each token and layer.
+        sums: sums of their gradients for each carried token and layer.
+        output: output of attention for each carried token and layer.
+        lse: its log-sum-exp for each carried token and layer, which stays on the GPU.
+    """
+
+    num_layers: int
+    fixed: int
+    piece: int
+    own: int
+    sums: int
+    output: int
+    lse: int = 0
+
+
+@dataclass(frozen=True)
+class CarryPlan:
+    """How the rows of a run are carried.
+
+    Attributes:
+        limit: tokens of a piece.
+        resident_layers: layers whose carried tensors stay on the GPU with the longest path.
+        keep_outputs: whether all outputs of trunk are kept from push to pop with the longest path.
+        budget: the bytes of `CarryMemory`.
+        peak: bytes on the GPU besides what was there before, and in host memory, with the longest path.
+    """
+
+    limit: int
+    resident_layers: int
+    keep_outputs: bool
+    budget: CarryBudget
+    peak: CarriedBytes
+
+
+def choose_limit(
+    longest_row: int,
+    longest_path: int,
+    costs: CarryCosts,
+    *,
+    gpu_bytes: int,
+    host_bytes: int,
+    limit: int | None = None,
+) -> CarryPlan:
+    """Return the plan for rows of at most `longest_row` tokens with paths of at most `longest_path`.
+
+    Args:
+        longest_row: tokens.
+        longest_path: tokens, with the unused places of the stack if they are many.
+        costs: bytes per token.
+        gpu_bytes: what may be used on the GPU.
+        host_bytes: what may be used of host memory.
+        limit: tokens of a piece if they are given; else a multiple of 128 from 1,024 to 32,768.
+
+    Raises:
+        TreepackError: the rows do not fit, with no size of pieces.
+    """
+    room = CarriedBytes(gpu_bytes, host_bytes)
+    if limit is not None:
+        plan = _plan(limit, longest_row, longest_path, costs, room)
+        if plan is None:
+            raise _refusal(limit, longest_row, longest_path, costs, room)
+        return plan
+    largest = min(LARGEST, max(SMALLEST, _align(longest_row)))
+    plans = [_plan(size, longest_row, longest_path, costs, room) for size in range(SMALLEST, largest + 1, ALIGNMENT)]
+    fitting = [plan for plan in reversed(plans) if plan is not None]
+    choices = (
+        [
+            plan
+            for plan in fitting
+            if plan.peak.host == 0 and plan.keep_outputs and plan.limit >= min(PREFERRED, largest)
+        ],
+        [plan for plan in fitting if plan.keep_outputs and plan.limit <= PREFERRED],
+        [plan for plan in fitting if plan.limit <= PREFERRED],
+    )
+    for choice in choices:
+        if choice:
+            return choice[0]
+    raise _refusal(SMALLEST, longest_row, longest_path, costs, room)
+
+
+def _plan(limit: int, longest_row: int, longest_path: int, costs: CarryCosts, room: CarriedBytes) -> CarryPlan | None:
+    """Return the plan for one size of pieces; None if it does not fit."""
+    layers, activations = costs.num_layers, costs.fixed + costs.piece * min(limit, longest_row)
+    if longest_row <= limit:  # nothing is carried
+        fits = activations <= room.gpu
+        return CarryPlan(limit, layers, True, CarryBudget(), CarriedBytes(activations, 0)) if fits else None
+    carried, size = _align(longest_path), _layer_bytes(limit, longest_path, costs)
+    # The gradients of keys and values of one layer are there for a moment.
+    left = room.gpu - activations - carried * layers * costs.lse - (carried + _align(limit)) * costs.own
+    offloaded = num_offloaded(left, size, layers)
+    on_gpu = (layers - offloaded + min(2, offloaded)) * size
+    in_host = offloaded * carried * (costs.own + costs.sums)
+    if on_gpu > left or in_host > room.host:
+        return None
+    outputs = layers * carried * costs.output
+    outputs_on_gpu = min(outputs, left - on_gpu)
+    host_outputs = room.host - in_host
+    keeps = outputs - outputs_on_gpu <= host_outputs
+    in_host += min(outputs - outputs_on_gpu, host_outputs)
+    # What nothing needs is for paths with unused places.
+    budget = CarryBudget(stack=left - outputs_on_gpu, outputs=outputs_on_gpu, host_outputs=host_outputs)
+    peak = CarriedBytes(room.gpu - left + on_gpu + outputs_on_gpu, in_host)
+    return CarryPlan(limit, layers - offloaded, keeps, budget, peak)
+
+
+def _layer_bytes(limit: int, longest_path: int, costs: CarryCosts) -> int:
+    """Return the bytes of a layer's buffer: keys and values of the stack and the piece, sums of the stack."""
+    carried = _align(longest_path)
+    return (carried + _align(limit)) * costs.own + carried * costs.sums
+
+
+def _refusal(limit: int, longest_row: int, longest_path: int, costs: CarryCosts, room: CarriedBytes) -> TreepackError:
+    gpu = costs.fixed + costs.piece * min(limit, longest_row)
+    host = 0
+    if longest_row > limit:
+        carried = _align(longest_path)
+        gpu += 2 * _layer_bytes(limit, longest_path, costs) + carried * costs.num_layers * costs.lse
+        gpu += (carried + _align(limit)) * costs.own
+        host = costs.num_layers * carried * (costs.own + costs.sums)
+    return TreepackError(
+        f"carry: a row of {longest_row:,} tokens, {longest_path:,} of them on one path, needs at least "
+        f"{gpu / 2**30:.1f} GiB of GPU memory and {host / 2**30:.1f} GiB of host memory in pieces of {limit:,}, and "
+        f"{room.gpu / 2**30:.1f} and {room.host / 2**30:.1f} GiB are free; truncate the longest trajectories, train "
+        "with LoRA, or use a machine with more memory"
+    )
+
+
+def _align(tokens: int) -> int:
+    return -(-tokens // ALIGNMENT) * ALIGNMENT
+
+
+def measure_costs(
+    loaded: LoadedModel,
+    batch: Batch,
+    options: CarryOptions,
+    *,
+    peak_of: Callable[[Callable[[], Any]], int] | None = None,
+) -> CarryCosts:
+    """Return the costs of a model, from pieces of 1,024 and 2,048 tokens that run forward and backward.
+
+    The gradients of all parameters are dropped afterwards.
+
+    Args:
+        loaded: the model, as it will be trained.
+        batch: any row; its first tokens run, again and again if they are few.
+        options: the chunk of the loss, and autocast.
+        peak_of: runs a function, and returns the most bytes that it added; by default by the GPU's allocator.
+    """
+    peak_of = peak_of or (lambda run: _peak_on_gpu(loaded.device, run))
+    sizes = (SMALLEST, 2 * SMALLEST)
+    rows = [_chain(batch, size) for size in sizes]
+
+    def run(number: int) -> None:
+        backward_row(loaded, rows[number], replace(options, limit=sizes[number], memory=None))
+
+    run(0)  # makes the gradients, which are no part of a piece
+    small, large = (peak_of(lambda number=number: run(number)) for number in range(2))  # type: ignore[misc]
+    loaded.model.zero_grad(set_to_none=True)
+    # 1,000 + 3 n: 4,072 and 7,144 -> 3 per token, 1,000 in any case
+    piece = max(0, large - small) // SMALLEST
+    row = open_row(loaded, rows[1], SMALLEST, with_gradients=True)
+    with options.autocast():
+        loaded.compute(lambda: push(row, row.plan.passes[0]))
+    shapes, outputs = row.stack.shapes, row.outputs
+    return CarryCosts(
+        num_layers=len(shapes),
+        fixed=max(0, small - SMALLEST * piece),
+        piece=piece,
+        own=max(shape.num_bytes(1, 0) for shape in shapes),
+        sums=max(shape.num_bytes(0, 1) for shape in shapes),
+        output=-(-outputs.nbytes.gpu // SMALLEST // len(shapes)),
+        lse=-(-outputs.lse_bytes // SMALLEST // len(shapes)),
+    )
+
+
+def plan_carry(
+    loaded: LoadedModel,
+    batch: Batch,
+    options: CarryOptions,
+    *,
+    limit: int | None = None,
+    reserved: int | None = None,
+) -> CarryPlan:
+    """Measure a model on the GPU and choose the plan for rows like `batch`, the longest one of a run.
+
+    Args:
+        loaded: the model, on a GPU, as it will be trained.
+        batch: the longest row.
+        options: the chunk of the loss, and autocast; their limit is not read.
+        limit: tokens of a piece if they are given.
+        reserved: bytes on the GPU that are not allocated yet and will be; by default gradients, and AdamW's moments.
+
+    Raises:
+        TreepackError: the row does not fit.
+    """
+    assert loaded.device.type == "cuda", "only a GPU's memory is measured"
+    costs = measure_costs(loaded, batch, options)
+    if reserved is None:
+        trained = [each for each in loaded.model.parameters() if each.requires_grad]
+        reserved = sum(each.numel() * (each.element_size() + 8) for each in trained)
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(loaded.device)[0]
+    return choose_limit(
+        batch.num_tokens,
+        int(batch.position_ids[: batch.num_tokens].max()) + 1,
+        costs,
+        gpu_bytes=max(0, int(USABLE * free) - reserved),
+        host_bytes=int(USABLE * available_memory()),
+        limit=limit,
+    )
+
+
+def _peak_on_gpu(device: torch.device, run: Callable[[], Any]) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    return int(torch.cuda.max_memory_allocated(device)) - before
+
+
+def _chain(batch: Batch, size: int) -> Batch:
+    """Return a row of one path with the first `size` tokens of a row, all of them trained."""
+    # 5 tokens of a row of 3: [a b c] -> [a b c a b]
+    tokens = torch.arange(size) % batch.num_tokens
+    place = torch.arange(size)
+    weights = torch.ones(size, dtype=torch.float64)
+    weights[0] = 0
+    return replace(
+        batch,
+        input_ids=batch.input_ids.cpu()[tokens],
+        # Positions that the model is known to have.
+        position_ids=place % (batch.position_ids.max().cpu() + 1),
+        parent=(place - 1).to(batch.parent.dtype),
+        subtree_end=torch.full((size,), size, dtype=torch.int32),
+        scale=torch.ones(size, dtype=torch.int32),
+        loss_weight=weights,
+        num_tokens=size,
+        terms=None,
+        schedule=None,
+    )
