@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from treepack.attention.indexed import index_top_k
 from treepack.errors import TreepackError
 from treepack.model.compatibility import count_recurrent_layers
 from treepack.model.loaded import LoadedModel
@@ -30,8 +29,6 @@ def _architecture(config: Any) -> str | None:
         return f"the states of its {with_scan} recurrent layers would not reach the next piece; {_REMEDY}"
     if with_convolution:
         return f"the inputs of its {with_convolution} short convolutions would not reach the next piece; {_REMEDY}"
-    if index_top_k(config) is not None:
-        return f"its indexers select keys within a piece only; {_REMEDY}"
     return None
 
 

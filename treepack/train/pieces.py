@@ -17,6 +17,7 @@ from torch import Tensor
 
 from treepack.carry.backward import CarryOptions, RowResult, backward_row, row_value
 from treepack.carry.refusal import check_carry
+from treepack.carry.routes import follow_routers
 from treepack.data.batch import Batch
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import TrainOptions
@@ -37,6 +38,8 @@ def choose_piece_size(options: TrainOptions, loaded: LoadedModel) -> TrainOption
     if options.carry is None:
         return options
     check_carry(loaded)
+    # Now, not at the first long row: a resumed run must compile the same graphs.
+    follow_routers(loaded.causal)
     return replace(options, carry=CPU_PIECE) if options.carry == "auto" else options
 
 
