@@ -73,14 +73,15 @@ def test_a_rectangle_is_the_last_rows_of_the_square(
     assert_equal(by_rectangle(leaves, do, end, first, impl="reference", **options), expected, do)
 
 
+@pytest.mark.parametrize("impl", ["reference", "flex"])
 @pytest.mark.parametrize("reach", REACHES)
 @pytest.mark.parametrize("first", [100, 128, 133, 299])
-def test_flex_computes_rectangles(first: int, reach: Reach | None) -> None:
+def test_rectangles_with_sinks_from_every_kind_of_token(first: int, reach: Reach | None, impl: str) -> None:
     end = torch.cat([random_tree(300, seed=1), star(200, 2, 50)])
     leaves, do = draw(end, (8, 8))
     options = {"start": first_visible(end, reach), "sinks": leaves[3]}
     expected = by_square(leaves, do, end, first, **options)
-    assert_equal(by_rectangle(leaves, do, end, first, impl="flex", **options), expected, do)
+    assert_equal(by_rectangle(leaves, do, end, first, impl=impl, **options), expected, do)
 
 
 @pytest.mark.parametrize("reach", REACHES)
