@@ -11,6 +11,7 @@ from .option_groups import option_group
 from .output import reserve_directory, show
 from .paths import READ, WRITE
 from .progress import progress, quiet_option
+from .sizes import PieceSize
 from .training import stage_lines
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from treepack.train.logprobs import ScoreOptions
 
 
-def _make_score_options(**options: str | bool | int) -> ScoreOptions:
+def _make_score_options(**options: str | bool | int | None) -> ScoreOptions:
     from treepack.train.logprobs import ScoreOptions
 
     return ScoreOptions(**options)  # type: ignore[arg-type]
@@ -43,6 +44,15 @@ _score_options = option_group(
         ),
         click.option(
             "--ignore-temperature", is_flag=True, help="Compute at the temperature 1, which dpo needs, for all data."
+        ),
+        click.option(
+            "--carry",
+            type=PieceSize(),
+            default="off",
+            show_default=True,
+            metavar="N|auto|off",
+            help="Run a row of more than N tokens in pieces of at most N, so that memory limits the piece and not the "
+            "row; auto is 8192, and off runs every row as a whole.",
         ),
         click.option(
             "--dtype",
@@ -91,8 +101,8 @@ _score_options = option_group(
 def logprobs(packed: AnyPath, model: str, out: AnyPath, options: ScoreOptions, overwrite: bool) -> None:
     """Write the log-probability of every trained token under a model into a copy of packed rows.
 
-    A row is one forward pass, so every prefix is computed once. treepack train --loss reads the columns: old for the
-    ratios of grpo and similar losses, ref for their KL divergence and for dpo.
+    Every prefix is computed once, also with --carry. treepack train --loss reads the columns: old for the ratios of
+    grpo and similar losses, ref for their KL divergence and for dpo.
     """
     from treepack.files.directory import finished_directory
     from treepack.pack.files import write_packed

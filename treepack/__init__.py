@@ -5,6 +5,7 @@
     build_trie                             sequences to a forest of prefix tries (treepack.trie)
     plan_packing                           a forest to training rows             (treepack.pack)
     make_batch, row_loss                   rows to tensors and a loss            (treepack.data, treepack.model: torch)
+    backward_row, row_scores               gradients and log-probabilities of rows in pieces  (treepack.carry: torch)
     PackedDataset, collate, batch_loss     packed directories for other trainers
     tree_logprobs_like, plan_batch         batches in memory, in the shape of the caller   (treepack.online: torch)
     sample_rollouts, sample_tree           rollouts as trees, from a server or a model  (treepack.rollout)
@@ -102,7 +103,12 @@ _HOME = {
     "objective_loss": "model.objectives",
     "weighted_nll": "model.loss",
     "tree_logprobs": "model.loss",
+    "CarryOptions": "carry.backward",
+    "backward_row": "carry.backward",
+    "row_value": "carry.backward",
+    "row_scores": "carry.backward",
     "verify_gradients": "model.verify",
+    "backward_in_pieces": "carry.verify",
     "open_scoring": "train.logprobs",
     "scored_rows": "train.logprobs",
     "open_fit": "train.predictor.fit",

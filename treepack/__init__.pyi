@@ -10,6 +10,11 @@ from treepack.attention import allow_generation as allow_generation
 from treepack.attention import first_visible as first_visible
 from treepack.attention import register as register_attention
 from treepack.attention import tree_attention as tree_attention
+from treepack.carry.backward import CarryOptions as CarryOptions
+from treepack.carry.backward import backward_row as backward_row
+from treepack.carry.backward import row_scores as row_scores
+from treepack.carry.backward import row_value as row_value
+from treepack.carry.verify import backward_in_pieces as backward_in_pieces
 from treepack.cluster.build import build_trie_on as build_trie_on
 from treepack.cluster.map_scheduler import MapScheduler as MapScheduler
 from treepack.cluster.pack import pack_trie_on as pack_trie_on
@@ -107,6 +112,7 @@ __all__ = [
     "AdvantageOptions",
     "AdvantagesSummary",
     "BuildOptions",
+    "CarryOptions",
     "Engine",
     "Environment",
     "LoraOptions",
@@ -138,6 +144,8 @@ __all__ = [
     "__version__",
     "allow_generation",
     "augment",
+    "backward_in_pieces",
+    "backward_row",
     "batch_logprobs",
     "batch_loss",
     "build_trie",
@@ -180,6 +188,8 @@ __all__ = [
     "row_logprobs",
     "row_loss",
     "row_objective",
+    "row_scores",
+    "row_value",
     "sample_rollouts",
     "sample_tree",
     "scored_rows",

@@ -155,6 +155,6 @@ def test_a_lack_of_memory_is_one_sentence(tmp_path: Path) -> None:
 
     scoring.loaded.model.base_model.layers[1].register_forward_hook(fails)
     with pytest.raises(
-        TreepackError, match=r"^out of memory in row 0 of \d+ tokens; score with --dtype bf16, a smaller"
+        TreepackError, match=r"^out of memory in row 0 of \d+ tokens; score with --carry auto, --dtype bf16,"
     ):
         next(scored_rows(scoring))

@@ -25,6 +25,7 @@ from treepack.carry.offload import CarriedBytes, CarryMemory
 from treepack.carry.row import CarriedRow, PieceRow, open_row
 from treepack.carry.terms import SortedTerms, Targets
 from treepack.data.batch import Batch, TermTensors
+from treepack.errors import TreepackError
 from treepack.model.forward import hidden_states, run_with_head
 from treepack.model.head import OutputLayer
 from treepack.model.loaded import LoadedModel
@@ -92,8 +93,10 @@ def backward_row(
         denominator: total weight of the step's rows, for sft.
 
     Raises:
-        TreepackError: the model cannot run the row in pieces; see `refusal.check_carry` and `row.open_row`.
+        TreepackError: the model cannot run the row in pieces, see `refusal.check_carry` and `row.open_row`; or this is
+            the inside of an autocast context.
     """
+    _check_autocast(loaded.device.type)
     row = open_row(loaded, batch, options.limit, with_gradients=True, memory=options.memory)
     if factors is None:
         part: _Part = _WeightedLoss(row, options, denominator)
@@ -118,6 +121,16 @@ def backward_row(
     loss, sums = known if known is not None else (total, sums)
     forward = row.plan.tokens_forward + (0 if known is None else row.plan.without_backward().tokens_forward)
     return RowResult(loss, sums, forward, row.plan.tokens_backward, row.most_bytes)
+
+
+def _check_autocast(device: str) -> None:
+    # A push casts weights without a graph. A context around all passes would keep these casts, and a later pass that
+    # took them would give the weights no gradient.
+    if torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled():
+        raise TreepackError(
+            "backward_row runs inside torch.autocast, which would keep weights that have no gradient; call it outside "
+            "and pass CarryOptions(autocast=...), a function that makes such a context"
+        )
 
 
 @torch.no_grad()

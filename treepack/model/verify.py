@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -43,6 +43,10 @@ from treepack.model.probe import use_attention
 from treepack.model.verify_memory import LOGITS_CHUNK, MemoryPlan
 
 _log = logging.getLogger("treepack")
+
+# Adds the gradients of a row's part of a step's loss to the parameters and returns the loss. Arguments: the model, the
+# row, its factors (None for sft), the objective, and the tokens whose logits are in memory at a time.
+RowBackward: TypeAlias = Callable[[LoadedModel, Batch, Tensor | None, Objective, int], Tensor]
 
 # Maximum relative difference: seven and three digits above the rounding unit, since sums over tokens add up rounding.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -97,6 +101,7 @@ def verify_gradients(
     objective: Objective = Objective(),  # noqa: B008
     factors: Sequence[Tensor | None] | None = None,
     plan: MemoryPlan | None = None,
+    backward: RowBackward | None = None,
 ) -> GradientReport:
     """Compare the gradients of `batches` with the gradients of their trajectories run alone.
 
@@ -107,6 +112,7 @@ def verify_gradients(
         objective: the objective of the training; `batches` count as one optimiser step.
         factors: factors of each batch's trajectories, from `denominators.step_factors`; None for sft.
         plan: how to save memory; None for nothing recomputed and whole logits.
+        backward: how the packed side runs a row, such as `in_pieces(limit)`; None for one pass over the whole row.
 
     Raises:
         TreepackError: if the model has a lower precision, the rows have no loss weight, or all gradients are 0.
@@ -122,8 +128,9 @@ def verify_gradients(
     chunk = LOGITS_CHUNK if recompute else CHUNK
     with _KeepFloat64(), _recomputed_layers(model) if recompute else nullcontext():
         _log.info("gradients of the packed rows")
+        run = backward or _whole_row
         # Generators: each loss is computed, run backward and dropped before the next, so one graph exists at a time.
-        packed = _gradients(model, (_loss_packed(loaded, batch, factor, objective, chunk) for batch, factor in rows))
+        packed = _gradients(model, (run(loaded, batch, factor, objective, chunk) for batch, factor in rows))
         if plan is not None and plan.offload:
             packed = packed[0], {name: gradient.cpu() for name, gradient in packed[1].items()}
             if loaded.device.type == "cuda":
@@ -131,9 +138,8 @@ def verify_gradients(
         plain = _PlainModel(model, loaded.causal, chunk if recompute else None)
         _log.info("gradients of the trajectories, one by one")
         with use_attention(model, loaded.attention_alone), _fused_attention():
-            alone = _gradients(
-                model, (loss for batch, factor in rows for loss in _losses_alone(plain, batch, factor, objective))
-            )
+            losses = (loss for batch, factor in rows for loss in _losses_alone(plain, batch, factor, objective))
+            alone = _gradients(model, map(_run_backward, losses))
     if not any(bool(gradient.any()) for gradient in alone[1].values()):
         raise TreepackError("verify: every gradient is 0, so nothing is compared; choose rows with a loss")
     return GradientReport(
@@ -149,11 +155,10 @@ def verify_gradients(
 
 
 def _gradients(model: Any, losses: Iterator[Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """Return the sum of `losses` and its gradient by every trained parameter."""
+    """Return the sum of `losses`, whose iterator adds their gradients, and its gradient by every trained parameter."""
     model.zero_grad(set_to_none=True)
     total = 0.0
     for loss in losses:
-        torch.autograd.backward(loss)
         total += loss.item()
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -164,10 +169,15 @@ def _gradients(model: Any, losses: Iterator[Tensor]) -> tuple[float, dict[str, T
     return total, gradients
 
 
-def _loss_packed(loaded: LoadedModel, batch: Batch, factors: Tensor | None, objective: Objective, chunk: int) -> Tensor:
+def _whole_row(loaded: LoadedModel, batch: Batch, factors: Tensor | None, objective: Objective, chunk: int) -> Tensor:
     if factors is None:
-        return row_loss(loaded, batch, chunk=chunk)
-    return row_objective(loaded, batch, factors, objective, chunk=chunk)[0]
+        return _run_backward(row_loss(loaded, batch, chunk=chunk))
+    return _run_backward(row_objective(loaded, batch, factors, objective, chunk=chunk)[0])
+
+
+def _run_backward(loss: Tensor) -> Tensor:
+    torch.autograd.backward(loss)
+    return loss.detach()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from treepack.errors import TreepackError
 from treepack.model.loaded import LoadedModel
 from treepack.model.memory import is_memory_error
 from treepack.model.objectives import Objective
-from treepack.model.verify import GradientReport, verify_gradients
+from treepack.model.verify import GradientReport, RowBackward, verify_gradients
 from treepack.model.verify_memory import MAX_OPERATIONS, MemoryPlan, free_memory, model_sizes, plan_memory
 from treepack.model.verify_subset import choose_part, restrict_row
 
@@ -45,6 +45,7 @@ def verify_rows(
     objective: Objective = Objective(),  # noqa: B008
     factors: Sequence[Tensor | None] | None = None,
     free: float | None = None,
+    backward: RowBackward | None = None,
 ) -> RowsReport:
     """Compare the gradients of rows, or of parts of them, with the gradients of their trajectories run alone.
 
@@ -54,6 +55,7 @@ def verify_rows(
         objective: the objective of the training.
         factors: factors of each row's trajectories; None for sft.
         free: free bytes beside the weights; by default the free memory of the model's device.
+        backward: how the packed side runs a row; None for one pass over the whole row.
 
     Raises:
         TreepackError: as `verify_gradients`, and if memory runs out for the smallest part.
@@ -70,6 +72,7 @@ def verify_rows(
                 objective=objective,
                 factors=[None if each is None else each.to(loaded.device) for each in part_factors],
                 plan=plan,
+                backward=backward,
             )
             return RowsReport(report, tuple(parts), plan)
         except (RuntimeError, MemoryError) as error:

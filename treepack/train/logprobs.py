@@ -5,7 +5,8 @@
     rows, scored_provenance --write_packed--> packed/
 
 A row is one forward pass, in which a prefix is computed once for all trajectories that share it. All terms of a token
-get the same value, and it is the value that each trajectory alone would give.
+get the same value, and it is the value that each trajectory alone would give. With `carry`, longer rows run in pieces,
+and each token of them still runs once.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treepack.attention import row_multiple
-from treepack.data.batch import make_batch
+from treepack.carry.backward import CarryOptions, row_scores
+from treepack.carry.refusal import check_carry
+from treepack.data.batch import Batch, make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
@@ -39,8 +43,10 @@ from treepack.train.ranks import find_device, find_dtype
 from treepack.train.run import check_attention
 from treepack.trajectory import Float64
 
-_SMALLER = "score with --dtype bf16, a smaller --loss-chunk, or rows packed with a smaller --capacity"
+_SMALLER = "--dtype bf16, a smaller --loss-chunk, or rows packed with a smaller --capacity"
 
+# Tokens of a piece with `carry` "auto". Longer pieces are no faster: without gradients each token runs once in any way.
+AUTO_PIECE = 8192
 COLUMNS = ("old", "ref")  # the columns term_old_logprob and term_ref_logprob
 
 
@@ -51,8 +57,9 @@ class ScoreOptions:
     `column` "old" is the denominator of the ratios of `train --loss`, "ref" the reference of its KL divergences and of
     dpo. With `entropies` the column term_entropy is written too. Both are about softmax(logits / temperature), at the
     temperatures of the data; `temperature` is for terms without one, 1 by default. With `ignore_temperature` it is 1
-    for all terms, which dpo needs. `quantize` rounds the model as `LoraOptions` do. `dtype`, `attention`, `loss_chunk`,
-    `device` and `seed` are as in `train.options.TrainOptions`.
+    for all terms, which dpo needs. `quantize` rounds the model as `LoraOptions` do. Rows of more than `carry` tokens
+    run in pieces of at most that many; "auto" is `AUTO_PIECE`, and None runs every row as a whole. `dtype`,
+    `attention`, `loss_chunk`, `device` and `seed` are as in `train.options.TrainOptions`.
     """
 
     column: str = "old"
@@ -60,6 +67,7 @@ class ScoreOptions:
     quantize: str | None = None
     temperature: float | None = None
     ignore_temperature: bool = False
+    carry: int | str | None = None
     dtype: str = "auto"
     attention: str = "auto"
     loss_chunk: int = CHUNK
@@ -77,8 +85,15 @@ class ScoreOptions:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
+        if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
+            raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
         if self.temperature is not None and self.ignore_temperature:
             raise TreepackError("temperature and ignore_temperature exclude each other; omit one of them")
+
+    @property
+    def piece_size(self) -> int | None:
+        """The tokens of a piece; None if every row runs as a whole."""
+        return AUTO_PIECE if isinstance(self.carry, str) else self.carry
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,8 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
             seed=options.seed,
             lora=lora,
         )
+    if options.carry is not None:
+        check_carry(loaded)
     # Reads a column of all rows, so only for models that have a maximum position.
     positions = dataset.max_position() if position_limit(loaded.causal) else 0
     check_fits(
@@ -148,7 +165,8 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
     options, loaded = scoring.options, scoring.loaded
     for row in read_rows(scoring.dataset.path):
         lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
-        with lower, memory_errors(f"in row {row.row_id} of {len(row.input_ids):,} tokens", _SMALLER):
+        remedy = f"score with {'--carry auto' if options.carry is None else 'a smaller --carry'}, {_SMALLER}"
+        with lower, memory_errors(f"in row {row.row_id} of {len(row.input_ids):,} tokens", remedy):
             logprobs, entropies = term_scores(loaded, row, options)
         # A ratio or divergence with such a value would make the loss of its step NaN, much later.
         if not np.isfinite(logprobs).all():
@@ -164,20 +182,32 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
 
 @torch.no_grad()
 def term_scores(loaded: LoadedModel, row: Row, options: ScoreOptions) -> tuple[Float64, Float64]:
-    """Return the log-probability and the entropy of each term's token, float64 [N], from one forward pass."""
+    """Return the log-probability and the entropy of each term's token, float64 [N]; each token of the row runs once."""
     batch = make_batch(row, multiple=row_multiple(loaded.attention))
     terms = batch.terms
     assert terms is not None, "checked when the data was opened"
     if len(terms.tokens) == 0:  # no trained token in this row: nothing to compute
         return np.zeros(0), np.zeros(0)
     # One value per trained token, which `index` repeats for its terms: values [-1, -2], index [0, 1, 1] -> [-1, -2, -2]
-    batch, tokens = prepare_batch(loaded, batch), terms.tokens.to(loaded.device)
+    tokens = terms.tokens.to(loaded.device)
     temperature = filled_temperature(None if options.ignore_temperature else terms.temperature, options.temperature)
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.to(loaded.device)
-    scores = row_logprobs(loaded, batch, tokens, temperature=temperature, chunk=options.loss_chunk)
+    scores = _token_scores(loaded, batch, tokens, temperature, options)
     logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in scores)
     return logprobs, entropies
+
+
+def _token_scores(
+    loaded: LoadedModel, batch: Batch, tokens: Tensor, temperature: Tensor | float, options: ScoreOptions
+) -> tuple[Tensor, Tensor]:
+    limit = options.piece_size
+    if limit is None or batch.num_tokens <= limit:
+        batch = prepare_batch(loaded, batch)
+        return row_logprobs(loaded, batch, tokens, temperature=temperature, chunk=options.loss_chunk)
+    # Without gradients all pieces may share the weights that autocast has cast, so they need no contexts of their own.
+    pieces = CarryOptions(limit, chunk=options.loss_chunk)
+    return row_scores(loaded, batch, tokens, pieces, temperature=temperature)
 
 
 def scored_provenance(scoring: Scoring) -> Provenance:
@@ -192,5 +222,9 @@ def scored_provenance(scoring: Scoring) -> Provenance:
         model["quantize"] = options.quantize
     if scoring.temperature != 1:
         model["temperature"] = scoring.temperature
+    # Pieces change the order of sums, as dtype and attention do, but only of rows that are cut.
+    limit = options.piece_size
+    if limit is not None and int(scoring.dataset.num_tokens.max(initial=0)) > limit:
+        model["carry"] = limit
     logprobs = {**(manifest.get("logprobs") or {}), options.column: model}
     return replace(Provenance.of(manifest), logprobs=logprobs)
