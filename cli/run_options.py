@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import click
 
 from .option_groups import option_group
-from .sizes import PieceSize
+from .sizes import LayerCount, PieceSize
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class RunOptions:
     gather_dtype: str
     cpu_offload: bool
     carry: int | str | None
+    checkpoint_layers: int | str | None
+    offload_checkpoints: bool
 
     @property
     def sinks(self) -> tuple[str, ...]:
@@ -71,6 +73,17 @@ run_options = option_group(
             help="Dtype of weights sent between ranks; bf16 halves the traffic and rounds all weights, norms too.",
         ),
         click.option("--cpu-offload", is_flag=True, help="Keep sharded weights and optimiser on the CPU."),
+        click.option(
+            "--checkpoint-layers",
+            type=LayerCount(),
+            help="Compute only the first N layers again in the backward pass; auto is the smallest number with which "
+            "the longest row fits into the GPU's memory.",
+        ),
+        click.option(
+            "--offload-checkpoints",
+            is_flag=True,
+            help="Compute layers again, and keep their inputs and attention outputs in host memory until then.",
+        ),
         click.option(
             "--carry",
             type=PieceSize(),

@@ -61,6 +61,16 @@ class PieceSize(click.ParamType[Any]):
         return TokenCount().convert(value, param, ctx)
 
 
+class LayerCount(click.ParamType[Any]):
+    """A number of layers, or `auto`."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Parse `value`; wrong usage if it is neither the word nor a number."""
+        return "auto" if value == "auto" else click.IntRange(min=0).convert(value, param, ctx)
+
+
 class Size(click.ParamType[int]):
     """A number of bytes, with one of the suffixes K, M and G for 1024, 1024^2 and 1024^3."""
 

@@ -42,8 +42,8 @@ _SECTIONS = {
     "Held-out rows": "eval eval-every patience",
     "Checkpoints": "checkpoint-every keep max-skipped",
     "Metrics": "report-to tensorboard project run-name plot quiet",
-    "Speed and memory": "device dtype compile attention gradient-checkpointing carry loss-chunk gather-dtype "
-    "cpu-offload",
+    "Speed and memory": "device dtype compile attention gradient-checkpointing checkpoint-layers "
+    "offload-checkpoints carry loss-chunk gather-dtype cpu-offload",
     "Verification": "verify verify-rows help",
 }
 
@@ -217,6 +217,8 @@ def train(
         objective=objective,
         gather_dtype=run.gather_dtype,
         cpu_offload=run.cpu_offload,
+        checkpoint_layers=run.checkpoint_layers,
+        offload_checkpoints=run.offload_checkpoints,
         carry=run.carry,
         checkpoint_every=run.checkpoint_every,
         keep=run.keep,

@@ -21,7 +21,7 @@ from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 
 # Options that may be "auto"; no number changes the result of a run except for rounding.
-NAMES = ("carry",)
+NAMES = ("carry", "checkpoint_layers")
 ENTRY = "chosen"
 
 
@@ -44,16 +44,17 @@ def with_recorded(options: TrainOptions, out: AnyPath, ranks: Ranks) -> TrainOpt
     numbers = [0] * len(names)
 
     def read() -> None:
+        numbers[:] = [-1] * len(names)  # other ranks keep 0, so that the sum is the number of the first one
         path = out / RUN
         local = path.read_bytes() if isinstance(path, Path) and path.exists() else None
         content = local if isinstance(path, Path) else object_store.read(path)
         # A damaged file is refused by `directory.begin`.
         with suppress(ValueError, KeyError, TypeError, AttributeError):
             recorded = json.loads(content or b"")[ENTRY]
-            numbers[:] = [int(recorded.get(name, 0)) for name in names]
+            numbers[:] = [int(recorded.get(name, -1)) for name in names]
 
     # Only the first rank reads the file: it may also write it, before another one has looked for it.
     ranks.lead(read)
     known = ranks.sum(torch.tensor(numbers)).tolist()
-    changes: dict[str, Any] = {name: number for name, number in zip(names, known, strict=True) if number > 0}
+    changes: dict[str, Any] = {name: number for name, number in zip(names, known, strict=True) if number >= 0}
     return replace(options, **changes)

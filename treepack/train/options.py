@@ -20,8 +20,8 @@ from treepack.model.objectives import Objective
 from treepack.train.ranks import find_dtype
 
 CHANGEABLE_ON_RESUME = frozenset(
-    "gradient_checkpointing compile attention carry loss_chunk device gather_dtype cpu_offload "
-    "checkpoint_every keep max_skipped".split()
+    "gradient_checkpointing checkpoint_layers offload_checkpoints compile attention carry loss_chunk device "
+    "gather_dtype cpu_offload checkpoint_every keep max_skipped".split()
 )
 # Options that define the number of steps. A resumed run may have more steps than before, or fewer, but not fewer than
 # are done.
@@ -67,6 +67,9 @@ class TrainOptions:
     trained, and its base stays as it is. `router_aux` is the coefficient of the load-balancing loss of a mixture's
     routers (`model.router_balance`), for the loss sft only; 0 leaves it out. Rows of more than `carry` tokens run in
     pieces of at most that many; "auto" becomes a number when the run is opened, and None runs every row as a whole.
+    `gradient_checkpointing` recomputes all layers in the backward pass, and `checkpoint_layers` that many of them;
+    "auto" becomes the smallest number with which the longest row fits. `offload_checkpoints` recomputes layers too,
+    and keeps their inputs and attention outputs in host memory.
     """
 
     steps: int | None = None
@@ -81,6 +84,8 @@ class TrainOptions:
     optimizer: str = "adamw"
     dtype: str = "auto"
     gradient_checkpointing: bool = False
+    checkpoint_layers: int | str | None = None
+    offload_checkpoints: bool = False
     compile: bool = False
     mix: tuple[float, ...] | None = None
     blocks: int | None = None
@@ -120,6 +125,11 @@ class TrainOptions:
                 f"router_aux is {self.router_aux} with the loss {self.objective.loss}; reinforcement learning and dpo "
                 "leave the auxiliary loss of routers out, so give 0"
             )
+        layers = self.checkpoint_layers
+        if layers not in (None, "auto") and not (isinstance(layers, int) and layers >= 0):
+            raise TreepackError(f"checkpoint_layers is {layers!r}; expected a number of layers, auto or None")
+        if layers == 0 and self.offload_checkpoints:
+            raise TreepackError("offload_checkpoints offloads recomputed layers and checkpoint_layers is 0; omit one")
         if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
             raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
         if self.router_aux and self.carry is not None:
@@ -141,9 +151,17 @@ class TrainOptions:
         del record["objective"]["preset"]  # a name for values that the record has anyway
         if self.blocks in (None, 1):
             del record["blocks"]  # the order of a run without blocks depends on none
-        if self.carry is None:
-            del record["carry"]
+        for name in ("carry", "checkpoint_layers"):
+            if record[name] is None:
+                del record[name]
+        if not self.offload_checkpoints:
+            del record["offload_checkpoints"]
         return {**record, "betas": list(self.betas), "mix": None if self.mix is None else list(self.mix)}
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers are recomputed in the backward pass."""
+        return self.gradient_checkpointing or self.offload_checkpoints or self.checkpoint_layers not in (None, 0)
 
     def with_dtype(self, device: torch.device) -> Self:
         """Return the options with the dtype that "auto" is on `device`."""

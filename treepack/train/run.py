@@ -40,6 +40,7 @@ from treepack.model.router_balance import RouterBalance
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
 from treepack.train.division import Division, choose_blocks, divide_rows
 from treepack.train.initial_weights import find_weights
+from treepack.train.layer_choice import adapt, choose_layers
 from treepack.train.optimiser import check_optimizer
 from treepack.train.options import TrainOptions
 from treepack.train.pieces import choose_piece_size
@@ -145,8 +146,8 @@ def open_run(
         held_out: a packed directory, or several, whose loss is computed every `options.eval_every` steps.
 
     Raises:
-        TreepackError: the device is missing, the data is damaged, the model is not supported, or the data does not fit
-            the model.
+        TreepackError: the device is missing, the data is damaged, the model is not supported, the data does not fit the
+            model, or the host has too little memory for `offload_checkpoints`.
     """
     ranks, device = ranks or Ranks(), find_device(options.device)
     options = options.with_dtype(device)
@@ -180,7 +181,7 @@ def open_run(
                 seed=options.seed,
                 lora=options.lora,
             )
-            adapt_layers(loaded.causal, checkpointing=options.gradient_checkpointing, compiled=options.compile)
+            adapt(loaded.causal, options, device)
         if initial is not None:
             initial.fill(loaded.model)
             loaded = replace(loaded, source=str(model), notes=(*loaded.notes, initial.note))
@@ -198,7 +199,7 @@ def open_run(
         held = TrainingRun(held_dataset, loaded, options, held_schedule, None, (), held_table, ranks, division=division)
         _check_rows(held)
         run = replace(run, held_out=held)
-    return _check_fit(run)
+    return choose_layers(_check_fit(run))
 
 
 def open_verification(packed: Packed, model: str | Path, options: TrainOptions) -> TrainingRun:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from treepack.errors import TreepackError
 from treepack.model.adapter import assign, base_of, is_adapted, put_adapter
-from treepack.model.layers import adapt_layers, find_layers
+from treepack.model.layers import find_layers
 from treepack.model.load import (
     build_empty,
     build_model,
@@ -40,6 +40,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
+from treepack.train.layer_choice import adapt
 from treepack.train.options import TrainOptions
 
 
@@ -60,7 +61,7 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     Args:
         source: as in `model.load.load_model`. From a config file every rank makes the same random weights, whole, and
             keeps its shard.
-        options: attention, dtype, gather_dtype, cpu_offload, gradient_checkpointing, compile and seed are used.
+        options: attention, dtype, gather_dtype, cpu_offload, compile, seed and those of recomputation are used.
         device: the device on which this rank computes.
 
     Raises:
@@ -102,7 +103,7 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     loaded = LoadedModel(model, str(source), "reference", (*notes, *more), device=device, root=root)
     loaded = with_attention(loaded, options.attention, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     # After the probe in `with_attention`: compiled for its few tokens, the layers would be compiled again for rows.
-    adapt_layers(causal, checkpointing=options.gradient_checkpointing, compiled=options.compile)
+    adapt(causal, options, device)
     # The probe is a forward without a backward, which leaves the root gathered. An optimiser made now would take the
     # gathered parameters in place of the shards.
     root.reshard()

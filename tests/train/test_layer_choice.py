@@ -1,0 +1,204 @@
+"""Recomputed and offloaded layers in a training run: equal bits, resumption with another choice, refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.command_line import Run
+from support.oracle_model import packed_directory, tiny_config
+from support.rank_processes import Case, train_over
+from support.strategies import make
+from treepack.errors import TreepackError
+from treepack.model.layer_memory import (
+    LayerBytes,
+    Meter,
+    fewest_recomputed,
+    first_tokens,
+    host_pages,
+    measure_layers,
+)
+from treepack.model.layers import adapted_layers
+from treepack.train import layer_choice
+from treepack.train.layer_choice import check_host
+from treepack.train.loop import train
+from treepack.train.options import TrainOptions
+from treepack.train.run import TrainingRun, open_run
+
+LAYERS = 3
+OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, checkpoint_every=2, steps=2)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    rollouts = [make(f"t{i}", [i // 3, *range(9), 5, *generator.integers(20, 24, 8).tolist()]) for i in range(15)]
+    return packed_directory(tmp_path / "packed", rollouts, capacity=40)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return tiny_config(tmp_path / "tiny.json", num_hidden_layers=LAYERS)
+
+
+def go(packed: Path, config: Path, out: Path, *, until: int | None = None, **changes: Any) -> TrainingRun:
+    """Start or resume a run, up to step `until`."""
+    run = open_run(packed, config, replace(OPTIONS, **changes))
+    done: list[int] = []
+    steps = train(run, out, resume=True, stop=lambda: until is not None and len(done) + 1 >= until)
+    done.extend(metrics.step for metrics in steps)
+    return run
+
+
+def test_every_choice_of_layers_has_the_bits_of_no_recomputation(packed: Path, config: Path, tmp_path: Path) -> None:
+    go(packed, config, tmp_path / "plain")
+    expected = (tmp_path / "plain" / "model.safetensors").read_bytes()
+    choices: list[dict[str, Any]] = [
+        {"gradient_checkpointing": True},
+        {"checkpoint_layers": 2},
+        {"checkpoint_layers": 0, "gradient_checkpointing": True},
+        {"offload_checkpoints": True},
+        {"offload_checkpoints": True, "checkpoint_layers": 1},
+    ]
+    for number, changes in enumerate(choices):
+        out = tmp_path / str(number)
+        go(packed, config, out, until=1, **changes)
+        adapted = adapted_layers(go(packed, config, out, **choices[number - 1]).loaded.causal)  # another one now
+        assert adapted is not None
+        assert adapted.recomputed == [1, 3, 2, 0, 3][number]
+        assert (adapted.offload is not None) == (number in (0, 4))
+        assert (out / "model.safetensors").read_bytes() == expected, changes
+
+
+def test_auto_recomputes_all_layers_on_a_cpu_and_records_it(treepack: Run, packed: Path, config: Path) -> None:
+    out = packed.parent / "out"
+    command = ["train", str(packed), "--model", str(config), "--device", "cpu", "--steps", "1", "--out", str(out)]
+    done = treepack(*command, "--checkpoint-layers", "auto", "--offload-checkpoints")
+    assert done.status == 0
+    notes = json.loads((out / "train.json").read_text())["notes"]
+    assert "checkpoint_layers auto recomputes all 3 layers on a CPU, where torch counts no memory" in notes
+    assert re.search(r"note: layers keep at most 48 MiB of a row in host memory, for 128 tokens", done.err)
+    assert json.loads((out / "run.json").read_text())["chosen"] == {"checkpoint_layers": 3}
+    assert json.loads((out / "train.json").read_text())["options"]["checkpoint_layers"] == 3
+
+
+def test_a_resumed_run_takes_the_recorded_number(treepack: Run, packed: Path, config: Path) -> None:
+    out = packed.parent / "out"
+    command = ["train", str(packed), "--model", str(config), "--device", "cpu", "--out", str(out)]
+    assert treepack(*command, "--steps", "1", "--checkpoint-layers", "0").status == 0
+    assert treepack(*command, "--steps", "2", "--checkpoint-layers", "auto", "--resume").status == 0
+    assert json.loads((out / "train.json").read_text())["options"]["checkpoint_layers"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoint_layers": -1}, "checkpoint_layers is -1; expected a number of layers, auto or None"),
+        ({"checkpoint_layers": "all"}, "checkpoint_layers is 'all'; expected a number of layers, auto or None"),
+        (
+            {"checkpoint_layers": 0, "offload_checkpoints": True},
+            "offload_checkpoints offloads recomputed layers and checkpoint_layers is 0; omit one",
+        ),
+    ],
+)
+def test_bad_numbers_of_layers_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TreepackError, match=f"^{re.escape(message)}$"):
+        replace(OPTIONS, **changes)
+
+
+def test_too_little_host_memory_is_refused_before_the_first_step(
+    packed: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 3 layers x 1 page of 16 MiB, and 90 % of 40 MiB may be used
+    monkeypatch.setattr(layer_choice, "available_memory", lambda: 40 << 20)
+    with pytest.raises(TreepackError) as caught:
+        open_run(packed, config, replace(OPTIONS, offload_checkpoints=True))
+    assert str(caught.value) == (
+        "offload_checkpoints needs 48 MiB of host memory for the longest row of 128 tokens, and 36 MiB may be used; "
+        "pack with --capacity 128, give a smaller number of --checkpoint-layers, or train without "
+        "--offload-checkpoints"
+    )
+    open_run(packed, config, replace(OPTIONS, offload_checkpoints=True, checkpoint_layers=2))
+
+
+def test_the_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_choice, "available_memory", lambda: 100 << 30)
+    check_host(80 << 30, 65_536)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check_host(45 << 30, 65_536)
+    with pytest.raises(TreepackError, match=r"needs 80\.0 GiB of host memory for each of 2 ranks .* --capacity 36864,"):
+        check_host(80 << 30, 65_536)
+
+
+def test_pages_of_the_host_are_those_that_a_row_takes(packed: Path, config: Path) -> None:
+    run = open_run(packed, config, replace(OPTIONS, offload_checkpoints=True))
+    adapted = adapted_layers(run.loaded.causal)
+    assert adapted is not None
+    assert adapted.offload is not None
+    list(train(run, packed.parent / "out"))
+    assert adapted.offload.pages.count == host_pages(run.loaded, 128, recomputed=LAYERS, lower=False)
+
+
+@given(
+    layer=st.builds(LayerBytes, *[st.floats(1, 1e6)] * 3),
+    num_layers=st.integers(1, 64),
+    tokens=st.integers(1, 1 << 20),
+    share=st.floats(0, 2),
+)
+def test_the_fewest_layers_that_fit_are_recomputed(
+    layer: LayerBytes, num_layers: int, tokens: int, share: float
+) -> None:
+    room = share * layer.kept * num_layers * tokens
+    count = fewest_recomputed(layer, num_layers, tokens, room)
+    needs = [layer.of_token(num_layers, n) * tokens for n in range(num_layers + 1)]
+    assert count == num_layers or needs[count] <= room
+    assert all(need > room for need in needs[:count])
+
+
+def test_a_measurement_leaves_the_model_as_it_was(packed: Path, config: Path) -> None:
+    run = open_run(packed, config, replace(OPTIONS, checkpoint_layers=1))
+    adapted = adapted_layers(run.loaded.causal)
+    assert adapted is not None
+    batch = run.dataset[0]
+    weights = {name: value.clone() for name, value in run.loaded.model.state_dict().items()}
+    # Allocated before and after the forward pass, and the peak of the backward pass, of three passes: the first warms
+    # up, then layers keep 3 * 700 bytes per token, then 3 * 20, and the backward pass adds 900.
+    tokens = len(first_tokens(batch, 16).input_ids)
+    allocated = iter([0, 0, 1000, 1000 + 2100 * tokens, 5000, 5000 + 60 * tokens])
+    peaks = iter([0, 0, 5000 + 960 * tokens])
+    state = torch.get_rng_state()
+    result = measure_layers(
+        run.loaded, batch, lower=False, num_tokens=16, meter=Meter(allocated.__next__, peaks.__next__, lambda: None)
+    )
+    assert result == LayerBytes(700, 20, 900)
+    assert result.of_token(3, 3) == 3 * 20 + 900
+    assert result.of_token(3, 1) == 20 + 2 * 700 + 200
+    assert adapted.recomputed == 1
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in run.loaded.model.parameters())
+    assert all(torch.equal(value, weights[name]) for name, value in run.loaded.model.state_dict().items())
+    with pytest.raises(TreepackError, match=r"^the memory of layers is measured in one process on a GPU; give a"):
+        measure_layers(run.loaded, batch, lower=False)
+
+
+@pytest.mark.slow
+def test_sharded_layers_are_offloaded_as_in_one_process(packed: Path, config: Path) -> None:
+    offloaded = {"epochs": 1, "offload_checkpoints": True}
+    cases = [
+        Case("plain", packed, config, {"epochs": 1}),
+        Case("offloaded", packed, config, offloaded),
+        Case("some", packed, config, {**offloaded, "checkpoint_layers": 2, "compile": True}),
+    ]
+    results = train_over(2, packed.parent, cases)
+    for name, value in results["plain"]["gradients"].items():
+        assert torch.equal(results["offloaded"]["gradients"][name], value)
+        torch.testing.assert_close(results["some"]["gradients"][name], value, rtol=1e-4, atol=1e-6)

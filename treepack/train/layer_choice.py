@@ -1,0 +1,180 @@
+"""The layers of a training run: which of them are recomputed in the backward pass, and where their inputs wait.
+
+options --adapt--> layers of the model compiled, recomputed and offloaded
+run --choose_layers--> the run with a number of layers in place of "auto", and with host memory reserved
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from treepack.errors import TreepackError
+from treepack.files.memory import available_memory
+from treepack.model.layer_memory import (
+    LayerBytes,
+    fewest_recomputed,
+    head_bytes,
+    host_pages,
+    measure_layers,
+    update_bytes,
+)
+from treepack.model.layers import adapt_layers, adapted_layers, set_recomputed
+from treepack.model.memory import is_memory_error
+from treepack.model.offload import PAGE, Offload
+from treepack.model.verify_memory import free_memory
+from treepack.train.options import TrainOptions
+
+if TYPE_CHECKING:
+    from treepack.model.loaded import LoadedModel
+    from treepack.train.run import TrainingRun
+
+_log = logging.getLogger("treepack")
+
+# Part of the GPU's memory that `auto` leaves free, for fragments and the error of the estimate.
+_MARGIN = 0.08
+# Part of the available host memory that pages may take; the rest is for rows, checkpoints and other processes.
+_HOST_SHARE = 0.9
+# Bytes of the optimiser's states for a trained weight.
+_STATE_BYTES = {"adamw": 8, "adamw-8bit": 2}
+
+
+def adapt(causal: Any, options: TrainOptions, device: torch.device) -> None:
+    """Compile, recompute and offload the layers of a model as the options say; "auto" recomputes all for now.
+
+    Raises:
+        TreepackError: as `layers.adapt_layers`.
+    """
+    count = options.checkpoint_layers
+    adapt_layers(
+        causal,
+        checkpointing=options.recomputes,
+        compiled=options.compile,
+        recomputed=count if isinstance(count, int) else None,
+        offload=Offload(device) if options.offload_checkpoints else None,
+    )
+
+
+def choose_layers(run: TrainingRun) -> TrainingRun:
+    """Return the run with the number of recomputed layers, after its host memory is reserved.
+
+    Raises:
+        TreepackError: the host has too little memory for the longest row, or the layers cannot be measured.
+    """
+    options, loaded = run.options, run.loaded
+    adapted = adapted_layers(loaded.causal)
+    if adapted is None:
+        return run
+    longest = _longest_row(run)
+    if options.checkpoint_layers == "auto":
+        count = len(adapted.modules)
+        if loaded.device.type == "cuda":
+            count = _measured_count(run, longest)
+            note = f"{count} of {len(adapted.modules)} layers are recomputed in the backward pass"
+        else:
+            note = f"checkpoint_layers auto recomputes all {count} layers on a CPU, where torch counts no memory"
+        set_recomputed(loaded.causal, count)
+        run = replace(run, options=replace(options, checkpoint_layers=count), notes=(*run.notes, note))
+    if adapted.offload is None or adapted.recomputed == 0:
+        return run
+    lower = options.dtype == "bf16"
+    pages = host_pages(loaded, longest, recomputed=adapted.recomputed, lower=lower)
+    check_host(pages * PAGE, longest)
+    note = f"layers keep at most {_size(pages * PAGE)} of a row in host memory, for {longest:,} tokens"
+    if loaded.device.type == "cuda":
+        _log.info("pinning %s of host memory", _size(pages * PAGE))
+        _reserve(loaded, pages)
+        note = note.replace("host memory", "pinned host memory")
+    return replace(run, notes=(*run.notes, note))
+
+
+def check_host(num_bytes: int, num_tokens: int) -> None:
+    """Refuse a row whose checkpoints do not fit into host memory, on all ranks of this machine together.
+
+    Raises:
+        TreepackError: naming the bytes, and the tokens that would fit.
+    """
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    processes = int(local) if local.isdecimal() and int(local) > 0 else 1
+    room = int(_HOST_SHARE * available_memory()) // processes
+    if num_bytes <= room:
+        return
+    fitting = max(128, int(num_tokens * room / num_bytes) // 128 * 128)
+    ranks = f" for each of {processes} ranks" if processes > 1 else ""
+    raise TreepackError(
+        f"offload_checkpoints needs {_size(num_bytes)} of host memory{ranks} for the longest row of {num_tokens:,} "
+        f"tokens, and {_size(room)} may be used; pack with --capacity {fitting}, give a smaller number of "
+        "--checkpoint-layers, or train without --offload-checkpoints"
+    )
+
+
+def _reserve(loaded: LoadedModel, pages: int) -> None:
+    adapted = adapted_layers(loaded.causal)
+    assert adapted is not None
+    assert adapted.offload is not None
+    try:
+        adapted.offload.pages.reserve(pages)
+    except RuntimeError as error:  # of cudaHostAlloc: a limit that the estimate does not know
+        raise TreepackError(
+            f"the GPU driver pinned {_size(adapted.offload.pages.num_bytes)} of {_size(pages * PAGE)} of host memory "
+            "(ulimit -l, or a limit of the container); pack with a smaller --capacity, or train without "
+            "--offload-checkpoints"
+        ) from error
+
+
+def _longest_row(run: TrainingRun) -> int:
+    """Return the tokens of the longest row, or piece, of the run that has gradients, with padding."""
+    longest = int(run.dataset.num_tokens[run.trainable_rows].max(initial=1))
+    if isinstance(run.options.carry, int):
+        longest = min(longest, run.options.carry)
+    return -(-longest // 128) * 128
+
+
+def _measured_count(run: TrainingRun, longest: int) -> int:
+    """Return the smallest number of layers to recompute with which the longest row fits into the GPU's memory.
+
+    Raises:
+        TreepackError: the weights are sharded over ranks.
+    """
+    loaded, options = run.loaded, run.options
+    adapted, free = adapted_layers(loaded.causal), free_memory(loaded.device)
+    assert adapted is not None
+    assert free is not None
+    _log.info("measuring the memory of the layers")
+    row = max(run.trainable_rows, key=lambda row: int(run.dataset.num_tokens[row]))
+    try:
+        layer = measure_layers(loaded, run.dataset[row], lower=options.dtype == "bf16")
+    except RuntimeError as error:
+        if not is_memory_error(error):
+            raise
+        torch.cuda.empty_cache()
+        return len(adapted.modules)
+    torch.cuda.empty_cache()
+    state = 0 if options.cpu_offload else _STATE_BYTES[options.optimizer]
+    total = torch.cuda.get_device_properties(loaded.device).total_memory
+    room = (
+        free
+        - _MARGIN * total
+        - update_bytes(loaded.model, state_bytes=state)
+        - head_bytes(loaded.causal, chunk=options.loss_chunk, num_tokens=longest)
+    )
+    _log.info("%s", describe(layer, room))
+    return fewest_recomputed(layer, len(adapted.modules), longest, room)
+
+
+def describe(layer: LayerBytes, room: float) -> str:
+    """Return the measured bytes as a line of the log."""
+    kept, recomputed, working = (value / 1024 for value in (layer.kept, layer.recomputed, layer.working))
+    return (
+        f"a layer keeps {kept:.1f} KiB per token, a recomputed one {recomputed:.1f}, and its backward pass needs "
+        f"{working:.1f}; {_size(room)} are free for them"
+    )
+
+
+def _size(num_bytes: float) -> str:
+    # 48 MiB, 23.4 GiB
+    return f"{num_bytes / 2**30:.1f} GiB" if abs(num_bytes) >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
