@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from .sections import SectionedCommand
 from .training import stage_lines, train_model, use_cache
 
 if TYPE_CHECKING:
+    from treepack.data.batch import Batch
     from treepack.model.adapter import LoraOptions
     from treepack.model.objectives import Objective
     from treepack.train.options import TrainOptions
@@ -143,7 +145,8 @@ _SECTIONS = {
     type=click.IntRange(min=1),
     default=2,
     show_default=True,
-    help="Number of rows for --verify, the shortest first; compared in part if memory is too small.",
+    help="Number of rows for --verify, the shortest first, or with --carry N the shortest of more than N tokens; "
+    "compared in part if memory is too small.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing output before the first step.")
 @click.option(
@@ -244,6 +247,7 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     Raises:
         TreepackError: they differ by more than the tolerance.
     """
+    from treepack.carry.verify import in_pieces
     from treepack.errors import TreepackError
     from treepack.model.verify_rows import verify_rows
     from treepack.train.ranks import refuse_ranks
@@ -252,12 +256,22 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     refuse_ranks("--verify")
     with stage_lines():
         run = open_verification(packed, model, options)
-    # The shortest rows, because every trajectory of a row is computed alone too, in float64 if possible.
-    rows = sorted(run.trainable_rows, key=lambda row: int(run.dataset.num_tokens[row]))[:num_rows]
+    limit = None if run.options.carry is None else int(run.options.carry)
+    # The shortest rows, because every trajectory of a row is computed alone too, in float64 if possible; with --carry
+    # the shortest ones that are cut.
+    lengths = run.dataset.num_tokens.tolist()
+    rows = sorted(run.trainable_rows, key=lambda row: (lengths[row] <= (limit or 0), lengths[row]))[:num_rows]
     batches = [run.dataset[row] for row in rows]
+    _count_cut(batches, limit)
     with stage_lines():
-        result = verify_rows(run.loaded, batches, objective=options.objective, factors=run.factors(rows))
-    report = result.gradients
+        result = verify_rows(
+            run.loaded,
+            batches,
+            objective=options.objective,
+            factors=run.factors(rows),
+            backward=None if limit is None else in_pieces(limit),
+        )
+    report, cut = result.gradients, _count_cut(result.batches, limit)
     name, error = report.worst
     show(
         {
@@ -266,6 +280,7 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
             "tokens": _part(*(sum(batch.num_tokens for batch in each) for each in (result.batches, batches))),
             "attention": f"{report.attention} in {report.dtype}",
             "layers": "computed again in the backward pass" if result.plan.recompute else "computed once",
+            **({} if limit is None else {"pieces": f"of at most {limit:,} tokens, in {cut} of {len(rows)} rows"}),
             "loss of the rows": report.loss_packed,
             "loss one by one": report.loss_alone,
             "largest gradient error": f"{error:.1e} ({name})",
@@ -277,6 +292,24 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
             f"{model}: packed gradients differ from one-by-one gradients by {error:.1e} at {name}; do not train this "
             "model on packed rows with this --attention"
         )
+
+
+def _count_cut(batches: Sequence[Batch], limit: int | None) -> int:
+    """Return how many rows have more than `limit` tokens, 0 without a limit.
+
+    Raises:
+        TreepackError: none has, so nothing would be compared in pieces.
+    """
+    from treepack.errors import TreepackError
+
+    cut = 0 if limit is None else sum(batch.num_tokens > limit for batch in batches)
+    if limit is not None and not cut:
+        longest = max((batch.num_tokens for batch in batches), default=0)
+        raise TreepackError(
+            f"--verify: no compared row has more than {limit:,} tokens, the longest has {longest:,}; give a smaller "
+            "number to --carry"
+        )
+    return cut
 
 
 def _part(count: int, total: int) -> str:

@@ -108,7 +108,7 @@ _HOME = {
     "row_value": "carry.backward",
     "row_scores": "carry.backward",
     "verify_gradients": "model.verify",
-    "backward_in_pieces": "carry.verify",
+    "in_pieces": "carry.verify",
     "open_scoring": "train.logprobs",
     "scored_rows": "train.logprobs",
     "open_fit": "train.predictor.fit",

@@ -14,7 +14,7 @@ from treepack.carry.backward import CarryOptions as CarryOptions
 from treepack.carry.backward import backward_row as backward_row
 from treepack.carry.backward import row_scores as row_scores
 from treepack.carry.backward import row_value as row_value
-from treepack.carry.verify import backward_in_pieces as backward_in_pieces
+from treepack.carry.verify import in_pieces as in_pieces
 from treepack.cluster.build import build_trie_on as build_trie_on
 from treepack.cluster.map_scheduler import MapScheduler as MapScheduler
 from treepack.cluster.pack import pack_trie_on as pack_trie_on
@@ -144,7 +144,6 @@ __all__ = [
     "__version__",
     "allow_generation",
     "augment",
-    "backward_in_pieces",
     "backward_row",
     "batch_logprobs",
     "batch_loss",
@@ -160,6 +159,7 @@ __all__ = [
     "estimate_advantages",
     "estimate_pass_rates",
     "fit_values",
+    "in_pieces",
     "independent_options",
     "load_engine",
     "load_model",

@@ -14,7 +14,7 @@ import torch
 from support.oracle_model import gradients, packed_directory, tiny_config, worst_error, write_rows
 from support.packed_objectives import as_trajectories, packed_model, rollouts
 from support.strategies import make
-from treepack import CarryOptions, backward_in_pieces, backward_row, row_loss, row_scores, row_value, verify_gradients
+from treepack import CarryOptions, backward_row, in_pieces, row_loss, row_scores, row_value, verify_gradients
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.model.adapter import LoraOptions
@@ -45,7 +45,7 @@ def test_verification_in_pieces_passes_for_every_objective(tmp_path: Path, confi
     rows = run.trainable_rows
     batches = [run.dataset[row] for row in rows]
     arguments: dict[str, Any] = {"objective": run.options.objective, "factors": run.factors(rows)}
-    report = verify_gradients(run.loaded, batches, backward=backward_in_pieces(limit), **arguments)
+    report = verify_gradients(run.loaded, batches, backward=in_pieces(limit), **arguments)
     assert (report.passed, report.dtype) == (True, "float64")
     assert report.worst[1] < 1e-10
 
@@ -55,7 +55,7 @@ def test_verification_in_pieces_fails_on_a_wrong_mask(tmp_path: Path, config: Pa
     run = open_verification(packed, config, CPU)
     # Every token sees all tokens before it, also on other branches.
     wrong = [replace(row, subtree_end=torch.full_like(row.subtree_end, row.num_tokens)) for row in run.dataset]
-    assert not verify_gradients(run.loaded, wrong, backward=backward_in_pieces(7)).passed
+    assert not verify_gradients(run.loaded, wrong, backward=in_pieces(7)).passed
 
 
 def long_rollouts() -> list[Trajectory]:
@@ -74,7 +74,7 @@ def test_long_rows_are_verified_in_pieces(tmp_path: Path, config: Path, limit: i
     (batch,) = run.dataset
     assert batch.num_tokens > limit
     plan = MemoryPlan(recompute, offload=False, max_tokens=4096, max_flat=1 << 20, max_depth=4096)
-    report = verify_gradients(run.loaded, [batch], plan=plan, backward=backward_in_pieces(limit))
+    report = verify_gradients(run.loaded, [batch], plan=plan, backward=in_pieces(limit))
     assert report.passed
     assert report.worst[1] < 1e-10
 
@@ -84,7 +84,7 @@ def test_adapters_are_exact_in_pieces(tmp_path: Path, config: Path, recompute: b
     packed = write_rows(tmp_path / "packed", as_trajectories(rollouts()), BY_GROUP)
     run = open_verification(packed, config, replace(CPU, lora=LoraOptions(rank=3)))
     plan = MemoryPlan(recompute, offload=False, max_tokens=4096, max_flat=4096, max_depth=4096)
-    report = verify_gradients(run.loaded, list(run.dataset), plan=plan, backward=backward_in_pieces(3))
+    report = verify_gradients(run.loaded, list(run.dataset), plan=plan, backward=in_pieces(3))
     assert (report.passed, report.dtype) == (True, "float64")
     assert all("lora_" in name for name in report.errors)
 

@@ -11,7 +11,7 @@ from treepack.model.objectives import Objective
 from treepack.model.verify import RowBackward
 
 
-def backward_in_pieces(limit: int) -> RowBackward:
+def in_pieces(limit: int) -> RowBackward:
     """Return an argument `backward` of `verify_gradients` that runs each row in pieces of at most `limit` tokens."""
 
     def run(loaded: LoadedModel, batch: Batch, factors: Tensor | None, objective: Objective, chunk: int) -> Tensor:

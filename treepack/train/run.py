@@ -223,6 +223,7 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
     if options.lora is not None and options.lora.rank is not None:
         # A new adapter has B = 0, so the gradient of A is 0 and any error of it would pass.
         assign(loaded.model, initial_weights(loaded.model, options.seed, random_b=True), weights)
+    options = choose_piece_size(options, loaded)
     # `verify_rows` recomputes the layers if that is needed.
     adapt_layers(loaded.causal, checkpointing=False, compiled=options.compile)
     return _check_fit(TrainingRun(dataset, loaded, options, schedule, None, (), table))
