@@ -19,6 +19,7 @@ from treepack.analysis.carried_cost import (
     trie_trunks,
 )
 from treepack.analysis.model_cost import FlopCount, ModelShape
+from treepack.carry.pieces import plan_row
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
@@ -64,6 +65,25 @@ def test_trunk_of_a_trie_is_that_of_one_row_with_all_of_it(rollouts: list[Trajec
     # The same from the column of the row, as the trainer cuts it.
     sizes = row.subtree_end - np.arange(row.num_tokens)
     assert [trunk.tokens for trunk in trie_trunks(trie, PIECES)] == [int((sizes > piece).sum()) for piece in PIECES]
+
+
+@given(rollouts=strategies.trajectories(), capacity=st.integers(9, 40), piece=st.integers(1, 20))
+def test_the_trainer_computes_the_tokens_that_are_forecast(
+    rollouts: list[Trajectory], capacity: int, piece: int
+) -> None:
+    trie = build_trie(rollouts)
+    plan = plan_rows(trie, capacity=capacity, method="contiguous")
+    rows = [plan_row(row.subtree_end, row.parent.astype(np.int64), piece) for row in pack_rows(trie, plan)]
+    (trunk,) = plan_trunks(trie, plan.row_of, (piece,))
+    tokens = sum(row.tokens_backward for row in rows)
+    assert sum(row.tokens_forward for row in rows) == tokens + trunk.tokens
+    # Tokens on the stack in each pass, without the gaps between pieces.
+    stacks = [
+        sum(end - begin for begin, end, _ in each.stack) + (each.size if each.kind == "push" else 0)
+        for row in rows
+        for each in row.passes
+    ]
+    assert max(stacks) == trunk.path
 
 
 def test_trunk_ends_inside_a_node() -> None:

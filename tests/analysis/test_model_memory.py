@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from treepack.analysis.model_cost import PRESETS
+from treepack.analysis.model_fields import Config
 from treepack.analysis.model_memory import PARAMETER_BYTES, ModelMemory, NoPieces, memory_of, read_memory
+from treepack.errors import TreepackError
 
 GIB = 1 << 30
 # As published, with all experts.
@@ -103,11 +107,33 @@ def test_pieces_refuse_recurrent_layers(name: str, tmp_path: Path) -> None:
     assert read_memory(str(tmp_path)) == refused
 
 
-def test_pieces_refuse_short_convolutions_and_indexers() -> None:
+def test_pieces_refuse_short_convolutions() -> None:
     kinds = ["full_attention", "conv"]
     convolution = {**PRESETS["qwen3-0.6b"], "model_type": "lfm2", "num_hidden_layers": 2, "layer_types": kinds}
     assert memory_of(convolution | {"conv_L_cache": 3}, name="m") == NoPieces(
         "layer 1 is a short convolution, whose state does not reach the next piece"
     )
-    indexed = memory_of(PRESETS["qwen3-0.6b"] | {"index_topk": 2048}, name="m")
-    assert indexed == NoPieces("its indexers select keys within a piece only")
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        (PRESETS["qwen3-8b"], False),
+        (PRESETS["qwen3-30b-a3b"], False),
+        (PRESETS["qwen3.5-4b"] | {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8}, True),
+        (PRESETS["qwen3-0.6b"] | {"index_topk": 2048}, False),
+    ],
+)
+def test_the_forecast_refuses_the_models_that_the_trainer_refuses(config: Config, refused: bool) -> None:
+    pytest.importorskip("torch")
+    from treepack.carry.refusal import check_carry
+
+    inner = SimpleNamespace(**config)
+    causal = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: inner))
+    loaded: Any = SimpleNamespace(causal=causal, attention="reference", source="m")
+    if refused:
+        with pytest.raises(TreepackError, match="recurrent layers would not"):
+            check_carry(loaded)
+    else:
+        check_carry(loaded)
+    assert isinstance(memory_of(config, name="m"), NoPieces) == refused

@@ -123,7 +123,7 @@ def memory_of(config: Config, *, name: str) -> ModelMemory | NoPieces:
     """
     config = language_model(config)
     shape, kinds = shape_of(config, name=name), list_layers(config, name)
-    if (reason := _obstacle(config, kinds)) is not None:
+    if (reason := _obstacle(kinds)) is not None:
         return NoPieces(reason)
     hidden, heads = (read_field(config, key, name) for key in ("hidden_size", "num_attention_heads"))
     queries, keys, values, outputs = _widths(config, hidden, heads, name)
@@ -151,14 +151,12 @@ def memory_of(config: Config, *, name: str) -> ModelMemory | NoPieces:
     )
 
 
-def _obstacle(config: Config, kinds: list[str]) -> str | None:
+def _obstacle(kinds: list[str]) -> str | None:
     """Return why a model does not run in pieces, as `carry.refusal` judges it; None if it does."""
     for layer, kind in enumerate(kinds):
         if kind in RECURRENT:
             layers = "a short convolution" if kind == "conv" else "recurrent"
             return f"layer {layer} is {layers}, whose state does not reach the next piece"
-    if isinstance(config.get("index_topk"), int):
-        return "its indexers select keys within a piece only"
     return None
 
 
