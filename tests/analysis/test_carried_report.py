@@ -81,6 +81,7 @@ def test_without_a_known_memory_pieces_have_the_usual_size() -> None:
     found = report_of([rows(None, 10**6, 50_000)], "400")
     assert [(line["carry"], line["fits_rows"], line["fits_carry"]) for line in found["lines"]] == [(16_384, None, None)]
     assert found["lines"][0]["recomputed_layers"] == 28
+    assert found["notes"] == ["the memory of the device is not known, so without --carry all layers are recomputed"]
 
 
 def test_hours_without_pieces_are_those_of_the_forecast_if_all_layers_are_recomputed() -> None:

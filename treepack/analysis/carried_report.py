@@ -108,7 +108,7 @@ def report(rows: Iterable[RowsToCarry], shape: ModelShape, memory: ModelMemory |
         return entry | {"obstacle": memory.reason, "lines": [], "notes": [], "verdict": sentence}
     lines = [_line(each, shape, memory, device) for each in rows]
     sizes = {"state_bytes": memory.state, "path_bytes_per_token": memory.path}
-    return entry | sizes | {"lines": lines, "notes": notes(lines), "verdict": verdict(lines, memory.state)}
+    return entry | sizes | {"lines": lines, "notes": notes(lines, device), "verdict": verdict(lines, memory.state)}
 
 
 def _line(rows: RowsToCarry, shape: ModelShape, memory: ModelMemory, device: Device) -> Entry:
@@ -202,9 +202,11 @@ def _rows(line: Mapping[str, Any]) -> str:
     return f"rows of {line['capacity']:,} tokens"
 
 
-def notes(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return sentences about the lines that leave samples out, or whose path is in host memory."""
+def notes(lines: Iterable[Mapping[str, Any]], device: Device) -> list[str]:
+    """Return sentences about unknown memory, and about lines that leave samples out or have the path in host memory."""
     sentences = []
+    if device.memory is None:
+        sentences.append("the memory of the device is not known, so without --carry all layers are recomputed")
     for line in lines:
         if line["num_left_out"]:
             sentences.append(f"{_rows(line)} leave out {line['num_left_out']:,} longer samples")
