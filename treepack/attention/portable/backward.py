@@ -38,7 +38,6 @@ from treepack.attention.portable.forward import (
     cap_of,
     configs_of,
     constants_of,
-    head_of_queries,
     heads_at_a_time,
     key_tokens,
     load_key_tile,
@@ -134,17 +133,18 @@ def _query_kernel(
     p_v = v + row * v_strides[0] + (head // GROUP) * v_strides[1]
     p_end = ends + row * padded
     # [BLOCK]
-    o_q = origin + i_q * 128 + (rank % PARTS) * BLOCK + tl.arange(0, BLOCK)
+    o_row = i_q * 128 + (rank % PARTS) * BLOCK + tl.arange(0, BLOCK)
+    o_q = origin + o_row
     m_q = o_q < length
     b_start = o_q
     if WINDOWED:
         b_start = tl.load(starts + row * padded + o_q)
-    at = (row * heads + head) * (length - origin) - origin
-    b_lse = tl.load(lse + at + o_q, mask=m_q, other=0.0)
-    b_delta = tl.load(delta + at + o_q, mask=m_q, other=0.0)
+    at = (row * heads + head) * (length - origin)
+    b_lse = tl.load(lse + at + o_row, mask=m_q, other=0.0)
+    b_delta = tl.load(delta + at + o_row, mask=m_q, other=0.0)
     # [BLOCK, BLOCK_D] and [BLOCK, BLOCK_V]
-    b_q = load_rows(head_of_queries(q, q_strides, row, head, origin), o_q, m_q, q_strides[2], D, BLOCK_D, True)
-    b_do = load_rows(head_of_queries(do, do_strides, row, head, origin), o_q, m_q, do_strides[2], D_V, BLOCK_V, True)
+    b_q = load_rows(q + row * q_strides[0] + head * q_strides[1], o_row, m_q, q_strides[2], D, BLOCK_D, True)
+    b_do = load_rows(do + row * do_strides[0] + head * do_strides[1], o_row, m_q, do_strides[2], D_V, BLOCK_V, True)
     b_dq = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
     b_dq = _query_section(
         b_dq, b_q, b_do, b_lse, b_delta, o_q, b_start, p_k, p_v, p_end, granules, first, middle, k_strides[2],
@@ -154,15 +154,15 @@ def _query_kernel(
         b_dq, b_q, b_do, b_lse, b_delta, o_q, b_start, p_k, p_v, p_end, granules, middle, last, k_strides[2],
         v_strides[2], length, factor, cap, TILE, D, D_V, BLOCK_D, BLOCK_V, False, WINDOWED, CAPPED, PRECISION,
     )  # fmt: skip
-    p_dq = head_of_queries(dq, dq_strides, row, head, origin)
+    p_dq = dq + row * dq_strides[0] + head * dq_strides[1]
     # [BLOCK, BLOCK_D]
-    store_rows(p_dq, o_q, m_q, dq_strides[2], b_dq * scale, D, BLOCK_D)
+    store_rows(p_dq, o_row, m_q, dq_strides[2], b_dq * scale, D, BLOCK_D)
 
 
 @triton.jit
 def _key_section(
     b_dk, b_dv, b_k, b_v, o_k, b_end, p_q, p_do, p_lse, p_delta, p_start, p_tiles, first, skip_from, skip, tiles,
-    q_strides, do_strides, length, num_queries, factor, cap,
+    q_strides, do_strides, length, origin, num_queries, factor, cap,
     GROUP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -186,18 +186,19 @@ def _key_section(
                 start += tl.where(start >= skip_from, skip, 0)
         # [TILE]
         o_q = start + tl.arange(0, TILE)
+        o_row = o_q - origin
         m_q = o_q < length
         # [TILE, BLOCK_D] and [TILE, BLOCK_V]
-        b_q = load_rows(p_q + head * q_strides[1], o_q, m_q, q_strides[2], D, BLOCK_D, MASKED)
-        b_do = load_rows(p_do + head * do_strides[1], o_q, m_q, do_strides[2], D_V, BLOCK_V, MASKED)
+        b_q = load_rows(p_q + head * q_strides[1], o_row, m_q, q_strides[2], D, BLOCK_D, MASKED)
+        b_do = load_rows(p_do + head * do_strides[1], o_row, m_q, do_strides[2], D_V, BLOCK_V, MASKED)
         # [TILE]
         at = head * num_queries
         if MASKED:
-            b_lse = tl.load(p_lse + at + o_q, mask=m_q, other=0.0)
-            b_delta = tl.load(p_delta + at + o_q, mask=m_q, other=0.0)
+            b_lse = tl.load(p_lse + at + o_row, mask=m_q, other=0.0)
+            b_delta = tl.load(p_delta + at + o_row, mask=m_q, other=0.0)
         else:
-            b_lse = tl.load(p_lse + at + o_q)
-            b_delta = tl.load(p_delta + at + o_q)
+            b_lse = tl.load(p_lse + at + o_row)
+            b_delta = tl.load(p_delta + at + o_row)
         # [BLOCK, BLOCK_D] @ [BLOCK_D, TILE] -> [BLOCK, TILE], keys by queries
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
         unit = factor
@@ -257,9 +258,9 @@ def _key_kernel(
     b_dv = tl.zeros([BLOCK, BLOCK_V], dtype=tl.float32)
 
     num_queries = length - origin
-    p_q = head_of_queries(q, q_strides, row, head * GROUP, origin)
-    p_do = head_of_queries(do, do_strides, row, head * GROUP, origin)
-    at = (row * kv_heads * GROUP + head * GROUP) * num_queries - origin
+    p_q = q + row * q_strides[0] + head * GROUP * q_strides[1]
+    p_do = do + row * do_strides[0] + head * GROUP * do_strides[1]
+    at = (row * kv_heads * GROUP + head * GROUP) * num_queries
     p_start = starts + row * padded
     # First both masked ends of the range as if they were one, then the full middle:
     #     first ... full_begin | full_begin ... full_end | full_end ... last
@@ -270,12 +271,12 @@ def _key_kernel(
     bare = full_end - full_begin
     b_dk, b_dv = _key_section(
         b_dk, b_dv, b_k, b_v, o_k, b_end, p_q, p_do, lse + at, delta + at, p_start, key_tiles, first, full_begin, bare,
-        (last - first - bare) // UNIT * PER_UNIT, q_strides, do_strides, length, num_queries, factor, cap,
+        (last - first - bare) // UNIT * PER_UNIT, q_strides, do_strides, length, origin, num_queries, factor, cap,
         GROUP, TILE, D, D_V, BLOCK_D, BLOCK_V, True, WINDOWED, CAPPED, PRECISION,
     )  # fmt: skip
     b_dk, b_dv = _key_section(
         b_dk, b_dv, b_k, b_v, o_k, b_end, p_q, p_do, lse + at, delta + at, p_start, key_tiles, full_begin, 0, 0,
-        bare // UNIT * PER_UNIT, q_strides, do_strides, length, num_queries, factor, cap,
+        bare // UNIT * PER_UNIT, q_strides, do_strides, length, origin, num_queries, factor, cap,
         GROUP, TILE, D, D_V, BLOCK_D, BLOCK_V, False, WINDOWED, CAPPED, PRECISION,
     )  # fmt: skip
     # [BLOCK, BLOCK_D] and [BLOCK, BLOCK_V]

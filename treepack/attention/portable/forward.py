@@ -120,16 +120,6 @@ def place(program, heads, batch, blocks):
 
 
 @triton.jit
-def head_of_queries(pointer, strides, row, head, origin):
-    """Return the address that token 0 of a head would have in a tensor whose first token is `origin`.
-
-    Nothing lies there: the caller adds tokens from `origin` on. In int64, because 2**20 tokens of 32 heads of 128 are
-    2**32 elements.
-    """
-    return pointer + row * strides[0] + head * strides[1] - origin.to(tl.int64) * strides[2]
-
-
-@triton.jit
 def bend(b_s, factor, cap):
     """Return tanh(b_s * factor / cap): the share of the cap that a score reaches."""
     # tanh(x) = 1 - 2 / (1 + e**(2 x)); a large |x| gives e**(2 x) = inf or 0, and 1 or -1. 2 * log2(e) = 2.885...
@@ -274,13 +264,14 @@ def _forward_kernel(
     p_v = v + row * v_strides[0] + (head // GROUP) * v_strides[1]
     p_end = ends + row * padded
     # [BLOCK]
-    o_q = origin + i_q * 128 + (rank % PARTS) * BLOCK + tl.arange(0, BLOCK)
+    o_row = i_q * 128 + (rank % PARTS) * BLOCK + tl.arange(0, BLOCK)
+    o_q = origin + o_row
     m_q = o_q < length
     b_start = o_q
     if WINDOWED:
         b_start = tl.load(starts + row * padded + o_q)
     # [BLOCK, BLOCK_D]
-    b_q = load_rows(head_of_queries(q, q_strides, row, head, origin), o_q, m_q, q_strides[2], D, BLOCK_D, True)
+    b_q = load_rows(q + row * q_strides[0] + head * q_strides[1], o_row, m_q, q_strides[2], D, BLOCK_D, True)
     # [BLOCK, BLOCK_V]
     b_acc = tl.zeros([BLOCK, BLOCK_V], dtype=tl.float32)
     # [BLOCK]
@@ -304,11 +295,11 @@ def _forward_kernel(
         # [BLOCK, BLOCK_V]
         b_acc = b_acc * b_decay[:, None]
         b_max = b_new
-    p_o = head_of_queries(o, o_strides, row, head, origin)
+    p_o = o + row * o_strides[0] + head * o_strides[1]
     # [BLOCK, BLOCK_V] / [BLOCK, 1] -> [BLOCK, BLOCK_V]
-    store_rows(p_o, o_q, m_q, o_strides[2], b_acc / b_sum[:, None], D_V, BLOCK_V)
+    store_rows(p_o, o_row, m_q, o_strides[2], b_acc / b_sum[:, None], D_V, BLOCK_V)
     # [BLOCK]
-    tl.store(lse + (row * heads + head) * (length - origin) - origin + o_q, b_max + tl.log2(b_sum), mask=m_q)
+    tl.store(lse + (row * heads + head) * (length - origin) + o_row, b_max + tl.log2(b_sum), mask=m_q)
 
 
 def forward(
