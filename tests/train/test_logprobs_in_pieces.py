@@ -15,6 +15,7 @@ from support.command_line import Run as Command
 from support.oracle_model import tiny_config, write_rows
 from support.oracle_objectives import own_logprobs
 from support.packed_objectives import as_trajectories, packed_model, plain, rollouts
+from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.errors import TreepackError
 from treepack.pack.files import read_rows
 from treepack.train.logprobs import AUTO_PIECE, ScoreOptions, open_scoring, term_scores
@@ -47,6 +48,16 @@ def test_each_token_of_a_row_in_pieces_runs_once(tmp_path: Path) -> None:
     hook.remove()
     assert sum(seen) == row.num_tokens
     assert max(seen) <= 4
+
+
+@pytest.mark.parametrize("stack", [0, 1000])
+def test_layers_in_host_memory_change_no_bit(tmp_path: Path, stack: int) -> None:
+    (row,) = read_rows(write_rows(tmp_path / "packed", as_trajectories(rollouts()), ONE))
+    loaded, options = packed_model("qwen3"), ScoreOptions(carry=3)
+    memory = CarryMemory(loaded.device, CarryBudget(stack=stack))
+    moved = term_scores(loaded, row, options, memory=memory)
+    assert memory.num_bytes > 0
+    assert np.array_equal(np.stack(moved), np.stack(term_scores(loaded, row, options)))
 
 
 def scores_of(packed: Path) -> list[Any]:

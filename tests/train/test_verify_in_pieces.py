@@ -31,7 +31,7 @@ def test_verification_takes_the_shortest_rows_that_are_cut(treepack: Command, tm
 
 def table_of(out: str) -> dict[str, str]:
     """The names and values of a printed table."""
-    return dict(re.split(r"  +", line.strip(), maxsplit=1) for line in out.splitlines())  # type: ignore[misc]
+    return dict(re.split(r"  +", line.strip(), maxsplit=1) for line in out.splitlines())
 
 
 def test_verification_in_pieces_of_no_row_is_refused(treepack: Command, tmp_path: Path) -> None:

@@ -131,8 +131,8 @@ def run(program: str) -> dict[str, Any]:
     return names
 
 
-def test_there_are_three_programs() -> None:
-    assert len(programs()) == 3
+def test_there_are_four_programs() -> None:
+    assert len(programs()) == 4
 
 
 def test_the_loop_in_pytorch(record: Recorder) -> None:
@@ -175,6 +175,15 @@ def test_the_policy_loss_in_trl(record: Recorder) -> None:
     names = run(programs()[2])
     assert len(record.updates) == 2
     assert_exact(names["trainer"].model, record, policy)
+
+
+@pytest.mark.parametrize("size", ["8192", "3"])
+def test_the_loop_in_pieces(record: Recorder, size: str) -> None:
+    program, changed = re.subn("8192", size, programs()[3])
+    assert changed == 1
+    names = run(program)
+    assert len(record.updates) == 4
+    assert_exact(names["loaded"].model, record, supervised)
 
 
 # Runs both programs in every process, because imports take longest, and saves weights and gradients of their updates.

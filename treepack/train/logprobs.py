@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from treepack.attention import row_multiple
 from treepack.carry.backward import CarryOptions, row_scores
+from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.carry.refusal import check_carry
-from treepack.data.batch import Batch, make_batch
+from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
@@ -37,6 +37,7 @@ from treepack.model.loss import CHUNK, filled_temperature
 from treepack.model.memory import LOADING, memory_errors
 from treepack.model.objectives import GREEDY
 from treepack.model.temperature import refuse_temperatures, temperature_of
+from treepack.model.verify_memory import free_memory
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.train.ranks import find_device, find_dtype
@@ -100,7 +101,8 @@ class ScoreOptions:
 class Scoring:
     """Rows, model and options that fit together; `notes` are for the user.
 
-    `temperature` is that of all terms, or a phrase, see `model.temperature.temperature_of`.
+    `temperature` is that of all terms, or a phrase, see `model.temperature.temperature_of`. `memory` is the budget of
+    what rows in pieces carry, on a GPU.
     """
 
     dataset: PackedDataset
@@ -108,6 +110,7 @@ class Scoring:
     options: ScoreOptions
     notes: tuple[str, ...]
     temperature: float | str
+    memory: CarryMemory | None = None
 
 
 def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -> Scoring:
@@ -139,8 +142,10 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
             seed=options.seed,
             lora=lora,
         )
+    memory = None
     if options.carry is not None:
         check_carry(loaded)
+        memory = _carry_memory(loaded.device)
     # Reads a column of all rows, so only for models that have a maximum position.
     positions = dataset.max_position() if position_limit(loaded.causal) else 0
     check_fits(
@@ -153,7 +158,14 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     notes = (f"the column {name} of {packed} is replaced",) if name in dataset.term_columns else ()
     if options.column == "ref" and temperature != 1:
         notes = (*notes, "the reference is computed at the sampler's temperature; for dpo add --ignore-temperature")
-    return Scoring(dataset, loaded, options, (*loaded.notes, *notes), temperature)
+    return Scoring(dataset, loaded, options, (*loaded.notes, *notes), temperature, memory)
+
+
+def _carry_memory(device: torch.device) -> CarryMemory | None:
+    # Keys and values of layers beyond half of the free memory wait on the host; the other half is for a piece's layer
+    # and logits. The budget changes no result.
+    free = free_memory(device)
+    return CarryMemory(device, CarryBudget(stack=int(free / 2))) if device.type == "cuda" and free is not None else None
 
 
 def scored_rows(scoring: Scoring) -> Iterator[Row]:
@@ -167,7 +179,7 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
         lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
         remedy = f"score with {'--carry auto' if options.carry is None else 'a smaller --carry'}, {_SMALLER}"
         with lower, memory_errors(f"in row {row.row_id} of {len(row.input_ids):,} tokens", remedy):
-            logprobs, entropies = term_scores(loaded, row, options)
+            logprobs, entropies = term_scores(loaded, row, options, memory=scoring.memory)
         # A ratio or divergence with such a value would make the loss of its step NaN, much later.
         if not np.isfinite(logprobs).all():
             raise TreepackError(
@@ -181,7 +193,9 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
 
 
 @torch.no_grad()
-def term_scores(loaded: LoadedModel, row: Row, options: ScoreOptions) -> tuple[Float64, Float64]:
+def term_scores(
+    loaded: LoadedModel, row: Row, options: ScoreOptions, *, memory: CarryMemory | None = None
+) -> tuple[Float64, Float64]:
     """Return the log-probability and the entropy of each term's token, float64 [N]; each token of the row runs once."""
     batch = make_batch(row, multiple=row_multiple(loaded.attention))
     terms = batch.terms
@@ -193,21 +207,17 @@ def term_scores(loaded: LoadedModel, row: Row, options: ScoreOptions) -> tuple[F
     temperature = filled_temperature(None if options.ignore_temperature else terms.temperature, options.temperature)
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.to(loaded.device)
-    scores = _token_scores(loaded, batch, tokens, temperature, options)
-    logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in scores)
-    return logprobs, entropies
-
-
-def _token_scores(
-    loaded: LoadedModel, batch: Batch, tokens: Tensor, temperature: Tensor | float, options: ScoreOptions
-) -> tuple[Tensor, Tensor]:
     limit = options.piece_size
     if limit is None or batch.num_tokens <= limit:
         batch = prepare_batch(loaded, batch)
-        return row_logprobs(loaded, batch, tokens, temperature=temperature, chunk=options.loss_chunk)
-    # Without gradients all pieces may share the weights that autocast has cast, so they need no contexts of their own.
-    pieces = CarryOptions(limit, chunk=options.loss_chunk)
-    return row_scores(loaded, batch, tokens, pieces, temperature=temperature)
+        scores = row_logprobs(loaded, batch, tokens, temperature=temperature, chunk=options.loss_chunk)
+    else:
+        # Without gradients all pieces may share the weights that autocast has cast, so they need no contexts of their
+        # own.
+        pieces = CarryOptions(limit, chunk=options.loss_chunk, memory=memory)
+        scores = row_scores(loaded, batch, tokens, pieces, temperature=temperature)
+    logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in scores)
+    return logprobs, entropies
 
 
 def scored_provenance(scoring: Scoring) -> Provenance:
