@@ -1,0 +1,72 @@
+"""The benchmark of rows in pieces: its trees, their rows, and a dry run on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from carried_rows import comb, cut_rows, random_forks, row_of_columns
+from hypothesis import given
+from hypothesis import strategies as st
+from training_rows import make_row
+from workloads import Workload
+
+import carry
+from treepack.data.batch import Batch
+
+
+def tokens_of(work: Workload) -> Batch:
+    leaves = np.flatnonzero(work.subtree_end == np.arange(1, work.tokens + 1))
+    return row_of_columns(0, np.arange(work.tokens), work.subtree_end, leaves, np.ones(work.tokens, bool))
+
+
+def paths_of(row: Batch) -> list[list[int]]:
+    found = []
+    for end in row.trajectory_ends.tolist():
+        path = []
+        while end >= 0:
+            path.append(int(row.input_ids[end]))
+            end = int(row.parent[end])
+        found.append(path[::-1])
+    return found
+
+
+TREES = st.one_of(
+    st.builds(random_forks, st.just("forks"), st.integers(1, 12), st.integers(2, 40), st.integers(0, 99)),
+    st.builds(comb, st.just("comb"), st.integers(20, 60), st.integers(1, 5), st.integers(1, 9)),
+)
+
+
+@given(TREES)
+def test_columns_are_those_of_the_slow_way(work: Workload) -> None:
+    row = tokens_of(work)
+    slow = make_row(0, np.arange(work.tokens), work.subtree_end, row.trajectory_ends.numpy())
+    for name in ("position_ids", "parent", "subtree_end", "scale", "loss_weight", "trajectory_ends"):
+        assert torch.equal(getattr(row, name), getattr(slow, name)), name
+
+
+@given(st.lists(TREES, min_size=1, max_size=3), st.integers(0, 60))
+def test_rows_of_a_capacity_have_every_path_once(works: list[Workload], room: int) -> None:
+    rows = [tokens_of(work) for work in works]
+    capacity = max(int(row.position_ids.max()) + 1 for row in rows) + room
+    cut = cut_rows(rows, capacity)
+    assert all(row.num_tokens <= capacity for row in cut)
+    assert sorted(path for row in cut for path in paths_of(row)) == sorted(
+        path for row in rows for path in paths_of(row)
+    )
+    assert sum(row.total_weight for row in cut) == sum(row.total_weight for row in rows)
+
+
+def test_sequences_that_no_row_holds_are_refused() -> None:
+    with pytest.raises(SystemExit, match="a sequence has 40 tokens, and rows have 39"):
+        cut_rows([tokens_of(random_forks("forks", 2, 40))], 39)
+
+
+def test_a_dry_run_has_one_line_for_each_way(capsys: pytest.CaptureFixture[str]) -> None:
+    carry.main(["--dry-run"])
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| tiny")]
+    assert [line[2].strip() for line in lines] == ["recomputed:50", "offload:100", "auto:50", "carry:20"]
+    tokens = [[int(cell.replace(",", "")) for cell in line[4:6]] for line in lines]
+    # Rows of a capacity repeat prefixes. Pieces run each token backward once, and trunk forward twice.
+    assert tokens[0][0] == tokens[0][1] > tokens[3][1]
+    assert tokens[3][0] > tokens[3][1]
