@@ -37,15 +37,13 @@ from workloads import Workload, make_workload, row_of_ends, star
 from treepack.analysis.model_cost import PRESETS
 from treepack.data.batch import Batch
 from treepack.model.forward import prepare_batch, row_loss
-from treepack.model.layer_memory import fewest_recomputed, head_bytes, host_pages, measure_layers, update_bytes
+from treepack.model.layer_memory import fewest_recomputed, host_pages, measure_layers
 from treepack.model.layers import AdaptedLayers, adapt_layers, adapted_layers, recomputed_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
+from treepack.model.loss import CHUNK
 from treepack.model.offload import PAGE, Offload
-from treepack.model.verify_memory import free_memory
-from treepack.train.layer_choice import describe
-
-MARGIN = 0.08  # of `--checkpoint-layers auto`
+from treepack.train.layer_choice import describe, layer_room
 
 
 @dataclass(frozen=True)
@@ -102,15 +100,9 @@ def auto_count(loaded: LoadedModel, row: Batch, num_layers: int) -> int:
     """Return the number of layers that `--checkpoint-layers auto` recomputes for a row."""
     if loaded.device.type != "cuda":
         return num_layers // 2
-    layer, free = measure_layers(loaded, row, lower=True), free_memory(loaded.device)
-    assert free is not None
+    layer = measure_layers(loaded, row, lower=True)
     torch.cuda.empty_cache()
-    room = (
-        free
-        - MARGIN * torch.cuda.get_device_properties(loaded.device).total_memory
-        - update_bytes(loaded.model, state_bytes=8)
-        - head_bytes(loaded.causal, chunk=2048, num_tokens=row.num_tokens)
-    )
+    room = layer_room(loaded, row.num_tokens, chunk=CHUNK, states=8)
     print(describe(layer, room))
     return fewest_recomputed(layer, num_layers, row.num_tokens, room)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 # Limits of a container, of the second and the first version of control groups; "max" or a huge number is no limit.
 _GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_MACHINE = Path("/proc/meminfo")
 
 
 def usual_memory() -> int:
@@ -16,7 +17,7 @@ def usual_memory() -> int:
 
 def available_memory() -> int:
     """Return the bytes that processes may still take on this machine, or in the container if that has less left."""
-    sizes = [_available_on_machine(Path("/proc/meminfo"))]
+    sizes = [_available_on_machine()]
     for limit, usage in zip(_GROUP_LIMITS, ("memory.current", "memory.usage_in_bytes"), strict=True):
         left = _left_in_group(limit, limit.parent / usage)
         if left is not None:
@@ -24,9 +25,9 @@ def available_memory() -> int:
     return min(sizes)
 
 
-def _available_on_machine(path: Path) -> int:
+def _available_on_machine() -> int:
     try:
-        lines = path.read_text(encoding="ascii").splitlines()
+        lines = _MACHINE.read_text(encoding="ascii").splitlines()
     except OSError:  # not Linux
         return _all_memory()
     # "MemAvailable:   12345 kB"

@@ -98,9 +98,7 @@ def check_host(num_bytes: int, num_tokens: int) -> None:
     Raises:
         TreepackError: naming the bytes, and the tokens that would fit.
     """
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    processes = int(local) if local.isdecimal() and int(local) > 0 else 1
-    room = int(_HOST_SHARE * available_memory()) // processes
+    processes, room = _local_processes(), host_room()
     if num_bytes <= room:
         return
     fitting = max(128, int(num_tokens * room / num_bytes) // 128 * 128)
@@ -110,6 +108,21 @@ def check_host(num_bytes: int, num_tokens: int) -> None:
         f"tokens, and {_size(room)} may be used; pack with --capacity {fitting}, give a smaller number of "
         "--checkpoint-layers, or train without --offload-checkpoints"
     )
+
+
+def host_room() -> int:
+    """Return the bytes of host memory that each of the ranks of this machine may use."""
+    return int(_HOST_SHARE * available_memory()) // _local_processes()
+
+
+def _local_processes() -> int:
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(local) if local.isdecimal() and int(local) > 0 else 1
+
+
+def state_bytes(options: TrainOptions) -> int:
+    """Return the bytes of the optimiser's states on the GPU for each trained weight."""
+    return 0 if options.cpu_offload else _STATE_BYTES[options.optimizer]
 
 
 def _reserve(loaded: LoadedModel, pages: int) -> None:
@@ -141,9 +154,8 @@ def _measured_count(run: TrainingRun, longest: int) -> int:
         TreepackError: the weights are sharded over ranks.
     """
     loaded, options = run.loaded, run.options
-    adapted, free = adapted_layers(loaded.causal), free_memory(loaded.device)
+    adapted = adapted_layers(loaded.causal)
     assert adapted is not None
-    assert free is not None
     _log.info("measuring the memory of the layers")
     row = max(run.trainable_rows, key=lambda row: int(run.dataset.num_tokens[row]))
     try:
@@ -154,16 +166,22 @@ def _measured_count(run: TrainingRun, longest: int) -> int:
         torch.cuda.empty_cache()
         return len(adapted.modules)
     torch.cuda.empty_cache()
-    state = 0 if options.cpu_offload else _STATE_BYTES[options.optimizer]
-    total = torch.cuda.get_device_properties(loaded.device).total_memory
-    room = (
-        free
-        - _MARGIN * total
-        - update_bytes(loaded.model, state_bytes=state)
-        - head_bytes(loaded.causal, chunk=options.loss_chunk, num_tokens=longest)
-    )
+    room = layer_room(loaded, longest, chunk=options.loss_chunk, states=state_bytes(options))
     _log.info("%s", describe(layer, room))
     return fewest_recomputed(layer, len(adapted.modules), longest, room)
+
+
+def layer_room(loaded: LoadedModel, num_tokens: int, *, chunk: int, states: int) -> float:
+    """Return the bytes of the GPU that the layers may use for a row of `num_tokens`.
+
+    `chunk` is the number of targets whose logits are in memory at a time, and `states` the bytes of the optimiser's
+    states for each trained weight.
+    """
+    free = free_memory(loaded.device)
+    assert free is not None
+    total = torch.cuda.get_device_properties(loaded.device).total_memory
+    update = update_bytes(loaded.model, state_bytes=states)
+    return free - _MARGIN * total - update - head_bytes(loaded.causal, chunk=chunk, num_tokens=num_tokens)
 
 
 def describe(layer: LayerBytes, room: float) -> str:
