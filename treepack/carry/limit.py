@@ -221,7 +221,9 @@ def plan_carry(
     options: CarryOptions,
     *,
     limit: int | None = None,
+    longest_path: int | None = None,
     reserved: int | None = None,
+    host_bytes: int | None = None,
 ) -> CarryPlan:
     """Measure a model on the GPU and choose the plan for rows like `batch`, the longest one of a run.
 
@@ -230,7 +232,9 @@ def plan_carry(
         batch: the longest row.
         options: the chunk of the loss, and autocast; their limit is not read.
         limit: tokens of a piece if they are given.
+        longest_path: tokens of the longest path of any row; by default that of `batch`.
         reserved: bytes on the GPU that are not allocated yet and will be; by default gradients, and AdamW's moments.
+        host_bytes: what may be used of host memory; by default most of what is available.
 
     Raises:
         TreepackError: the row does not fit.
@@ -244,10 +248,10 @@ def plan_carry(
     free = torch.cuda.mem_get_info(loaded.device)[0]
     return choose_limit(
         batch.num_tokens,
-        int(batch.position_ids[: batch.num_tokens].max()) + 1,
+        int(batch.position_ids[: batch.num_tokens].max()) + 1 if longest_path is None else longest_path,
         costs,
         gpu_bytes=max(0, int(USABLE * free) - reserved),
-        host_bytes=int(USABLE * available_memory()),
+        host_bytes=int(USABLE * available_memory()) if host_bytes is None else host_bytes,
         limit=limit,
     )
 

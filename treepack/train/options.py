@@ -132,6 +132,11 @@ class TrainOptions:
             raise TreepackError("offload_checkpoints offloads recomputed layers and checkpoint_layers is 0; omit one")
         if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
             raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
+        if self.checkpoint_layers == "auto" and self.carry is not None:
+            raise TreepackError(
+                f"checkpoint_layers is auto and carry is {self.carry}; memory for pieces is planned for a known number "
+                "of layers, so give checkpoint_layers a number or omit it"
+            )
         if self.router_aux and self.carry is not None:
             raise TreepackError(
                 f"router_aux is {self.router_aux} and carry is {self.carry}; the auxiliary loss of routers needs whole "

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from treepack.analysis.recurrent_cost import count_scans
 from treepack.attention import resolve, row_multiple
+from treepack.carry.offload import CarryMemory
 from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, open_packed, sources_of
 from treepack.errors import TreepackError
@@ -43,7 +44,7 @@ from treepack.train.initial_weights import find_weights
 from treepack.train.layer_choice import adapt, choose_layers
 from treepack.train.optimiser import check_optimizer
 from treepack.train.options import TrainOptions
-from treepack.train.pieces import choose_piece_size
+from treepack.train.pieces import choose_piece_size, choose_pieces
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.schedule import OptimiserStep, plan_steps
 from treepack.train.sharding import load_sharded
@@ -66,7 +67,7 @@ class TrainingRun:
     `rewards` is the sum of the known rewards of every row's trajectories and their number, float64 [num_rows, 2].
     `held_out` are rows to evaluate on, with a schedule of one step that has all of them. `balance` computes the
     auxiliary loss of routers, if `options.router_aux` asks for it. `division` has the rows of each machine, if the
-    machines read blocks of their own.
+    machines read blocks of their own. `carry_memory` is the budget of what rows in pieces carry, on a GPU.
     """
 
     dataset: AnyDataset
@@ -81,6 +82,7 @@ class TrainingRun:
     held_out: TrainingRun | None = None
     balance: RouterBalance | None = None
     division: Division | None = None
+    carry_memory: CarryMemory | None = None
 
     @property
     def paths(self) -> list[str | Path]:
@@ -187,7 +189,6 @@ def open_run(
             loaded = replace(loaded, source=str(model), notes=(*loaded.notes, initial.note))
             if has_rest(loaded.causal, model):
                 check_savable(loaded.causal, model)  # the names in its files may differ from those of the weights
-    options = choose_piece_size(options, loaded)
     run = TrainingRun(dataset, loaded, options, schedule, None, notes, table, ranks, division=division)
     if options.router_aux:
         run = replace(run, balance=RouterBalance(loaded.causal, options.router_aux, source=loaded.source))
@@ -199,7 +200,7 @@ def open_run(
         held = TrainingRun(held_dataset, loaded, options, held_schedule, None, (), held_table, ranks, division=division)
         _check_rows(held)
         run = replace(run, held_out=held)
-    return choose_layers(_check_fit(run))
+    return choose_layers(choose_pieces(_check_fit(run)))
 
 
 def open_verification(packed: Packed, model: str | Path, options: TrainOptions) -> TrainingRun:
