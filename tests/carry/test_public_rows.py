@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from support.command_line import Run as Command
 from support.oracle_model import gradients, packed_directory, tiny_config, worst_error, write_rows
 from support.packed_objectives import as_trajectories, packed_model, rollouts
+from support.paths import ROOT
 from support.strategies import make
 from treepack import CarryOptions, backward_row, in_pieces, row_loss, row_scores, row_value, verify_gradients
 from treepack.data.dataset import PackedDataset
@@ -154,3 +156,25 @@ def test_models_that_cannot_be_cut_are_refused_by_name(tmp_path: Path) -> None:
     for run in (backward_row, row_value):
         with pytest.raises(TreepackError, match=r"^qwen3: --carry cannot cut its rows into pieces, because flash"):
             run(loaded, batch, CarryOptions(5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "size", "method"), [("sft", 1000, "auto"), ("gspo", 128, "auto"), ("dpo", 1000, "groups")]
+)
+def test_the_sample_data_is_exact_in_pieces(
+    treepack: Command, tmp_path: Path, loss: str, size: int, method: str
+) -> None:
+    trie, advantages, packed = (tmp_path / name for name in ("trie", "advantages", "packed"))
+    assert treepack("build-trie", ROOT / "sample_data" / "tokens.jsonl", "--out", trie).status == 0
+    assert treepack("advantages", trie, "--out", advantages, "--estimator", "grpo").status == 0
+    assert treepack("pack", advantages, "--capacity", 4096, "--method", method, "--out", packed).status == 0
+    model = ("--model", ROOT / "sample_data" / "tiny-qwen3.json", "--device", "cpu")
+    if loss == "dpo":
+        arguments = ("--column", "ref", "--carry", size, "--out", tmp_path / "scored")
+        assert treepack("logprobs", packed, *model, *arguments).status == 0
+        packed = tmp_path / "scored"
+    done = treepack("train", packed, *model, "--verify", "--verify-rows", 1, "--carry", size, "--loss", loss)
+    assert done.status == 0
+    assert "attention               reference in float64" in done.out
+    assert f"of at most {size:,} tokens, in 1 of 1 rows" in done.out

@@ -18,7 +18,7 @@ from support.packed_objectives import as_trajectories, packed_model, plain, roll
 from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.errors import TreepackError
 from treepack.pack.files import read_rows
-from treepack.train.logprobs import AUTO_PIECE, ScoreOptions, open_scoring, term_scores
+from treepack.train.logprobs import AUTO_PIECE, ScoreOptions, term_scores
 
 ONE, TWO = [0] * 10, [i % 2 for i in range(10)]  # the row of each of the ten rollouts
 
@@ -110,13 +110,8 @@ def test_piece_sizes_without_meaning_are_refused(carry: Any) -> None:
     assert ScoreOptions(carry="auto").piece_size == AUTO_PIECE
 
 
-def test_models_that_cannot_be_cut_are_refused_before_the_first_row(tmp_path: Path) -> None:
-    packed = write_rows(tmp_path / "packed", as_trajectories(rollouts()), ONE)
-    config = tiny_config(
-        tmp_path / "lfm2.json",
-        "qwen3",
-        model_type="lfm2",
-        layer_types=["conv", "full_attention"],
-    )
-    with pytest.raises(TreepackError, match=r"--carry cannot cut its rows into pieces, because"):
-        open_scoring(packed, config, ScoreOptions(device="cpu", carry=4))
+def test_rows_that_attention_cannot_cut_are_refused_by_name(tmp_path: Path) -> None:
+    (row,) = read_rows(write_rows(tmp_path / "packed", as_trajectories(rollouts()), ONE))
+    loaded = replace(packed_model("qwen3"), attention="flash")
+    with pytest.raises(TreepackError, match=r"^qwen3: --carry cannot cut its rows into pieces, because flash"):
+        term_scores(loaded, row, ScoreOptions(carry=4))
