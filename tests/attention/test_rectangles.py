@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.attention_trees import comb, forests, random_tree, star
-from treepack.attention import Reach, Schedules, first_visible, naive, prepare, tree_attention, visible_pairs
+from treepack.attention import (
+    Reach,
+    Schedules,
+    build_block_mask,
+    first_visible,
+    naive,
+    prepare,
+    tree_attention,
+    visible_pairs,
+)
 from treepack.attention.chains import find_chains
 from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedule, build_schedule
 from treepack.errors import TreepackError
@@ -82,6 +91,29 @@ def test_rectangles_with_sinks_from_every_kind_of_token(first: int, reach: Reach
     options = {"start": first_visible(end, reach), "sinks": leaves[3]}
     expected = by_square(leaves, do, end, first, **options)
     assert_equal(by_rectangle(leaves, do, end, first, impl=impl, **options), expected, do)
+
+
+@pytest.mark.parametrize("reach", REACHES)
+def test_the_blocks_of_flex_are_those_of_the_last_queries_of_the_square(reach: Reach | None) -> None:
+    end = torch.cat([random_tree(700, seed=2), star(300, 4, 100)])
+    start = first_visible(end, reach)
+    square, rectangle = (build_block_mask(end, start, first=first) for first in (0, 256))
+    assert rectangle.seq_lengths == (512, 768)
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        assert torch.equal(getattr(rectangle, name), getattr(square, name)[:, :, 2:])
+    for kind in ("", "full_"):
+        # Key by query block, from the lists of the forward and of the backward.
+        counts, indices = (getattr(rectangle, f"{kind}{name}") for name in ("kv_num_blocks", "kv_indices"))
+        q_counts, q_indices = (getattr(rectangle, f"{kind}{name}") for name in ("q_num_blocks", "q_indices"))
+        assert torch.equal(dense_blocks(counts, indices, 6).mT, dense_blocks(q_counts, q_indices, 4))
+
+
+def dense_blocks(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Return the blocks that ordered lists name, bool [B, rows, columns]."""
+    dense = torch.zeros(*counts.shape[:1], counts.shape[2], columns, dtype=torch.bool)
+    for batch, row in torch.cartesian_prod(*map(torch.arange, dense.shape[:2])).tolist():
+        dense[batch, row, indices[batch, 0, row, : counts[batch, 0, row]].long()] = True
+    return dense
 
 
 @pytest.mark.parametrize("reach", REACHES)
