@@ -301,7 +301,7 @@ def _summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dict[s
             "flat-equivalent tokens per second": flat / seconds,
             "time spent waiting for rows": f"{sum(metrics.wait_seconds for metrics in steps) / seconds:.1%}",
         }
-        record |= _passes(run, steps)
+        record |= _passes(run, steps) | _peaks(run)
         evaluations = [(each.evaluation["eval_loss"], each.step) for each in steps if each.evaluation]
         if evaluations:
             loss, step = min(evaluations)
@@ -318,16 +318,26 @@ def _summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dict[s
 
 def _passes(run: TrainingRun, steps: list[StepMetrics]) -> dict[str, Any]:
     """Return the lines about rows in pieces; none for a run without --carry."""
-    import torch
-
     if run.options.carry is None:
         return {}
     forward, backward = (sum(each.passes[name] for each in steps) for name in ("tokens_forward", "tokens_backward"))
-    record: dict[str, Any] = {"tokens of a piece": run.options.carry}
-    record |= {"tokens forward": forward, "tokens backward": backward}
-    if run.loaded.device.type == "cuda":
-        record["peak of GPU memory in bytes"] = torch.cuda.max_memory_allocated(run.loaded.device)
-    return record
+    return {"tokens of a piece": run.options.carry, "tokens forward": forward, "tokens backward": backward}
+
+
+def _peaks(run: TrainingRun) -> dict[str, int]:
+    """Return the lines about memory on the GPU of this rank; none for a run that keeps all its tensors there."""
+    import torch
+
+    from treepack.model.layers import adapted_layers
+
+    options, adapted = run.options, adapted_layers(run.loaded.causal)
+    if run.loaded.device.type != "cuda" or (options.carry is None and not options.offload_checkpoints):
+        return {}
+    pinned = 0 if run.carry_memory is None else run.carry_memory.num_bytes
+    if adapted is not None and adapted.offload is not None:
+        pinned += adapted.offload.pages.num_bytes
+    peak = torch.cuda.max_memory_allocated(run.loaded.device)
+    return {"peak of GPU memory in bytes": peak, "pinned host memory in bytes": pinned}
 
 
 def _draw(place: Place, run_options: RunOptions, ranks: Ranks) -> dict[str, str]:
