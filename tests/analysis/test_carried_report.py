@@ -128,7 +128,7 @@ def test_a_model_that_is_too_large_for_the_device_needs_several() -> None:
 def test_a_model_that_pieces_refuse_has_a_reason_and_no_numbers() -> None:
     found = report([rows(None, 10**5, 20_000)], SHAPE, NoPieces("it is made up"), read_device("h200"))
     assert (found["lines"], found["obstacle"]) == ([], "it is made up")
-    assert found["verdict"] == "train --carry refuses qwen3-1.7b: it is made up"
+    assert found["verdict"] == "train --carry has no forecast for qwen3-1.7b: it is made up"
 
 
 def test_a_size_of_a_piece_is_positive() -> None:
@@ -172,14 +172,14 @@ def test_stats_and_the_page_have_the_sentence(treepack: Run) -> None:
     assert "\nrows of whole trees (--capacity 7082) fit in " in done.out
     assert "- path: GiB of the longest carried path; memory is estimated, for one GPU" in done.out
     hybrid = treepack("stats", SAMPLE_DATA / "tokens.jsonl", "--model", "qwen3.5-4b")
-    assert "\ntrain --carry refuses qwen3.5-4b: layer 0 is recurrent" in hybrid.out
+    assert "\ntrain --carry has no forecast for qwen3.5-4b: layer 0 is recurrent" in hybrid.out
     subject = Subject("made", build_trie([make("a", [0, 1, 2, 3, 4]), make("b", [0, 1, 2, 5])]))
     sentences: tuple[tuple[ModelMemory | NoPieces, str], ...] = (
         (
             MEMORY,
             "Long rows: rows of whole trees (--capacity 6) fit in 26.8 GiB without --carry, and recompute no layer",
         ),
-        (NoPieces("it is made up"), "Long rows: train --carry refuses qwen3-1.7b: it is made up."),
+        (NoPieces("it is made up"), "Long rows: train --carry has no forecast for qwen3-1.7b: it is made up."),
     )
     for memory, sentence in sentences:
         text = summary(subject, measure(subject, SHAPE, memory=memory))

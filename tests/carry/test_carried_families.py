@@ -25,6 +25,7 @@ from support.tiny_families import (
 )
 from treepack.carry.backward import CarryOptions, backward_row
 from treepack.data.batch import make_batch
+from treepack.errors import TreepackError
 from treepack.model.forward import row_loss
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
@@ -40,8 +41,9 @@ PATHS = (
 )
 ROW = make_batch(make_row([Sample(path, (0.0, *[1.0] * (len(path) - 1))) for path in PATHS]), multiple=8)
 
-# Windows with caps, sinks with experts, chunks, an indexer, and values of another width than keys.
-QUICK = "gemma2 gpt_oss llama4_text deepseek_v32 mimo_v2_flash".split()
+# Windows with caps, sinks with experts, chunks, an indexer, values of another width than keys, and convolutions.
+# `test_carried_states` has the other recurrent layers.
+QUICK = "gemma2 gpt_oss llama4_text deepseek_v32 mimo_v2_flash lfm3".split()
 
 
 def tiny(folder: Path, family: Family, **fields: Any) -> LoadedModel:
@@ -82,7 +84,7 @@ def family_named(kind: str) -> Family:
     return next(family for family in ACCEPTED if family.kind == kind)
 
 
-@pytest.mark.parametrize("family", [by_name(family) for family in ACCEPTED if not family.recurrent])
+@pytest.mark.parametrize("family", [by_name(family) for family in ACCEPTED])
 def test_a_row_in_pieces_has_the_gradients_of_the_whole_row(tmp_path: Path, family: Family) -> None:
     loaded = tiny(tmp_path, family)
     assert int(ROW.position_ids.max()) > 2 * SIZE  # windows are shorter than paths
@@ -115,3 +117,9 @@ def test_shared_keys_and_groups_of_experts_are_exact_in_pieces(
     tmp_path: Path, kind: str, fields: dict[str, Any]
 ) -> None:
     assert_exact_in_pieces(tiny(tmp_path, family_named(kind), **fields), [3, 7])
+
+
+def test_layers_that_share_attention_modules_are_refused_by_name(tmp_path: Path) -> None:
+    loaded = tiny(tmp_path, family_named("zamba2"), num_mem_blocks=1)
+    with pytest.raises(TreepackError, match="2 of its layers share 1 attention modules; run this model"):
+        backward_row(loaded, ROW, CarryOptions(3))

@@ -100,11 +100,11 @@ def packed_rows(line: Line, counter: TrunkCounter) -> RowsToCarry:
 def report(rows: Iterable[RowsToCarry], shape: ModelShape, memory: ModelMemory | NoPieces, device: Device) -> Entry:
     """Return cost and memory of the rows on one device, with and without pieces, and one sentence, as plain values.
 
-    A model that pieces refuse has no lines, and the sentence gives the reason.
+    A model without a forecast of pieces has no lines, and the sentence gives the reason.
     """
     entry: Entry = {"device_bytes": device.memory, "obstacle": None}
     if isinstance(memory, NoPieces):
-        sentence = f"train --carry refuses {shape.name}: {memory.reason}"
+        sentence = f"train --carry has no forecast for {shape.name}: {memory.reason}"
         return entry | {"obstacle": memory.reason, "lines": [], "notes": [], "verdict": sentence}
     lines = [_line(each, shape, memory, device) for each in rows]
     sizes = {"state_bytes": memory.state, "path_bytes_per_token": memory.path}

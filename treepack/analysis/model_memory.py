@@ -1,6 +1,6 @@
 """GPU memory of training a model on rows, and on rows in pieces, estimated from its config.json.
 
-    preset | config.json | folder --read_memory--> ModelMemory, or NoPieces for a model that pieces refuse
+    preset | config.json | folder --read_memory--> ModelMemory, or NoPieces for a model without a forecast of pieces
     ModelMemory --in_rows, in_pieces--> bytes for rows of some tokens
 
 The estimate holds for one GPU that has the whole model, float32 weights with AdamW, bfloat16 under autocast, compiled
@@ -100,7 +100,7 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True)
 class NoPieces:
-    """A model that does not run in pieces, and the reason."""
+    """A model whose memory in pieces is not forecast, and the reason."""
 
     reason: str
 
@@ -152,11 +152,11 @@ def memory_of(config: Config, *, name: str) -> ModelMemory | NoPieces:
 
 
 def _obstacle(kinds: list[str]) -> str | None:
-    """Return why a model does not run in pieces, as `carry.refusal` judges it; None if it does."""
+    """Return why the memory of a model in pieces is not forecast; None if it is."""
     for layer, kind in enumerate(kinds):
         if kind in RECURRENT:
             layers = "a short convolution" if kind == "conv" else "recurrent"
-            return f"layer {layer} is {layers}, whose state does not reach the next piece"
+            return f"layer {layer} is {layers}, and the memory of its states depends on the branches of a row"
     return None
 
 

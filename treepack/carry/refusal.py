@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from treepack.carry.routes import follow_routers
 from treepack.errors import TreepackError
-from treepack.model.compatibility import count_recurrent_layers
 from treepack.model.loaded import LoadedModel
 
 _REMEDY = "run this model without --carry"
@@ -14,21 +14,24 @@ _REMEDY = "run this model without --carry"
 def check_carry(loaded: LoadedModel) -> None:
     """Refuse a model, or its attention, that cannot run rows in pieces.
 
+    From now on the routers of a mixture are followed (`routes`): before the first step, so that a resumed run compiles
+    the same layers.
+
     Raises:
         TreepackError: naming the reason.
     """
     for reason in (_architecture(loaded.causal.config.get_text_config()), _attention(loaded.attention)):
         if reason is not None:
             raise TreepackError(f"{loaded.source}: --carry cannot cut its rows into pieces, because {reason}")
+    follow_routers(loaded.causal)
 
 
 def _architecture(config: Any) -> str | None:
     """Return why a model of that configuration needs whole rows, and the remedy; None if it does not."""
-    with_convolution, with_scan = count_recurrent_layers(config)
-    if with_scan:
-        return f"the states of its {with_scan} recurrent layers would not reach the next piece; {_REMEDY}"
-    if with_convolution:
-        return f"the inputs of its {with_convolution} short convolutions would not reach the next piece; {_REMEDY}"
+    # Zamba 2: hybrid layers take turns with a few attention modules, and keys are carried by module.
+    modules, layers = getattr(config, "num_mem_blocks", None), getattr(config, "hybrid_layer_ids", None)
+    if modules is not None and layers is not None and modules < len(layers):
+        return f"{len(layers)} of its layers share {modules} attention modules; {_REMEDY}"
     return None
 
 

@@ -25,6 +25,7 @@ from treepack.carry.pieces import Pass, RowPlan, local_ends, plan_row
 from treepack.carry.refusal import check_carry
 from treepack.carry.routes import Routes
 from treepack.carry.stack import Stack
+from treepack.carry.states import States
 from treepack.data.batch import Batch
 from treepack.model.first_batch import check_positions
 from treepack.model.forward import hidden_states
@@ -68,6 +69,7 @@ class CarriedRow:
         self.stack = Stack(self.plan, memory, num_layers=num_layers, with_gradients=with_gradients)
         self.outputs = PieceOutputs(memory, num_layers)
         self._routes = Routes(loaded.causal, self.plan)
+        self._states = self.stack.states = States(loaded.causal, self.plan, self._ends, self.parent)
 
         # Most bytes of carried keys, values and sums of gradients, and of kept outputs, until now.
         self.most_bytes = CarriedBytes(0, 0)
@@ -76,10 +78,12 @@ class CarriedRow:
     def running(self, each: Pass) -> Iterator[PieceRow]:
         """Prepare a pass; run the model, and the backward of bundles and pops, inside the block."""
         self.stack.enter(each)
+        self._states.enter(each)
         with self._routes.running(each):
             yield self._prepare(each)
-        routes = CarriedBytes(self._routes.num_bytes, 0)
-        self.most_bytes = self.most_bytes.most(self.stack.nbytes.plus(self.outputs.nbytes).plus(routes))
+        others = CarriedBytes(self._routes.num_bytes + self._states.num_bytes, 0)
+        self.most_bytes = self.most_bytes.most(self.stack.nbytes.plus(self.outputs.nbytes).plus(others))
+        self._states.leave()
         self.stack.leave()
         self.outputs.leave(each)
 

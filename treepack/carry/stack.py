@@ -48,6 +48,8 @@ class Stack:
         self._staging = Staging(memory, self._places, self._carried)
         self._seen: set[Hashable] = set()
         self._now: Pass | None = None
+        # The carried states of recurrent layers, a `states.States`.
+        self.states: Any = None
 
     @property
     def first(self) -> int:

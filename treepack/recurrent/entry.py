@@ -92,9 +92,21 @@ def _called_functions(module: ModuleType) -> set[str]:
     names: set[str] = set()
     for layer in layers:
         if layer.__module__ == module.__name__:
-            code = dis.get_instructions(inspect.unwrap(layer.forward))
-            names.update(each.argval for each in code if each.opname == _GLOBAL)
+            names |= _globals_of(layer)
     return names
+
+
+def _globals_of(layer: type[nn.Module]) -> frozenset[str]:
+    """Return the names of its module that the forward pass of a layer reads."""
+    code = dis.get_instructions(inspect.unwrap(layer.forward))
+    return frozenset(each.argval for each in code if each.opname == _GLOBAL)
+
+
+def recurrent_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model whose forward passes call functions on trees, in order."""
+    modules = list(model.modules())
+    classes = {each for each in {type(module) for module in modules} if _globals_of(each) & _ON_TREES.keys()}
+    return [module for module in modules if type(module) in classes]
 
 
 def enter(model: nn.Module) -> None:

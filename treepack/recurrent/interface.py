@@ -6,7 +6,8 @@
     mamba2_chunk_scan                      `state_space_scan`      Mamba-2: Nemotron-H, Granite 4, Bamba, Falcon-H1
     mamba2_split_conv1d_scan_combined      `no_fused_scan`         returns None: the model then calls the two parts
 
-Each has the arguments of its namesake, and the options `subtree_end`, `schedule` and `record` of `attention.interface`.
+Each has the arguments of its namesake, and the options `subtree_end`, `schedule`, `record` and `carry` of
+`attention.interface`.
 `entry` puts them in the place of their namesakes.
 """
 
@@ -27,7 +28,9 @@ from treepack.recurrent.norm import normalise
 _OF_CACHES = ("use_cache", "initial_state", "initial_states", "output_final_state", "return_final_states")
 # Options that change no result. chunk_size only divides the sums of the usual scan.
 _HARMLESS = frozenset(
-    "subtree_end schedule record kept chunk_size position_embeddings position_ids cache_position layer_idx".split()
+    (
+        "subtree_end schedule record kept carry chunk_size position_embeddings position_ids cache_position layer_idx"
+    ).split()
 )
 CONVOLUTION = "convolution"
 
@@ -43,10 +46,10 @@ def convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
 ) -> Tensor:
     """Compute `causal_conv1d_fn` on trees: x [B, C, T] and weight [C, W] in, [B, C, T] out."""
-    schedules = _schedules(options, CONVOLUTION, x)
+    run = _tree_functions(options, CONVOLUTION, x)
     # Models pass the transpose of [B, T, C], so that this is a view.
     tokens = x.mT.reshape(-1, x.shape[1])
-    out = dispatch.convolve(tokens, weight, bias, activation, schedules)
+    out = run.convolve(tokens, weight, bias, activation)
     return out.reshape(len(x), -1, x.shape[1]).mT
 
 
@@ -64,11 +67,11 @@ def gated_delta_rule(
 
     `g` is [B, T, H], or [B, T, H, K] in KDA. There is no final state.
     """
-    schedules = _schedules(options, "gated delta rule" if g.ndim == 3 else "Kimi delta attention", value)
+    run = _tree_functions(options, "gated delta rule" if g.ndim == 3 else "Kimi delta attention", value)
     scale = query.shape[-1] ** -0.5
     query, key = (normalise(query, scale), normalise(key)) if use_qk_l2norm_in_kernel else (query * scale, key)
     q, k, v, decay, rate = (x.flatten(0, 1) for x in (query, key, value, g, beta))
-    out = dispatch.scan(q, k, v, decay, rate, schedules)
+    out = run.scan(q, k, v, decay, rate)
     return out.view(value.shape), None
 
 
@@ -99,7 +102,7 @@ def state_space_scan(
     Raises:
         TreepackError: if a gate or a state of a cache is given.
     """
-    schedules = _schedules(options, "Mamba-2 scan", x)
+    run = _tree_functions(options, "Mamba-2 scan", x)
     precision = torch.promote_types(x.dtype, torch.float32)
     step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     step = softplus(step) if dt_softplus else step
@@ -107,7 +110,7 @@ def state_space_scan(
     g = A.to(precision) * step
     values = x.to(precision) * step[..., None]
     q, k, v, decay = (each.flatten(0, 1) for each in (C, B, values.to(x.dtype), g))
-    out = dispatch.scan(q, k, v, decay, None, schedules).view(x.shape)
+    out = run.scan(q, k, v, decay, None).view(x.shape)
     return out if D is None else out + (D[:, None] * x).to(out.dtype)
 
 
@@ -115,8 +118,20 @@ def no_fused_scan(*_: Any, **__: Any) -> None:
     """Return None, so that the model computes convolution and scan one after the other."""
 
 
-def _schedules(options: dict[str, Any], name: str, values: Tensor) -> Schedules:
-    """Return the tables of the rows, and record the call.
+class _WholeRows(NamedTuple):
+    """The functions of `dispatch` for rows with these tables; `carry.states.States` has both for rows in pieces."""
+
+    schedules: Schedules
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        return dispatch.convolve(x, weight, bias, activation, self.schedules)
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
+        return dispatch.scan(q, k, v, g, beta, self.schedules)
+
+
+def _tree_functions(options: dict[str, Any], name: str, values: Tensor) -> Any:
+    """Return the two functions for the rows, `_WholeRows` or those of rows in pieces, and record the call.
 
     Raises:
         TreepackError: if a state of a cache is given or asked for, or an option that has no meaning here.
@@ -133,11 +148,13 @@ def _schedules(options: dict[str, Any], name: str, values: Tensor) -> Schedules:
         )
     if options.get("record") is not None:
         options["record"].append(RecurrentCall(name, values.dtype))
+    if options.get("carry") is not None:
+        return options["carry"].states
     schedules, end = options.get("schedule"), options["subtree_end"]
     if not isinstance(schedules, Schedules):
-        return Schedules(end)
+        return _WholeRows(Schedules(end))
     schedules.check(end)
-    return schedules
+    return _WholeRows(schedules)
 
 
 def _is_set(setting: Any) -> bool:
