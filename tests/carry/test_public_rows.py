@@ -158,6 +158,21 @@ def test_models_that_cannot_be_cut_are_refused_by_name(tmp_path: Path) -> None:
             run(loaded, batch, CarryOptions(5))
 
 
+def test_arguments_without_meaning_are_refused(tmp_path: Path) -> None:
+    loaded = packed_model("qwen3")
+    (batch,) = PackedDataset(write_rows(tmp_path / "packed", as_trajectories(rollouts()), [0] * 10))
+    size: Any
+    for size in (0, -1, "auto", None):
+        with pytest.raises(TreepackError, match=r"^limit is .*; expected a number of tokens of at least 1"):
+            CarryOptions(size)
+    run: Any
+    for run in (backward_row, row_value):
+        with pytest.raises(TreepackError, match="factors of the loss gspo are missing; pass those of step_factors"):
+            run(loaded, batch, CarryOptions(5), objective=choose_objective("gspo"))
+        with pytest.raises(TreepackError, match="factors of the loss sft have no use; pass none"):
+            run(loaded, batch, CarryOptions(5), factors=torch.ones(10))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "size", "method"), [("sft", 1000, "auto"), ("gspo", 128, "auto"), ("dpo", 1000, "groups")]

@@ -53,6 +53,17 @@ class CarryOptions:
     memory: CarryMemory | None = None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
+    def __post_init__(self) -> None:
+        """Refuse invalid sizes.
+
+        Raises:
+            TreepackError: with the name of the field.
+        """
+        for name in ("limit", "chunk"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise TreepackError(f"{name} is {value!r}; expected a number of tokens of at least 1")
+
 
 @dataclass(frozen=True)
 class RowResult:
@@ -93,10 +104,11 @@ def backward_row(
         denominator: total weight of the step's rows, for sft.
 
     Raises:
-        TreepackError: the model cannot run the row in pieces, see `refusal.check_carry` and `row.open_row`; or this is
-            the inside of an autocast context.
+        TreepackError: the model cannot run the row in pieces, see `refusal.check_carry` and `row.open_row`; the
+            objective lacks its factors; or this is the inside of an autocast context.
     """
     _check_autocast(loaded.device.type)
+    _check_factors(objective, factors)
     row = open_row(loaded, batch, options.limit, with_gradients=True, memory=options.memory)
     if factors is None:
         part: _Part = _WeightedLoss(row, options, denominator)
@@ -133,6 +145,13 @@ def _check_autocast(device: str) -> None:
         )
 
 
+def _check_factors(objective: Objective, factors: Tensor | None) -> None:
+    if factors is None and objective.loss != "sft":
+        raise TreepackError(f"factors of the loss {objective.loss} are missing; pass those of step_factors")
+    if factors is not None and objective.loss == "sft":
+        raise TreepackError("factors of the loss sft have no use; pass none")
+
+
 @torch.no_grad()
 def row_value(
     loaded: LoadedModel,
@@ -144,6 +163,7 @@ def row_value(
     denominator: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a row's part of a step's loss and its sums, without gradients; arguments as in `backward_row`."""
+    _check_factors(objective, factors)
     row = open_row(loaded, batch, options.limit, with_gradients=False, memory=options.memory)
     if factors is not None:
         assert row.batch.terms is not None, "open the dataset with terms=True"
