@@ -17,7 +17,7 @@ NOT_COMPARED = set("seconds wait_seconds tokens_per_second tokens_flat_per_secon
 
 
 def rollouts(first: int = 0) -> list[Trajectory]:
-    """Return four trees of 10 to 49 tokens, so that rows of 50 tokens have different numbers of pieces."""
+    """Return four trees of different sizes, so that rows of 50 tokens have different numbers of pieces."""
     found = []
     for tree, (prompt, answers) in enumerate([(6, 1), (8, 3), (20, 2), (9, 5)]):
         start = [first + tree, *(10 + i % 5 for i in range(prompt - 1))]
@@ -54,17 +54,18 @@ def test_ranks_with_different_numbers_of_pieces_train_as_one_process_does(packed
     untied = tiny_config(folder / "untied.json", tie_word_embeddings=False)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     mixture = tiny_config(folder / "mixture.json", "qwen3", **experts, model_type="qwen3_moe")
-    # Rows of 11 to 49 tokens: of these, pieces of 24 cut some and leave the others whole.
-    whole = {"epochs": 2, "rows_per_step": 3, "eval_every": 1}
+    # Pieces of 24 tokens cut some rows and leave the others whole.
+    whole = {"steps": 2, "rows_per_step": 3, "eval_every": 1}
+    once = {"steps": 1, "rows_per_step": 4}
     cases = [
         Case("tied", packed, tied, {**whole, "carry": 5}, held_out=held_out),
         Case("some", packed, untied, {**whole, "carry": 24}, held_out=held_out),
-        Case("lonely", packed, untied, {"epochs": 1, "rows_per_step": 1, "carry": 3}),
-        Case("recomputed", packed, tied, {**whole, "carry": 7, "gradient_checkpointing": True, "compile": True}),
-        Case("mixture", packed, mixture, {**whole, "carry": 7}),
+        Case("lonely", packed, untied, {"steps": 1, "rows_per_step": 1, "carry": 3}),
+        Case("recomputed", packed, tied, {**once, "carry": 7, "gradient_checkpointing": True, "compile": True}),
+        Case("mixture", packed, mixture, {**once, "carry": 7}),
         Case("offloaded", packed, untied, {**whole, "carry": 7, "cpu_offload": True}),
-        Case("grpo", packed, untied, {**whole, "carry": 7}, "grpo"),
-        Case("gspo", packed, tied, {**whole, "carry": 7}, "gspo"),
+        Case("grpo", packed, untied, {**once, "carry": 7}, "grpo"),
+        Case("gspo", packed, tied, {**once, "carry": 7}, "gspo"),
     ]
     results, expected = (train_over(size, folder, cases) for size in (2, 0))  # 0: this process, without a group
     rows = train_over(0, folder, [Case("rows", packed, tied, whole, held_out=held_out)])["rows"]

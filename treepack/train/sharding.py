@@ -37,11 +37,17 @@ from treepack.model.load import (
     with_attention,
 )
 from treepack.model.loaded import LoadedModel
+from treepack.model.memory import memory_errors
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
 from treepack.train.layer_choice import adapt
 from treepack.train.options import TrainOptions
+
+_NO_ROOM_FOR_WHOLE = (
+    "while each rank gathered the whole weights for rows in pieces",
+    "train with --gather-dtype bf16 or LoRA, or pack with a smaller --capacity and train without --carry",
+)
 
 
 class _Root(nn.Module):
@@ -148,14 +154,18 @@ def whole_weights(loaded: LoadedModel) -> Iterator[None]:
     until the last backward pass of the block runs inside `summing_gradients` on all ranks. Needs memory for the whole
     weights, and for their gradients if there is a backward pass. Every rank must enter and leave the block. Nothing
     happens for a model that is not sharded.
+
+    Raises:
+        TreepackError: the whole weights do not fit.
     """
     root = loaded.root
     if root is None:
         yield
         return
     modules = _sharded_modules(root)
-    for module in modules:
-        module.unshard()
+    with memory_errors(*_NO_ROOM_FOR_WHOLE):
+        for module in modules:
+            module.unshard()
     _keep_whole(root, True)
     try:
         yield
