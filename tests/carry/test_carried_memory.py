@@ -16,10 +16,10 @@ from support.oracle_model import Sample, alone, gradients, make_row, sample_sets
 from support.packed_gradients import assert_equal
 from treepack.attention import IMPLEMENTATIONS, register
 from treepack.carry.backward import CarryOptions, RowResult, backward_row, row_value
-from treepack.carry.offload import CarryBudget, CarryMemory, HostRows
+from treepack.carry.offload import CarryBudget, CarryMemory, HostRows, LayerShape
 from treepack.carry.outputs import PieceOutputs
-from treepack.carry.pieces import Pass
-from treepack.carry.stack import num_offloaded
+from treepack.carry.pieces import Pass, local_ends, plan_row
+from treepack.carry.stack import Stack, num_offloaded
 from treepack.data.batch import Batch, make_batch
 from treepack.model.layers import checkpoint_layers
 from treepack.model.loaded import LoadedModel
@@ -94,8 +94,7 @@ def forked() -> Batch:
 
 
 @pytest.mark.parametrize("copies", [HostCopies, LateCopies], ids=["early", "late"])
-@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("resident", [0, 1])
+@pytest.mark.parametrize(("recomputed", "resident"), [(False, 0), (True, 1)], ids=["kept", "recomputed"])
 def test_any_number_of_layers_in_host_memory_gives_equal_bits(
     copies: Callable[[], Copies], recomputed: bool, resident: int
 ) -> None:
@@ -119,6 +118,59 @@ def test_any_number_of_layers_in_host_memory_gives_equal_bits(
 @functools.cache
 def on_the_gpu(recomputed: bool) -> tuple[RowResult, dict[str, Tensor]]:
     return run(deep(recomputed), forked(), LIMIT, None)
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, ends: Tensor) -> Tensor:
+    """Attention that keeps views of `keys` and `values` for its backward, as kernels do, and the reference does not."""
+    count = keys.shape[2]
+    place = torch.arange(count - query.shape[2], count)[:, None]
+    key = torch.arange(count)
+    hidden = (key > place) | (place >= ends)
+    return torch.softmax((query @ keys.mT).masked_fill(hidden, float("-inf")), -1) @ values
+
+
+def gradients_of_layers(memory: CarryMemory) -> list[Tensor]:
+    """Gradients of the weights of five layers of attention over a row in pieces, each layer with its own stack."""
+    batch, heads, width = forked(), 2, 4
+    size = heads * width
+    ends, parent = batch.subtree_end[: batch.num_tokens].numpy(), batch.parent[: batch.num_tokens].numpy()
+    plan = plan_row(ends, parent, LIMIT)
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(3, size, size, generator=generator, dtype=torch.float64) for _ in range(5)]
+    inputs = torch.randn(batch.num_tokens, size, generator=generator, dtype=torch.float64)
+    for weight in weights:
+        weight.requires_grad_()
+    stack = Stack(plan, memory, num_layers=5, with_gradients=True)
+    for each in plan.passes:
+        stack.enter(each)
+        local = torch.from_numpy(local_ends(ends, each))
+        with torch.set_grad_enabled(each.kind != "push"):
+            states = inputs[each.begin : each.end]
+            for layer, weight in enumerate(weights):
+                query, key, value = ((states @ w).view(1, -1, heads, width).transpose(1, 2) for w in weight)
+                with stack.joined(layer, key, value) as (keys, values):
+                    out = attend(query, keys, values, local)
+                states = states + out.transpose(1, 2).reshape(-1, size)
+        if each.kind != "push":
+            torch.autograd.backward((states**2).sum())
+        stack.leave()
+    found = [weight.grad for weight in weights]
+    assert all(grad is not None for grad in found)
+    return [grad for grad in found if grad is not None]
+
+
+@pytest.mark.parametrize("copies", [HostCopies, LateCopies], ids=["early", "late"])
+@pytest.mark.parametrize("resident", [0, 2])
+def test_graphs_find_their_keys_after_other_layers_have_used_the_buffer(
+    copies: Callable[[], Copies], resident: int
+) -> None:
+    everything = memory_of(CarryBudget(), HostCopies())
+    expected = gradients_of_layers(everything)
+    count = forked().num_tokens
+    plan = plan_row(forked().subtree_end[:count].numpy(), forked().parent[:count].numpy(), LIMIT)
+    size = LayerShape(2, 4, 4, torch.float64, CPU).num_bytes(plan.places, plan.carried)
+    found = gradients_of_layers(memory_of(CarryBudget(stack=(resident + 2) * size), copies()))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @settings(max_examples=8)
