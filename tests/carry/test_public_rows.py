@@ -61,12 +61,12 @@ def test_verification_in_pieces_fails_on_a_wrong_mask(tmp_path: Path, config: Pa
 
 
 def long_rollouts() -> list[Trajectory]:
-    """Four rollouts of two groups with a common start of 700 tokens, and one that repeats the first one."""
+    """Four rollouts of two groups with a common start of 300 tokens, and one that repeats the first one."""
     generator = np.random.default_rng(0)
-    start = generator.integers(0, 50, 700).tolist()
-    ends = [generator.integers(0, 50, size).tolist() for size in (300, 250, 5, 450)]
+    start = generator.integers(0, 50, 300).tolist()
+    ends = [generator.integers(0, 50, size).tolist() for size in (300, 250, 5, 200)]
     sequences = [start + end for end in [*ends, ends[0]]]
-    return [make(f"t{i}", tokens, spans=[(690, len(tokens), 1.0)]) for i, tokens in enumerate(sequences)]
+    return [make(f"t{i}", tokens, spans=[(290, len(tokens), 1.0)]) for i, tokens in enumerate(sequences)]
 
 
 @pytest.mark.parametrize(("limit", "recompute"), [(128, True), (1000, False)])
