@@ -13,15 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from treepack.carry.backward import CarryOptions, backward_row
 from treepack.carry.offload import CarriedBytes, CarryBudget
-from treepack.carry.pieces import ALIGNMENT
+from treepack.carry.pieces import ALIGNMENT, plan_row
 from treepack.carry.row import open_row, push
 from treepack.carry.stack import num_offloaded
+from treepack.carry.states import most_states
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.files.memory import available_memory
@@ -44,6 +46,7 @@ class CarryCosts:
         sums: sums of their gradients for each carried token and layer.
         output: output of attention for each carried token and layer.
         lse: its log-sum-exp for each carried token and layer, which stays on the GPU.
+        state: states of recurrent layers, and sums of their gradients, for each branch point of the path.
     """
 
     num_layers: int
@@ -53,6 +56,7 @@ class CarryCosts:
     sums: int
     output: int
     lse: int = 0
+    state: int = 0
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,8 @@ def measure_costs(
         sums=max(shape.num_bytes(0, 1) for shape in shapes),
         output=-(-outputs.nbytes.gpu // SMALLEST // len(shapes)),
         lse=-(-outputs.lse_bytes // SMALLEST // len(shapes)),
+        # The piece has one token with a child in another piece: the last one.
+        state=row.stack.states.num_bytes,
     )
 
 
@@ -246,14 +252,34 @@ def plan_carry(
         reserved = sum(each.numel() * (each.element_size() + 8) for each in trained)
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(loaded.device)[0]
-    return choose_limit(
+    choose = partial(
+        choose_limit,
         batch.num_tokens,
         int(batch.position_ids[: batch.num_tokens].max()) + 1 if longest_path is None else longest_path,
-        costs,
         gpu_bytes=max(0, int(USABLE * free) - reserved),
         host_bytes=int(USABLE * available_memory()) if host_bytes is None else host_bytes,
         limit=limit,
     )
+    return plan_with_states(batch, costs, choose)
+
+
+def plan_with_states(batch: Batch, costs: CarryCosts, choose: Callable[[CarryCosts], CarryPlan]) -> CarryPlan:
+    """Return the plan that has room for the states of recurrent layers in the row of `batch`.
+
+    Args:
+        batch: the longest row.
+        costs: bytes per token and per state.
+        choose: returns the plan for costs, in which the states are a part of what is fixed.
+    """
+    ends, parent = (x[: batch.num_tokens].cpu().numpy() for x in (batch.subtree_end, batch.parent))
+    states = 0
+    while True:
+        plan = choose(replace(costs, fixed=costs.fixed + states))
+        # Shorter pieces have more branch points between them.
+        needed = costs.state * most_states(parent, plan_row(ends, parent, plan.limit)) if costs.state else 0
+        if needed <= states:
+            return plan
+        states = needed
 
 
 def _peak_on_gpu(device: torch.device, run: Callable[[], Any]) -> int:

@@ -13,8 +13,8 @@ gives the gradients of states. A convolution of W taps gets its last W - 1 input
            \   `- 3    piece 3 4, whose tokens hang on 2 and 1                    w w 3 w w 4
             `- 4
 
-The state after a token stays as long as its piece is on the stack, with the sum of its gradients, both in float32, or
-in float64 for float64. A state that enters a piece is rounded to the dtype of the layer's values.
+The state after a token stays as long as its piece is on the stack: in the dtype of the layer's values, as it is read,
+and the sum of its gradients in float32, or in float64 for float64.
 """
 
 from __future__ import annotations
@@ -68,6 +68,16 @@ def row_exits(parent: Int64, plan: RowPlan) -> Int64:
     begins = np.array([each.begin for each in plan.passes if each.kind != "pop"])
     piece = np.searchsorted(begins, np.arange(len(parent)), side="right")
     return np.unique(parent[(parent >= 0) & (piece[parent] != piece)])
+
+
+def most_states(parent: Int64, plan: RowPlan) -> int:
+    """Return the largest number of tokens whose states are kept at one time."""
+    exits, most = row_exits(parent, plan), 0
+    for each in plan.passes:
+        ranges = np.array([*((begin, end) for begin, end, _ in each.stack), (each.begin, each.end)])
+        # exits [3 7 9], ranges [0 4], [8 10] -> places [0 1], [2 3] -> 2 exits
+        most = max(most, int(np.diff(np.searchsorted(exits, ranges)).sum()))
+    return most
 
 
 @dataclass(frozen=True)
@@ -222,7 +232,7 @@ class States:
         """Return the states [E, *shape] that enter the piece, in the dtype of `like`; 0 before roots of the row."""
         entering = [states[parent] if parent >= 0 else None for parent in tree.parents.tolist()]
         zero = like.new_zeros(shape)
-        rows = torch.stack([zero if state is None else state.value.to(like.dtype) for state in entering])
+        rows = torch.stack([zero if state is None else state.value for state in entering])
         sums = [None if state is None else state.sum for state in entering]
         # A leaf that asks for gradients: the states may need them even if no input of this layer does.
         rows.requires_grad_(torch.is_grad_enabled())
@@ -234,10 +244,12 @@ class States:
         assert self._now is not None
         tokens = (tree.exits + self._now.begin).tolist()
         if self._now.kind == "push":
-            wide = read.detach().to(torch.promote_types(read.dtype, torch.float32))
-            for token, value in zip(tokens, wide.unbind(0), strict=True):
-                kept = value.clone()
-                states[token] = _State(kept, torch.zeros_like(kept) if self._has_pops else None)
+            precision = torch.promote_types(read.dtype, torch.float32)
+            for token, value in zip(tokens, read.detach().unbind(0), strict=True):
+                # A copy, because `read` is a part of all outputs.
+                states[token] = _State(
+                    value.clone(), torch.zeros_like(value, dtype=precision) if self._has_pops else None
+                )
             return out
         if not tokens:
             return out

@@ -49,7 +49,7 @@ def convolution(
     run = _tree_functions(options, CONVOLUTION, x)
     # Models pass the transpose of [B, T, C], so that this is a view.
     tokens = x.mT.reshape(-1, x.shape[1])
-    out = run.convolve(tokens, weight, bias, activation)
+    out: Tensor = run.convolve(tokens, weight, bias, activation)
     return out.reshape(len(x), -1, x.shape[1]).mT
 
 
@@ -110,7 +110,7 @@ def state_space_scan(
     g = A.to(precision) * step
     values = x.to(precision) * step[..., None]
     q, k, v, decay = (each.flatten(0, 1) for each in (C, B, values.to(x.dtype), g))
-    out = run.scan(q, k, v, decay, None).view(x.shape)
+    out: Tensor = run.scan(q, k, v, decay, None).view(x.shape)
     return out if D is None else out + (D[:, None] * x).to(out.dtype)
 
 
