@@ -208,7 +208,8 @@ def _schedule_of(
     schedules.check(options["subtree_end"], first=first)
     chosen = impl
     if impl == "auto":
-        chosen = resolve(impl, query.device, query.dtype, layer.head_dims, plain=layer.is_plain)
+        plain = layer.is_plain and not first  # flash has no rectangles
+        chosen = resolve(impl, query.device, query.dtype, layer.head_dims, plain=plain)
     chains = schedules.varlen or (impl == "auto" and takes_chains(query.device, query.dtype, layer.head_dims))
     return chosen, *schedules.of(chosen, layer.reach, varlen=layer.is_plain and chains)
 
