@@ -186,7 +186,19 @@ def row_scores(
     temperature: Tensor | float = 1.0,
     with_entropies: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies [n] of the row's `tokens`, as `forward.row_logprobs` without a graph."""
+    """Return log-probabilities and entropies [n] of chosen tokens of a row, without gradients; each token runs once.
+
+    Args:
+        loaded: the model.
+        batch: the row.
+        tokens: int64 [n], tokens of the row that have a parent, in any order.
+        options: the pieces.
+        temperature: divides the logits; a number, or [n] on the model's device.
+        with_entropies: False gives NaN for entropies, which saves time.
+
+    Raises:
+        TreepackError: the model cannot run the row in pieces, see `row.open_row`.
+    """
     row = open_row(loaded, batch, options.limit, with_gradients=False, memory=options.memory)
     return _scores(row, options, tokens, temperature, with_entropies)
 
