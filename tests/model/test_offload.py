@@ -278,6 +278,17 @@ def test_only_the_newest_layers_tensors_stay_on_the_device(tmp_path: Path) -> No
     assert not pages.used
 
 
+def test_evaluation_keeps_no_outputs_of_attention() -> None:
+    layer, kept = Layer(0), Kept()
+    offload, pages = late_offload()
+    forward = adapted_forward(layer, 0, AdaptedLayers((layer,), 1, offload))
+    schedule = build_schedule(random_tree(20, seed=3))
+    with torch.no_grad():
+        forward(torch.randn(1, 20, 16), schedule=schedule, kept=kept, dtype=torch.float32)
+    assert not kept._results
+    assert pages.count == 0
+
+
 def test_evaluation_moves_nothing(tmp_path: Path) -> None:
     loaded = model(tmp_path)
     offload, pages = late_offload()

@@ -126,13 +126,13 @@ def adapted_forward(layer: nn.Module, number: int, adapted: AdaptedLayers) -> Ca
     @functools.wraps(forward)
     def run(*arguments: Any, **options: Any) -> Any:
         kept, offload = options.get("kept"), adapted.offload
-        if number >= adapted.recomputed:
+        if number >= adapted.recomputed or not torch.is_grad_enabled():
             if isinstance(kept, Kept):
                 kept.skipped |= modules
             return forward(*arguments, **options)
         if offload is None:
             return checkpoint(forward, *arguments, use_reentrant=False, **options)
-        if isinstance(kept, Kept) and torch.is_grad_enabled():
+        if isinstance(kept, Kept):
             kept.move = offload.put
         states = arguments[0] if arguments else options.pop(first)
         return offload.checkpoint(forward, states, *arguments[1:], **options)

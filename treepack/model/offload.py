@@ -177,8 +177,6 @@ class Offload:
 
         Other tensors among the arguments stay where they are, because layers share them.
         """
-        if not torch.is_grad_enabled():
-            return function(states, *arguments, **options)
         # Not the tensor itself, which the hooks would keep alive.
         identity = _identity(states)
         self.next_layer()
