@@ -6,8 +6,8 @@
 
 Needs only torch with CUDA, triton and transformers, not the other requirements of treepack (polars, pyarrow, ...). The
 checks of `attention_checks` (which defines their bounds), of `option_checks`, of `rectangle_checks`, of
-`recurrent_checks`, of `offload_checks` and of four tiny models run at the same time, each in its own process, because
-most of the time is spent on compiling. Prints a table of them: the largest error of output, dq, dk, dv and the sinks'
+`recurrent_checks`, of `offload_checks`, of `carried_checks` and of four tiny models run at the same time, each in its
+own process, because most of the time is spent on compiling. Prints a table of them: the largest error of output, dq, dk, dv and the sinks'
 gradient (of recurrent layers, of the decays and beta) over all cases, and the largest ratio of an error to its bound
 with its case; per model, the largest relative error of a parameter's gradient, packed against one by one. Exits 1 if an
 error exceeds its bound or if anything raised.
@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from attention_checks import CHECKS, LAST, Result, check
 from candidates import mend_interpreter
+from carried_checks import CARRIED_CHECKS
 from offload_checks import OFFLOAD_CHECKS
 from option_checks import OPTION_CHECKS
 from rectangle_checks import RECTANGLE_CHECKS
@@ -45,6 +46,7 @@ from treepack.model.token_statistics import LogitMap, TokenStatistics
 from treepack.model.verify import verify_gradients
 
 STATISTICS = "token statistics"
+HOST_CHECKS = {**OFFLOAD_CHECKS, **CARRIED_CHECKS}
 QUICK = (
     "6/2/64 bfloat16",
     "6/2/64 float32",
@@ -180,7 +182,7 @@ def run_one(name: str, kind: str, *, quick: bool) -> list[Result]:
         mend_interpreter()
     if name == STATISTICS:
         return check_statistics(device, quick=quick)
-    kernels = {**CHECKS, **OPTION_CHECKS, **RECTANGLE_CHECKS, **RECURRENT_CHECKS, **OFFLOAD_CHECKS, **LAST}
+    kernels = {**CHECKS, **OPTION_CHECKS, **RECTANGLE_CHECKS, **RECURRENT_CHECKS, **HOST_CHECKS, **LAST}
     return check(name, kernels[name], device, quick=quick) if name in kernels else check_model(name, device)
 
 
@@ -223,7 +225,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="tiny rows on the CPU")
     options = parser.parse_args()
     quick, began = options.quick or options.dry_run, time.time()
-    names = [STATISTICS, *CHECKS, *OPTION_CHECKS, *RECTANGLE_CHECKS, *RECURRENT_CHECKS, *OFFLOAD_CHECKS]
+    names = [STATISTICS, *CHECKS, *OPTION_CHECKS, *RECTANGLE_CHECKS, *RECURRENT_CHECKS, *HOST_CHECKS]
     names += [*model_names(quick=quick), *LAST]
     if quick:
         names = [name for name in names if "/" not in name or name in QUICK]
