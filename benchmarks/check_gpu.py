@@ -7,10 +7,10 @@
 Needs only torch with CUDA, triton and transformers, not the other requirements of treepack (polars, pyarrow, ...). The
 checks of `attention_checks` (which defines their bounds), of `option_checks`, of `rectangle_checks`, of
 `recurrent_checks`, of `offload_checks`, of `carried_checks` and of four tiny models run at the same time, each in its
-own process, because most of the time is spent on compiling. Prints a table of them: the largest error of output, dq, dk, dv and the sinks'
-gradient (of recurrent layers, of the decays and beta) over all cases, and the largest ratio of an error to its bound
-with its case; per model, the largest relative error of a parameter's gradient, packed against one by one. Exits 1 if an
-error exceeds its bound or if anything raised.
+own process, because most of the time is spent on compiling. Prints a table of them: the largest error of output, dq,
+dk, dv and the sinks' gradient (of recurrent layers, of the decays and beta) over all cases, and the largest ratio of an
+error to its bound with its case; per model, the largest relative error of a parameter's gradient, packed against one by
+one. Exits 1 if an error exceeds its bound or if anything raised.
 """
 
 from __future__ import annotations
