@@ -52,6 +52,8 @@ def evaluate(held_out: TrainingRun) -> dict[str, float]:
                 value = part(held_out, batch, denominator, None if row is None else factors[row])
             if row is not None:
                 report.add(row, batch, *value)
+        if in_pieces:
+            held_out.ranks.any(False)  # gloo waits 30 minutes for the slowest rank, and NCCL would wait 10
     if loaded.root is not None:
         # A forward without a backward leaves the root gathered, and a checkpoint would save that, not the shards.
         loaded.root.reshard()

@@ -191,6 +191,7 @@ def _compute_rows(
             with step_memory_errors(batch, carry=run.options.carry):
                 _accumulate(run, batch, row, denominator, factors, report)
         if in_pieces and sharded:
+            run.ranks.any(False)  # gloo waits 30 minutes for the slowest rank, and NCCL would wait 10
             with summing_gradients(run.loaded), step_memory_errors():
                 _accumulate(run, run.dataset.padding(), None, denominator, factors, report)
     return balancing
