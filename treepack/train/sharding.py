@@ -8,7 +8,8 @@
 
 `root(function)` runs `function` inside the forward of the root module (see `LoadedModel.compute`). The loss needs this,
 because it reads the output layer in chunks and the layer must be whole. Gradients are summed over ranks in float32 and
-never averaged: each rank divides the loss of its rows by the denominator of the whole step.
+never averaged: each rank divides the loss of its rows by the denominator of the whole step. For a step with rows in
+pieces, `whole_weights` keeps everything gathered, because ranks then run different numbers of passes.
 
 Each rank reads its shards from safetensors (`model.weights.reading`), so that no rank holds the whole model. If
 transformers computes with weights when it loads them, each rank loads the whole model on the CPU and keeps its shard,
