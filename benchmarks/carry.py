@@ -67,7 +67,7 @@ STATE_BYTES = {"adamw": 8, "sgd": 0}
 # bfloat16 rounds a logit by 0.4 %, and a loss is a mean over many.
 LARGEST_DIFFERENCE = 1e-3
 # Of the dry run, which measures nothing.
-CPU_COSTS = CarryCosts(num_layers=3, fixed=0, piece=1, own=1, sums=1, output=1)
+CPU_COSTS = CarryCosts(num_layers=3, fixed=0, piece=1, keys_values=1, sums=1, output=1)
 
 
 @dataclass

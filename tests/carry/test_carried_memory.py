@@ -232,8 +232,8 @@ def test_outputs_of_trunk_come_back_from_gpu_or_host_and_else_not_at_all(copies:
             values[piece.begin, layer] = out.clone(), torch.randn(1, heads, piece.size)
             kept.store(layer, out, values[piece.begin, layer][1])
         outputs.leave(piece)
-    assert outputs.nbytes.gpu == 5 * layers * size
-    assert outputs.nbytes.host >= 7 * layers * size
+    assert outputs.num_bytes.gpu == 5 * layers * size
+    assert outputs.num_bytes.host >= 7 * layers * size
     found = [outputs.pop(piece) for piece in pieces]
     assert found[2] is None
     for piece, back in list(zip(pieces, found, strict=True))[:2]:
@@ -245,4 +245,4 @@ def test_outputs_of_trunk_come_back_from_gpu_or_host_and_else_not_at_all(copies:
             for got, expected in zip(result, values[piece.begin, layer], strict=True):
                 assert torch.equal(got, expected)
         outputs.leave(Pass("pop", piece.begin, piece.end, piece.first, ()))
-    assert outputs.nbytes.gpu == 0
+    assert outputs.num_bytes.gpu == 0

@@ -148,7 +148,7 @@ def test_a_state_is_kept_for_each_branch_point_until_its_piece_is_popped() -> No
 def test_a_plan_has_room_for_the_states_of_the_longest_row() -> None:
     # A chain of 16 tokens: pieces of 8 have 1 branch point between them, pieces of 4 have 3.
     row = make_batch(make_row([Sample(tuple(range(16)), (0.0, *[1.0] * 15))]))
-    costs = CarryCosts(num_layers=1, fixed=100, piece=1, own=1, sums=1, output=1, state=1000)
+    costs = CarryCosts(num_layers=1, fixed=100, piece=1, keys_values=1, sums=1, output=1, state=1000)
     asked = []
 
     def choose(costs: CarryCosts) -> CarryPlan:

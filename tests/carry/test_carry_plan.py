@@ -18,7 +18,7 @@ from treepack.errors import TreepackError
 
 GIB = 1 << 30
 # Qwen3-1.7B under bfloat16, activations of compiled layers.
-QWEN = CarryCosts(28, 2 * GIB, 2_340 << 10, own=4096, sums=8192, output=4096, lse=64)
+QWEN = CarryCosts(28, 2 * GIB, 2_340 << 10, keys_values=4096, sums=8192, output=4096, lse=64)
 
 
 @given(
@@ -48,7 +48,7 @@ def test_a_plan_fits_and_a_refusal_says_how_much_is_needed(
         assert plan.limit == limit
     if row > plan.limit:  # the stack offloads as many layers as the plan says
         carried, own = -(-path // 128) * 128, -(-plan.limit // 128) * 128
-        size = (carried + own) * QWEN.own + carried * QWEN.sums
+        size = (carried + own) * QWEN.keys_values + carried * QWEN.sums
         assert num_offloaded(plan.budget.stack, size, 28) == 28 - plan.resident_layers
         # On the GPU: a piece with its activations, the buffers of layers, and one layer's gradients.
         buffers = min(28, plan.resident_layers + 2) * size
@@ -94,5 +94,5 @@ def test_costs_are_measured_on_short_pieces() -> None:
 
     costs = measure_costs(loaded, batch, CarryOptions(7), peak_of=peak_of)
     # float64: two heads of 4 numbers, keys and values
-    assert costs == CarryCosts(2, 5_000, 3, own=128, sums=128, output=0)
+    assert costs == CarryCosts(2, 5_000, 3, keys_values=128, sums=128, output=0)
     assert all(parameter.grad is None for parameter in loaded.model.parameters())

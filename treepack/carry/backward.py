@@ -67,7 +67,7 @@ class CarryOptions:
 
 @dataclass(frozen=True)
 class RowResult:
-    """What a row gives besides gradients.
+    """The loss of a row whose gradients were added, and its counts.
 
     Attributes:
         loss: float64 scalar, the row's part of the step's loss.
@@ -230,10 +230,10 @@ def _piece_scores(
     with_entropies: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies of the targets that a piece predicts, in the order of `targets`."""
-    own = targets.of_piece(piece)
-    labels, sources = targets.labels[own], targets.sources[own] - piece.each.begin
+    span = targets.of_piece(piece)
+    labels, sources = targets.labels[span], targets.sources[span] - piece.begin
     if isinstance(temperature, Tensor):
-        places = torch.from_numpy(targets.order[own]).to(temperature.device)
+        places = torch.from_numpy(targets.order[span]).to(temperature.device)
         temperature = temperature.index_select(0, places).to(labels.device)
     numbers = torch.arange(len(labels), device=labels.device)
     each: Any = {"temperature": temperature, "with_entropies": with_entropies, "chunk": options.chunk}
@@ -262,7 +262,7 @@ class _Part:
     result: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what a piece runs backward, a scalar with a graph, and its part of the sums."""
+        """Return the scalar that a piece runs backward, with a graph, and its part of the sums."""
         raise NotImplementedError
 
 
@@ -277,9 +277,9 @@ class _WeightedLoss(_Part):
         self._weights = weights[tokens][torch.from_numpy(self._targets.order).to(tokens.device)]
 
     def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
-        own = self._targets.of_piece(piece)
-        labels, sources = self._targets.labels[own], self._targets.sources[own] - piece.each.begin
-        columns = labels, sources, self._weights[own]
+        span = self._targets.of_piece(piece)
+        labels, sources = self._targets.labels[span], self._targets.sources[span] - piece.begin
+        columns = labels, sources, self._weights[span]
         loss: Tensor = run_with_head(
             self._loaded,
             piece.batch,
@@ -308,7 +308,7 @@ class _TermLoss(_Part):
 
 
 class _Slopes(_Part):
-    """An objective of whole trajectories: the slopes of the tokens that a piece predicts, times what they are of."""
+    """An objective of whole trajectories: the log-probabilities and entropies that a piece predicts, times slopes."""
 
     def __init__(self, row: CarriedRow, options: CarryOptions, objective: Objective, factors: Tensor) -> None:
         terms = row.batch.terms
@@ -328,8 +328,8 @@ class _Slopes(_Part):
         self._slopes = [slope.index_select(0, places) for slope in slopes]
 
     def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
-        targets, own = self._targets, self._targets.of_piece(piece)
+        targets, span = self._targets, self._targets.of_piece(piece)
         scores = _piece_scores(piece, self._loaded, targets, self._options, self._temperature, self._with_entropies)
         # The entropies of dpo are NaN and have no slope.
         used = zip(scores if self._with_entropies else scores[:1], self._slopes, strict=False)
-        return torch.stack([(values.double() * slope[own]).sum() for values, slope in used]).sum(), {}
+        return torch.stack([(values.double() * slope[span]).sum() for values, slope in used]).sum(), {}

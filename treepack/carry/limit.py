@@ -1,12 +1,12 @@
-"""The size of pieces, and what of the carried tensors stays on the GPU, by the memory that is free.
+"""Choose the size of pieces, and the carried tensors that stay on the GPU, for the free memory.
 
     model, a row --measure_costs--> CarryCosts
     CarryCosts, longest row and path, free bytes --choose_limit--> CarryPlan
 
 Long pieces have fewer trunk tokens, which run forward twice. From 8,192 tokens on, a piece runs at the full rate of a
 GPU and computes for longer than the copies of a layer take. So the first choice keeps everything on the GPU in pieces
-of that size or longer. The second has pieces of at most that size, with layers and outputs of trunk in host memory as
-far as needed. The last computes outputs of trunk again.
+of that size or longer. The second choice has pieces of at most that size, with as many layers and outputs of trunk in
+host memory as needed. The last choice computes outputs of trunk again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from treepack.carry.backward import CarryOptions, backward_row
 from treepack.carry.offload import CarriedBytes, CarryBudget
-from treepack.carry.pieces import ALIGNMENT, plan_row
+from treepack.carry.pieces import ALIGNMENT, align, plan_row
 from treepack.carry.row import open_row, push
 from treepack.carry.stack import num_offloaded
 from treepack.carry.states import most_states
@@ -42,7 +42,7 @@ class CarryCosts:
         num_layers: layers with attention.
         fixed: on the GPU, whatever the number of tokens.
         piece: on the GPU for each token of a piece: activations of all layers, and gradients of a layer.
-        own: keys and values for each token and layer.
+        keys_values: keys and values for each token and layer.
         sums: sums of their gradients for each carried token and layer.
         output: output of attention for each carried token and layer.
         lse: its log-sum-exp for each carried token and layer, which stays on the GPU.
@@ -52,7 +52,7 @@ class CarryCosts:
     num_layers: int
     fixed: int
     piece: int
-    own: int
+    keys_values: int
     sums: int
     output: int
     lse: int = 0
@@ -66,9 +66,9 @@ class CarryPlan:
     Attributes:
         limit: tokens of a piece.
         resident_layers: layers whose carried tensors stay on the GPU with the longest path.
-        keep_outputs: whether all outputs of trunk are kept from push to pop with the longest path.
+        keep_outputs: True if all outputs of trunk are kept from push to pop with the longest path.
         budget: the bytes of `CarryMemory`.
-        peak: bytes on the GPU besides what was there before, and in host memory, with the longest path.
+        peak: additional bytes on the GPU, and bytes in host memory, with the longest path.
     """
 
     limit: int
@@ -93,12 +93,12 @@ def choose_limit(
         longest_row: tokens.
         longest_path: tokens, with the unused places of the stack if they are many.
         costs: bytes per token.
-        gpu_bytes: what may be used on the GPU.
-        host_bytes: what may be used of host memory.
+        gpu_bytes: bytes that may be used on the GPU.
+        host_bytes: bytes of host memory that may be used.
         limit: tokens of a piece if they are given; else a multiple of 128 from 1,024 to 32,768.
 
     Raises:
-        TreepackError: the rows do not fit, with no size of pieces.
+        TreepackError: the rows do not fit with any size of pieces.
     """
     room = CarriedBytes(gpu_bytes, host_bytes)
     if limit is not None:
@@ -106,7 +106,7 @@ def choose_limit(
         if plan is None:
             raise _refusal(limit, longest_row, longest_path, costs, room)
         return plan
-    largest = min(LARGEST, max(SMALLEST, _align(longest_row)))
+    largest = min(LARGEST, max(SMALLEST, align(longest_row)))
     plans = [_plan(size, longest_row, longest_path, costs, room) for size in range(SMALLEST, largest + 1, ALIGNMENT)]
     fitting = [plan for plan in reversed(plans) if plan is not None]
     choices = (
@@ -130,12 +130,12 @@ def _plan(limit: int, longest_row: int, longest_path: int, costs: CarryCosts, ro
     if longest_row <= limit:  # nothing is carried
         fits = activations <= room.gpu
         return CarryPlan(limit, layers, True, CarryBudget(), CarriedBytes(activations, 0)) if fits else None
-    carried, size = _align(longest_path), _layer_bytes(limit, longest_path, costs)
+    carried, size = align(longest_path), _layer_bytes(limit, longest_path, costs)
     # The gradients of keys and values of one layer are there for a moment.
-    left = room.gpu - activations - carried * layers * costs.lse - (carried + _align(limit)) * costs.own
+    left = room.gpu - activations - carried * layers * costs.lse - (carried + align(limit)) * costs.keys_values
     offloaded = num_offloaded(left, size, layers)
     on_gpu = (layers - offloaded + min(2, offloaded)) * size
-    in_host = offloaded * carried * (costs.own + costs.sums)
+    in_host = offloaded * carried * (costs.keys_values + costs.sums)
     if on_gpu > left or in_host > room.host:
         return None
     outputs = layers * carried * costs.output
@@ -143,7 +143,7 @@ def _plan(limit: int, longest_row: int, longest_path: int, costs: CarryCosts, ro
     host_outputs = room.host - in_host
     keeps = outputs - outputs_on_gpu <= host_outputs
     in_host += min(outputs - outputs_on_gpu, host_outputs)
-    # What nothing needs is for paths with unused places.
+    # The stack gets the rest of the room, for paths with unused places.
     budget = CarryBudget(stack=left - outputs_on_gpu, outputs=outputs_on_gpu, host_outputs=host_outputs)
     peak = CarriedBytes(room.gpu - left + on_gpu + outputs_on_gpu, in_host)
     return CarryPlan(limit, layers - offloaded, keeps, budget, peak)
@@ -151,28 +151,24 @@ def _plan(limit: int, longest_row: int, longest_path: int, costs: CarryCosts, ro
 
 def _layer_bytes(limit: int, longest_path: int, costs: CarryCosts) -> int:
     """Return the bytes of a layer's buffer: keys and values of the stack and the piece, sums of the stack."""
-    carried = _align(longest_path)
-    return (carried + _align(limit)) * costs.own + carried * costs.sums
+    carried = align(longest_path)
+    return (carried + align(limit)) * costs.keys_values + carried * costs.sums
 
 
 def _refusal(limit: int, longest_row: int, longest_path: int, costs: CarryCosts, room: CarriedBytes) -> TreepackError:
     gpu = costs.fixed + costs.piece * min(limit, longest_row)
     host = 0
     if longest_row > limit:
-        carried = _align(longest_path)
+        carried = align(longest_path)
         gpu += 2 * _layer_bytes(limit, longest_path, costs) + carried * costs.num_layers * costs.lse
-        gpu += (carried + _align(limit)) * costs.own
-        host = costs.num_layers * carried * (costs.own + costs.sums)
+        gpu += (carried + align(limit)) * costs.keys_values
+        host = costs.num_layers * carried * (costs.keys_values + costs.sums)
     return TreepackError(
         f"carry: a row of {longest_row:,} tokens, {longest_path:,} of them on one path, needs at least "
         f"{gpu / 2**30:.1f} GiB of GPU memory and {host / 2**30:.1f} GiB of host memory in pieces of {limit:,}, and "
         f"{room.gpu / 2**30:.1f} and {room.host / 2**30:.1f} GiB are free; truncate the longest trajectories, train "
         "with LoRA, or use a machine with more memory"
     )
-
-
-def _align(tokens: int) -> int:
-    return -(-tokens // ALIGNMENT) * ALIGNMENT
 
 
 def measure_costs(
@@ -199,10 +195,10 @@ def measure_costs(
     def run(number: int) -> None:
         backward_row(loaded, rows[number], replace(options, limit=sizes[number], memory=None))
 
-    run(0)  # makes the gradients, which are no part of a piece
+    run(0)  # makes the gradients of parameters, which do not count as costs
     small, large = (peak_of(lambda number=number: run(number)) for number in range(2))  # type: ignore[misc]
     loaded.model.zero_grad(set_to_none=True)
-    # 1,000 + 3 n: 4,072 and 7,144 -> 3 per token, 1,000 in any case
+    # Peaks 1,000 + 3 n of n = 1,024 and 2,048 tokens: 4,072 and 7,144 -> 3 per token, and fixed 1,000
     piece = max(0, large - small) // SMALLEST
     row = open_row(loaded, rows[1], SMALLEST, with_gradients=True)
     with options.autocast():
@@ -212,9 +208,9 @@ def measure_costs(
         num_layers=len(shapes),
         fixed=max(0, small - SMALLEST * piece),
         piece=piece,
-        own=max(shape.num_bytes(1, 0) for shape in shapes),
+        keys_values=max(shape.num_bytes(1, 0) for shape in shapes),
         sums=max(shape.num_bytes(0, 1) for shape in shapes),
-        output=-(-outputs.nbytes.gpu // SMALLEST // len(shapes)),
+        output=-(-outputs.num_bytes.gpu // SMALLEST // len(shapes)),
         lse=-(-outputs.lse_bytes // SMALLEST // len(shapes)),
         # The piece has one token with a child in another piece: the last one.
         state=row.stack.states.num_bytes,
@@ -240,7 +236,7 @@ def plan_carry(
         limit: tokens of a piece if they are given.
         longest_path: tokens of the longest path of any row; by default that of `batch`.
         reserved: bytes on the GPU that are not allocated yet and will be; by default gradients, and AdamW's moments.
-        host_bytes: what may be used of host memory; by default most of what is available.
+        host_bytes: bytes of host memory that may be used; by default most of the available ones.
 
     Raises:
         TreepackError: the row does not fit.
@@ -269,7 +265,7 @@ def plan_with_states(batch: Batch, costs: CarryCosts, choose: Callable[[CarryCos
     Args:
         batch: the longest row.
         costs: bytes per token and per state.
-        choose: returns the plan for costs, in which the states are a part of what is fixed.
+        choose: returns the plan for costs, whose `fixed` includes the states.
     """
     ends, parent = (x[: batch.num_tokens].cpu().numpy() for x in (batch.subtree_end, batch.parent))
     states = 0

@@ -24,8 +24,9 @@ from torch import Tensor
 from treepack.carry.pieces import Pass
 from treepack.model.offload import Copies, HostCopies, Pages, StreamCopies
 
-# Bytes of a page. The last page of a layer's column is partly empty, so pages are smaller than those of checkpoints.
-PAGE = 4 << 20
+# Bytes of a page. The last page of a layer's column is partly empty, so these pages are smaller than the pages of
+# checkpoints (`model.offload.PAGE`).
+COLUMN_PAGE = 4 << 20
 
 
 class CarriedBytes(NamedTuple):
@@ -79,7 +80,7 @@ class CarryMemory:
         """
         on_gpu = device.type == "cuda"
         self.device, self.budget = device, budget
-        self.pages = Pages(pinned=on_gpu, size=PAGE) if pages is None else pages
+        self.pages = Pages(pinned=on_gpu, size=COLUMN_PAGE) if pages is None else pages
         self.copies: Copies = copies or (StreamCopies(device) if on_gpu else HostCopies())
         # Tests set it: memory that nobody may read is filled with NaN.
         self.poisons = False
@@ -178,13 +179,13 @@ class Buffer:
         # Zeros, because attention reads places that nobody has written, under a mask.
         device, types = shape.device, (shape.dtype, shape.sums_dtype)
         self.shape = shape
-        self.own = [torch.zeros((places, width), dtype=types[0], device=device) for width in shape.widths]
+        self.keys_values = [torch.zeros((places, width), dtype=types[0], device=device) for width in shape.widths]
         self.sums = [torch.zeros((carried, width), dtype=types[1], device=device) for width in shape.widths]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the buffer."""
-        return sum(x.numel() * x.element_size() for x in (*self.own, *self.sums))
+        return sum(x.numel() * x.element_size() for x in (*self.keys_values, *self.sums))
 
     def heads(self, rows: Tensor) -> Tensor:
         """Return rows [n, H_kv * D] as [1, H_kv, n, D]."""
@@ -193,14 +194,14 @@ class Buffer:
     def write(self, key: Tensor, value: Tensor, first: int, padded: int) -> None:
         """Write the keys and values [1, H_kv, n, D] of a piece to the places from `first` on, and zeros to `padded`."""
         end = first + key.shape[2]
-        for rows, own in zip(self.own, (key, value), strict=True):
-            self.heads(rows)[:, :, first:end] = own
+        for rows, values in zip(self.keys_values, (key, value), strict=True):
+            self.heads(rows)[:, :, first:end] = values
             # Attention reads whole blocks: the places up to the next one must be finite numbers.
             rows[end:padded] = 0
 
     def poison(self, first: int) -> None:
         """Fill everything from place `first` on with NaN."""
-        for rows in (*self.own, *self.sums):
+        for rows in (*self.keys_values, *self.sums):
             rows[first:] = float("nan")
 
 
@@ -213,12 +214,12 @@ def raw(rows: Tensor) -> Tensor:
 class HostLayer:
     """The columns of a layer in host memory: keys, values, and the sums of their gradients.
 
-    Only the sums of the first `sums_end` places are there; those of the others are zero.
+    It has the sums of the first `sums_end` places; all other sums are zero.
     """
 
     index: int
     shape: LayerShape
-    own: list[HostRows]
+    keys_values: list[HostRows]
     sums: list[HostRows]
     sums_end: int = 0
 
@@ -231,8 +232,8 @@ class Slot:
     layer: HostLayer | None = None
     has_piece: bool = False
     has_sums: bool = False
-    # Sums of these places are zero, and are not yet zero in the buffer.
-    fresh: slice = field(default_factory=lambda: slice(0, 0))
+    # Places whose sums are zero, but not yet in the buffer.
+    places_to_clear: slice = field(default_factory=lambda: slice(0, 0))
     event: Any = None
 
 
@@ -252,16 +253,16 @@ class Staging:
     def num_bytes(self) -> CarriedBytes:
         """Bytes of buffers, and of pages."""
         buffers = [slot.buffer.num_bytes for slots in self._slots.values() for slot in slots]
-        pages = [rows.num_bytes for layer in self._layers for rows in (*layer.own, *layer.sums)]
+        pages = [rows.num_bytes for layer in self._layers for rows in (*layer.keys_values, *layer.sums)]
         return CarriedBytes(sum(buffers), sum(pages))
 
     def add(self, shape: LayerShape) -> HostLayer:
         """Add the next layer of the forward pass."""
-        own, sums = (
+        keys_values, sums = (
             [HostRows(self._memory, width * dtype.itemsize) for width in shape.widths]
             for dtype in (shape.dtype, shape.sums_dtype)
         )
-        self._layers.append(HostLayer(len(self._layers), shape, own, sums if self._carried else []))
+        self._layers.append(HostLayer(len(self._layers), shape, keys_values, sums if self._carried else []))
         return self._layers[-1]
 
     def enter(self, now: Pass) -> None:
@@ -280,15 +281,15 @@ class Staging:
 
         Args:
             layer: the layer.
-            in_backward: whether layers run in the opposite order; sums of gradients come too.
-            with_graph: whether the backward pass follows, so that the last layer is its first one.
+            in_backward: True if layers run in the opposite order; then sums of gradients come too.
+            with_graph: True if the backward pass follows and begins with the last layer.
         """
         slot = self._fetch(layer, with_sums=in_backward)
         self._await(slot)
         for sums in slot.buffer.sums if in_backward else ():
-            sums[slot.fresh] = 0
+            sums[slot.places_to_clear] = 0
         if in_backward:
-            slot.fresh = slice(0, 0)
+            slot.places_to_clear = slice(0, 0)
         self._current = slot
         following = layer.index + (-1 if in_backward else 1)
         if following == len(self._layers):
@@ -301,9 +302,9 @@ class Staging:
     def write_piece(self, layer: HostLayer, slot: Slot, end: int) -> None:
         """Start to copy the places from the piece's first to `end` to host memory."""
         assert self._now is not None
-        own = slice(self._now.first, end)
-        for column, rows in zip(layer.own, slot.buffer.own, strict=True):
-            slot.event = column.write(raw(rows[own]), own.start)
+        piece = slice(self._now.first, end)
+        for column, rows in zip(layer.keys_values, slot.buffer.keys_values, strict=True):
+            slot.event = column.write(raw(rows[piece]), piece.start)
 
     def write_sums(self, layer: HostLayer, slot: Slot) -> None:
         """Start to copy the sums of the stack to host memory."""
@@ -321,7 +322,7 @@ class Staging:
         if slot is None:
             slot = self._free_slot(layer.shape)
             slot.layer, slot.has_piece, slot.has_sums = layer, False, False
-            for column, rows in zip(layer.own, slot.buffer.own, strict=True):
+            for column, rows in zip(layer.keys_values, slot.buffer.keys_values, strict=True):
                 slot.event = column.read(raw(rows[: now.first]), 0) or slot.event
         if with_sums and not slot.has_sums:
             # The pop of a piece needs its own sums too.
@@ -329,7 +330,7 @@ class Staging:
             known = min(layer.sums_end, end)
             for column, rows in zip(layer.sums, slot.buffer.sums, strict=True):
                 slot.event = column.read(raw(rows[:known]), 0) or slot.event
-            slot.has_sums, slot.fresh = True, slice(known, end)
+            slot.has_sums, slot.places_to_clear = True, slice(known, end)
         return slot
 
     def _free_slot(self, shape: LayerShape) -> Slot:

@@ -18,7 +18,7 @@ from treepack.attention.autograd import is_recomputing
 from treepack.carry.offload import CarriedBytes, CarryMemory, HostRows, raw
 from treepack.carry.pieces import Pass
 
-Home = Literal["gpu", "host", "none"]
+Location = Literal["gpu", "host", "none"]
 
 
 class PieceOutputs:
@@ -33,7 +33,7 @@ class PieceOutputs:
         self._pieces: dict[int, PushedOutputs] = {}
 
     @property
-    def nbytes(self) -> CarriedBytes:
+    def num_bytes(self) -> CarriedBytes:
         """The bytes of all kept outputs, and of pages."""
         return CarriedBytes(self._used("gpu"), sum(rows.num_bytes for rows in self.rows.values()))
 
@@ -60,7 +60,7 @@ class PieceOutputs:
             if each.kind == "pop":
                 del self._pieces[each.begin]
 
-    def home_of(self, size: int) -> Home:
+    def location_of(self, size: int) -> Location:
         """Return where the outputs of the next piece stay, whose first layer has an output of `size` bytes."""
         budget, need = self.memory.budget, size * self._num_layers
         if budget.outputs is None or self._used("gpu") + need <= budget.outputs:
@@ -69,25 +69,26 @@ class PieceOutputs:
             return "host"
         return "none"
 
-    def _used(self, home: Home) -> int:
-        return sum(each.size * self._num_layers for each in self._pieces.values() if each.home == home)
+    def _used(self, location: Location) -> int:
+        return sum(each.size * self._num_layers for each in self._pieces.values() if each.location == location)
 
 
 class PushedOutputs(Kept):
-    """Outputs and log-sum-exps of one piece by layer; unlike those of `Kept`, they may be taken more than once.
+    """Outputs and log-sum-exps of one piece by layer.
 
-    The forward pass of the pop takes them, and so does a layer that is computed again in its backward.
+    Unlike in `Kept`, they may be taken more than once: by the forward pass of the pop, and by a layer that is computed
+    again in its backward pass.
     """
 
     def __init__(self, pieces: PieceOutputs, first: int) -> None:
         """Start without outputs, for a piece at place `first` of the stack."""
         super().__init__()
-        self.home: Home | None = None
+        self.location: Location | None = None
         self.size = 0
         self._pieces, self._first = pieces, first
         self._pushed: dict[Hashable, tuple[Tensor | None, Tensor]] = {}
         # Shape and type of an output of a layer, memory [1, n, H, D_v].
-        self._kinds: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
+        self._shapes: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
         # Copies on their way, and the tensors that they need.
         self._leaving: tuple[Tensor, Any] | None = None
         self._arriving: dict[Hashable, tuple[Tensor, Any]] = {}
@@ -99,20 +100,20 @@ class PushedOutputs(Kept):
 
     @property
     def is_full(self) -> bool:
-        """Whether the outputs of the push are kept."""
+        """True if the outputs of the push are kept."""
         return bool(self._pushed)
 
     def store(self, place: Hashable, out: Tensor, lse: Tensor) -> None:
         """Keep the output [1, H, n, D_v] and the log-sum-exp of the push at `place`."""
-        if self.home is None:
+        if self.location is None:
             self.size = out.numel() * out.element_size()
-            self.home = self._pieces.home_of(self.size)
-        if self.home == "none":
+            self.location = self._pieces.location_of(self.size)
+        if self.location == "none":
             return
-        self._pushed[place] = (out.detach() if self.home == "gpu" else None, lse)
-        if self.home == "host":
+        self._pushed[place] = (out.detach() if self.location == "gpu" else None, lse)
+        if self.location == "host":
             dense = out.detach().transpose(1, 2).contiguous()
-            self._kinds[place] = dense.shape, dense.dtype
+            self._shapes[place] = dense.shape, dense.dtype
             tokens = raw(dense.view(dense.shape[1], -1))
             rows = self._pieces.rows.setdefault(place, HostRows(self._pieces.memory, tokens.shape[1]))
             self._await_leaving()
@@ -120,10 +121,10 @@ class PushedOutputs(Kept):
 
     def take(self, place: Hashable) -> tuple[Tensor, Tensor] | None:
         """Return the result at `place`; None in the push."""
-        found = self._pushed.get(place)
-        if found is None:
+        result = self._pushed.get(place)
+        if result is None:
             return None
-        out, lse = found
+        out, lse = result
         # Another tensor of the same memory each time: autograd writes on the one that it gets.
         return (self._fetched(place) if out is None else out.detach()), lse
 
@@ -144,7 +145,7 @@ class PushedOutputs(Kept):
 
     def _fetch(self, place: Hashable) -> None:
         if place not in self._arriving:
-            shape, dtype = self._kinds[place]
+            shape, dtype = self._shapes[place]
             dense = torch.empty(shape, dtype=dtype, device=self._pieces.memory.device)
             rows = raw(dense.view(shape[1], -1))
             self._arriving[place] = dense, self._pieces.rows[place].read(rows, self._first)

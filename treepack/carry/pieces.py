@@ -17,7 +17,7 @@ values stay on a stack. It is popped when everything that hangs on it is done: t
 So the backward computes each token once, and the forward computes trunk tokens twice. Last in, first out: the stack is
 a path of the tree.
 
-A trunk piece ends behind a token that has two trunk children or more. So when another piece is pushed, all tokens of
+A trunk piece ends after a token that has two trunk children or more. So when another piece is pushed, all tokens of
 the stack are its ancestors, and the stack is never longer than the longest path and its gaps: each piece begins at a
 multiple of `ALIGNMENT` places.
 
@@ -88,17 +88,17 @@ class RowPlan:
 
     @property
     def tokens_forward(self) -> int:
-        """Tokens that run forward: those of the row, and the trunk a second time."""
+        """Tokens that run forward: all tokens of the row, and the trunk a second time."""
         return sum(each.size for each in self.passes)
 
     @property
     def tokens_backward(self) -> int:
-        """Tokens that run backward: those of the row."""
+        """Tokens that run backward: all tokens of the row."""
         return sum(each.size for each in self.passes if each.kind != "push")
 
     @property
     def has_pops(self) -> bool:
-        """Whether trunk pieces run a second time."""
+        """True if trunk pieces run a second time."""
         return any(each.kind == "pop" for each in self.passes)
 
     def without_backward(self) -> RowPlan:
@@ -106,11 +106,17 @@ class RowPlan:
         return RowPlan(tuple(each for each in self.passes if each.kind != "pop"), self.places, self.carried)
 
 
-def trunk_tokens(subtree_end: Int32 | Int64, limit: int) -> int:
-    """Return how many tokens of a row are trunk: those that run forward twice.
+def align(places: int) -> int:
+    """Return the first multiple of `ALIGNMENT` that is not below a number of places."""
+    # 0 -> 0, 1 -> 128, 128 -> 128, 129 -> 256
+    return -(-places // ALIGNMENT) * ALIGNMENT
 
-    It is the least number that pieces of at most `limit` tokens allow, because such a token has descendants in another
-    piece, which need its keys and values before its own backward pass.
+
+def trunk_tokens(subtree_end: Int32 | Int64, limit: int) -> int:
+    """Return the number of trunk tokens of a row, which run forward twice.
+
+    No cut into pieces of at most `limit` tokens has fewer: a trunk token has descendants in another piece, which need
+    its keys and values before its backward pass.
     """
     return int(np.count_nonzero(subtree_end - np.arange(len(subtree_end)) > limit))
 
@@ -129,14 +135,14 @@ def cut_row(subtree_end: Int32 | Int64, parent: Int64, limit: int) -> list[Piece
     # Trunk tokens with two trunk children: parents [-1 0 1 1] of trunk tokens -> children of 0 and 1: 1, 2
     parents = parent[is_trunk]
     forks = np.bincount(parents[parents >= 0], minlength=count) > 1
-    # A bundle may end where a subtree does that is in no other one of the bundle's: where all earlier ones have ended.
+    # A bundle may end at a token before which all of its subtrees have ended.
     # subtree_end [4 4 4 4 6 6], no trunk -> latest [4 4 4 4 6 6] -> tops 0 and 4
     latest = np.maximum.accumulate(np.where(is_trunk, 0, subtree_end))
     before = np.concatenate([[0], latest[:-1]])
-    # Begins of whole subtrees and of trunk tokens, and the end of the row: where a bundle may end.
+    # Begins of whole subtrees and of trunk tokens, and the end of the row: the places at which a bundle may end.
     borders = np.append(np.flatnonzero(is_trunk | (before <= index)), count)
     trunk = np.append(np.flatnonzero(is_trunk), count)
-    # Where a trunk piece must end: behind a fork, or before a token that is not trunk.
+    # The places at which a trunk piece must end: after a fork, or before a token that is not trunk.
     stops = np.append(np.flatnonzero(forks | (is_trunk & ~np.append(is_trunk[1:], False))) + 1, count)
     pieces, begin = [], 0
     while begin < count:
@@ -160,7 +166,7 @@ def plan_row(subtree_end: Int32 | Int64, parent: Int64, limit: int) -> RowPlan:
         below = tuple(stack)
         kind: Kind = "push" if piece.is_trunk else "bundle"
         passes.append(Pass(kind, piece.begin, piece.end, first, below))
-        places = max(places, _align(first + piece.end - piece.begin))
+        places = max(places, align(first + piece.end - piece.begin))
         if piece.is_trunk:
             stack.append((piece.begin, piece.end, first))
             carried = max(carried, _next_place(stack))
@@ -186,10 +192,10 @@ def local_ends(subtree_end: Int32 | Int64, each: Pass) -> Int32:
     # Row tokens 40 ... 49 at first 128; a carried token that ends at 45 -> 133, one that ends at 60 -> 138
     shift = each.first - each.begin
     for begin, end, at in (*each.stack, (each.begin, each.end, each.first)):
-        own = subtree_end[begin:end]
+        row_ends = subtree_end[begin:end]
         place = slice(at, at + end - begin)
-        is_seen = own > each.begin
-        ends[place] = np.where(is_seen, np.minimum(own, each.end) + shift, ends[place])
+        is_seen = row_ends > each.begin
+        ends[place] = np.where(is_seen, np.minimum(row_ends, each.end) + shift, ends[place])
     return ends
 
 
@@ -198,8 +204,4 @@ def _next_place(stack: list[tuple[int, int, int]]) -> int:
     if not stack:
         return 0
     begin, end, first = stack[-1]
-    return _align(first + end - begin)
-
-
-def _align(places: int) -> int:
-    return -(-places // ALIGNMENT) * ALIGNMENT
+    return align(first + end - begin)

@@ -179,7 +179,7 @@ class _Repeat(TorchFunctionMode):
 
     @property
     def is_done(self) -> bool:
-        """Whether all choices were repeated."""
+        """True if all choices were repeated."""
         return self._next == len(self._choices)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -40,12 +40,14 @@ class PieceRow:
     """One pass, ready for the model.
 
     Attributes:
-        each: the pass.
-        batch: its tokens as a row; `subtree_end` and `schedule` are those of the local row.
+        begin: its first token in the row.
+        end: one past its last token.
+        batch: its tokens as a row; with `subtree_end` and `schedule` of the local row.
         options: further arguments of the model.
     """
 
-    each: Pass
+    begin: int
+    end: int
     batch: Batch
     options: dict[str, Any]
 
@@ -82,25 +84,25 @@ class CarriedRow:
         with self._routes.running(each):
             yield self._prepare(each)
         others = CarriedBytes(self._routes.num_bytes + self._states.num_bytes, 0)
-        self.most_bytes = self.most_bytes.most(self.stack.nbytes.plus(self.outputs.nbytes).plus(others))
+        self.most_bytes = self.most_bytes.most(self.stack.num_bytes.plus(self.outputs.num_bytes).plus(others))
         self._states.leave()
         self.stack.leave()
         self.outputs.leave(each)
 
     def _prepare(self, each: Pass) -> PieceRow:
-        loaded, batch, own = self.loaded, self.batch, slice(each.begin, each.end)
+        loaded, batch, tokens = self.loaded, self.batch, slice(each.begin, each.end)
         ends = torch.from_numpy(local_ends(self._ends, each))
         schedules = Schedules(ends, device=loaded.device, first=each.first)
         for kind in set(loaded.kinds):
             schedules.of(loaded.attention, kind.reach)
         piece = replace(
             batch,
-            input_ids=batch.input_ids[own],
-            position_ids=batch.position_ids[own],
+            input_ids=batch.input_ids[tokens],
+            position_ids=batch.position_ids[tokens],
             subtree_end=ends.to(loaded.device),
             schedule=schedules,
         )
-        return PieceRow(each, piece, {"carry": self.stack, "kept": self._kept(each)})
+        return PieceRow(each.begin, each.end, piece, {"carry": self.stack, "kept": self._kept(each)})
 
     def _kept(self, each: Pass) -> Kept | None:
         """Return where attention keeps its outputs in a pass: trunk's until the pop, others until recomputation."""

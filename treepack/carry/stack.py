@@ -2,7 +2,7 @@
 
     a layer's keys and values [1, H_kv, n, D] of the piece --Stack.joined--> those of the stack and the piece
 
-One buffer of keys and one of values per layer hold the stack, and the piece that runs behind it. A layer writes the
+One buffer of keys and one of values per layer hold the stack, and the piece that runs after it. A layer writes the
 keys and values of its tokens there and attends to all of them; nothing is concatenated. In the backward pass, the
 gradients of carried keys and values are added to sums in float32, or in float64 for float64. When their piece is
 popped, these sums are added to its own gradients. Each place of a sum has one owner at a time, and all additions have
@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from treepack.attention.autograd import is_recomputing
 from treepack.carry.offload import Buffer, CarriedBytes, CarryMemory, HostLayer, LayerShape, Slot, Staging
-from treepack.carry.pieces import ALIGNMENT, Pass, RowPlan
+from treepack.carry.pieces import Pass, RowPlan, align
 from treepack.errors import TreepackError
 
 
@@ -40,7 +40,7 @@ class Stack:
             plan: the passes of the row.
             memory: the budget, and pages of host memory.
             num_layers: the layers with attention.
-            with_gradients: whether backward passes will run.
+            with_gradients: True if backward passes will run.
         """
         self._places, self._carried = plan.places, plan.carried if with_gradients else 0
         self._memory, self._num_layers, self._with_gradients = memory, num_layers, with_gradients
@@ -63,14 +63,14 @@ class Stack:
         return [layer.shape for layer in self._layers.values()]
 
     @property
-    def nbytes(self) -> CarriedBytes:
+    def num_bytes(self) -> CarriedBytes:
         """The bytes of all buffers and pages."""
         resident = sum(x.buffer.num_bytes for x in self._layers.values() if isinstance(x, _Resident))
         gpu, host = self._staging.num_bytes
         return CarriedBytes(resident + gpu, host)
 
     def enter(self, now: Pass) -> None:
-        """Start a pass: the layers that run next are those of its piece."""
+        """Start a pass: the layers that run next compute its piece."""
         self._now = now
         self._seen.clear()
         for layer in self._layers.values():
@@ -84,11 +84,11 @@ class Stack:
             if self._memory.poisons and now is not None and now.kind != "push" and isinstance(layer, _Resident):
                 layer.buffer.poison(now.first)
 
-    def joined(self, place: Hashable, key: Tensor, value: Tensor) -> AbstractContextManager[tuple[Tensor, Tensor]]:
+    def joined(self, module: Hashable, key: Tensor, value: Tensor) -> AbstractContextManager[tuple[Tensor, Tensor]]:
         """Give a block the keys and values of the stack, followed by those of the piece.
 
         Args:
-            place: the attention module of the layer.
+            module: the attention module of the layer.
             key: [1, H_kv, n, D] of the n tokens of the piece.
             value: [1, H_kv, n, D_v].
 
@@ -104,23 +104,23 @@ class Stack:
         if len(key) != 1:
             raise TreepackError(f"carry: a batch of {len(key)} rows runs in pieces; pass one row at a time")
         if not is_recomputing():
-            if place in self._seen:
+            if module in self._seen:
                 raise TreepackError(
-                    f"carry: {type(place).__name__} runs twice in one forward pass; train this model without --carry"
+                    f"carry: {type(module).__name__} runs twice in one forward pass; train this model without --carry"
                 )
-            self._seen.add(place)
+            self._seen.add(module)
         if now.kind == "bundle" and now.first == 0:
             return nullcontext((key, value))
-        layer = self._layers.get(place)
+        layer = self._layers.get(module)
         if layer is None:
-            layer = self._layers[place] = self._make(LayerShape.of(key, value))
+            layer = self._layers[module] = self._make(LayerShape.of(key, value))
         return layer.joined(key, value, now)
 
     def _make(self, shape: LayerShape) -> _Resident | _Offloaded:
         """Return the next layer of the forward pass, on the GPU or in host memory."""
         budget, size = self._memory.budget.stack, shape.num_bytes(self._places, self._carried)
         number, index = num_offloaded(budget, size, self._num_layers), len(self._layers)
-        # Spread evenly, so that each copy has as many layers as possible to hide behind: 2 of 5 -> layers 2 and 4
+        # Spread evenly, so that as many layers as possible compute during each copy: 2 of 5 -> layers 2 and 4
         if (index + 1) * number // self._num_layers > index * number // self._num_layers:
             return _Offloaded(self._staging, self._staging.add(shape), with_gradients=self._with_gradients)
         return _Resident(Buffer(shape, self._places, self._carried))
@@ -174,7 +174,7 @@ class _Offloaded:
         slot.has_piece = True
         if now.kind == "push":
             self._staging.write_piece(self._layer, slot, _padded(now))
-        # Under hooks of others, as those of a checkpoint, the tensors are computed again and used at once.
+        # Under other hooks, for example of a checkpoint, the tensors are computed again and used at once.
         if not with_graph or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             yield keys, values
             return
@@ -187,11 +187,11 @@ class _Offloaded:
         add(slot.buffer)
         self._staging.write_sums(self._layer, slot)
 
-    def restore(self, own: tuple[Tensor, Tensor], now: Pass) -> Buffer:
-        """Return a buffer with the stack and the piece, in the backward pass."""
+    def restore(self, piece: tuple[Tensor, Tensor], now: Pass) -> Buffer:
+        """Return a buffer with the stack and `piece`, its keys and values [1, H_kv, n, D], in the backward pass."""
         slot = self._staging.open(self._layer, in_backward=True)
         if not slot.has_piece:
-            slot.buffer.write(*own, now.first, _padded(now))
+            slot.buffer.write(*piece, now.first, _padded(now))
             slot.has_piece = True
         return slot.buffer
 
@@ -199,17 +199,17 @@ class _Offloaded:
 class _Packing:
     """The hook that replaces tensors in a slot's memory, which other layers will use, by a way to get them again."""
 
-    def __init__(self, layer: _Offloaded, slot: Slot, own: tuple[Tensor, Tensor], now: Pass) -> None:
-        self._layer, self._own, self._now = layer, own, now
-        self._memory = [rows.untyped_storage().data_ptr() for rows in slot.buffer.own]
+    def __init__(self, layer: _Offloaded, slot: Slot, piece: tuple[Tensor, Tensor], now: Pass) -> None:
+        self._layer, self._piece, self._now = layer, piece, now
+        self._memory = [rows.untyped_storage().data_ptr() for rows in slot.buffer.keys_values]
 
     def __call__(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         memory = tensor.untyped_storage().data_ptr()
         if memory not in self._memory:
             return tensor.detach()
-        layer, own, now, which = self._layer, self._own, self._now, self._memory.index(memory)
-        place = tensor.size(), tensor.stride(), tensor.storage_offset()
-        return lambda: layer.restore(own, now).own[which].as_strided(*place)
+        layer, piece, now, which = self._layer, self._piece, self._now, self._memory.index(memory)
+        view = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return lambda: layer.restore(piece, now).keys_values[which].as_strided(*view)
 
 
 def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
@@ -217,8 +217,8 @@ def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
 
 
 def _padded(now: Pass) -> int:
-    """Return one past the last place of the piece, and of the zeros behind it."""
-    return -(-(now.first + now.size) // ALIGNMENT) * ALIGNMENT
+    """Return the end of the piece's places and of the zeros after them."""
+    return align(now.first + now.size)
 
 
 def _join(
@@ -229,7 +229,7 @@ def _join(
 
 
 class _Join(torch.autograd.Function):
-    """Write keys and values behind the stack; in the backward, divide the gradients between the stack and the piece."""
+    """Write keys and values after the stack; in the backward, divide the gradients between the stack and the piece."""
 
     @staticmethod
     def forward(
@@ -238,29 +238,29 @@ class _Join(torch.autograd.Function):
         ctx.layer, ctx.now = layer, now
         buffer.write(key, value, now.first, _padded(now))
         end = now.first + key.shape[2]
-        keys, values = (buffer.heads(rows)[:, :, :end] for rows in buffer.own)
+        keys, values = (buffer.heads(rows)[:, :, :end] for rows in buffer.keys_values)
         return keys, values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        own: list[Tensor] = []
+        grads_of_piece: list[Tensor] = []
 
         def add(buffer: Buffer) -> None:
             assert len(buffer.sums[0]), "a backward pass ran on a stack without gradients"
-            own.extend(
+            grads_of_piece.extend(
                 _divide(grad, buffer.heads(sums), ctx.now) for grad, sums in zip(grads, buffer.sums, strict=True)
             )
 
         ctx.layer.add(ctx.now, add)
-        return own[0], own[1], None, None, None
+        return grads_of_piece[0], grads_of_piece[1], None, None, None
 
 
 def _divide(grad: Tensor, sums: Tensor, now: Pass) -> Tensor:
     """Add the carried part of a gradient to its sums; return the part of the piece, with its sums if it is popped."""
     first = now.first
     sums[:, :, :first] += grad[:, :, :first]
-    own = grad[:, :, first:]
+    piece = grad[:, :, first:]
     if now.kind != "pop":
-        return own
-    return (own + sums[:, :, first : first + now.size]).to(grad.dtype)
+        return piece
+    return (piece + sums[:, :, first : first + now.size]).to(grad.dtype)

@@ -78,13 +78,13 @@ class SortedTerms:
 
     def of_piece(self, piece: PieceRow, targets: slice) -> TermTensors:
         """Return the terms of a piece, whose `index` is into its own targets."""
-        own = span(self.parents, piece)
+        places = span(self.parents, piece)
         columns = {name: getattr(self.terms, name) for name in PER_TERM}
-        cut: dict[str, Any] = {name: column[own] for name, column in columns.items() if column is not None}
+        cut: dict[str, Any] = {name: column[places] for name, column in columns.items() if column is not None}
         return replace(self.terms, **{**cut, "index": cut["index"] - targets.start})
 
 
 def span(parents: Int64, piece: PieceRow) -> slice:
-    """Return the places of ascending `parents` that lie in a piece."""
-    first, last = np.searchsorted(parents, [piece.each.begin, piece.each.end])
+    """Return the places of the tokens of a piece in ascending `parents`, int64 [n]."""
+    first, last = np.searchsorted(parents, [piece.begin, piece.end])
     return slice(int(first), int(last))
