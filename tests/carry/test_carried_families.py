@@ -24,6 +24,8 @@ from support.tiny_families import (
     transformers_types,
 )
 from treepack.carry.backward import CarryOptions, backward_row
+from treepack.carry.row import open_row
+from treepack.carry.states import follow_layers
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.model.forward import row_loss
@@ -123,3 +125,14 @@ def test_layers_that_share_attention_modules_are_refused_by_name(tmp_path: Path)
     loaded = tiny(tmp_path, family_named("zamba2"), num_mem_blocks=1)
     with pytest.raises(TreepackError, match="2 of its layers share 1 attention modules; run this model"):
         backward_row(loaded, ROW, CarryOptions(3))
+
+
+def test_an_error_in_a_pass_leaves_no_states_in_the_model(tmp_path: Path) -> None:
+    loaded = tiny(tmp_path, family_named("lfm3"))
+    row = open_row(loaded, ROW, 3, with_gradients=True)
+    switches = follow_layers(loaded.causal)
+    assert switches
+    with pytest.raises(KeyboardInterrupt), row.running(row.plan.passes[0]):
+        assert all(switch.states is not None for switch in switches)
+        raise KeyboardInterrupt
+    assert all(switch.states is None for switch in switches)

@@ -79,15 +79,18 @@ class CarriedRow:
     @contextmanager
     def running(self, each: Pass) -> Iterator[PieceRow]:
         """Prepare a pass; run the model, and the backward of bundles and pops, inside the block."""
-        self.stack.enter(each)
-        self._states.enter(each)
-        with self._routes.running(each):
-            yield self._prepare(each)
-        others = CarriedBytes(self._routes.num_bytes + self._states.num_bytes, 0)
-        self.most_bytes = self.most_bytes.most(self.stack.num_bytes.plus(self.outputs.num_bytes).plus(others))
-        self._states.leave()
-        self.stack.leave()
-        self.outputs.leave(each)
+        try:
+            self.stack.enter(each)
+            self._states.enter(each)
+            with self._routes.running(each):
+                yield self._prepare(each)
+            others = CarriedBytes(self._routes.num_bytes + self._states.num_bytes, 0)
+            self.most_bytes = self.most_bytes.most(self.stack.num_bytes.plus(self.outputs.num_bytes).plus(others))
+        finally:
+            # After an error too: copies on their way need their memory, and hooks of layers would keep the states.
+            self._states.leave()
+            self.stack.leave()
+            self.outputs.leave(each)
 
     def _prepare(self, each: Pass) -> PieceRow:
         loaded, batch, tokens = self.loaded, self.batch, slice(each.begin, each.end)
