@@ -58,6 +58,8 @@ class PieceSize(click.ParamType[Any]):
         """Parse `value`; wrong usage if it is neither a word nor a number of tokens."""
         if value in ("auto", "off"):
             return None if value == "off" else "auto"
+        if not isinstance(value, int) and _count(str(value)) is None:
+            self.fail(f"{value!r} is neither a number of tokens such as 8192 or 8k, nor auto or off", param, ctx)
         return TokenCount().convert(value, param, ctx)
 
 
@@ -68,7 +70,11 @@ class LayerCount(click.ParamType[Any]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         """Parse `value`; wrong usage if it is neither the word nor a number."""
-        return "auto" if value == "auto" else click.IntRange(min=0).convert(value, param, ctx)
+        if value == "auto":
+            return "auto"
+        if not re.fullmatch("[0-9]+", str(value)):
+            self.fail(f"{value!r} is neither a number of layers nor auto", param, ctx)
+        return int(value)
 
 
 class Size(click.ParamType[int]):
