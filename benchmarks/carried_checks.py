@@ -13,28 +13,23 @@ pieces are also compared with those of the whole row.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from attention_checks import Result
 from carried_rows import random_forks, row_of_columns
-from offload_checks import CONFIG, LAYERS, VOCABULARY, LateCopies, PoisonedPages
+from offload_checks import LAYERS, VOCABULARY, LateCopies, PoisonedPages, difference, gradients, small_model
 from torch import Tensor
 
 from treepack.carry.backward import CarryOptions, backward_row
 from treepack.carry.offload import CarryBudget, CarryMemory, LayerShape
 from treepack.carry.pieces import plan_row
 from treepack.data.batch import Batch
-from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layers import adapt_layers, set_recomputed
-from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.offload import HostCopies
 
@@ -44,7 +39,7 @@ WHOLE_ROW = 0.05
 
 def check_carried(name: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
     """Compare losses and gradients of a row in pieces for several budgets, for every bit."""
-    loaded, row, limit = _model(device), _row(50 if quick else 3000), 16 if quick else 512
+    loaded, row, limit = small_model(device), _row(50 if quick else 3000), 16 if quick else 512
     adapt_layers(loaded.causal, checkpointing=True, compiled=name.endswith("compiled") and device.type == "cuda")
     lower = partial(torch.autocast, device.type, torch.bfloat16)
     ends, parent = row.subtree_end.numpy(), row.parent.numpy()
@@ -66,50 +61,27 @@ def check_carried(name: str, device: torch.device, *, quick: bool) -> Iterator[R
     for recomputed in (0, LAYERS):
         set_recomputed(loaded.causal, recomputed)
         expected, again = run(None), run(None)
-        noise = _difference(expected, again)
+        noise = difference(expected, again)
         for case, budget in cases.items():
             copies = LateCopies(device) if device.type == "cuda" else HostCopies()
             memory = CarryMemory(device, budget, pages=PoisonedPages(copies), copies=copies)
             memory.poisons = True
-            error = _difference(run(memory), expected)
+            error = difference(run(memory), expected)
             free = float(memory.pages.num_free != memory.pages.count)
             label = f"{case}, {recomputed} layers recomputed"
             yield Result(name, label, loaded.attention, (error, free), (2 * noise, 0.0))
-        error = _relative(expected, _whole(loaded, row))
+        error = _relative(expected, gradients(loaded, row))
         yield Result(name, f"the whole row, {recomputed} layers recomputed", loaded.attention, (error,), (WHOLE_ROW,))
-
-
-def _whole(loaded: LoadedModel, row: Batch) -> list[Tensor]:
-    loaded.model.zero_grad(set_to_none=True)
-    batch = prepare_batch(loaded, row)
-    with torch.autocast(loaded.device.type, torch.bfloat16):
-        loss = row_loss(loaded, batch)
-    torch.autograd.backward(loss)
-    return [loss.detach(), *_grads(loaded)]
 
 
 def _grads(loaded: LoadedModel) -> list[Tensor]:
     return [p.grad.clone() for p in loaded.model.parameters() if p.grad is not None]
 
 
-def _difference(results: list[Tensor], expected: list[Tensor]) -> float:
-    # A sum of NaN is NaN, and no bound accepts it; `max` may pass it over.
-    return sum(float((a.double() - b.double()).abs().max()) for a, b in zip(results, expected, strict=True))
-
-
 def _relative(results: list[Tensor], expected: list[Tensor]) -> float:
     pairs = list(zip(results, expected, strict=True))
     off = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs[1:])
     return float((off / sum(float(b.double().square().sum()) for _, b in pairs[1:])) ** 0.5)
-
-
-def _model(device: torch.device) -> LoadedModel:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps({**CONFIG, "max_position_embeddings": 1 << 16}))
-        loaded = load_model(path, attention="auto", dtype=torch.float32, autocast=torch.bfloat16, device=device)
-    loaded.model.train()
-    return loaded
 
 
 def _row(length: int) -> Batch:

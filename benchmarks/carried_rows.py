@@ -148,14 +148,14 @@ def _parents(subtree_end: Int64) -> Int64:
     """Return `parent` [T], -1 at roots."""
     # A token follows its parent, unless a subtree ends between them; these are few.
     parent = np.arange(-1, len(subtree_end) - 1)
-    open_ends: list[int] = []  # tokens before the last break whose subtree goes on
+    open_ends: list[int] = []  # tokens before the last break whose subtree continues
     last = 0
     for token in np.flatnonzero(subtree_end[:-1] == np.arange(1, len(subtree_end))) + 1:
         run = np.arange(last, token)
         open_ends = [k for k in open_ends if subtree_end[k] > token]
-        # Of a run of tokens that follow each other, the last one whose subtree goes on is enough, with those above it.
-        goes_on = run[subtree_end[run] > token]
-        open_ends += _borders(goes_on, subtree_end)
+        # Of a run of tokens that follow each other, the last one whose subtree continues and its ancestors are enough.
+        continuing = run[subtree_end[run] > token]
+        open_ends += _borders(continuing, subtree_end)
         parent[token] = max(open_ends) if open_ends else -1
         last = int(token)
     return parent

@@ -71,7 +71,7 @@ class PoisonedPages(Pages):
 
 def check_offload(name: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
     """Compare losses and gradients with and without offloading, for every bit."""
-    loaded = _model(device)
+    loaded = small_model(device)
     copies = LateCopies(device) if device.type == "cuda" else HostCopies()
     offload = Offload(device, pages=PoisonedPages(copies), copies=copies)
     compiled = name.endswith("compiled") and device.type == "cuda"
@@ -83,17 +83,17 @@ def check_offload(name: str, device: torch.device, *, quick: bool) -> Iterator[R
     for count in (LAYERS, 2):
         set_recomputed(loaded.causal, count)
         adapted.offload = None
-        expected, again = ([_gradients(loaded, row) for row in rows] for _ in range(2))
-        noise = sum(map(_difference, expected, again))
+        expected, again = ([gradients(loaded, row) for row in rows] for _ in range(2))
+        noise = sum(map(difference, expected, again))
         adapted.offload = offload
-        error = sum(_difference(_gradients(loaded, row), each) for row, each in zip(rows, expected, strict=True))
+        error = sum(difference(gradients(loaded, row), each) for row, each in zip(rows, expected, strict=True))
         free = float(offload.pages.num_free != offload.pages.count)
         yield Result(name, f"{count} of {LAYERS} layers", loaded.attention, (error, free), (2 * noise, 0.0))
 
 
 def check_measure(name: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
     """Measure layers: a recomputed layer keeps its input and attention output, and another one several times that."""
-    loaded = _model(device)
+    loaded = small_model(device)
     adapt_layers(loaded.causal, checkpointing=True, compiled=False)
     if device.type != "cuda":
         return
@@ -105,12 +105,14 @@ def check_measure(name: str, device: torch.device, *, quick: bool) -> Iterator[R
     yield Result(name, note, loaded.attention, (error, 3 * layer.recomputed / layer.kept), (0.5, 1.0))
 
 
-def _difference(results: list[Tensor], expected: list[Tensor]) -> float:
+def difference(results: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the sum over tensors of the largest absolute difference."""
     # A sum of NaN is NaN, and no bound accepts it; `max` may pass it over.
     return sum(float((a.double() - b.double()).abs().max()) for a, b in zip(results, expected, strict=True))
 
 
-def _model(device: torch.device) -> LoadedModel:
+def small_model(device: torch.device) -> LoadedModel:
+    """Return a model of `CONFIG` with random float32 weights, which computes in bfloat16 under autocast."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps({**CONFIG, "max_position_embeddings": 1 << 16}))
@@ -127,7 +129,7 @@ def _row(length: int, seed: int) -> Batch:
     return make_row(seed, ids, end, torch.tensor(leaves).numpy())
 
 
-def _gradients(loaded: LoadedModel, row: Batch) -> list[Tensor]:
+def gradients(loaded: LoadedModel, row: Batch) -> list[Tensor]:
     """Return the loss of a row and the gradients of all weights."""
     loaded.model.zero_grad(set_to_none=True)
     batch = prepare_batch(loaded, row)

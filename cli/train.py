@@ -262,7 +262,7 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     lengths = run.dataset.num_tokens.tolist()
     rows = sorted(run.trainable_rows, key=lambda row: (lengths[row] <= (limit or 0), lengths[row]))[:num_rows]
     batches = [run.dataset[row] for row in rows]
-    _count_cut(batches, limit)
+    _count_cut(batches, limit)  # refuses before the long comparison
     with stage_lines():
         result = verify_rows(
             run.loaded,

@@ -19,6 +19,13 @@ def test_the_package_is_imported_beside_a_folder_of_its_name(tmp_path: Path) -> 
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", done.stdout)
 
 
+def test_every_folder_of_the_library_is_installed() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = [path.parent.relative_to(ROOT) for path in (ROOT / "treepack").rglob("__init__.py")]
+    assert len(folders) > 30
+    assert {".".join(folder.parts) for folder in folders} <= set(packages)
+
+
 def test_every_install_command_names_extras_of_the_project() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
     pages = [ROOT / "README.md", ROOT / "Makefile", *sorted((ROOT / "docs").glob("*.md"))]

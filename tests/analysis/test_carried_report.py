@@ -125,7 +125,7 @@ def test_a_model_that_is_too_large_for_the_device_needs_several() -> None:
     assert "more than the device has: 122.0 GiB of it are weights, gradients and AdamW" in found["verdict"]
 
 
-def test_a_model_that_pieces_refuse_has_a_reason_and_no_numbers() -> None:
+def test_a_model_without_a_forecast_has_a_reason_and_no_numbers() -> None:
     found = report([rows(None, 10**5, 20_000)], SHAPE, NoPieces("it is made up"), read_device("h200"))
     assert (found["lines"], found["obstacle"]) == ([], "it is made up")
     assert found["verdict"] == "train --carry has no forecast for qwen3-1.7b: it is made up"

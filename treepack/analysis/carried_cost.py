@@ -1,7 +1,7 @@
 """Trunk tokens and operations of rows that run in pieces, as `train --carry N` runs them.
 
     Trie | plan | packed rows, sizes of pieces --trie_trunks, plan_trunks, TrunkCounter--> Trunk of each size
-    ModelShape, FlopCount --executed_in_rows, executed_in_pieces--> operations, those that are computed twice included
+    ModelShape, FlopCount --executed_in_rows, executed_in_pieces--> operations, including those that run twice
 
 A token is trunk if more than N tokens, itself included, are in its subtree: `subtree_end[i] - i > N`. Keys and values
 of the trunk of one path are carried from piece to piece. A trunk token runs forward twice, every other token once.

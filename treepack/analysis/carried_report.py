@@ -3,9 +3,9 @@
     RowsToCarry, ... --report--> {"lines": [{"capacity": 65536, "hours_rows": ..., "hours_carry": ...}], ...}
 
 Without --carry, as few layers are recomputed as the device demands, as with --checkpoint-layers auto. With it, the
-size of a piece is the largest of `PIECES` that fits the device. If only pieces below `MIN_OWN_PATH` leave room for the
-carried path, the path waits in host memory, two layers excepted. Hours count what is computed twice, at the rate of
-operations of rows with checkpointing, and no waiting for copies.
+size of a piece is the largest of `PIECES` that fits the device. If the carried path leaves room only for pieces below
+`MIN_PIECE_WITH_PATH`, the path waits in host memory, except for two layers. Hours include the operations that run
+twice, at the rate of rows with checkpointing. They leave out waiting for copies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PIECES = (4_096, 8_192, 16_384, 32_768, 65_536)
 # The size if the memory of the device is not known.
 USUAL_PIECE = 16_384
 # Pieces of this size compute at least as long as it takes to copy their path from host memory and back.
-MIN_OWN_PATH = 8_192
+MIN_PIECE_WITH_PATH = 8_192
 # Share of the device's memory that a plan may use; the rest is for fragments and the error of the estimate.
 USABLE = 0.9
 GIB = 1 << 30
@@ -155,10 +155,10 @@ def _choose(rows: RowsToCarry, memory: ModelMemory, device: Device) -> tuple[Tru
         fitting = [trunk for trunk in rows.trunks if _fits(_on_device(rows, memory, trunk, in_host), device)]
         return max(fitting, key=lambda trunk: (min(trunk.piece, rows.row_tokens), -trunk.piece), default=None)
 
-    own, staged = largest(False), largest(True)
-    if own is not None and (own == staged or own.piece >= min(MIN_OWN_PATH, rows.row_tokens)):
-        return own, False
-    return staged or rows.trunks[0], True
+    on_gpu, with_host = largest(False), largest(True)
+    if on_gpu is not None and (on_gpu == with_host or on_gpu.piece >= min(MIN_PIECE_WITH_PATH, rows.row_tokens)):
+        return on_gpu, False
+    return with_host or rows.trunks[0], True
 
 
 def _on_device(rows: RowsToCarry, memory: ModelMemory, trunk: Trunk, in_host: bool) -> int:
@@ -174,8 +174,8 @@ def verdict(lines: Sequence[Mapping[str, Any]], state: int) -> str:
 
     `state` is the memory of weights, gradients and the optimiser.
     """
-    least = min(line["num_left_out"] for line in lines)
-    all_samples = [line for line in lines if line["num_left_out"] == least]
+    fewest = min(line["num_left_out"] for line in lines)
+    all_samples = [line for line in lines if line["num_left_out"] == fewest]
     best = min(all_samples, key=lambda line: (line["fits_carry"] is False, line["hours_carry"]))
     needed = f"{best['bytes_carry'] / GIB:.1f} GiB with --carry {best['carry']}"
     if best["bytes_host"]:

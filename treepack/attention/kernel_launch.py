@@ -178,7 +178,7 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, num_queries: int) -
 def _row_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
     return {
         "length": inputs.schedule.length,
-        # Multiples of 128, so that Triton specialises on both of them once
+        # `origin` and `padded` are multiples of 128, so Triton compiles one kernel for all of their values.
         "origin": inputs.schedule.first,
         "padded": inputs.schedule.end.shape[1],
         "batch": inputs.query.shape[0],

@@ -238,8 +238,8 @@ def _place_lists(extremes: Tensor, first_block: int) -> _Lists:
     around = torch.cat([past[:, :1], masked, past[:, -1:]], dim=1)
     first = torch.stack([past - 1, masked, ending, past.maximum(around[:, :-2]), around[:, 2:], past])
     last = torch.stack([past, ending, over, masked, masked, masked.minimum(past_next)])
-    # Ranks do not depend on the block, so a piece without its first blocks is listed as before in the others. From
-    # block 1 on: first [0 1], last [1 3] -> first [1 1], last [1 3] -> first [0 0], last [0 2]
+    # Ranks do not depend on the block, so without the first blocks a granule has the same places in the lists of the
+    # others. From block 1 on: first [0 1], last [1 3] -> first [1 1], last [1 3] -> first [0 0], last [0 2]
     first, last = first.clamp_(min=first_block).sub_(first_block), last.sub_(first_block)
     counts = (last - first).clamp_(min=0).flatten()
     steps = counts.cumsum(0)
@@ -308,9 +308,8 @@ def _key_blocks(extremes: Tensor, length: int, first_tile: int) -> tuple[Tensor,
     alike = last.new_zeros(len(last), count + 1).scatter_add_(1, last, straddles).gather(1, last)
     # last [6 6 4 6], the second granule one of many that straddle -> keys [12 11 8 12] -> order [0 3 1 2]
     order = (2 * last - straddles * (alike >= MIN_STRADDLING)).argsort(dim=1, descending=True, stable=True)
-    begin = order.clamp(
-        min=first_tile * (QUERY_TILE // GRANULE)
-    )  # the range of a granule starts at it or at first_tile
+    # The range of a granule begins at the granule, or at first_tile if that is later.
+    begin = order.clamp(min=first_tile * (QUERY_TILE // GRANULE))
     first = begin // (QUERY_TILE // GRANULE)
     full_last, last = torch.stack([full_last, last]).gather(2, order.expand(2, -1, -1))
 

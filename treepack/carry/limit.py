@@ -27,6 +27,7 @@ from treepack.carry.states import most_states
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.files.memory import available_memory
+from treepack.model.layer_memory import update_bytes
 from treepack.model.loaded import LoadedModel
 
 SMALLEST, PREFERRED, LARGEST = 1024, 8192, 32_768
@@ -244,8 +245,7 @@ def plan_carry(
     assert loaded.device.type == "cuda", "only a GPU's memory is measured"
     costs = measure_costs(loaded, batch, options)
     if reserved is None:
-        trained = [each for each in loaded.model.parameters() if each.requires_grad]
-        reserved = sum(each.numel() * (each.element_size() + 8) for each in trained)
+        reserved = update_bytes(loaded.model, state_bytes=8)
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(loaded.device)[0]
     choose = partial(

@@ -78,7 +78,7 @@ def measure_layers(
     Args:
         loaded: the model.
         batch: any row.
-        lower: whether the run computes under autocast in bfloat16.
+        lower: True if the run computes under autocast in bfloat16.
         num_tokens: number of tokens to run, or all of a shorter row.
         meter: the memory to measure, by default that of the model's GPU.
 
@@ -174,7 +174,7 @@ def host_pages(loaded: LoadedModel, num_tokens: int, *, recomputed: int, lower: 
         loaded: the model.
         num_tokens: tokens of the row.
         recomputed: number of recomputed layers.
-        lower: whether attention computes in bfloat16.
+        lower: True if attention computes in bfloat16.
         size: bytes of a page.
     """
     config, num_layers = loaded.causal.config.get_text_config(), len(find_layers(loaded.causal))

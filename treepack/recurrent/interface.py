@@ -7,8 +7,7 @@
     mamba2_split_conv1d_scan_combined      `no_fused_scan`         returns None: the model then calls the two parts
 
 Each has the arguments of its namesake, and the options `subtree_end`, `schedule`, `record` and `carry` of
-`attention.interface`.
-`entry` puts them in the place of their namesakes.
+`attention.interface`. `entry` puts them in the place of their namesakes.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from treepack.recurrent.norm import normalise
 _OF_CACHES = ("use_cache", "initial_state", "initial_states", "output_final_state", "return_final_states")
 # Options that change no result. chunk_size only divides the sums of the usual scan.
 _HARMLESS = frozenset(
-    (
-        "subtree_end schedule record kept carry chunk_size position_embeddings position_ids cache_position layer_idx"
-    ).split()
+    "subtree_end schedule record kept carry".split()
+    + "chunk_size position_embeddings position_ids cache_position layer_idx".split()
 )
 CONVOLUTION = "convolution"
 

@@ -1,6 +1,6 @@
 """Numbers that a run has chosen for options that are "auto", recorded in run.json for the runs that continue it.
 
-options with "auto" --open_run--> options with a number --chosen--> {"carry": 8192} in run.json
+options with "auto" --open_run--> options with a number --chosen_numbers--> {"carry": 8192} in run.json
 options with "auto", `out` --with_recorded--> options with the number of the run in `out`
 """
 
@@ -25,7 +25,7 @@ NAMES = ("carry", "checkpoint_layers")
 ENTRY = "chosen"
 
 
-def chosen(options: TrainOptions) -> dict[str, dict[str, int]]:
+def chosen_numbers(options: TrainOptions) -> dict[str, dict[str, int]]:
     """Return the entry of run.json: the numbers of `NAMES` that the run has; empty without any."""
     numbers = {name: getattr(options, name) for name in NAMES}
     numbers = {name: number for name, number in numbers.items() if isinstance(number, int)}

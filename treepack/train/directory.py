@@ -35,7 +35,7 @@ from treepack.model.adapter import adapter_base, is_adapted, save_adapter
 from treepack.model.load import hide_progress_bars, load_merged
 from treepack.model.weights.whole_checkpoint import copy_other_files, has_rest, save_whole
 from treepack.model.weights.writing import SavedWeights, save_settings, saved_weights
-from treepack.train.choices import ENTRY, chosen
+from treepack.train.choices import ENTRY, chosen_numbers
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.place import Place
 from treepack.train.run import Packed, TrainingRun, repair_generation_config
@@ -83,7 +83,7 @@ def begin(run: TrainingRun, out: AnyPath, *, overwrite: bool, resume: bool) -> N
                 "more than that, or start a new --out"
             )
         return
-    record = _started(run)
+    record = _run_record(run)
     if isinstance(out, RemotePath):
         _begin_remote(out, record)
         return
@@ -181,8 +181,8 @@ def extend(run: TrainingRun, out: AnyPath, done: int) -> str | None:
     if run.ranks.leads:
         try:
             same = lengths == {name: getattr(run.options, name) for name in LENGTH_OPTIONS}
-            if not same or before.get(ENTRY) != chosen(run.options).get(ENTRY):
-                _write(out / RUN, _started(run))
+            if not same or before.get(ENTRY) != chosen_numbers(run.options).get(ENTRY):
+                _write(out / RUN, _run_record(run))
             _remove(out / FINISHED)
         except OSError as error:
             raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error
@@ -320,9 +320,9 @@ def _identity(run: TrainingRun) -> dict[str, Any]:
     }
 
 
-def _started(run: TrainingRun) -> dict[str, Any]:
+def _run_record(run: TrainingRun) -> dict[str, Any]:
     """Return the content of run.json."""
-    return {**_identity(run), "treepack": __version__, **chosen(run.options)}
+    return {**_identity(run), "treepack": __version__, **chosen_numbers(run.options)}
 
 
 def _parts_sha256(run: TrainingRun) -> str:

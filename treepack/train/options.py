@@ -165,7 +165,7 @@ class TrainOptions:
 
     @property
     def recomputes(self) -> bool:
-        """Whether layers are recomputed in the backward pass."""
+        """True if layers are recomputed in the backward pass."""
         return self.gradient_checkpointing or self.offload_checkpoints or self.checkpoint_layers not in (None, 0)
 
     def with_dtype(self, device: torch.device) -> Self:

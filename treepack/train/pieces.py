@@ -1,8 +1,8 @@
 """Rows of a training run that are longer than `TrainOptions.carry` and so run in pieces (`carry`).
 
 run --choose_pieces--> the run with a number in place of "auto", and with memory for what is carried
-rows of a step --has_long_rows--> whether a step has rows for pieces; all ranks get the same answer
-batch --runs_in_pieces--> whether a row is longer than a piece; shorter rows run as without --carry
+rows of a step --has_long_rows--> True if any row of it is longer than a piece; all ranks get the same answer
+batch --runs_in_pieces--> True if the row is longer than a piece; shorter rows run as without --carry
 backward_in_pieces, value_in_pieces    a row's part of a step's loss, with and without gradients
 """
 
@@ -103,7 +103,10 @@ def _measured(run: TrainingRun) -> tuple[int, CarryMemory, str]:
     if problem is not None:
         raise problem
     if plan is None or limit == 0:
-        raise TreepackError(f"rank {ranks.rank} stops because another rank has too little memory for pieces")
+        raise TreepackError(
+            f"rank {ranks.rank} stops because another rank has too little memory for pieces; "
+            "the error of that rank names the remedy"
+        )
     outputs = "" if plan.keep_outputs else ", and outputs of trunk are computed again"
     note = f"rows of more than {limit:,} tokens run in pieces; {plan.resident_layers} layers carry on the GPU{outputs}"
     return limit, CarryMemory(loaded.device, plan.budget), note
