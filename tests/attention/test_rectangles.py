@@ -69,7 +69,7 @@ ROWS = forests(lengths=[1, 5, 31, 64, 100], max_nodes=7)
 
 
 @given(ROWS, st.data(), st.sampled_from(REACHES), st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_rectangle_is_the_last_rows_of_the_square(
     end: Tensor, data: st.DataObject, reach: Reach | None, special: bool
 ) -> None:
@@ -194,7 +194,7 @@ def check_schedule(end: Tensor, reach: Reach | None, first: int) -> None:
 
 
 @given(ROWS, st.data(), st.sampled_from(REACHES))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_the_schedule_of_a_rectangle_covers_every_visible_pair_once(
     end: Tensor, data: st.DataObject, reach: Reach | None
 ) -> None:

@@ -37,7 +37,7 @@ def carried(loaded: LoadedModel, batch: Batch, limit: int) -> Gradients:
     return result.loss.item(), gradients(loaded.model)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(samples=sample_sets(max_samples=9, max_suffix=9), limit=st.sampled_from([1, 2, 3, 5, 7, 20, 1000]))
 def test_gradients_of_pieces_are_those_of_trajectories_alone(samples: list[Sample], limit: int) -> None:
     batch = make_batch(make_row(samples), multiple=8)
@@ -49,7 +49,7 @@ def test_gradients_of_pieces_are_those_of_trajectories_alone(samples: list[Sampl
     assert sums == {}
 
 
-@pytest.mark.parametrize("limit", [1, 7, 128, 1000])
+@pytest.mark.parametrize("limit", [1, 7, pytest.param(128, marks=pytest.mark.slow), 1000])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_objectives_in_pieces_are_those_of_trajectories_alone(tmp_path: Path, case: dict[str, Any], limit: int) -> None:
     objective = choose_objective(**case)

@@ -93,7 +93,10 @@ def forked() -> Batch:
     return make_batch(make_row([Sample(tuple(each), (0.0, *[1.0] * (len(each) - 1))) for each in samples]), multiple=8)
 
 
-@pytest.mark.parametrize("copies", [HostCopies, LateCopies], ids=["early", "late"])
+@pytest.mark.parametrize(
+    "copies",
+    [pytest.param(HostCopies, id="early", marks=pytest.mark.slow), pytest.param(LateCopies, id="late")],
+)
 @pytest.mark.parametrize(("recomputed", "resident"), [(False, 0), (True, 1)], ids=["kept", "recomputed"])
 def test_any_number_of_layers_in_host_memory_gives_equal_bits(
     copies: Callable[[], Copies], recomputed: bool, resident: int
@@ -173,7 +176,7 @@ def test_graphs_find_their_keys_after_other_layers_have_used_the_buffer(
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     samples=sample_sets(max_samples=7, max_suffix=9),
     limit=st.sampled_from([1, 3, 7, 20]),

@@ -39,7 +39,12 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"), [("sft", 1), ("ppo", 7), ("grpo", 7), ("gspo", 7), ("cispo", 7), ("dpo", 7), ("dpo", 128)]
+    ("name", "limit"),
+    [
+        ("sft", 1),
+        *((name, 7) for name in ("ppo", "grpo", "gspo", "cispo", "dpo")),
+        pytest.param("dpo", 128, marks=pytest.mark.slow),
+    ],
 )
 def test_verification_in_pieces_passes_for_every_objective(tmp_path: Path, config: Path, name: str, limit: int) -> None:
     packed = write_rows(tmp_path / "packed", as_trajectories(rollouts()), BY_GROUP)
