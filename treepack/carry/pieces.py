@@ -17,6 +17,9 @@ values stay on a stack. It is popped when everything that hangs on it is done: t
 So the backward computes each token once, and the forward computes trunk tokens twice. Last in, first out: the stack is
 a path of the tree.
 
+No cut into pieces of at most `limit` tokens runs fewer tokens twice: a trunk token has descendants in another piece,
+which need its keys and values before its backward pass.
+
 A trunk piece ends after a token that has two trunk children or more. So when another piece is pushed, all tokens of
 the stack are its ancestors, and the stack is never longer than the longest path and its gaps: each piece begins at a
 multiple of `ALIGNMENT` places.
@@ -110,15 +113,6 @@ def align(places: int) -> int:
     """Return the first multiple of `ALIGNMENT` that is not below a number of places."""
     # 0 -> 0, 1 -> 128, 128 -> 128, 129 -> 256
     return -(-places // ALIGNMENT) * ALIGNMENT
-
-
-def trunk_tokens(subtree_end: Int32 | Int64, limit: int) -> int:
-    """Return the number of trunk tokens of a row, which run forward twice.
-
-    No cut into pieces of at most `limit` tokens has fewer: a trunk token has descendants in another piece, which need
-    its keys and values before its backward pass.
-    """
-    return int(np.count_nonzero(subtree_end - np.arange(len(subtree_end)) > limit))
 
 
 def cut_row(subtree_end: Int32 | Int64, parent: Int64, limit: int) -> list[Piece]:
