@@ -76,6 +76,7 @@ run_options = option_group(
         click.option(
             "--checkpoint-layers",
             type=LayerCount(),
+            metavar="N|auto",
             help="Compute only the first N layers again in the backward pass; auto is the smallest number with which "
             "the longest row fits into the GPU's memory.",
         ),
