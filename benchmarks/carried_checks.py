@@ -39,7 +39,7 @@ WHOLE_ROW = 0.05
 
 def check_carried(name: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
     """Compare losses and gradients of a row in pieces for several budgets, for every bit."""
-    loaded, row, limit = small_model(device), _row(50 if quick else 3000), 16 if quick else 512
+    loaded, row, limit = small_model(device), _row(12 if quick else 3000), 16 if quick else 512
     adapt_layers(loaded.causal, checkpointing=True, compiled=name.endswith("compiled") and device.type == "cuda")
     lower = partial(torch.autocast, device.type, torch.bfloat16)
     ends, parent = row.subtree_end.numpy(), row.parent.numpy()
