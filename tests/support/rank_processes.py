@@ -93,6 +93,8 @@ def _process(rank: int, size: int, out: Path, cases: list[Case], environment: di
 
 def _train(ranks: Ranks, case: Case, out: Path) -> None:
     objective = Objective() if case.loss == "sft" else choose_objective(case.loss)
+    if case.changes.get("compile"):
+        torch.compiler.reset()  # forgets what earlier tests of this process compiled, which would not be traced again
     with counted_graphs() as graphs:
         run = open_run(
             case.packed, case.model, replace(CPU, objective=objective, **case.changes), ranks, held_out=case.held_out
