@@ -72,7 +72,7 @@ CPU_COSTS = CarryCosts(num_layers=3, fixed=0, piece=1, keys_values=1, sums=1, ou
 
 @dataclass
 class Way:
-    """A way to train the trees of a source, and what it measured; `obstacle` is the reason why it cannot run."""
+    """A way to train the trees of a source, and its measurements; `obstacle` is the reason why it cannot run."""
 
     name: str
     rows: list[Batch]

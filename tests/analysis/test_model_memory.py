@@ -63,7 +63,7 @@ def test_as_few_layers_are_recomputed_as_memory_demands(tokens: int, limit: floa
 def test_a_row_that_is_one_piece_is_a_row_without_recomputation() -> None:
     model = memory("qwen3-8b")
     assert model.in_pieces(5000, 8192, 0) == model.in_rows(5000, 0)
-    # Longer rows need what a piece and the path need, however long they are.
+    # Rows of any greater length need the memory of one piece and of the path.
     assert model.in_pieces(10**5, 8192, 3000) == model.in_pieces(10**9, 8192, 3000)
 
 

@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
 @dataclass
 class Carry:
-    """What a layer of a row in pieces needs of `stack.Stack`."""
+    """The part of `stack.Stack` that a recurrent layer calls."""
 
     states: States
 

@@ -77,7 +77,7 @@ class Routes:
 
 
 class _Switch:
-    """Decides what a router does: choose, choose and record, or repeat."""
+    """The mode of a router: it chooses, chooses and records, or repeats recorded choices."""
 
     def __init__(self, router: nn.Module) -> None:
         self.router = router
@@ -99,7 +99,7 @@ class _Switch:
 def follow_routers(causal: Any) -> list[_Switch]:
     """Let all routers of a model of transformers record and repeat choices; a second call changes nothing.
 
-    Outside of `Routes.running` a router does what it did before, but a compiled layer now breaks its graph at its
+    Outside of `Routes.running` the choices of a router do not change, but a compiled layer now breaks its graph at its
     router. So call this before the first step if equal bits matter.
 
     Raises:

@@ -167,7 +167,7 @@ class _Offloaded:
 
     @contextmanager
     def joined(self, key: Tensor, value: Tensor, now: Pass) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give the stack and the piece; the graph fetches again what the block saves of them."""
+        """Give the stack and the piece; tensors of the stack that the block saves are fetched again in the backward."""
         with_graph = self._with_gradients and now.kind != "push" and torch.is_grad_enabled()
         slot = self._staging.open(self._layer, in_backward=is_recomputing(), with_graph=with_graph)
         keys, values = _join(key, value, self, slot.buffer, now)
