@@ -33,13 +33,15 @@ from treepack.model.layers import adapt_layers, set_recomputed
 from treepack.model.loaded import LoadedModel
 from treepack.model.offload import HostCopies
 
+# Of each copy's delay, some 0.5 ms: a piece makes a copy for each layer, column and direction.
+CYCLES = 1_000_000
 # RMS of the difference over RMS of the gradient: bfloat16 rounds each product of a layer once in either way.
 WHOLE_ROW = 0.05
 
 
 def check_carried(name: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
     """Compare losses and gradients of a row in pieces for several budgets, for every bit."""
-    loaded, row, limit = small_model(device), _row(12 if quick else 3000), 16 if quick else 512
+    loaded, row, limit = small_model(device), _row(12 if quick else 1500), 16 if quick else 512
     adapt_layers(loaded.causal, checkpointing=True, compiled=name.endswith("compiled") and device.type == "cuda")
     lower = partial(torch.autocast, device.type, torch.bfloat16)
     ends, parent = row.subtree_end.numpy(), row.parent.numpy()
@@ -63,7 +65,7 @@ def check_carried(name: str, device: torch.device, *, quick: bool) -> Iterator[R
         expected, again = run(None), run(None)
         noise = difference(expected, again)
         for case, budget in cases.items():
-            copies = LateCopies(device) if device.type == "cuda" else HostCopies()
+            copies = LateCopies(device, CYCLES) if device.type == "cuda" else HostCopies()
             memory = CarryMemory(device, budget, pages=PoisonedPages(copies), copies=copies)
             memory.poisons = True
             error = difference(run(memory), expected)

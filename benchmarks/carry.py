@@ -49,7 +49,7 @@ from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.data.batch import Batch
 from treepack.files.memory import available_memory
 from treepack.model.forward import prepare_batch, row_loss
-from treepack.model.layer_memory import fewest_recomputed, head_bytes, measure_layers, update_bytes
+from treepack.model.layer_memory import fewest_recomputed, head_bytes, host_pages, measure_layers, update_bytes
 from treepack.model.layers import adapt_layers, adapted_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
@@ -324,9 +324,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def warm_up(bench: Bench, ways: list[Way]) -> None:
-    """Compile the layers for every way, on a small tree."""
+    """Compile the layers for every way, on a small tree, and pin the pages of offloaded rows."""
     rows = whole_rows("tiny", bench.loaded.causal.config.vocab_size)
     for way in ways:
+        if way.offload is not None:  # a run pins its pages once, for all steps
+            longest = max(row.num_tokens for row in way.rows)
+            way.offload.pages.reserve(host_pages(bench.loaded, longest, recomputed=way.recomputed, lower=True))
         carry = None if way.carry is None else CarryOptions(256, autocast=way.carry.autocast)
         step(bench, Way(way.name, rows, way.recomputed, way.offload, carry))
 

@@ -40,11 +40,16 @@ CYCLES = 10_000_000  # some 5 ms
 
 
 class LateCopies(StreamCopies):
-    """Copies of which each starts late."""
+    """Copies of which each starts late by some clock cycles."""
+
+    def __init__(self, device: torch.device, cycles: int = CYCLES) -> None:
+        """Make the stream."""
+        super().__init__(device)
+        self._cycles = cycles
 
     def _run(self, copy: Callable[[Any, Any], None], source: Any, target: Any) -> Any:
         with torch.cuda.stream(self._stream):
-            torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(self._cycles)  # type: ignore[no-untyped-call]
         return super()._run(copy, source, target)
 
     def poison(self, pages: list[Tensor]) -> None:
