@@ -47,24 +47,23 @@ data.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
-from treepack.data.batch import PER_TERM, TermTensors
+from treepack.data.batch import TermTensors
 from treepack.errors import TreepackError
+from treepack.model.preferences import PAIR_MEANS, dpo_loss
+from treepack.model.term_slices import TERM_CHUNK, term_slices
 
 LOSSES = ("sft", "grpo", "ppo", "gspo", "cispo", "dpo")
 DENOMINATORS = ("token", "trajectory", "group", "global")
 ESTIMATORS = ("k1", "k2", "k3")
 
 GREEDY = ", because a greedy sampler has no probabilities whose ratios could be trained"
-# Terms whose values are in memory at a time in forward and backward: about 10 columns of float64, 10 MB.
-TERM_CHUNK = 1 << 17
 
 # Usual values of each loss; see the papers above.
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -99,9 +98,7 @@ _TERM_REMEDIES = {
     "trajectory_rewards": ("reward", "give every rollout a reward and pack them again"),
 }
 
-# Names of the sums that `objective_loss` returns besides "weight", for dpo and for the other losses. `_dpo` and
-# `_term_sums` compute them in this order.
-_PAIR_MEANS = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+# Names of the sums that `objective_loss` returns besides "weight"; `_term_sums` computes them in this order.
 _MEANS = ("ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "kl", "entropy", "importance", "truncated")
 
 
@@ -222,14 +219,14 @@ def objective_loss(
     assert objective.loss != "sft", "sft is loss.weighted_nll"
     _check_terms(terms, objective)
     if objective.loss == "dpo":
-        return _dpo(logprobs, terms, factors, objective, chunk)
+        return dpo_loss(logprobs, terms, factors, beta=objective.beta, chunk=chunk)
     log_ratios = None
     if objective.loss == "gspo":
         with torch.no_grad():
             log_ratios = _sequence_log_ratios(logprobs, terms, len(factors), chunk)
     total = logprobs.sum(dtype=torch.float64) * 0  # depends on `logprobs` even for a row of padding, which has no term
     sums = torch.zeros(len(_MEANS), dtype=torch.float64, device=logprobs.device)
-    for part in _slices(terms, chunk):
+    for part in term_slices(terms, chunk):
         loss, part_sums = checkpoint(
             _term_sums, logprobs, entropies, part, factors, log_ratios, objective, use_reentrant=False
         )
@@ -255,21 +252,10 @@ def sum_names(objective: Objective) -> tuple[str, ...]:
     if objective.loss == "sft":
         return ()
     if objective.loss == "dpo":
-        return ("weight", *_PAIR_MEANS)
+        return ("weight", *PAIR_MEANS)
     absent = set() if objective.kl else {"kl"}
     absent |= set() if objective.importance_cap is not None else {"importance", "truncated"}
     return ("weight", *(name for name in _MEANS if name not in absent))
-
-
-def _slices(terms: TermTensors, chunk: int) -> list[TermTensors]:
-    """Cut `terms` into views of `chunk` terms each."""
-    # Columns with one value per term are cut; tokens, group and reward stay whole, because terms refer to them.
-    values = {field.name: getattr(terms, field.name) for field in fields(terms)}
-    slices = []
-    for start in range(0, len(terms.index), chunk):
-        cut = {name: values[name][start : start + chunk] for name in PER_TERM if values[name] is not None}
-        slices.append(TermTensors(**{**values, **cut}))
-    return slices
 
 
 def _gather_logprobs(logprobs: Tensor, part: TermTensors) -> tuple[Tensor, Tensor]:
@@ -283,7 +269,7 @@ def _sequence_log_ratios(logprobs: Tensor, terms: TermTensors, num_trajectories:
     """Return the mean over each trajectory's trained tokens of logp - old, float64 [num_trajectories]."""
     # [0] sums of logp - old, [1] numbers of trained tokens; both over all chunks, because a trajectory may span two
     sums = torch.zeros(2, num_trajectories, dtype=torch.float64, device=logprobs.device)
-    for part in _slices(terms, chunk):
+    for part in term_slices(terms, chunk):
         current, old = _gather_logprobs(logprobs, part)
         trained = (part.weight > 0).double()
         sums.index_add_(1, part.trajectory, torch.stack([(current - old) * trained, trained]))
@@ -349,51 +335,3 @@ def _kl(x: Tensor, estimator: str) -> Tensor:
     if estimator == "k1":
         return -x
     return x.square() / 2 if estimator == "k2" else x.exp() - 1 - x
-
-
-def preference_pairs(group: Tensor, reward: Tensor, trained: Tensor) -> tuple[Tensor, Tensor]:
-    """Return chosen and rejected trajectories, int64 [P] each: all pairs within a group with different rewards.
-
-    O(K^2) in the K trajectories.
-
-    Args:
-        group: [K] integers.
-        reward: [K]; a trajectory with the reward NaN is in no pair.
-        trained: bool [K]; a trajectory without trained tokens is in no pair.
-    """
-    # better[i, j]: i is chosen over j. Rewards [1, 0, 1, 2] of groups [0, 0, 0, 1] -> (0, 1), (2, 1)
-    better = (group[:, None] == group) & (reward[:, None] > reward) & trained[:, None] & trained
-    chosen, rejected = better.nonzero(as_tuple=True)
-    return chosen, rejected
-
-
-def _dpo(
-    logprobs: Tensor, terms: TermTensors, factors: Tensor, objective: Objective, chunk: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss and the sums of `objective_loss` for dpo."""
-    assert terms.reward is not None
-    num = len(factors)
-    # h of each trajectory, [K]: the shift of its log-probability from that of the reference policy
-    shifts = torch.zeros(num, dtype=torch.float64, device=logprobs.device) + logprobs.sum(dtype=torch.float64) * 0
-    trained = torch.zeros(num, dtype=torch.bool, device=logprobs.device)
-    for part in _slices(terms, chunk):
-        shifts = shifts + checkpoint(_shift_sums, logprobs, part, num, use_reentrant=False)
-        trained[part.trajectory[part.weight > 0]] = True
-    chosen, rejected = preference_pairs(terms.group, terms.reward, trained)
-    margins = objective.beta * (shifts.index_select(0, chosen) - shifts.index_select(0, rejected))
-    # Both trajectories of a pair have the same factor, 1 / number of pairs of the step.
-    loss = -(logsigmoid(margins) * factors.index_select(0, chosen)).sum()
-    with torch.no_grad():
-        implied_rewards = [objective.beta * shifts.index_select(0, side).sum() for side in (chosen, rejected)]
-        sums = [(margins > 0).double().sum(), margins.sum(), *implied_rewards]
-    # The weight of a pair is 1, so "weight" is the number of pairs.
-    return loss, {"weight": margins.new_tensor(len(margins)), **dict(zip(_PAIR_MEANS, sums, strict=True))}
-
-
-def _shift_sums(logprobs: Tensor, part: TermTensors, num_trajectories: int) -> Tensor:
-    """Return the sum over each trajectory's trained tokens of logp - ref, float64 [num_trajectories]."""
-    assert part.ref_logprob is not None
-    # trajectory [0, 0, 1], shift [a, b, c] -> [a + b, c]; terms of weight 0 add nothing
-    shift = logprobs.index_select(0, part.index).double() - part.ref_logprob.double()
-    zeros = torch.zeros(num_trajectories, dtype=torch.float64, device=logprobs.device)
-    return zeros.index_add(0, part.trajectory, shift * (part.weight > 0))
