@@ -95,8 +95,8 @@ def concatenate(tables: list[pa.Table]) -> pa.Table:
     if all(len(table.column_names) == len(names) for table in tables):
         return pa.concat_tables(tables)
     # Sorted, so that the order of columns does not depend on the order of batches.
-    ordered = [name for name in names if name not in schema.TEMPERATURES.names]
-    ordered += [name for name in schema.TEMPERATURES.names if name in names]
+    ordered = [name for name in names if name not in schema.OPTIONAL.names]
+    ordered += [name for name in schema.OPTIONAL.names if name in names]
     return pa.concat_tables(tables, promote_options="default").select(ordered)
 
 
@@ -129,6 +129,10 @@ def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
         columns["temperature"] = [record.temperature for record in records]
     if any(content.temperatures is not None for content in contents):
         columns["temperatures"] = _list_column([content.temperatures for content in contents], pa.float32())
+    for name in schema.CREDIT.names:
+        values = [getattr(content, name) for content in contents]
+        if any(each is not None for each in values):
+            columns[name] = _list_column(values, pa.float64())
     known = schema.trajectory_columns(columns)
     fields = [known.field(name) for name in columns]
     arrays = [
@@ -273,8 +277,8 @@ def num_trained(table: pa.Table) -> int:
 
 
 def list_values(table: pa.Table, name: str) -> ListView | NoValues:
-    """Return the rows of a nullable list column as arrays, and None for a null or if `table` has no temperatures."""
-    if name in schema.TEMPERATURES.names and name not in table.column_names:
+    """Return the rows of a nullable list column as arrays, and None for a null or if `table` lacks an optional one."""
+    if name in schema.OPTIONAL.names and name not in table.column_names:
         return NoValues(table.num_rows)
     return ListView(table[name])
 
@@ -324,4 +328,4 @@ def advantages_of(table: pa.Table) -> View:
 
 LOGPROBS = ("sampling_logprobs", "old_logprobs", "ref_logprobs")
 # Columns with one value per trained token; the fields of `Tokens` have the same names.
-PER_TOKEN = ("advantages", *LOGPROBS, "temperatures")
+PER_TOKEN = ("advantages", *LOGPROBS, "temperatures", *schema.CREDIT.names)

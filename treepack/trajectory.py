@@ -39,7 +39,8 @@ class Tokens:
     """Tokens of a trajectory. Trained tokens are spans `[starts[i], ends[i])`, ascending and disjoint.
 
     Position 0 is never trained, because no token predicts it. Advantages, log-probabilities and temperatures have one
-    entry per trained token, in order, or are None. A temperature is that of the sampler, NaN where it is not known.
+    entry per trained token, in order, or are None. A temperature is that of the sampler, NaN where it is not known. No
+    reader gives returns, old values of a critic, or factors of edges; `treepack advantages` writes them.
 
         tokens  5 6 7 8 9      starts 1 4      ends 3 5      trained 6 7 and 9
     """
@@ -53,6 +54,9 @@ class Tokens:
     old_logprobs: Float32 | None = None
     ref_logprobs: Float32 | None = None
     temperatures: Float32 | None = None
+    returns: Float64 | None = None
+    old_values: Float64 | None = None
+    edge_factors: Float64 | None = None
 
     @property
     def num_trained(self) -> int:

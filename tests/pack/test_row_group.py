@@ -23,7 +23,7 @@ from treepack.files import schema
 from treepack.pack import files
 from treepack.pack.files import write_packed
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.row import Row
+from treepack.pack.row import Row, term_field
 from treepack.pack.row_group import RowGroup, row_schema
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
@@ -49,7 +49,7 @@ def plain_table(rows: list[Row], columns: pa.Schema) -> pa.Table:
 
     def cell(row: Row, field: pa.Field) -> Any:
         in_terms = field.name in schema.TERMS.names
-        value = getattr(row.terms, field.name.removeprefix("term_")) if in_terms else getattr(row, field.name)
+        value = getattr(row.terms, term_field(field.name)) if in_terms else getattr(row, field.name)
         if not isinstance(value, np.ndarray):
             return value
         return [None if field.nullable and np.isnan(number) else number for number in value.tolist()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from treepack.columns import PER_TOKEN
 from treepack.pack.plan.problem import PlanTree
 from treepack.trajectory import Int32, Tokens, Trajectory
 
@@ -24,11 +25,7 @@ def make(
     """A tokenised trajectory; every token but the first is trained unless `spans` says otherwise."""
     spans = [(1, len(tokens), 1.0)] if spans is None else spans
     starts, ends, weights = zip(*spans, strict=True) if spans else ((), (), ())
-    per_token = {
-        key: attributes.pop(key)
-        for key in list(attributes)
-        if key.endswith("logprobs") or key in ("advantages", "temperatures")
-    }
+    per_token = {key: attributes.pop(key) for key in list(attributes) if key in PER_TOKEN}
     content = Tokens(
         np.array(tokens, np.int32),
         np.array(starts, np.int32),

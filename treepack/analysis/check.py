@@ -48,7 +48,7 @@ def check(
     manifest = read_manifest(directory)
     refuse_links(directory, manifest)
     if manifest["format"] == schema.TRIE_FORMAT:
-        whole = read_trie(directory, memory=memory)
+        whole = read_trie(directory, memory=memory, token_values=True)
         refuse_too_large(whole, CHECKING, memory=memory)
         return check_trie_totals(whole, manifest)
     origin = read_packed_origin(directory, manifest, None if trie is None else as_path(trie), memory=memory)

@@ -34,7 +34,8 @@ _DTYPES = {
     "loss_weight": torch.float64,
 }
 # Columns that `pack.row.RowTerms` and `TermTensors` have under the same name.
-_TERM_COLUMNS = ("trajectory", "weight", "advantage", "sampling_logprob", "old_logprob", "ref_logprob")
+_CREDIT = ("returns", "old_values", "edge_factor")
+_TERM_COLUMNS = ("trajectory", "weight", "advantage", "sampling_logprob", "old_logprob", "ref_logprob", *_CREDIT)
 
 # Fields of `TermTensors` with one value per term; the others have one per token or trajectory.
 PER_TERM = ("index", *_TERM_COLUMNS)
@@ -50,8 +51,9 @@ class TermTensors:
     temperatures occurs once for each of them, by ascending temperature, the missing one (NaN) last.
 
     trajectory int32 [N]; weight float64 [N]; advantage float64 [N]; the log-probabilities float32 [N]; group int32 [K],
-    equal for trajectories of the row that share a group; reward float64 [K]. A column that the directory lacks is
-    None; a missing value is NaN.
+    equal for trajectories of the row that share a group; reward float64 [K]. A critic learns `returns` float64 [N], and
+    `old_values` float64 [N] are its old values of the states before the tokens. `edge_factor` float64 [N] gives each
+    edge of the sampled tree a total weight of 1. A column that the directory lacks is None; a missing value is NaN.
     """
 
     tokens: Tensor
@@ -65,6 +67,9 @@ class TermTensors:
     group: Tensor
     reward: Tensor | None
     temperature: Tensor | None = None
+    returns: Tensor | None = None
+    old_values: Tensor | None = None
+    edge_factor: Tensor | None = None
 
     def to(self, device: torch.device | str) -> TermTensors:
         """Return the same terms with their tensors on `device`."""
@@ -146,7 +151,7 @@ def empty_batch(length: int, *, terms: bool = False) -> Batch:
 def _empty_terms() -> TermTensors:
     # Every column that an objective reads is present; the rest is float32. A row of padding has no temperature.
     dtypes = {"tokens": torch.int64, "index": torch.int32, "trajectory": torch.int32, "group": torch.int32}
-    dtypes |= {"weight": torch.float64, "advantage": torch.float64, "reward": torch.float64}
+    dtypes |= dict.fromkeys(("weight", "advantage", "reward", *_CREDIT), torch.float64)
     names = [field.name for field in fields(TermTensors) if field.name != "temperature"]
     return TermTensors(**{name: torch.zeros(0, dtype=dtypes.get(name, torch.float32)) for name in names})
 

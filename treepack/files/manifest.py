@@ -82,6 +82,7 @@ class Manifest(TypedDict):
     trie: NotRequired[TrieEntry]
     advantages: NotRequired[dict[str, Any]]
     logprobs: NotRequired[dict[str, Any]]
+    critic: NotRequired[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Provenance:
     `options` belong to the command; `counts` has a number for each reason of skipping and each note; `totals` are sums
     over trajectories and rows. `input` and `trie` are the sources; `skipped` names rollouts that were skipped, and
     `control_tokens` rollouts that train control tokens of their text; `ingest.conversations` describes
-    `conversations`; `advantages` and `logprobs` describe columns that a later command added.
+    `conversations`; `advantages`, `logprobs` and `critic` describe columns that a later command added.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -105,6 +106,7 @@ class Provenance:
     trie: TrieEntry | None = None
     advantages: Mapping[str, Any] | None = None
     logprobs: Mapping[str, Any] | None = None
+    critic: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, manifest: Manifest) -> Provenance:
@@ -166,6 +168,7 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "conversations": _CONVERSATIONS,
     "tokenizer": {"name": str, "vocab_size": int, "sha256": str},
     "logprobs": {},
+    "critic": {},
     "skipped": _SKIPPED,
     "control_tokens": {"num_rollouts": int, "rollouts": list},
 }

@@ -1,6 +1,7 @@
 """File formats as Arrow schemas: the single source of truth for every column, its type and its meaning.
 
-    trie/    nodes-*.parquet (NODES)  trajectories-*.parquet (TRAJECTORIES, plus TEMPERATURES if known)  manifest.json
+    trie/    nodes-*.parquet (NODES, plus NODE_VALUES if known)  manifest.json
+             trajectories-*.parquet (TRAJECTORIES, plus columns of OPTIONAL if known)
     packed/  part-*.parquet (ROWS, plus TERMS if trajectories carry rewards or log-probabilities)  manifest.json
     the state of treepack select, one Parquet file (QUERIES)
 
@@ -43,6 +44,24 @@ NODES = pa.schema(
     ]
 )
 
+# Further columns of the nodes of a trie, which exist only if a command has written them.
+NODE_VALUES = pa.schema(
+    [
+        _field(
+            "token_values",
+            pa.list_(pa.float64()),
+            "critic's value after each of the node's own tokens: the expected rest of the return",
+        ),
+    ]
+)
+
+
+def node_columns(names: Iterable[str]) -> pa.Schema:
+    """Return `NODES` and those columns of `NODE_VALUES` that are among `names`."""
+    known = set(names)
+    return pa.schema([*NODES, *(field for field in NODE_VALUES if field.name in known)])
+
+
 # One row per trajectory of a trie. Weights and advantages are float64; log-probabilities are float32, as samplers give
 # them.
 TRAJECTORIES = pa.schema(
@@ -70,7 +89,8 @@ TRAJECTORIES = pa.schema(
     ]
 )
 
-# Further columns of the trajectories of a trie; each exists only if a trajectory has such a value.
+# Further columns of the trajectories of a trie; each exists only if a trajectory has such a value. Rollouts may have
+# temperatures; only commands write the others.
 TEMPERATURES = pa.schema(
     [
         _field("temperature", pa.float64(), "sampler's temperature for the whole trajectory", nullable=True),
@@ -79,10 +99,31 @@ TEMPERATURES = pa.schema(
 )
 
 
+CREDIT = pa.schema(
+    [
+        _field("returns", pa.list_(pa.float64()), "return per trained token, the target of the critic", nullable=True),
+        _field(
+            "old_values",
+            pa.list_(pa.float64()),
+            "critic's old value per trained token, of the state before the token",
+            nullable=True,
+        ),
+        _field(
+            "edge_factors",
+            pa.list_(pa.float64()),
+            "factor per trained token that gives each compared edge of its sampled tree a total loss weight of 1; 0 on "
+            "other edges",
+            nullable=True,
+        ),
+    ]
+)
+OPTIONAL = pa.schema([*TEMPERATURES, *CREDIT])
+
+
 def trajectory_columns(names: Iterable[str]) -> pa.Schema:
-    """Return `TRAJECTORIES` and those columns of `TEMPERATURES` that are among `names`."""
+    """Return `TRAJECTORIES` and those columns of `OPTIONAL` that are among `names`."""
     known = set(names)
-    return pa.schema([*TRAJECTORIES, *(field for field in TEMPERATURES if field.name in known)])
+    return pa.schema([*TRAJECTORIES, *(field for field in OPTIONAL if field.name in known)])
 
 
 # One row per packed row. The per-token lists are int32 and the pairs int64: a row of 100,000 tokens has 5e9 pairs.
@@ -124,6 +165,16 @@ TERMS = pa.schema(
         _field("term_entropy", pa.list_(pa.float32()), "entropy of its distribution, in nats", nullable=True),
         _field("trajectory_rewards", pa.list_(pa.float64()), "reward of each trajectory", nullable=True),
         _field("term_temperature", pa.list_(pa.float32()), "sampler's temperature", nullable=True),
+        _field("term_return", pa.list_(pa.float64()), "return, the target of the critic", nullable=True),
+        _field(
+            "term_old_value", pa.list_(pa.float64()), "critic's old value of the state before the token", nullable=True
+        ),
+        _field(
+            "term_edge_factor",
+            pa.list_(pa.float64()),
+            "factor that gives each edge of the sampled tree a total loss weight of 1",
+            nullable=True,
+        ),
     ]
 )
 
@@ -152,7 +203,10 @@ def as_json(schema: pa.Schema) -> dict[str, dict[str, str | bool]]:
 
 def documents() -> dict[str, str]:
     """Return the content of every file in schemas/, by file name."""
-    trie = {"nodes": as_json(NODES), "trajectories": as_json(trajectory_columns(TEMPERATURES.names))}
+    trie = {
+        "nodes": as_json(node_columns(NODE_VALUES.names)),
+        "trajectories": as_json(trajectory_columns(OPTIONAL.names)),
+    }
     packed = {"rows": as_json(ROWS), "terms": as_json(TERMS)}
     formats = {
         "trie.json": (TRIE_FORMAT, FORMAT_VERSION, trie),

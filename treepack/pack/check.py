@@ -77,6 +77,14 @@ def _check_terms(row: Row, terms: RowTerms) -> None:
     _expect(row, "term_weight", _almost_equal(sums, row.loss_weight))
     if terms.temperature is not None and ((terms.temperature < 0) | np.isinf(terms.temperature)).any():
         raise TreepackError(f"row {row.row_id}: term_temperature has an impossible value; pack the trie again")
+    missing = [np.True_ if values is None else np.isnan(values) for values in (terms.returns, terms.old_values)]
+    if (missing[0] != missing[1]).any():
+        raise TreepackError(f"row {row.row_id}: has only one of term_return and term_old_value; pack the trie again")
+    for name, values in (("term_return", terms.returns), ("term_old_value", terms.old_values)):
+        if values is not None and np.isinf(values).any():
+            raise TreepackError(f"row {row.row_id}: {name} has an impossible value; pack the trie again")
+    if terms.edge_factor is not None and ((terms.edge_factor < 0) | np.isinf(terms.edge_factor)).any():
+        raise TreepackError(f"row {row.row_id}: term_edge_factor has an impossible value; pack the trie again")
 
 
 def _all_below(values: Int32, limit: int) -> bool:

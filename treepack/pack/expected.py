@@ -24,7 +24,7 @@ from treepack.columns import LOGPROBS, SpanView, list_values, temperatures_of
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
-from treepack.pack.row import Row, RowTerms
+from treepack.pack.row import Row, RowTerms, term_field
 from treepack.pack.weights import stored_times_trained, trajectory_factors
 from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.storage import PageReleaser
@@ -112,7 +112,7 @@ class Expected:
         self.logprobs = [name for name in LOGPROBS if name not in computed]
         facts = ["step", "group_id", "trained"]
         values = ["reward", "advantage", "advantages", *self.logprobs]
-        values += [name for name in schema.TEMPERATURES.names if name in table.column_names]
+        values += [name for name in schema.OPTIONAL.names if name in table.column_names]
         self.facts, self.columns = TableRows(table.select(facts)), TableRows(table.select(facts + values))
         self.releaser = PageReleaser(self.storage)
 
@@ -188,9 +188,11 @@ class _RowValues:
             self.own_terms = _terms_of_each(row.terms, len(row.trajectory_ids))
             self.rewards = table["reward"].to_pylist()
             per_token, scalar = list_values(table, "advantages"), table["advantage"].to_pylist()
-            self.values |= {name.removesuffix("s"): list_values(table, name) for name in logprobs}
-            self.values["advantage"] = [a if b is None else b for a, b in zip(scalar, per_token, strict=True)]
-            self.values["temperature"] = temperatures_of(table)
+            # By columns of the rows: sampling_logprobs -> term_sampling_logprob.
+            names = [*logprobs, *schema.CREDIT.names]
+            self.values |= {f"term_{name.removesuffix('s')}": list_values(table, name) for name in names}
+            self.values["term_advantage"] = [a if b is None else b for a, b in zip(scalar, per_token, strict=True)]
+            self.values["term_temperature"] = temperatures_of(table)
 
     def is_named(self, order: int) -> bool:
         """Return True if trajectory number `order` has the same step and group in the row."""
@@ -214,13 +216,13 @@ class _RowValues:
         if (None if reward is None or math.isnan(reward) else reward) != self.rewards[order]:
             raise TreepackError(f"{prefix} has another reward than in the trie; pack the trie again")
         for name, values in self.values.items():
-            stored, known = getattr(terms, name), values[order]
+            stored, known = getattr(terms, term_field(name)), values[order]
             if stored is None and known is None:
                 continue
             has_list = known is not None and np.ndim(known) == 1
             expected = known if has_list else np.broadcast_to(np.nan if known is None else known, len(trained))
             if stored is None or not np.array_equal(stored[mine], expected, equal_nan=True):
-                raise TreepackError(f"{prefix} has another term_{name} than in the trie; pack the trie again")
+                raise TreepackError(f"{prefix} has another {name} than in the trie; pack the trie again")
 
 
 class _RowPaths:

@@ -30,7 +30,7 @@ from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_ma
 from treepack.files.parts import PART_TOKENS, Encoding, PartWriter, open_part
 from treepack.files.task_output import TaskOutput
 from treepack.pack.options import PackOptions
-from treepack.pack.row import Row, RowTerms, row_counts, row_totals
+from treepack.pack.row import Row, RowTerms, row_counts, row_totals, term_field
 from treepack.pack.row_group import RowGroup, row_schema
 from treepack.trajectory import Int64
 
@@ -231,7 +231,7 @@ def row_of_table(table: pa.Table, i: int) -> Row:
     values: dict[str, Any] = {name: _cell(table, name, i) for name in table.column_names}
     terms = None
     if "term_token" in values:
-        columns: dict[str, Any] = {name.removeprefix("term_"): values.get(name) for name in schema.TERMS.names}
+        columns: dict[str, Any] = {term_field(name): values.get(name) for name in schema.TERMS.names}
         terms = RowTerms(**columns)
     derived = {name: values.pop(name) for name in ("num_tokens", "num_pairs", "total_weight")}
     row = Row(terms=terms, **{name: values[name] for name in schema.ROWS.names if name not in derived})

@@ -38,6 +38,16 @@ class RowTerms:
     entropy: Float32 | None
     trajectory_rewards: Float64 | None
     temperature: Float32 | None = None
+    returns: Float64 | None = None
+    old_values: Float64 | None = None
+    edge_factor: Float64 | None = None
+
+
+def term_field(column: str) -> str:
+    """Return the field of `RowTerms` for a column of `schema.TERMS`."""
+    # "return" is a word of Python.
+    plural = {"term_return": "returns", "term_old_value": "old_values"}
+    return plural.get(column, column.removeprefix("term_"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from treepack.files import schema
-from treepack.pack.row import Row
+from treepack.pack.row import Row, term_field
 from treepack.pack.weights import TERM_COLUMNS
 from treepack.trajectory import Int32
 
@@ -25,7 +25,7 @@ def row_schema(row: Row) -> pa.Schema:
     """Return the columns of a packed directory whose rows have the terms that `row` has."""
     if row.terms is None:
         return schema.ROWS
-    present = [field for field in schema.TERMS if getattr(row.terms, field.name.removeprefix("term_")) is not None]
+    present = [field for field in schema.TERMS if getattr(row.terms, term_field(field.name)) is not None]
     return pa.schema([*schema.ROWS, *present])
 
 
@@ -36,6 +36,9 @@ _SOURCES = {
     "term_ref_logprob": ("ref_logprobs",),
     "trajectory_rewards": ("reward",),
     "term_temperature": ("temperature", "temperatures"),
+    "term_return": ("returns",),
+    "term_old_value": ("old_values",),
+    "term_edge_factor": ("edge_factors",),
 }
 """Columns of trajectories that each nullable column of the terms comes from."""
 
@@ -106,7 +109,7 @@ _TERMS = frozenset(schema.TERMS.names)
 
 def _term_values(row: Row, name: str) -> NDArray[Any]:
     assert row.terms is not None
-    values: NDArray[Any] | None = getattr(row.terms, name.removeprefix("term_"))
+    values: NDArray[Any] | None = getattr(row.terms, term_field(name))
     if values is not None:
         return values
     return np.full(len(row.trajectory_ids) if name == "trajectory_rewards" else len(row.terms.token), np.nan)

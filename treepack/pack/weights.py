@@ -3,7 +3,8 @@
     loss_weight[j] = sum over the trajectories of the row that train token j of factor * span weight
 
 A term is one (trajectory, trained token) pair; rows have terms if any trajectory of the trie has a reward, an advantage
-or log-probabilities. Temperatures alone make no terms: without one of these, no loss depends on them.
+or log-probabilities. Temperatures alone make no terms: without one of these, no loss depends on them. Returns and
+factors of edges exist only beside advantages.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from treepack.columns import LOGPROBS, SpanView, advantages_of, list_values, temperatures_of, text_codes
 from treepack.errors import TreepackError
+from treepack.files import schema
 from treepack.files.column_views import View
 from treepack.pack.placement import PlacedNodes
 from treepack.pack.row import RowTerms
@@ -143,6 +145,7 @@ class RowWeights:
         if whole is not None:
             self.has_terms = whole.has_terms
         self.values["temperature"] = _known_only(temperatures_of(table))
+        self.values |= {name: _known_only(list_values(table, name)) for name in schema.CREDIT.names}
 
     def of(self, nodes: PlacedNodes) -> tuple[Float64, RowTerms | None]:
         """Return `loss_weight`, float64 [num_tokens], and the terms of the row's trajectories."""
@@ -196,6 +199,9 @@ class RowWeights:
             entropy=None,
             trajectory_rewards=None if self.rewards is None else self.rewards[members],
             temperature=temperature,
+            returns=gather("returns"),
+            old_values=gather("old_values"),
+            edge_factor=gather("edge_factors"),
         )
 
 

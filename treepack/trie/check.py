@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from treepack.columns import PER_TOKEN, SpanView
 from treepack.errors import TreepackError
+from treepack.files import schema
 from treepack.trajectory import Int64
 from treepack.trie.pieces import node_pieces, trajectory_pieces
 from treepack.trie.trie import Trie
@@ -47,6 +48,7 @@ def check_trie(trie: Trie) -> None:
         raise TreepackError("tree_id of the trajectories does not match the nodes they end in; build the trie again")
     _refuse_equal_siblings(trie)
     _check_trained(trie)
+    _check_credit(trie)
 
 
 def _check_trained(trie: Trie) -> None:
@@ -67,6 +69,37 @@ def _check_trained(trie: Trie) -> None:
         if impossible.any():
             name = names[first + int(impossible.argmax())]
             raise TreepackError(f"trajectory {name}: has an impossible temperature; build the trie again")
+
+
+def _check_credit(trie: Trie) -> None:
+    """Refuse values of a critic that are no numbers, returns without old values or the reverse, and wrong factors."""
+    if trie.token_values is not None:
+        for a, b in node_pieces(trie):
+            values = trie.token_values[trie.node_start[a] : trie.node_start[b]]
+            if not np.isfinite(values).all():
+                token = int(trie.node_start[a]) + int((~np.isfinite(values)).argmax())
+                node = int(np.searchsorted(trie.node_start, token, "right")) - 1
+                raise TreepackError(f"node {node}: has a token value that is not finite; write the values again")
+    table, known = trie.trajectories, {}
+    for name in schema.CREDIT.names:
+        if name not in table.column_names:
+            known[name] = np.zeros(table.num_rows, np.bool_)
+            continue
+        known[name] = table[name].is_valid().to_numpy()
+        first = 0
+        for chunk in table[name].chunks:
+            values = chunk.flatten().to_numpy(zero_copy_only=False)
+            wrong = ~np.isfinite(values) | ((values < 0) & (name == "edge_factors"))
+            if wrong.any():
+                i = first + int(chunk.value_parent_indices().to_numpy()[wrong.argmax()])
+                raise TreepackError(f"trajectory {table['trajectory_id'][i]}: has impossible {name}; write them again")
+            first += len(chunk)
+    differ = known["returns"] != known["old_values"]
+    if differ.any():
+        i = int(differ.argmax())
+        raise TreepackError(
+            f"trajectory {table['trajectory_id'][i]}: has only one of returns and old_values; write them again"
+        )
 
 
 def _wrong_spans(spans: SpanView, lengths: Int64) -> int | None:

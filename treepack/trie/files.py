@@ -20,7 +20,7 @@ from treepack.files.cache import local_copy, naming_addresses
 from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.memory import usual_memory
 from treepack.files.parts import PART_TOKENS, PartWriter, token_slices
-from treepack.trajectory import Int32
+from treepack.trajectory import Float64, Int32
 from treepack.trie.mapped import decoded_bytes, read_nodes, read_trajectories
 from treepack.trie.nodes import NodeArrays, subtree_ends
 from treepack.trie.storage import Storage
@@ -39,13 +39,16 @@ def write_trie(
 
     `provenance` is the rest of the manifest.
     """
-    nodes = PartWriter(directory, "nodes", schema.NODES)
+    values = trie.token_values
+    nodes = PartWriter(directory, "nodes", schema.node_columns([] if values is None else schema.NODE_VALUES.names))
     tree_id = trie.tree_id
     max_token_id = 0
     for a, b in token_slices(trie.node_length, PART_TOKENS // SLICES):
-        tokens = trie.tokens[trie.node_start[a] : trie.node_start[b]]
+        each = slice(trie.node_start[a], trie.node_start[b])
+        tokens = trie.tokens[each]
         max_token_id = max(max_token_id, int(tokens.max()))
-        nodes.write(node_rows(trie, tree_id, a, b).table(tokens), tokens=len(tokens))
+        rows = node_rows(trie, tree_id, a, b)
+        nodes.write(rows.table(tokens, None if values is None else values[each]), tokens=len(tokens))
         trie.storage.release()
     columns = schema.trajectory_columns(trie.trajectories.column_names)
     trajectories = PartWriter(directory, "trajectories", columns)
@@ -70,8 +73,8 @@ class NodeRows:
     num_passing: Int32
     offsets: Int32
 
-    def table(self, tokens: Int32) -> pa.Table:
-        """Return a table of `schema.NODES`."""
+    def table(self, tokens: Int32, token_values: Float64 | None = None) -> pa.Table:
+        """Return a table of `schema.NODES`, and of `schema.NODE_VALUES` if there are `token_values`."""
         columns = [
             self.tree_id,
             np.arange(self.first, self.first + len(self.parent), dtype=np.int32),
@@ -80,7 +83,11 @@ class NodeRows:
             pa.ListArray.from_arrays(self.offsets, pa.array(tokens)),
             self.num_passing,
         ]
-        return pa.Table.from_arrays([pa.array(column) for column in columns], schema=schema.NODES)
+        table = pa.Table.from_arrays([pa.array(column) for column in columns], schema=schema.NODES)
+        if token_values is None:
+            return table
+        lists = pa.ListArray.from_arrays(self.offsets, pa.array(token_values))
+        return table.append_column(schema.NODE_VALUES.field("token_values"), lists)
 
 
 def node_rows(forest: Trie | NodeArrays, tree_id: Int32, first: int, end: int) -> NodeRows:
@@ -107,12 +114,15 @@ def write_trie_manifest(
 
 
 @naming_addresses()
-def read_trie(directory: str | AnyPath, *, memory: int | None = None, folder: Path | None = None) -> Trie:
+def read_trie(
+    directory: str | AnyPath, *, memory: int | None = None, folder: Path | None = None, token_values: bool = False
+) -> Trie:
     """Read a trie directory, on this machine or in an object store.
 
     A trie that needs more than an eighth of `memory`, in bytes, is copied into files without a name in `folder`, which
     are mapped; `trie.storage.release()` releases their pages. None takes `usual_memory`, and the folder of temporary
-    files. The files need 4 bytes for each token of the trie, and the decoded columns of the trajectories.
+    files. The files need 4 bytes for each token of the trie, and the decoded columns of the trajectories. The values of
+    a critic, 8 bytes for each token, are read only with `token_values`, and if there are any.
 
     Raises:
         TreepackError: see `read_manifest` and `check_part`; or the disk fails.
@@ -121,14 +131,15 @@ def read_trie(directory: str | AnyPath, *, memory: int | None = None, folder: Pa
     manifest = read_manifest(directory, schema.TRIE_FORMAT)
     storage = Storage(usual_memory() if memory is None else memory, folder)
     in_file = storage.is_large(decoded_bytes(directory, manifest))
-    nodes, sizes, tokens, storage = read_nodes(directory, manifest, storage, in_file=in_file)
-    trajectories, storage = read_trajectories(directory, manifest, storage, in_file=in_file)
+    read = read_nodes(directory, manifest, storage, in_file=in_file, token_values=token_values)
+    trajectories, storage = read_trajectories(directory, manifest, read.storage, in_file=in_file)
+    nodes = read.table
     parent = nodes["parent_id"].to_numpy()
     if (parent >= np.arange(len(parent))).any():
         raise TreepackError(f"{directory}: a node comes before its parent; build the trie again")
     return Trie(
-        tokens=tokens,
-        node_start=np.concatenate([[0], np.cumsum(sizes)]),
+        tokens=read.tokens,
+        node_start=np.concatenate([[0], np.cumsum(read.sizes)]),
         node_end=subtree_ends(parent),
         parent=parent,
         depth=nodes["depth"].to_numpy().astype(np.int64),
@@ -136,5 +147,6 @@ def read_trie(directory: str | AnyPath, *, memory: int | None = None, folder: Pa
         end_node=trajectories["node_id"].to_numpy(),
         trajectories=trajectories,
         share=manifest["share"],
+        token_values=read.token_values,
         storage=storage,
     )

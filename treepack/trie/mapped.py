@@ -1,6 +1,7 @@
 """Read a trie directory that is larger than the memory: row group by row group into files, which are then mapped.
 
     nodes-*         tokens                --append--> file of int32        mapped as `Trie.tokens`
+                    token_values          --append--> file of float64      mapped as `Trie.token_values`
                     other columns         per node, in memory
     trajectories-*  all columns           --write_table--> Arrow stream    mapped as `Trie.trajectories`
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from treepack.columns import list_content
+from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.files.parts import read_parts, read_row_groups
-from treepack.trajectory import Int32, Int64
+from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.spool import write_table
 from treepack.trie.storage import Storage, disk, map_file
 
@@ -53,27 +55,59 @@ def decoded_bytes(directory: Path, manifest: Manifest) -> int:
     )
 
 
-def read_nodes(
-    directory: Path, manifest: Manifest, storage: Storage, *, in_file: bool
-) -> tuple[pa.Table, Int64, Int32, Storage]:
-    """Read the nodes of a trie directory, and their tokens into memory or into a file.
+@dataclass(frozen=True, slots=True)
+class ReadNodes:
+    """The nodes of a trie directory.
 
-    Returns:
-        The columns of `schema.NODES` except the tokens, the number of tokens of each node, int64 [num_nodes], the
-        tokens of all nodes, int32 [N_tree], and the storage with their map.
+    Attributes:
+        table: the columns of `schema.NODES` except the tokens.
+        sizes: tokens of each node, int64 [num_nodes].
+        tokens: tokens of all nodes, int32 [N_tree].
+        token_values: values after these tokens, float64 [N_tree]; None if they were not read, or there are none.
+        storage: with the maps of the two.
+    """
+
+    table: pa.Table
+    sizes: Int64
+    tokens: Int32
+    token_values: Float64 | None
+    storage: Storage
+
+
+def read_nodes(
+    directory: Path, manifest: Manifest, storage: Storage, *, in_file: bool, token_values: bool = False
+) -> ReadNodes:
+    """Read the nodes of a trie directory, and their tokens into memory or into a file; values only if `token_values`.
 
     Raises:
-        TreepackError: see `read_parts`; or the disk fails.
+        TreepackError: see `read_parts`; a node with more or fewer values than tokens; or the disk fails.
     """
     tokens = storage.growing_array(np.int32, in_file=in_file)
-    others, sizes = [], []
-    for group in read_row_groups(directory, manifest, "nodes", schema.NODES):
-        values, lengths = list_content(group["tokens"])
-        tokens.append(values)
+    values = storage.growing_array(np.float64, in_file=in_file)
+    others, sizes, known = [], [], False
+    for group in read_row_groups(directory, manifest, "nodes", schema.NODES, schema.NODE_VALUES):
+        own, lengths = list_content(group["tokens"])
+        tokens.append(own)
         sizes.append(lengths)
-        others.append(group.drop_columns("tokens"))
-    values, storage = tokens.finish()
-    return pa.concat_tables(others), np.concatenate(sizes), values, storage
+        if token_values and "token_values" in group.column_names:
+            known = True
+            own, counts = list_content(group["token_values"])
+            if (counts != lengths).any():
+                node = group["node_id"][int((counts != lengths).argmax())]
+                raise TreepackError(f"{directory}: node {node} has not one of token_values per token; write it again")
+            values.append(own)
+        others.append(group.select([name for name in schema.NODES.names if name != "tokens"]))
+    all_tokens, with_tokens = tokens.finish()
+    all_values, with_values = values.finish()
+    # Both have the earlier maps: (a b) of the tokens, (a c) of the values -> a b c.
+    maps = (*with_tokens.maps, *with_values.maps[len(storage.maps) :])
+    return ReadNodes(
+        pa.concat_tables(others),
+        np.concatenate(sizes),
+        all_tokens,
+        all_values if known else None,
+        replace(storage, maps=maps),
+    )
 
 
 def read_trajectories(
@@ -84,7 +118,7 @@ def read_trajectories(
     Raises:
         TreepackError: see `read_parts`; or the disk fails.
     """
-    columns = schema.TRAJECTORIES, schema.TEMPERATURES
+    columns = schema.TRAJECTORIES, schema.OPTIONAL
     if not in_file:
         return read_parts(directory, manifest, "trajectories", *columns), storage
     return stored_table(read_row_groups(directory, manifest, "trajectories", *columns), storage)

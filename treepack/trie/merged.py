@@ -86,7 +86,7 @@ class RowPlaces:
     """Where trajectories of the trie are stored: for each the number of its table and its row.
 
     `tables` are spool, start and size of each table. `names` are the ids of the trajectories, if stored ids repeat.
-    `columns` are those of all trajectories of the trie; a table may lack some of `schema.TEMPERATURES`.
+    `columns` are those of all trajectories of the trie; a table may lack some of `schema.OPTIONAL`.
     """
 
     tables: list[tuple[int, int, int]]
@@ -109,7 +109,7 @@ def read_rows(spools: Sequence[Spool], places: RowPlaces) -> pa.Table:
         before += high - low
     table = concatenate(slices).combine_chunks().take(pa.array(index))
     for field in places.columns:
-        if field.name in schema.TEMPERATURES.names and field.name not in table.column_names:
+        if field.name in schema.OPTIONAL.names and field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(len(table), field.type))
     if places.names is not None:
         column = table.schema.get_field_index("trajectory_id")

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from treepack.columns import PER_TOKEN, SpanView, list_values
-from treepack.trajectory import Int32, Int64, Tokens, Trajectory
+from treepack.trajectory import Float64, Int32, Int64, Tokens, Trajectory
 from treepack.trie.nodes import paths
 from treepack.trie.storage import PageReleaser, Storage
 
@@ -41,6 +41,7 @@ class Trie:
             so these never decrease.
         trajectories: table of `schema.trajectory_columns`, one row per trajectory.
         share: "all", "group" or "none", see `build_trie`.
+        token_values: float64 [N_tree], a critic's value after each token; None if there are none or they were not read.
         storage: of the arrays that are mapped files, and of those that are made from the trie.
     """
 
@@ -53,6 +54,7 @@ class Trie:
     end_node: Int32
     trajectories: pa.Table
     share: str
+    token_values: Float64 | None = None
     storage: Storage = field(default=Storage(), repr=False, compare=False)
 
     @property
@@ -107,7 +109,7 @@ class Trie:
 def unshared(trie: Trie) -> Trie:
     """Return the same trajectories in the same order, each a tree of one node, as `share="none"` builds them.
 
-    The N_flat tokens are a mapped file if they are large.
+    The result has no `token_values`. The N_flat tokens are a mapped file if they are large.
 
     Raises:
         TreepackError: the disk fails.

@@ -84,13 +84,16 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         return
     advantage, advantages = _advantages(fields, mask, layout)
     logprobs = {name: _per_token(fields, kind, mask, layout) for name, kind in LOGPROBS.items()}
+    rounded: dict[str, Any] = {
+        name: None if values is None else values.astype(np.float32) for name, values in logprobs.items()
+    }
     content = Tokens(
         tokens=ids[layout.start : layout.end],
         starts=starts,
         ends=ends,
         span_weights=weights,
         advantages=advantages,
-        **{name: None if values is None else values.astype(np.float32) for name, values in logprobs.items()},
+        **rounded,
     )
     used = [name for names in fields.values() for name in names]
     item = describe(record, content, used=used, options=options, advantage=advantage, notes=notes)
