@@ -16,12 +16,13 @@ from support.oracle_model import Sample, gradients, make_row
 from support.tiny_families import spread_weights, tiny_family
 from treepack.carry.backward import CarryOptions, backward_row
 from treepack.carry.pieces import Pass, RowPlan
-from treepack.carry.routes import Routes, follow_routers
+from treepack.carry.routes import Routes
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.model.layers import checkpoint_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
+from treepack.model.routers import follow_routers
 
 PUSH, POP = (Pass(kind, 0, 6, 0, ()) for kind in ("push", "pop"))
 PLAN = RowPlan((PUSH, POP), 128, 128)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from treepack.carry.routes import follow_routers
 from treepack.errors import TreepackError
 from treepack.model.loaded import LoadedModel
+from treepack.model.routers import follow_routers
 
 _REMEDY = "run this model without --carry"
 

@@ -7,9 +7,9 @@ A pop computes the states of its tokens again. If they round in another way, bec
 and another one without, then a token whose scores are nearly equal moves to another expert. The pieces above have used
 keys and values of the first expert, so the gradients that reach the pop would be those of another function.
 
-A router is a module whose `forward` calls `torch.topk`, in all versions of transformers that treepack supports. Its
-choices are the indices of every `topk`, and of every `max` along a dimension (PhiMoE), in the order of the calls. They
-are repeated by a `gather` at the recorded indices, whose values and gradients are those of `topk` if nothing moved.
+`model.routers` finds the routers. The choices of a router are the indices of every `topk`, and of every `max` along a
+dimension (PhiMoE), in the order of the calls. They are repeated by a `gather` at the recorded indices, whose values and
+gradients are those of `topk` if nothing moved.
 
     scores [[.1, .7, .2]], k = 2    push: values [.7, .2], experts [1, 2]
     scores [[.3, .5, .2]]           pop:  values [.5, .2], experts [1, 2] instead of [1, 0]
@@ -20,23 +20,18 @@ layers with 8 experts of 128 need 384 bytes per trunk token, 0.4 % of the keys a
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 from torch.overrides import TorchFunctionMode
 
 from treepack.carry.pieces import Pass, RowPlan
 from treepack.errors import TreepackError
-from treepack.model.layers import find_decoder
+from treepack.model.routers import TOPK, follow_routers, scores_of
 
-# Functions whose call in a module's `forward` makes it a router. sparsemixer is the choice of PhiMoE.
-_CHOICES = frozenset({"topk", "sparsemixer"})
-_TOPK = (torch.topk, Tensor.topk)
 _MAX = (torch.max, Tensor.max)
 
 
@@ -68,90 +63,30 @@ class Routes:
         else:
             recorded = self._pieces.pop(each.begin, None)  # None for a bundle
         for switch in self._switches:
-            switch.recorded, switch.repeats = recorded, each.kind == "pop"
+            switch.set("carry", None if recorded is None else _mode(switch.router, recorded, each))
         try:
             yield
         finally:
             for switch in self._switches:
-                switch.recorded = None
+                switch.set("carry", None)
 
 
-class _Switch:
-    """The mode of a router: it chooses, chooses and records, or repeats recorded choices."""
-
-    def __init__(self, router: nn.Module) -> None:
-        self.router = router
-        self.recorded: dict[nn.Module, list[Tensor]] | None = None
-        self.repeats = False
-
-    def mode(self) -> TorchFunctionMode:
-        """Return the mode in which the router runs once."""
-        assert self.recorded is not None
-        if self.repeats:
-            return _Repeat(self.recorded[self.router])
-        if self.router in self.recorded:
-            raise TreepackError(
-                f"carry: {type(self.router).__name__} runs twice in one forward pass; train this model without --carry"
-            )
-        return _Record(self.recorded.setdefault(self.router, []))
+def _mode(
+    router: nn.Module, recorded: dict[nn.Module, list[Tensor]], each: Pass
+) -> Callable[[], _Record] | Callable[[], _Repeat]:
+    """Return the maker of a router's mode in a push or a pop."""
+    if each.kind == "pop":
+        return lambda: _Repeat(recorded[router])
+    return lambda: _no_second_run(router, recorded)
 
 
-def follow_routers(causal: Any) -> list[_Switch]:
-    """Let all routers of a model of transformers record and repeat choices; a second call changes nothing.
-
-    Outside of `Routes.running` the choices of a router do not change, but a compiled layer now breaks its graph at its
-    router. So call this before the first step if equal bits matter.
-
-    Raises:
-        TreepackError: some layers with experts have no router that could be followed.
-    """
-    decoder = find_decoder(causal)
-    modules = [] if decoder is None else list(decoder.modules())
-    routers = [module for module in modules if _is_router(module)]
-    num_experts = sum(_has_experts(module) for module in modules)
-    if len(routers) < num_experts:
+def _no_second_run(router: nn.Module, recorded: dict[nn.Module, list[Tensor]]) -> _Record:
+    """Return a mode that records the choices of a router, which runs once in a push."""
+    if router in recorded:
         raise TreepackError(
-            f"carry: {type(causal).__name__} has {num_experts} layers with experts, and {len(routers)} routers that "
-            "call torch.topk, so a second forward pass might choose other experts; train this model without --carry"
+            f"carry: {type(router).__name__} runs twice in one forward pass; train this model without --carry"
         )
-    return [_follow(router) for router in routers]
-
-
-def _is_router(module: nn.Module) -> bool:
-    # Indexers call topk too, but they do not run under tree attention.
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    names = frozenset() if code is None else frozenset(code.co_names)
-    return bool(names & _CHOICES) and not type(module).__name__.endswith("Indexer")
-
-
-def _has_experts(module: nn.Module) -> bool:
-    """Return whether a module has stacked weights of experts, [E, N, K]."""
-    size = getattr(module, "num_experts", 0)
-    return any(x.ndim == 3 and len(x) == size for x in module.parameters(recurse=False))
-
-
-def _follow(router: nn.Module) -> _Switch:
-    """Put a switch in front of the router's `forward`, or return the one that is there."""
-    there = getattr(router.__dict__.get("forward"), "switch", None)
-    if there is not None:
-        assert isinstance(there, _Switch)
-        return there
-    switch, choose = _Switch(router), router.forward
-
-    # A compiled layer breaks its graph here, because what happens changes from pass to pass.
-    @_disable_dynamo
-    def follow(*arguments: Any, **options: Any) -> Any:
-        if switch.recorded is None:
-            return choose(*arguments, **options)
-        with switch.mode() as mode:
-            result = choose(*arguments, **options)
-        assert not isinstance(mode, _Repeat) or mode.is_done, "a router made fewer choices than in the push"
-        return result
-
-    forward: Any = follow
-    forward.switch = switch
-    router.forward = forward
-    return switch
+    return _Record(recorded.setdefault(router, []))
 
 
 class _Record(TorchFunctionMode):
@@ -165,9 +100,12 @@ class _Record(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         dim = _dim_of_choice(func, args, kwargs or {})
         if dim is not None:
-            size = _scores_of(args, kwargs or {}).shape[dim]
+            size = scores_of(args, kwargs or {}).shape[dim]
             self._choices.append(result.indices.to(_index_type(size)))
         return result
+
+    def finish(self, router: nn.Module) -> None:
+        """Accept any number of choices."""
 
 
 class _Repeat(TorchFunctionMode):
@@ -177,10 +115,9 @@ class _Repeat(TorchFunctionMode):
         super().__init__()
         self._choices, self._next = choices, 0
 
-    @property
-    def is_done(self) -> bool:
-        """True if all choices were repeated."""
-        return self._next == len(self._choices)
+    def finish(self, router: nn.Module) -> None:
+        """Check that all choices were repeated."""
+        assert self._next == len(self._choices), f"{type(router).__name__} made fewer choices than in the push"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         dim = _dim_of_choice(func, args, kwargs or {})
@@ -188,12 +125,12 @@ class _Repeat(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         indices = self._choices[self._next].long()
         self._next += 1
-        return _choose(func, _scores_of(args, kwargs or {}), indices, dim)
+        return _choose(func, scores_of(args, kwargs or {}), indices, dim)
 
 
 def _choose(func: Any, scores: Tensor, indices: Tensor, dim: int) -> Any:
     """Return the result of `func` if it had chosen `indices`."""
-    if func in _TOPK:
+    if func in TOPK:
         return torch.return_types.topk((scores.gather(dim, indices), indices))
     if indices.ndim == scores.ndim:
         return torch.return_types.max((scores.gather(dim, indices), indices))
@@ -204,17 +141,12 @@ def _choose(func: Any, scores: Tensor, indices: Tensor, dim: int) -> Any:
 
 def _dim_of_choice(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> int | None:
     """Return the dimension along which a call chooses; None for a call that does not choose."""
-    if func in _TOPK:  # topk(scores, k, dim=-1, ...)
+    if func in TOPK:  # topk(scores, k, dim=-1, ...)
         return int(kwargs.get("dim", args[2] if len(args) > 2 else -1))
     if func in _MAX:  # max(scores, dim, keepdim=False), but also max(scores) and max(scores, other)
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         return dim if isinstance(dim, int) else None
     return None
-
-
-def _scores_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
-    scores: Tensor = args[0] if args else kwargs["input"]
-    return scores
 
 
 def _index_type(size: int) -> torch.dtype:

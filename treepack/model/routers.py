@@ -1,0 +1,127 @@
+"""Routers of mixtures of experts, followed so that other code can record or set the experts that they choose.
+
+    follow_routers(causal) --> [Switch, ...]      one per router, in the order of the layers
+    switch.set("carry", make_mode)                each forward of the router runs in a mode that make_mode() returns
+    switch.set("carry", None)                     the router chooses by itself again
+
+A router is a module whose `forward` calls `torch.topk`, in all versions of transformers that treepack supports, or the
+sparsemixer of PhiMoE, which takes the `max` along a dimension twice. `carry.routes` repeats choices within a row, and
+`model.replay` sets the experts that a sampler recorded. Both may be active: a replayed choice is then recorded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
+
+from treepack.errors import TreepackError
+from treepack.model.layers import find_decoder
+
+# Functions whose call in a module's `forward` makes it a router. sparsemixer is the choice of PhiMoE.
+_CHOICES = frozenset({"topk", "sparsemixer"})
+TOPK = (torch.topk, Tensor.topk)
+# Modes in the order in which they are entered: the last one sees a call first.
+_ORDER = ("replay", "carry")
+
+
+# Returns a torch function mode with a method `finish(router)`, which checks after the call that the choice was seen.
+MakeMode: TypeAlias = Callable[[], Any]
+
+
+class Switch:
+    """The modes in which a router runs."""
+
+    def __init__(self, router: nn.Module) -> None:
+        """Let the router choose by itself."""
+        self.router = router
+        self._makers: dict[str, MakeMode] = {}
+
+    def set(self, name: str, make: MakeMode | None) -> None:
+        """Run the router in a mode that `make` returns for each call; None removes the mode `name`."""
+        assert name in _ORDER
+        self._makers.pop(name, None)
+        if make is not None:
+            self._makers[name] = make
+
+    def modes(self) -> list[Any]:
+        """Return new modes for one call of the router, in the order in which they are entered."""
+        return [self._makers[name]() for name in _ORDER if name in self._makers]
+
+
+def follow_routers(causal: Any, option: str = "--carry") -> list[Switch]:
+    """Return the switch of each router of a model of transformers; a second call changes nothing.
+
+    As long as no mode is set, the choices of a router do not change, but a compiled layer now breaks its graph at its
+    router. So call this before the first step if equal bits matter.
+
+    Raises:
+        TreepackError: some layers with experts have no router that could be followed; the remedy is no `option`.
+    """
+    decoder = find_decoder(causal)
+    modules = [] if decoder is None else list(decoder.modules())
+    routers = [module for module in modules if _is_router(module)]
+    num_experts = sum(has_experts(module) for module in modules)
+    if len(routers) < num_experts:
+        raise TreepackError(
+            f"{option.strip('-')}: {type(causal).__name__} has {num_experts} layers with experts, and {len(routers)} "
+            "routers that call torch.topk, so a second forward pass might choose other experts; train this model "
+            f"without {option}"
+        )
+    return [_follow(router) for router in routers]
+
+
+def _is_router(module: nn.Module) -> bool:
+    # Indexers call topk too, but they do not run under tree attention.
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    names = frozenset() if code is None else frozenset(code.co_names)
+    return bool(names & _CHOICES) and not type(module).__name__.endswith("Indexer")
+
+
+def chooses_one_by_one(router: nn.Module) -> bool:
+    """Return True if a router takes one maximum after another, so that the order of its experts matters."""
+    names = frozenset(inspect.unwrap(type(router).forward).__code__.co_names)
+    return "topk" not in names
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Return whether a module has stacked weights of experts, [E, N, K]."""
+    size = getattr(module, "num_experts", 0)
+    return any(x.ndim == 3 and len(x) == size for x in module.parameters(recurse=False))
+
+
+def _follow(router: nn.Module) -> Switch:
+    """Put a switch in front of the router's `forward`, or return the one that is there."""
+    there = getattr(router.__dict__.get("forward"), "switch", None)
+    if there is not None:
+        assert isinstance(there, Switch)
+        return there
+    switch, choose = Switch(router), router.forward
+
+    # A compiled layer breaks its graph here, because what happens changes from pass to pass.
+    @_disable_dynamo
+    def follow(*arguments: Any, **options: Any) -> Any:
+        modes = switch.modes()
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            result = choose(*arguments, **options)
+        for mode in modes:
+            mode.finish(router)
+        return result
+
+    forward: Any = follow
+    forward.switch = switch
+    router.forward = forward
+    return switch
+
+
+def scores_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Return the first argument of a call of `topk` or `max`."""
+    scores: Tensor = args[0] if args else kwargs["input"]
+    return scores
