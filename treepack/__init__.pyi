@@ -41,6 +41,7 @@ from treepack.model.loss import tree_logprobs as tree_logprobs
 from treepack.model.loss import weighted_nll as weighted_nll
 from treepack.model.objectives import choose_objective as choose_objective
 from treepack.model.objectives import objective_loss as objective_loss
+from treepack.model.row_factors import row_factors as row_factors
 from treepack.model.verify import verify_gradients as verify_gradients
 from treepack.online.batch import OnlineBatch as OnlineBatch
 from treepack.online.batch import plan_batch as plan_batch
@@ -75,12 +76,15 @@ from treepack.rl.pros.pass_rates import estimate as estimate_pass_rates
 from treepack.rollout.engine import Engine as Engine
 from treepack.rollout.engine import Sampling as Sampling
 from treepack.rollout.environment import Environment as Environment
+from treepack.rollout.episode import SingleTurn as SingleTurn
+from treepack.rollout.local import LocalEngine as LocalEngine
 from treepack.rollout.local import load_engine as load_engine
 from treepack.rollout.options import TreeOptions as TreeOptions
 from treepack.rollout.options import independent as independent_options
 from treepack.rollout.queries import QuerySources as QuerySources
 from treepack.rollout.queries import read_queries as read_queries
 from treepack.rollout.query import Query as Query
+from treepack.rollout.records import tree_trajectories as tree_trajectories
 from treepack.rollout.run import RolloutOptions as RolloutOptions
 from treepack.rollout.run import sample_rollouts as sample_rollouts
 from treepack.rollout.sampler import sample_tree as sample_tree
@@ -115,6 +119,7 @@ __all__ = [
     "CarryOptions",
     "Engine",
     "Environment",
+    "LocalEngine",
     "LoraOptions",
     "MapScheduler",
     "PackOptions",
@@ -134,6 +139,7 @@ __all__ = [
     "Row",
     "Sampling",
     "Scheduler",
+    "SingleTurn",
     "StatsOptions",
     "Tokens",
     "Trajectory",
@@ -185,6 +191,7 @@ __all__ = [
     "read_trie",
     "register_attention",
     "report",
+    "row_factors",
     "row_logprobs",
     "row_loss",
     "row_objective",
@@ -198,6 +205,7 @@ __all__ = [
     "trajectories_from_arrays",
     "tree_attention",
     "tree_logprobs",
+    "tree_trajectories",
     "trie_slices",
     "verify_gradients",
     "weighted_nll",

@@ -339,6 +339,16 @@ def test_attention_that_pages_do_not_compute_is_refused(kind: str, reason: str) 
         LocalEngine(tiny_family(kind).float(), WARM, options=SMALL)
 
 
+def test_frequencies_of_rotary_positions_are_not_rounded_to_bfloat16() -> None:
+    expected = dict(load_model(MODEL, dtype=torch.bfloat16).causal.named_buffers())
+    engine = load_engine(MODEL, WARM, dtype=torch.bfloat16, options=SMALL)
+    buffers = dict(engine._model.named_buffers())
+    asyncio.run(engine.close())
+    assert {each.dtype for each in engine._model.parameters()} == {torch.bfloat16}
+    assert buffers.keys() == expected.keys()
+    assert all(torch.equal(buffers[name], expected[name]) for name in expected)
+
+
 def test_tokens_are_chosen_with_their_probabilities() -> None:
     logprobs = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0]).log()
     uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000

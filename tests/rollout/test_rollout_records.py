@@ -19,7 +19,7 @@ from treepack.rollout.engine import Segment
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import TreeOptions, independent
 from treepack.rollout.query import Query
-from treepack.rollout.records import name_of, tree_lines, tree_records
+from treepack.rollout.records import name_of, tree_lines, tree_records, tree_trajectories
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.simulated import MarkovLaw, SimulatedEngine
 from treepack.rollout.tree import Tree, leaf_weights
@@ -100,6 +100,24 @@ def test_ids_and_log_probabilities_are_those_of_the_engine(tmp_path: Path) -> No
         sampled = [node.logprobs for node in leaf.path()[1:] if node.logprobs is not None]
         assert content.sampling_logprobs is not None
         assert content.sampling_logprobs.tobytes() == np.concatenate(sampled).astype(np.float32).tobytes()
+
+
+def test_trajectories_in_memory_are_those_of_the_file(tmp_path: Path) -> None:
+    trees = [
+        sample(prompt(2, 1, 2, step=3, fields={"solution": "42"}), version="7"),
+        sample(Query("turns", "turns", np.array([1], np.int32)), episode=TwoTurns()),
+        sample(Query("t/3@3", "t", np.array([1, 2, 1], np.int32), parent_rollout="t/3", cuts=(2,), cut_ids=(1,))),
+        sample(prompt(1, untrained_prefix=1)),
+    ]
+    read = read_back(trees, tmp_path)
+    made = [each for tree in trees for each in tree_trajectories(tree)]
+    # The log of reading has sums of its own, and a trajectory in memory has no line of a file.
+    expected = [replace(each, source="", totals={}) for each in read]
+    assert list(map(repr, expected)) == [repr(replace(each, source="")) for each in made]
+    tries = [build_trie(each) for each in (read, made)]
+    assert tries[0].tokens.tobytes() == tries[1].tokens.tobytes()
+    tables = [trie.trajectories.drop_columns("source") for trie in tries]
+    assert tables[0].equals(tables[1])
 
 
 def test_the_weights_of_the_leaves_are_recorded() -> None:

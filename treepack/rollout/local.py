@@ -63,7 +63,10 @@ def load_engine(
             model = build_model(base, config, dtype, seed)
     else:
         model = load_merged(base, str(name), seed=seed)
-    return LocalEngine(model.to(device=device, dtype=dtype), sampling, options=options)
+        # Not `model.to(dtype)`, which would round the frequencies of rotary positions, too.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return LocalEngine(model.to(device), sampling, options=options)
 
 
 def default_stop_tokens(name: str | Path) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """A sampled tree as the lines of a file: one record for each leaf, in the format "tokens" of `treepack build-trie`.
 
     Tree --tree_records--> [{"rollout_id": "task-7/0", "prompt_token_ids": [..], "response_ids": [..], ...}, ...]
+         --tree_trajectories--> [Trajectory, ...]      the same without a file, for `build_trie`
 
                  prompt     node 1        node 2
         path     1 2 3   |  4 5 | 6    |  7 8       6 is the observation after node 1
@@ -24,6 +25,7 @@ from treepack.ingest.readers.fields import GROUPS, IDS, MAX_METADATA, METADATA_D
 from treepack.rollout.engine import derived_seed
 from treepack.rollout.query import Query
 from treepack.rollout.tree import Node, Tree, leaf_weights
+from treepack.trajectory import Trajectory
 
 OWN_FIELDS = (
     "rollout_id group_id step prompt_token_ids response_ids response_mask rollout_log_probs temperature reward "
@@ -72,6 +74,23 @@ def tree_records(tree: Tree) -> list[dict[str, Any]]:
             record["untrained_prefix"] = query.untrained_prefix
         records.append(record | _copied_fields(query.fields, frozenset(record)))
     return records
+
+
+def tree_trajectories(tree: Tree) -> list[Trajectory]:
+    """Return the trajectory of each leaf of `tree`, as if the records had been written to a file and read from it."""
+    # The reader of the format imports parsers of files; writing records needs none of them.
+    from treepack.ingest.readers.fields import ReadOptions
+    from treepack.ingest.readers.formats import tokens
+    from treepack.ingest.readers.records import Record
+
+    read = [
+        item
+        for record in tree_records(tree)
+        for item in tokens.read(Record(record["rollout_id"], tree.query.source, record), ReadOptions())
+    ]
+    trajectories = [item for item in read if isinstance(item, Trajectory)]
+    assert len(trajectories) == len(tree.leaves)  # every path has a sampled token, so the reader skips none
+    return trajectories
 
 
 def _path_fields(leaf: Node, query: Query) -> dict[str, Any]:
