@@ -21,7 +21,7 @@ from support.oracle_model import Sample, make_row, tiny_config
 pytest.importorskip("triton")
 
 from support import interpreter  # noqa: F401
-from treepack.attention import Kept
+from treepack.attention import Kept, TreePass
 from treepack.attention.autograd import triton_attention
 from treepack.attention.schedule import Schedule, build_schedule
 from treepack.data.batch import make_batch
@@ -109,9 +109,9 @@ class Layer(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.inward, self.outward = (nn.Parameter(torch.randn(16, 16, generator=generator)) for _ in range(2))
 
-    def forward(self, x: Tensor, *, schedule: Schedule, kept: Kept, dtype: torch.dtype) -> Tensor:
+    def forward(self, x: Tensor, *, schedule: Schedule, tree_pass: TreePass, dtype: torch.dtype) -> Tensor:
         heads = (x @ self.inward)[:, None].to(dtype)
-        out = triton_attention(heads, heads, heads, schedule, kept=(kept, self))
+        out = triton_attention(heads, heads, heads, schedule, kept=(tree_pass.kept, self))
         return x + out[:, 0].to(x.dtype) @ self.outward
 
 
@@ -251,7 +251,7 @@ def test_outputs_of_attention_wait_in_host_memory_too(dtype: torch.dtype) -> Non
             layer.forward = adapted_forward(layer, number, adapted)  # type: ignore[method-assign]
         hidden = leaf = x.clone().requires_grad_()
         for layer in layers:
-            hidden = layer(hidden, schedule=schedule, kept=kept, dtype=dtype)
+            hidden = layer(hidden, schedule=schedule, tree_pass=TreePass(kept), dtype=dtype)
         return list(torch.autograd.grad(hidden.square().sum(), [leaf, *model.parameters()]))
 
     expected = gradients(None)
@@ -284,7 +284,7 @@ def test_evaluation_keeps_no_outputs_of_attention() -> None:
     forward = adapted_forward(layer, 0, AdaptedLayers((layer,), 1, offload))
     schedule = build_schedule(random_tree(20, seed=3))
     with torch.no_grad():
-        forward(torch.randn(1, 20, 16), schedule=schedule, kept=kept, dtype=torch.float32)
+        forward(torch.randn(1, 20, 16), schedule=schedule, tree_pass=TreePass(kept), dtype=torch.float32)
     assert not kept._results
     assert pages.count == 0
 

@@ -3,6 +3,7 @@
 dispatch       tree_attention by any implementation, and the choice among them
 schedules      the schedule of each implementation, for one layer or for a whole model
 interface      all implementations under transformers' names, and the refusal of every other request of a model
+tree_pass      what one pass over a row gives to every layer: outputs to keep, tensors to carry
 generation     plain calls of the same model through sdpa, for sampling and evaluation
 reference      simple code for any device and float64; every other implementation is tested against it
 flex           FlexAttention over block lists made from the intervals; compiled on an accelerator
@@ -36,6 +37,7 @@ from treepack.attention.generation import allow_generation
 from treepack.attention.interface import IMPLEMENTATIONS, register
 from treepack.attention.reach import Reach, first_visible
 from treepack.attention.reference import reference_attention, visible_pairs
+from treepack.attention.tree_pass import TreePass
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -43,6 +45,7 @@ __all__ = [
     "Kept",
     "Reach",
     "Schedules",
+    "TreePass",
     "allow_generation",
     "build_block_mask",
     "first_visible",

@@ -26,7 +26,7 @@ from torch.compiler import disable
 from treepack.errors import TreepackError
 
 # Arguments of tree attention that sdpa does not have.
-_OF_TREES = ("subtree_end", "schedule", "record", "kept")
+_OF_TREES = ("subtree_end", "schedule", "record", "tree_pass")
 
 # One entry for each forward pass of a model of transformers that is running now, the outermost first: True if its
 # caller passed subtree_end. A causal model calls its base model, so there are usually two.

@@ -4,13 +4,12 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="treepack_auto")
     model(input_ids, position_ids=..., subtree_end=..., schedule=..., use_cache=False)
 
-A model passes its keyword arguments to the attention function of every layer. Five arguments reach it in this way:
-`subtree_end`, the `schedules.Schedules` made from it, the `autograd.Kept` of a forward pass under checkpointing, the
-list `record` of a probe, and the `carry.stack.Stack` of a row that runs in pieces. Windows and chunks arrive as masks:
-a model requests one mask for each kind of layer and passes it to these layers. It gets the `reach.Reach` of that kind
-instead of a mask. Sinks and caps of scores are options of the call. Every other request of a model is refused, not
-ignored, because a missing bias gives a wrong gradient and no error. A call without `subtree_end` is refused too, unless
-`generation.allow_generation` permits it.
+A model passes its keyword arguments to the attention function of every layer. Four arguments reach it in this way:
+`subtree_end`, the `schedules.Schedules` made from it, the `tree_pass.TreePass` with what this pass keeps and carries,
+and the list `record` of a probe. Windows and chunks arrive as masks: a model requests one mask for each kind of layer
+and passes it to these layers. It gets the `reach.Reach` of that kind instead of a mask. Sinks and caps of scores are
+options of the call. Every other request of a model is refused, not ignored, because a missing bias gives a wrong
+gradient and no error. A call without `subtree_end` is refused too, unless `generation.allow_generation` permits it.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ from treepack.attention.dispatch import NAMES, AnySchedule, Schedules, resolve, 
 from treepack.attention.generation import is_plain_call, plain_attention, plain_mask, records_gradients
 from treepack.attention.indexed import AllAncestors, index_top_k
 from treepack.attention.reach import Reach
+from treepack.attention.tree_pass import TreePass
 from treepack.errors import TreepackError
 
 IMPLEMENTATIONS = {impl: f"treepack_{impl}" for impl in ("auto", *NAMES)}
 
 # Options that models pass and that do not change the scores.
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "layer_idx"})
-_READ = frozenset("scaling dropout subtree_end schedule sliding_window record kept carry s_aux softcap".split())
+_READ = frozenset("scaling dropout subtree_end schedule sliding_window record tree_pass s_aux softcap".split())
 # Plain names of options that models pass under the names of their code.
 _MEANINGS = {
     "position_bias": " (a bias on scores)",
@@ -161,12 +161,12 @@ def attention_forward(
     layer = AttentionKind((query.shape[-1], value.shape[-1]), reach, has_sinks=sinks is not None, softcap=softcap)
     if options.get("record") is not None:
         options["record"].append(AttentionCall(module, layer, query.dtype))
-    carry, first = options.get("carry"), 0
+    tree_pass = options.get("tree_pass") or TreePass()
+    carry, first = tree_pass.carry, 0
     joined: AbstractContextManager[tuple[Tensor, Tensor]] = nullcontext((key, value))
     if carry is not None:
         # The keys and values of the path, then those of the piece; its first query is token `first` of them.
         first, joined = carry.first, carry.joined(module, key, value)
-    kept = options.get("kept")
     impl, start, schedule = _schedule_of(layer, query, impl, options, first)
     with joined as (keys, values):
         out = tree_attention(
@@ -177,7 +177,7 @@ def attention_forward(
             scale=options.get("scaling"),
             impl=impl,
             schedule=schedule,
-            kept=None if kept is None else (kept, module),
+            kept=None if tree_pass.kept is None else (tree_pass.kept, module),
             start=start,
             sinks=sinks,
             softcap=softcap,

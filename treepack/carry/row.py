@@ -11,14 +11,15 @@ piece to piece, no hidden states.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from treepack.attention import Kept, Schedules
+from treepack.attention import Kept, Schedules, TreePass
 from treepack.carry.offload import CarriedBytes, CarryMemory
 from treepack.carry.outputs import PieceOutputs
 from treepack.carry.pieces import Pass, RowPlan, local_ends, plan_row
@@ -82,7 +83,7 @@ class CarriedRow:
         try:
             self.stack.enter(each)
             self._states.enter(each)
-            with self._routes.running(each):
+            with self._routes.running(each), _uncompiled() if each.size == 1 else nullcontext():
                 yield self._prepare(each)
             others = CarriedBytes(self._routes.num_bytes + self._states.num_bytes, 0)
             self.most_bytes = self.most_bytes.most(self.stack.num_bytes.plus(self.outputs.num_bytes).plus(others))
@@ -101,11 +102,12 @@ class CarriedRow:
         piece = replace(
             batch,
             input_ids=batch.input_ids[tokens],
-            position_ids=batch.position_ids[tokens],
+            # A copy: torch.compile makes another version of the layers for a view that starts inside its memory.
+            position_ids=batch.position_ids[tokens].clone(),
             subtree_end=ends.to(loaded.device),
             schedule=schedules,
         )
-        return PieceRow(each.begin, each.end, piece, {"carry": self.stack, "kept": self._kept(each)})
+        return PieceRow(each.begin, each.end, piece, {"tree_pass": TreePass(self._kept(each), self.stack)})
 
     def _kept(self, each: Pass) -> Kept | None:
         """Return where attention keeps its outputs in a pass: trunk's until the pop, others until recomputation."""
@@ -136,6 +138,15 @@ def open_row(
     check_positions(batch.position_ids, loaded.causal, loaded.source)
     check_text(loaded.causal, batch.input_ids, loaded.source)
     return CarriedRow(loaded, batch, limit, memory, with_gradients=with_gradients)
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """Run compiled layers as they are: torch.compile would make another version of each for a single token."""
+    # A model that is compiled has imported the compiler, which takes seconds.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def push(row: CarriedRow, each: Pass) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from treepack.attention import IMPLEMENTATIONS, Kept, Schedules
+from treepack.attention import IMPLEMENTATIONS, Kept, Schedules, TreePass
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.model.compatibility import one_line
@@ -84,7 +84,7 @@ def _call(loaded: LoadedModel, batch: Batch, module: Any, options: dict[str, Any
             subtree_end=batch.subtree_end[None],
             schedule=batch.schedule,
             use_cache=False,
-            **{"kept": Kept() if recomputes(loaded.causal) else None, **options},
+            **{"tree_pass": TreePass(Kept() if recomputes(loaded.causal) else None), **options},
         )
     except IndexError as error:  # position_limit finds most tables beforehand; this is one that it did not recognise
         raise TreepackError(

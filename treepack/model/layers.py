@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from treepack.attention import Kept
+from treepack.attention import TreePass
 from treepack.errors import TreepackError
 from treepack.model.offload import Offload
 
@@ -125,14 +125,15 @@ def adapted_forward(layer: nn.Module, number: int, adapted: AdaptedLayers) -> Ca
 
     @functools.wraps(forward)
     def run(*arguments: Any, **options: Any) -> Any:
-        kept, offload = options.get("kept"), adapted.offload
+        tree_pass, offload = options.get("tree_pass"), adapted.offload
+        kept = tree_pass.kept if isinstance(tree_pass, TreePass) else None
         if number >= adapted.recomputed or not torch.is_grad_enabled():
-            if isinstance(kept, Kept):
+            if kept is not None:
                 kept.skipped |= modules
             return forward(*arguments, **options)
         if offload is None:
             return checkpoint(forward, *arguments, use_reentrant=False, **options)
-        if isinstance(kept, Kept):
+        if kept is not None:
             kept.move = offload.put
         states = arguments[0] if arguments else options.pop(first)
         return offload.checkpoint(forward, states, *arguments[1:], **options)

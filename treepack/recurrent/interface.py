@@ -27,7 +27,7 @@ from treepack.recurrent.norm import normalise
 _OF_CACHES = ("use_cache", "initial_state", "initial_states", "output_final_state", "return_final_states")
 # Options that change no result. chunk_size only divides the sums of the usual scan.
 _HARMLESS = frozenset(
-    "subtree_end schedule record kept carry".split()
+    "subtree_end schedule record tree_pass".split()
     + "chunk_size position_embeddings position_ids cache_position layer_idx".split()
 )
 CONVOLUTION = "convolution"
@@ -146,8 +146,9 @@ def _tree_functions(options: dict[str, Any], name: str, values: Tensor) -> Any:
         )
     if options.get("record") is not None:
         options["record"].append(RecurrentCall(name, values.dtype))
-    if options.get("carry") is not None:
-        return options["carry"].states
+    tree_pass = options.get("tree_pass")
+    if tree_pass is not None and tree_pass.carry is not None:
+        return tree_pass.carry.states
     schedules, end = options.get("schedule"), options["subtree_end"]
     if not isinstance(schedules, Schedules):
         return _WholeRows(Schedules(end))

@@ -1,0 +1,25 @@
+"""What one forward pass over a row gives to the attention of every layer, beside the row itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treepack.attention.autograd import Kept
+
+
+@dataclass(frozen=True)
+class TreePass:
+    """The tensors that attention keeps or carries during a pass.
+
+    A model passes it through its layers as one argument. torch.compile makes another version of a layer for each set
+    of arguments and for each type among them, so the object is there in every pass, also if both fields are None.
+
+    Attributes:
+        kept: outputs of attention for layers that are computed again; None if no layer is.
+        carry: the `carry.stack.Stack` of a row that runs in pieces; None for a whole row.
+    """
+
+    kept: Kept | None = None
+    carry: Any = None
