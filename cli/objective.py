@@ -9,7 +9,7 @@ import click
 from .option_groups import option_group
 
 # `model.objectives.PRESETS` in the same order, repeated because that module imports torch; a test compares them.
-LOSSES = tuple("sft ppo grpo dapo dr_grpo gspo cispo dpo".split())
+LOSSES = tuple("sft ppo grpo dapo dr_grpo gspo cispo dpo value".split())
 
 _NOT_NEGATIVE = click.FloatRange(min=0)
 # Without defaults, because each loss has its own, and an option that the loss does not use is refused.
@@ -19,7 +19,8 @@ _OPTIONS = [
         type=click.Choice(LOSSES),
         default="sft",
         show_default=True,
-        help="Loss to minimise: weighted cross-entropy (sft), or an objective over terms.",
+        help="Loss to minimise: weighted cross-entropy (sft), an objective over terms, or the value loss of a critic "
+        "alone (value).",
     ),
     click.option("--clip-low", type=_NOT_NEGATIVE, help="Clip ratios below 1 minus this."),
     click.option("--clip-high", type=_NOT_NEGATIVE, help="Clip ratios above 1 plus this."),
@@ -44,6 +45,16 @@ _OPTIONS = [
         help="The sampler's temperature, if the data does not have it; it is an error if the data has another one.",
     ),
     click.option("--beta", type=_NOT_NEGATIVE, help="Inverse temperature of dpo."),
+    click.option(
+        "--value-coef",
+        type=_NOT_NEGATIVE,
+        help="Coefficient of the value loss beside a policy loss; one model then learns policy and values.",
+    ),
+    click.option(
+        "--value-clip",
+        type=_NOT_NEGATIVE,
+        help="Maximum distance of a value from its old value in the value loss, 0.2 by default; 0 clips nothing.",
+    ),
 ]
 
 

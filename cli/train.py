@@ -38,7 +38,7 @@ def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) 
 _SECTIONS = {
     "Data, model and output": "mix blocks model init-from out overwrite resume cache cache-size",
     "Loss": "loss clip-low clip-high dual-clip denominator response-length kl kl-estimator entropy importance-cap "
-    "temperature beta router-aux",
+    "temperature beta value-coef value-clip router-aux",
     "Optimiser": "steps epochs rows-per-step lr min-lr-ratio warmup-steps weight-decay clip optimizer seed",
     "LoRA": "lora-rank lora-alpha lora-targets lora-dropout quantize merge",
     "Held-out rows": "eval eval-every patience",

@@ -20,7 +20,8 @@ from torch import Tensor
 class Rollout:
     """Token ids, and per token its loss weight (0 if it is not trained), advantage and log-probabilities.
 
-    `temperatures` has the sampler's temperature of each token; None for 1.
+    `temperatures` has the sampler's temperature of each token; None for 1. `returns` and `old_values` are about the
+    state before each token, for a model with a value head.
     """
 
     tokens: list[int]
@@ -32,6 +33,8 @@ class Rollout:
     group: str
     reward: float
     temperatures: list[float] | None = None
+    returns: list[float] | None = None
+    old_values: list[float] | None = None
 
     @property
     def trained(self) -> list[int]:
@@ -49,6 +52,27 @@ def own_logprobs(model: Any, rollout: Rollout) -> tuple[dict[int, Tensor], dict[
     logprobs = {j: logs[j - 1, rollout.tokens[j]] for j in rollout.trained}
     entropies = {j: -(logs[j - 1].exp() * logs[j - 1]).sum() for j in rollout.trained}
     return logprobs, entropies
+
+
+def own_values(model: Any, rollout: Rollout) -> dict[int, Tensor]:
+    """Value of the state before each trained position, from the plain model run on this rollout alone."""
+    output = model(input_ids=torch.tensor(rollout.tokens)[None], use_cache=False, output_hidden_states=True)
+    states, head = output.hidden_states[-1][0], model.value_head
+    return {j: (states[j - 1] * head.weight[0]).sum() + head.bias[0] for j in rollout.trained}
+
+
+def value_losses(model: Any, rollout: Rollout, o: Any) -> dict[int, Tensor]:
+    """The clipped value loss of each trained token."""
+    assert rollout.returns is not None
+    losses = {}
+    for j, value in own_values(model, rollout).items():
+        target = rollout.returns[j]
+        losses[j] = 0.5 * (value - target) ** 2
+        if rollout.old_values is not None and o.value_clip:
+            old = rollout.old_values[j]
+            near = torch.clamp(value, old - o.value_clip, old + o.value_clip)
+            losses[j] = torch.max(losses[j], 0.5 * (near - target) ** 2)
+    return losses
 
 
 def clip(value: Tensor, low: float, high: float) -> Tensor:
@@ -86,6 +110,8 @@ def kl(logp: Tensor, ref: float, estimator: str) -> Tensor:
 
 def token_losses(model: Any, rollout: Rollout, o: Any, *, has_old: bool) -> dict[int, Tensor]:
     """Loss of each trained token of a rollout."""
+    if o.loss == "value":
+        return value_losses(model, rollout, o)
     logprobs, entropies = own_logprobs(model, rollout)
     losses = policy_losses(rollout, logprobs, o, has_old=has_old)
     for j in rollout.trained:
@@ -94,6 +120,8 @@ def token_losses(model: Any, rollout: Rollout, o: Any, *, has_old: bool) -> dict
             weight = torch.exp(torch.tensor(old - rollout.sampling[j], dtype=torch.float64))
             losses[j] = losses[j] * min(weight.item(), o.importance_cap)
         losses[j] = losses[j] + o.kl * kl(logprobs[j], rollout.ref[j], o.kl_estimator) - o.entropy * entropies[j]
+    if o.value_coef:
+        losses = {j: losses[j] + o.value_coef * loss for j, loss in value_losses(model, rollout, o).items()}
     return losses
 
 

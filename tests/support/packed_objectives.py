@@ -71,6 +71,9 @@ def as_trajectories(samples: Sequence[Rollout], *, without: Sequence[str] = ()) 
             for column, name in COLUMNS.items()
             if column not in without
         }
+        for name in ("returns", "old_values"):
+            if name not in without and (values := getattr(rollout, name)) is not None:
+                columns[name] = [values[j] for j in rollout.trained]
         if "reward" not in without:
             columns["reward"] = rollout.reward
         if rollout.temperatures is not None and "temperatures" not in without:

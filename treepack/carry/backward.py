@@ -3,11 +3,12 @@
     backward_row    adds the gradients of a row's part of a step's loss to the parameters
     row_value       the loss alone, without gradients
     row_scores      log-probabilities and entropies of chosen tokens, without gradients
+    row_values      the values of a critic after all tokens, without gradients
 
 sft and the objectives of single tokens run in one phase: each piece has its own part of the loss. gspo and dpo are
-about whole trajectories, so they run in two: first all log-probabilities without a graph, and the slope of the
-objective by each of them; then each piece runs backward with the slopes of its own tokens. The gradient is the same,
-by the chain rule; every token runs forward once more.
+about whole trajectories, so they run in two: first all log-probabilities (and values) without a graph, and the slope
+of the objective by each of them; then each piece runs backward with the slopes of its own tokens. The gradient is the
+same, by the chain rule; every token runs forward once more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,12 +25,20 @@ from torch import Tensor
 from treepack.carry.offload import CarriedBytes, CarryMemory
 from treepack.carry.row import CarriedRow, PieceRow, open_row
 from treepack.carry.terms import SortedTerms, Targets
-from treepack.data.batch import Batch, TermTensors
+from treepack.data.batch import Batch
 from treepack.errors import TreepackError
-from treepack.model.forward import hidden_states, run_with_head
+from treepack.model.forward import (
+    Reads,
+    Scores,
+    hidden_states,
+    loss_temperature,
+    require_value_head,
+    run_with_head,
+    score,
+)
 from treepack.model.head import OutputLayer
 from treepack.model.loaded import LoadedModel
-from treepack.model.loss import CHUNK, filled_temperature
+from treepack.model.loss import CHUNK
 from treepack.model.objectives import Objective, objective_loss
 
 # Losses whose value depends on all tokens of a trajectory, which may lie in several pieces.
@@ -167,8 +176,8 @@ def row_value(
     row = open_row(loaded, batch, options.limit, with_gradients=False, memory=options.memory)
     if factors is not None:
         assert row.batch.terms is not None, "open the dataset with terms=True"
-        scores = _term_scores(row, options, objective)
-        return objective_loss(*scores, row.batch.terms, factors.to(loaded.device), objective)
+        logprobs, entropies, values = _scores(row, options, _Wanted.of(row, objective))
+        return objective_loss(logprobs, entropies, row.batch.terms, factors.to(loaded.device), objective, values=values)
     part, total = _WeightedLoss(row, options, denominator), torch.zeros((), dtype=torch.float64, device=loaded.device)
     for each in row.plan.passes:
         with row.running(each) as piece, options.autocast():
@@ -200,59 +209,74 @@ def row_scores(
         TreepackError: the model cannot run the row in pieces, see `row.open_row`.
     """
     row = open_row(loaded, batch, options.limit, with_gradients=False, memory=options.memory)
-    return _scores(row, options, tokens, temperature, with_entropies)
+    wanted = _Wanted(Targets.of(row, tokens), temperature, Reads(entropies=with_entropies))
+    logprobs, entropies, _ = _scores(row, options, wanted)
+    assert logprobs is not None
+    return logprobs, torch.full_like(logprobs, torch.nan) if entropies is None else entropies
 
 
-def _scores(
-    row: CarriedRow, options: CarryOptions, tokens: Tensor, temperature: Tensor | float, with_entropies: bool
-) -> tuple[Tensor, Tensor]:
-    targets = Targets.of(row, tokens)
+@torch.no_grad()
+def row_values(loaded: LoadedModel, batch: Batch, options: CarryOptions) -> Tensor:
+    """Return the values of the states after all tokens of a row [num_tokens], without gradients.
+
+    Raises:
+        TreepackError: as `row_scores`, and if the model has no value head.
+    """
+    head = require_value_head(loaded)
+    row = open_row(loaded, batch, options.limit, with_gradients=False, memory=options.memory)
+    parts: list[Tensor] = []
+    for each in row.plan.passes:
+        with row.running(each) as piece, options.autocast():
+            tokens = torch.arange(piece.end - piece.begin, device=loaded.device)
+            run = partial(run_with_head, loaded, piece.batch, lambda states, _: head(states, tokens), **piece.options)  # noqa: B023
+            parts.append(loaded.compute(run))
+    return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Numbers about tokens of a row: the tokens, their temperature (one, or [n] in the caller's order), and which."""
+
+    targets: Targets
+    temperature: Tensor | float
+    reads: Reads
+
+    @classmethod
+    def of(cls, row: CarriedRow, objective: Objective) -> Self:
+        """Return what an objective over terms reads of a row."""
+        terms = row.batch.terms
+        assert terms is not None, "open the dataset with terms=True"
+        return cls(Targets.of(row, terms.tokens), loss_temperature(terms, objective), Reads.of(objective))
+
+
+def _scores(row: CarriedRow, options: CarryOptions, wanted: _Wanted) -> Scores:
     parts = []
     for each in row.plan.passes:
         if each.kind == "pop":
             continue
         with row.running(each) as piece, options.autocast():
-            score = partial(_piece_scores, piece, row.loaded, targets, options, temperature, with_entropies)
-            parts.append(row.loaded.compute(score))
+            parts.append(row.loaded.compute(partial(_piece_scores, piece, row.loaded, wanted, options)))
     # Sorted by parent -> the caller's order: order [2 0 1], values [a b c] -> [b c a]
-    columns = [torch.cat(values) for values in zip(*parts, strict=True)]
-    places = torch.from_numpy(targets.order).to(columns[0].device)
-    logprobs, entropies = (torch.empty_like(column).index_copy_(0, places, column) for column in columns)
-    return logprobs, entropies
+    places = torch.from_numpy(wanted.targets.order).to(row.loaded.device)
+    columns = [None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)]
+    return Scores(*(each if each is None else torch.empty_like(each).index_copy_(0, places, each) for each in columns))
 
 
-def _piece_scores(
-    piece: PieceRow,
-    loaded: LoadedModel,
-    targets: Targets,
-    options: CarryOptions,
-    temperature: Tensor | float,
-    with_entropies: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies of the targets that a piece predicts, in the order of `targets`."""
+def _piece_scores(piece: PieceRow, loaded: LoadedModel, wanted: _Wanted, options: CarryOptions) -> Scores:
+    """Return the numbers about the targets that a piece predicts, in the order of `wanted.targets`."""
+    targets, temperature = wanted.targets, wanted.temperature
     span = targets.of_piece(piece)
     labels, sources = targets.labels[span], targets.sources[span] - piece.begin
     if isinstance(temperature, Tensor):
         places = torch.from_numpy(targets.order[span]).to(temperature.device)
         temperature = temperature.index_select(0, places).to(labels.device)
-    numbers = torch.arange(len(labels), device=labels.device)
-    each: Any = {"temperature": temperature, "with_entropies": with_entropies, "chunk": options.chunk}
+    columns = torch.arange(len(labels), device=labels.device), labels, sources
 
-    def compute(states: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
-        return layer.logprobs(states, numbers, labels, sources, **each)
+    def compute(states: Tensor, layer: OutputLayer) -> Scores:
+        return score(loaded, wanted.reads, states, layer, columns, temperature=temperature, chunk=options.chunk)
 
-    scores: tuple[Tensor, Tensor] = run_with_head(loaded, piece.batch, compute, **piece.options)
+    scores: Scores = run_with_head(loaded, piece.batch, compute, **piece.options)
     return scores
-
-
-def _temperature(terms: TermTensors, objective: Objective) -> Tensor | float:
-    return 1.0 if objective.loss == "dpo" else filled_temperature(terms.temperature, objective.temperature)
-
-
-def _term_scores(row: CarriedRow, options: CarryOptions, objective: Objective) -> tuple[Tensor, Tensor]:
-    terms = row.batch.terms
-    assert terms is not None, "open the dataset with terms=True"
-    return _scores(row, options, terms.tokens, _temperature(terms, objective), objective.loss != "dpo")
 
 
 class _Part:
@@ -293,43 +317,36 @@ class _TermLoss(_Part):
     """An objective of single tokens: the terms of the tokens that a piece predicts."""
 
     def __init__(self, row: CarriedRow, options: CarryOptions, objective: Objective, factors: Tensor) -> None:
-        terms = row.batch.terms
-        assert terms is not None, "open the dataset with terms=True"
         self._loaded, self._options, self._objective, self._factors = row.loaded, options, objective, factors
-        self._temperature = _temperature(terms, objective)
-        self._targets = Targets.of(row, terms.tokens)
-        self._terms = SortedTerms.of(terms, self._targets)
+        self._wanted = _Wanted.of(row, objective)
+        assert row.batch.terms is not None
+        self._terms = SortedTerms.of(row.batch.terms, self._wanted.targets)
 
     def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
-        targets, options = self._targets, self._options
-        scores = _piece_scores(piece, self._loaded, targets, options, self._temperature, True)
-        terms = self._terms.of_piece(piece, targets.of_piece(piece))
-        return objective_loss(*scores, terms, self._factors, self._objective)
+        logprobs, entropies, values = _piece_scores(piece, self._loaded, self._wanted, self._options)
+        terms = self._terms.of_piece(piece, self._wanted.targets.of_piece(piece))
+        return objective_loss(logprobs, entropies, terms, self._factors, self._objective, values=values)
 
 
 class _Slopes(_Part):
-    """An objective of whole trajectories: the log-probabilities and entropies that a piece predicts, times slopes."""
+    """An objective of whole trajectories: the numbers that it reads about the tokens of a piece, times their slopes."""
 
     def __init__(self, row: CarriedRow, options: CarryOptions, objective: Objective, factors: Tensor) -> None:
-        terms = row.batch.terms
-        assert terms is not None, "open the dataset with terms=True"
-        self._loaded, self._options = row.loaded, options
-        self._with_entropies = objective.loss != "dpo"
-        self._temperature = _temperature(terms, objective)
+        self._loaded, self._options, self._wanted = row.loaded, options, _Wanted.of(row, objective)
         forward = open_row(row.loaded, row.batch, options.limit, with_gradients=False, memory=options.memory)
         with torch.no_grad():
-            scores = _term_scores(forward, options, objective)
-        logprobs, entropies = (values.requires_grad_() for values in scores)
-        loss, sums = objective_loss(logprobs, entropies, terms, factors, objective)
-        slopes = torch.autograd.grad(loss, (logprobs, entropies), allow_unused=True, materialize_grads=True)
+            scores = _scores(forward, options, self._wanted)
+        read = [each.requires_grad_() for each in scores if each is not None]
+        terms = row.batch.terms
+        assert terms is not None
+        loss, sums = objective_loss(scores.logprobs, scores.entropies, terms, factors, objective, values=scores.values)
+        slopes = torch.autograd.grad(loss, read, allow_unused=True, materialize_grads=True)
         self.result = loss.detach(), sums
-        self._targets = Targets.of(row, terms.tokens)
-        places = torch.from_numpy(self._targets.order).to(loss.device)
+        places = torch.from_numpy(self._wanted.targets.order).to(loss.device)
         self._slopes = [slope.index_select(0, places) for slope in slopes]
 
     def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
-        targets, span = self._targets, self._targets.of_piece(piece)
-        scores = _piece_scores(piece, self._loaded, targets, self._options, self._temperature, self._with_entropies)
-        # The entropies of dpo are NaN and have no slope.
-        used = zip(scores if self._with_entropies else scores[:1], self._slopes, strict=False)
-        return torch.stack([(values.double() * slope[span]).sum() for values, slope in used]).sum(), {}
+        span = self._wanted.targets.of_piece(piece)
+        scores = _piece_scores(piece, self._loaded, self._wanted, self._options)
+        read = zip([each for each in scores if each is not None], self._slopes, strict=True)
+        return torch.stack([(values.double() * slope[span]).sum() for values, slope in read]).sum(), {}

@@ -35,6 +35,8 @@ _REMEDIES = {
     "--importance-cap",
     "term_old_logprob": "write all of them with `treepack logprobs --column old`",
     "term_ref_logprob": "write them with `treepack logprobs --column ref`",
+    "term_return": "run `treepack critic`, then `treepack advantages --estimator gae`, and pack again",
+    "term_old_value": "compute all of them with `treepack advantages --estimator gae`, or give --value-clip 0",
 }
 
 
@@ -67,12 +69,13 @@ def check_columns(dataset: AnyDataset, objective: Objective) -> None:
     sources = sources_of(dataset)
     for source in sources:
         _check_source(source, objective)
-    old = ["term_old_logprob" in source.term_columns for source in sources]
-    if objective.loss != "dpo" and any(old) and not all(old):
-        raise TreepackError(
-            f"{sources[old.index(False)].path}: has no term_old_logprob and {sources[old.index(True)].path} has it; "
-            f"{_REMEDIES['term_old_logprob']}"
-        )
+    for column in _optional_columns(objective):
+        old = [column in source.term_columns for source in sources]
+        if any(old) and not all(old):
+            raise TreepackError(
+                f"{sources[old.index(False)].path}: has no {column} and {sources[old.index(True)].path} has it; "
+                f"{_REMEDIES[column]}"
+            )
     check_temperatures(sources, objective)
 
 
@@ -87,7 +90,8 @@ def _check_source(dataset: PackedDataset, objective: Objective) -> None:
         if column not in dataset.term_columns:
             raise TreepackError(f"{dataset.path}: has no {column}, which the loss {name} needs; {_REMEDIES[column]}")
     # Without old log-probabilities every ratio is 1. If only some terms had them, the other ratios would be NaN.
-    optional = ("term_old_logprob",) if objective.loss != "dpo" and "term_old_logprob" in dataset.term_columns else ()
+    # Without old values nothing is clipped.
+    optional = [column for column in _optional_columns(objective) if column in dataset.term_columns]
     for column in (*objective.columns, *optional):
         incomplete = dataset.once_per_machine(f"incomplete-{column}", functools.partial(_incomplete, dataset, column))
         if incomplete.num_rows:
@@ -101,6 +105,15 @@ def _check_source(dataset: PackedDataset, objective: Objective) -> None:
             f"{dataset.path}: was packed with --normalize {normalize}, and the denominator {objective.denominator} "
             "would normalise its weights again; pack with --normalize token"
         )
+
+
+def _optional_columns(objective: Objective) -> tuple[str, ...]:
+    """Return the columns that the loss reads if a directory has them; then all terms of all directories need them."""
+    read = {
+        "term_old_logprob": objective.is_policy,
+        "term_old_value": objective.has_values and objective.value_clip > 0,
+    }
+    return tuple(name for name, is_read in read.items() if is_read)
 
 
 def _incomplete(dataset: PackedDataset, column: str) -> pa.Table:

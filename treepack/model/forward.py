@@ -3,6 +3,7 @@
     Batch --prepare_batch--> Batch with the attention's schedule, on the model's device
           --hidden_states--> [T, D] --row_loss-------> scalar: sum of loss_weight * nll
                                     --row_logprobs---> log-probabilities and entropies of chosen tokens
+                                    --row_values-----> values of the states after chosen tokens, of a critic
                                     --row_objective--> scalar: the row's part of an objective over terms
 
 The logits of a row never exist as a whole: `model.head` applies the output layer to the hidden states in chunks.
@@ -12,13 +13,13 @@ The logits of a row never exist as a whole: `model.head` applies the output laye
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
 from treepack.attention import IMPLEMENTATIONS, Kept, Schedules, TreePass
-from treepack.data.batch import Batch
+from treepack.data.batch import Batch, TermTensors
 from treepack.errors import TreepackError
 from treepack.model.compatibility import one_line
 from treepack.model.dropout import check_dropout
@@ -29,6 +30,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK, filled_temperature
 from treepack.model.objectives import Objective, objective_loss
 from treepack.model.text_half import check_text
+from treepack.model.value_head import ValueHead
 
 
 def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
@@ -151,8 +153,100 @@ def row_objective(
     """
     terms = batch.terms
     assert terms is not None, "open the dataset with terms=True"
-    options: Any = {"with_entropies": objective.loss != "dpo", "chunk": chunk}
-    if objective.loss != "dpo":
-        options["temperature"] = filled_temperature(terms.temperature, objective.temperature)
-    logprobs, entropies = row_logprobs(loaded, batch, terms.tokens, **options)
-    return objective_loss(logprobs, entropies, terms, factors, objective)
+    targets = terms.tokens, batch.input_ids, batch.parent
+    temperature = loss_temperature(terms, objective)
+
+    def compute(states: Tensor, layer: OutputLayer) -> Scores:
+        return score(loaded, Reads.of(objective), states, layer, targets, temperature=temperature, chunk=chunk)
+
+    logprobs, entropies, values = run_with_head(loaded, batch, compute)
+    return objective_loss(logprobs, entropies, terms, factors, objective, values=values)
+
+
+def row_values(loaded: LoadedModel, batch: Batch, tokens: Tensor) -> Tensor:
+    """Return the values [n] of the states after the row's `tokens`, int64 [n], float32 or float64.
+
+    Raises:
+        TreepackError: as `hidden_states`, and if the model has no value head.
+    """
+    head = require_value_head(loaded)
+    values: Tensor = run_with_head(loaded, batch, lambda states, _: head(states, tokens))
+    return values
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The numbers that are computed about each of some tokens; entropies only beside log-probabilities."""
+
+    logprobs: bool = True
+    entropies: bool = True
+    values: bool = False
+
+    @classmethod
+    def of(cls, objective: Objective) -> Self:
+        """Return the numbers that an objective over terms reads."""
+        return cls(objective.loss != "value", objective.is_policy, objective.has_values)
+
+
+class Scores(NamedTuple):
+    """The numbers of the model about n tokens, [n] each; None if they are not computed."""
+
+    logprobs: Tensor | None
+    entropies: Tensor | None
+    values: Tensor | None
+
+
+def score(
+    loaded: LoadedModel,
+    reads: Reads,
+    states: Tensor,
+    layer: OutputLayer,
+    targets: tuple[Tensor, Tensor, Tensor],
+    *,
+    temperature: Tensor | float,
+    chunk: int,
+) -> Scores:
+    """Return the numbers that an objective reads, from the states [T, D] of a row or piece.
+
+    Args:
+        loaded: the model, with a value head if values are read.
+        reads: the numbers to compute.
+        states: what the output layer gets.
+        layer: the output layer.
+        targets: int64 tokens [n], input_ids [T] and parent [T], see `loss.tree_logprobs`.
+        temperature: one for all tokens, or one for each.
+        chunk: tokens whose logits are in memory at a time.
+
+    Raises:
+        TreepackError: the model has no value head and values are read.
+    """
+    tokens, input_ids, parent = targets
+    logprobs = entropies = values = None
+    if reads.logprobs:
+        options: Any = {"temperature": temperature, "with_entropies": reads.entropies, "chunk": chunk}
+        logprobs, entropies = layer.logprobs(states, tokens, input_ids, parent, **options)
+        entropies = entropies if reads.entropies else None  # they would be NaN
+    if reads.values:
+        # The value before a token is that of the state after its parent.
+        values = require_value_head(loaded)(states, parent.index_select(0, tokens))
+    return Scores(logprobs, entropies, values)
+
+
+def loss_temperature(terms: TermTensors, objective: Objective) -> Tensor | float:
+    """Return the temperature of each of `terms.tokens`, or one for all: 1 for a loss that is not about the sampler."""
+    return filled_temperature(terms.temperature, objective.temperature) if objective.is_policy else 1.0
+
+
+def require_value_head(loaded: LoadedModel) -> ValueHead:
+    """Return the value head of a model.
+
+    Raises:
+        TreepackError: it has none.
+    """
+    head = loaded.value_head
+    if head is None:
+        raise TreepackError(
+            f"{loaded.source}: has no value head; load it with load_model(..., value_head=True), or train one with "
+            "`treepack train --loss value`"
+        )
+    return head

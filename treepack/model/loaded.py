@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from treepack.attention.interface import AttentionKind
+from treepack.model.value_head import ValueHead, value_head_of
 
 T = TypeVar("T")
 
@@ -45,6 +46,11 @@ class LoadedModel:
         if isinstance(self.model, PreTrainedModel):
             return self.model
         return next(module for module in self.model.modules() if isinstance(module, PreTrainedModel))
+
+    @property
+    def value_head(self) -> ValueHead | None:
+        """The value head of a critic; None for a model without one."""
+        return value_head_of(self.causal)
 
     @property
     def attention_alone(self) -> str:

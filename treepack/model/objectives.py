@@ -30,11 +30,13 @@ With r_t = exp(logp_t - old_t), A_t the advantage, sg() no gradient, and clip(r)
     cispo   -sg(clip(r_t)) A_t logp_t                               MiniMax 2025 (2506.13585), eq. 4
     dpo     -log sigmoid(beta (h_c - h_r)),                         Rafailov et al. 2023 (2305.18290), eq. 7
             h_i = sum over i's tokens of logp - ref
+    value   the clipped value loss of a critic alone                `value_loss`
 
 plus kl * k_t - entropy * H_t, with x = ref_t - logp_t and k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (Schulman 2020,
 http://joschu.net/blog/kl-approx.html) and H_t the entropy of the distribution of the token, softmax(logits / T) at the
 sampler's temperature T. With `importance_cap`, the term before kl and entropy is multiplied by sg(min(exp(old_t -
-sampling_t), cap)), a truncated importance weight (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl).
+sampling_t), cap)), a truncated importance weight (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl). With
+`value_coef`, one model learns policy and values: the loss is that of the policy plus value_coef times the value loss.
 
 The pairs of DPO are all pairs of trajectories of one group with different rewards; the one with the higher reward is
 the chosen one. The loss is the mean over the pairs of the step. Without old log-probabilities, old is sg(logp): the
@@ -58,8 +60,9 @@ from treepack.data.batch import TermTensors
 from treepack.errors import TreepackError
 from treepack.model.preferences import PAIR_MEANS, dpo_loss
 from treepack.model.term_slices import TERM_CHUNK, term_slices
+from treepack.model.value_loss import VALUE_SUMS, explained, value_loss
 
-LOSSES = ("sft", "grpo", "ppo", "gspo", "cispo", "dpo")
+LOSSES = ("sft", "grpo", "ppo", "gspo", "cispo", "dpo", "value")
 DENOMINATORS = ("token", "trajectory", "group", "global")
 ESTIMATORS = ("k1", "k2", "k3")
 
@@ -77,17 +80,19 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # 1 - clip_low = 0: no lower bound, because a ratio is positive.
     "cispo": {"clip_low": 1.0, "clip_high": 0.2, "denominator": "token"},
     "dpo": {},
+    "value": {"denominator": "token"},
 }
 PRESETS = tuple(_PRESETS)
 
 _POLICY = "clip_low clip_high denominator response_length kl kl_estimator entropy importance_cap temperature"
-_POLICY_OPTIONS = set(_POLICY.split())
+_POLICY_OPTIONS = set(_POLICY.split()) | {"value_coef", "value_clip"}
 # Options of each loss; `choose_objective` refuses all others.
 _OPTIONS: dict[str, set[str]] = {
     **dict.fromkeys(("ppo", "grpo", "gspo"), _POLICY_OPTIONS | {"dual_clip"}),
     "cispo": _POLICY_OPTIONS,
     "dpo": {"beta"},
     "sft": set(),
+    "value": {"denominator", "response_length", "value_clip"},
 }
 
 # Field of `TermTensors` for each column that a loss may need, and the remedy if the rows lack it.
@@ -96,6 +101,7 @@ _TERM_REMEDIES = {
     "term_ref_logprob": ("ref_logprob", "run `treepack logprobs --column ref`"),
     "term_sampling_logprob": ("sampling_logprob", "record the sampler's log-probabilities, or use no importance_cap"),
     "trajectory_rewards": ("reward", "give every rollout a reward and pack them again"),
+    "term_return": ("returns", "run `treepack critic`, then `treepack advantages --estimator gae`, and pack again"),
 }
 
 # Names of the sums that `objective_loss` returns besides "weight"; `_term_sums` computes them in this order.
@@ -108,8 +114,9 @@ class Objective:
 
     `clip_low` and `clip_high` are distances from 1. `kl` and `entropy` are coefficients. `importance_cap` and
     `dual_clip` are off if None. `temperature` is that of the sampler for terms that have none, 1 if None; sft and dpo
-    always compute at 1. `sft` is the weighted cross-entropy of `loss.weighted_nll` and has no options. `preset` is the
-    name that `choose_objective` got, for messages only.
+    always compute at 1. `sft` is the weighted cross-entropy of `loss.weighted_nll` and has no options. `value_coef` is
+    the coefficient of the value loss beside a policy loss, and `value_clip` the bound of `value_loss`; 0 turns either
+    off. `preset` is the name that `choose_objective` got, for messages only.
     """
 
     loss: str = "sft"
@@ -124,6 +131,8 @@ class Objective:
     importance_cap: float | None = None
     beta: float = 0.1
     temperature: float | None = None
+    value_coef: float = 0.0
+    value_clip: float = 0.2
     preset: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -138,7 +147,7 @@ class Objective:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
         # A dual_clip below 1 would bound the loss at ratio 1 already, without a gradient if the advantage is negative.
         minima = {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "response_length": 1, "kl": 0, "entropy": 0}
-        minima |= {"importance_cap": 0, "beta": 0}
+        minima |= {"importance_cap": 0, "beta": 0, "value_coef": 0, "value_clip": 0}
         for name, minimum in minima.items():
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= minimum):
@@ -152,6 +161,16 @@ class Objective:
         return self.preset or self.loss
 
     @property
+    def is_policy(self) -> bool:
+        """True if the loss is about the sampled distribution: it reads advantages, and old log-probabilities if any."""
+        return self.loss in ("ppo", "grpo", "gspo", "cispo")
+
+    @property
+    def has_values(self) -> bool:
+        """True if the loss reads values, so that the model has a value head."""
+        return self.loss == "value" or self.value_coef > 0
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The columns of `schema.TERMS` that the loss requires."""
         if self.loss == "sft":
@@ -159,9 +178,10 @@ class Objective:
         if self.loss == "dpo":
             return ("term_ref_logprob", "trajectory_rewards")
         required = {
-            "term_advantage": True,
-            "term_ref_logprob": self.kl > 0,
-            "term_sampling_logprob": self.importance_cap is not None,
+            "term_advantage": self.is_policy,
+            "term_ref_logprob": self.is_policy and self.kl > 0,
+            "term_sampling_logprob": self.is_policy and self.importance_cap is not None,
+            "term_return": self.has_values,
         }
         return tuple(name for name, is_required in required.items() if is_required)
 
@@ -183,16 +203,19 @@ def choose_objective(name: str, **options: Any) -> Objective:
         available = sorted(_OPTIONS[usual["loss"]])
         remedy = f"it has {', '.join(available)}" if available else "it has no options"
         raise TreepackError(f"{unknown[0]} is no option of the loss {name}; {remedy}")
+    if "value_clip" in changes and usual["loss"] != "value" and not changes.get("value_coef"):
+        raise TreepackError("value_clip is about the value loss, which has no weight; give value_coef too, or neither")
     return Objective(**{**usual, **changes}, preset=name)
 
 
 def objective_loss(
-    logprobs: Tensor,
-    entropies: Tensor,
+    logprobs: Tensor | None,
+    entropies: Tensor | None,
     terms: TermTensors,
     factors: Tensor,
     objective: Objective,
     *,
+    values: Tensor | None = None,
     chunk: int = TERM_CHUNK,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return one row's part of an optimiser step's loss, and its part of the sums for the step's means.
@@ -201,25 +224,49 @@ def objective_loss(
     no memory for them besides their columns. Sums run in float64.
 
     Args:
-        logprobs: [n], of `terms.tokens`.
-        entropies: [n], nats.
+        logprobs: [n], of `terms.tokens`; None for the loss value, which does not read them.
+        entropies: [n], nats; None for the losses dpo and value.
         terms: the row's terms.
         factors: float64 [K], f of the row's trajectories; see `denominators.step_factors`.
         objective: any but sft.
+        values: [n], of the state before each of `terms.tokens`; only for an objective with `has_values`.
         chunk: terms whose values are in memory at a time.
 
     Returns:
-        the loss, a float64 scalar attached to `logprobs` and already divided by the step's denominator; and a dict of
-        float64 scalars: `weight`, and sums that give the step's means when added up over the step and divided by the
-        total `weight`.
+        the loss, a float64 scalar attached to `logprobs` or `values` and already divided by the step's denominator; and
+        a dict of float64 scalars: `weight`, and sums for `step_means` after they are added up over the step.
 
     Raises:
         TreepackError: if the terms lack a column of the objective.
     """
     assert objective.loss != "sft", "sft is loss.weighted_nll"
     _check_terms(terms, objective)
+    if objective.loss == "value":
+        assert values is not None, "the loss value needs values"
+        loss, sums = value_loss(values, terms, factors, clip=objective.value_clip, chunk=chunk)
+        return loss, {"weight": terms.weight.sum(), **sums}
+    assert logprobs is not None, "every loss but sft and value reads log-probabilities"
     if objective.loss == "dpo":
         return dpo_loss(logprobs, terms, factors, beta=objective.beta, chunk=chunk)
+    assert entropies is not None
+    total, sums = _policy_loss(logprobs, entropies, terms, factors, objective, chunk)
+    if objective.has_values:
+        assert values is not None, "value_coef needs values"
+        loss, more = value_loss(values, terms, factors, clip=objective.value_clip, chunk=chunk)
+        total, sums = total + objective.value_coef * loss, {**sums, **more}
+    return total, sums
+
+
+def step_means(sums: dict[str, float]) -> dict[str, float]:
+    """Return the means of a step from the summed sums of `objective_loss` of its rows; empty without any."""
+    weight = sums.get("weight", 1.0)  # total weight of the terms, or pairs
+    return explained({name: value / weight for name, value in sums.items() if name != "weight"})
+
+
+def _policy_loss(
+    logprobs: Tensor, entropies: Tensor, terms: TermTensors, factors: Tensor, objective: Objective, chunk: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the part of `objective_loss` that reads log-probabilities, for a policy loss."""
     log_ratios = None
     if objective.loss == "gspo":
         with torch.no_grad():
@@ -232,7 +279,7 @@ def objective_loss(
         )
         total, sums = total + loss, sums + part_sums
     sum_of = dict(zip(_MEANS, sums.unbind(), strict=True))
-    return total, {"weight": terms.weight.sum(), **{name: sum_of[name] for name in sum_names(objective)[1:]}}
+    return total, {"weight": terms.weight.sum(), **{name: sum_of[name] for name in _policy_means(objective)}}
 
 
 def _check_terms(terms: TermTensors, objective: Objective) -> None:
@@ -253,9 +300,14 @@ def sum_names(objective: Objective) -> tuple[str, ...]:
         return ()
     if objective.loss == "dpo":
         return ("weight", *PAIR_MEANS)
+    policy = _policy_means(objective) if objective.is_policy else ()
+    return ("weight", *policy, *(VALUE_SUMS if objective.has_values else ()))
+
+
+def _policy_means(objective: Objective) -> tuple[str, ...]:
     absent = set() if objective.kl else {"kl"}
     absent |= set() if objective.importance_cap is not None else {"importance", "truncated"}
-    return ("weight", *(name for name in _MEANS if name not in absent))
+    return tuple(name for name in _MEANS if name not in absent)
 
 
 def _gather_logprobs(logprobs: Tensor, part: TermTensors) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ def check_temperatures(datasets: Sequence[PackedDataset], objective: Objective) 
     Raises:
         TreepackError: as `refuse_temperatures` and `check_scored_columns`.
     """
-    if objective.loss not in ("sft", "dpo"):
+    if objective.is_policy:
         refuse_temperatures(datasets, objective.temperature)
     for dataset in datasets:
         check_scored_columns(dataset, objective)
@@ -106,9 +106,9 @@ def check_scored_columns(dataset: PackedDataset, objective: Objective) -> None:
 
 
 def _reads(objective: Objective, column: str) -> bool:
-    # Every loss but sft and dpo reads old log-probabilities if they are there.
+    # Every policy loss reads old log-probabilities if they are there.
     if column == "old":
-        return objective.loss not in ("sft", "dpo")
+        return objective.is_policy
     return "term_ref_logprob" in objective.columns
 
 

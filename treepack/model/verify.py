@@ -21,25 +21,24 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from treepack.data.batch import Batch, TermTensors
+from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.model.forward import row_loss, row_objective
-from treepack.model.head import OutputLayer, head_replaced
 from treepack.model.layers import find_layers
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK
-from treepack.model.objectives import Objective, objective_loss
+from treepack.model.objectives import Objective
 from treepack.model.probe import use_attention
+from treepack.model.verify_alone import PlainModel, losses_alone
 from treepack.model.verify_memory import LOGITS_CHUNK, MemoryPlan
 
 _log = logging.getLogger("treepack")
@@ -135,10 +134,10 @@ def verify_gradients(
             packed = packed[0], {name: gradient.cpu() for name, gradient in packed[1].items()}
             if loaded.device.type == "cuda":
                 torch.cuda.empty_cache()  # so that the second set does not find the memory in pieces
-        plain = _PlainModel(model, loaded.causal, chunk if recompute else None)
+        plain = PlainModel(model, loaded.causal, chunk if recompute else None)
         _log.info("gradients of the trajectories, one by one")
         with use_attention(model, loaded.attention_alone), _fused_attention():
-            losses = (loss for batch, factor in rows for loss in _losses_alone(plain, batch, factor, objective))
+            losses = (loss for batch, factor in rows for loss in losses_alone(plain, batch, factor, objective))
             alone = _gradients(model, map(_run_backward, losses))
     if not any(bool(gradient.any()) for gradient in alone[1].values()):
         raise TreepackError("verify: every gradient is 0, so nothing is compared; choose rows with a loss")
@@ -224,136 +223,6 @@ def _keep_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(*args, **kwargs)
 
     return wrapper
-
-
-@dataclass(frozen=True)
-class _PlainModel:
-    """The model under its own attention; with a `chunk`, that many positions have logits in memory at one time."""
-
-    model: Any
-    causal: Any
-    chunk: int | None
-
-    def reduce(self, tokens: Tensor, positions: Tensor, function: Callable[..., Any], *columns: Tensor) -> list[Any]:
-        """Return `function(logits, *columns)` of each chunk of `positions`.
-
-        Args:
-            tokens: int64 [L], a trajectory.
-            positions: int64 [n], whose logits [n, V] the function gets.
-            function: reduces logits and the parts of the columns that belong to their positions.
-            columns: [n] each.
-        """
-        if self.chunk is None:
-            return [function(self.model(input_ids=tokens[None], use_cache=False).logits[0, positions], *columns)]
-        chunk = self.chunk
-
-        def compute(states: Tensor, layer: OutputLayer) -> list[Any]:
-            def part(states: Tensor, *parts: Tensor) -> Any:
-                return function(layer.logits(states), *parts)
-
-            # The logits of a chunk are computed again in the backward pass.
-            pieces = zip(*(torch.split(column, chunk) for column in (states[positions], *columns)), strict=True)
-            return [checkpoint(part, *piece, use_reentrant=False) for piece in pieces]
-
-        with head_replaced(self.causal, compute) as call:
-            self.model(input_ids=tokens[None], use_cache=False)
-        results: list[Any] = call.result
-        return results
-
-
-def _losses_alone(plain: _PlainModel, batch: Batch, factors: Tensor | None, objective: Objective) -> Iterator[Tensor]:
-    """Yield the loss of each trajectory of the row, from the logits of the plain model."""
-    if factors is not None:
-        yield from _objective_alone(plain, batch, factors, objective)
-        return
-    # scale is the number of trajectories through a token, and 0 for padding, whose weight is 0 too.
-    parent, share = batch.parent.tolist(), batch.loss_weight / batch.scale.clamp(min=1)
-    for end in batch.trajectory_ends.tolist():
-        path = torch.tensor(_path(parent, end), device=batch.input_ids.device)
-        tokens, weights = batch.input_ids[path], share[path]
-        if len(tokens) == 1:  # predicts nothing, and nothing predicts it
-            continue
-        # Every position except the last, which predicts nothing: logits[i] predicts tokens[i + 1].
-        positions = torch.arange(len(tokens) - 1, device=path.device)
-        yield torch.stack(plain.reduce(tokens, positions, _weighted_nll, tokens[1:], weights[1:])).sum()
-
-
-def _weighted_nll(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    return (cross_entropy(logits, labels, reduction="none").double() * weights).sum()
-
-
-def _objective_alone(plain: _PlainModel, batch: Batch, factors: Tensor, objective: Objective) -> Iterator[Tensor]:
-    """Yield one scalar per trajectory, with its gradient; the first has the loss of the row as its value, the others 0.
-
-    The objective needs all trajectories at once, but memory has room for the graph of one. So the gradient of the
-    objective by every log-probability and entropy comes first, from runs without a graph. Then each trajectory runs
-    again, and its scalar passes its part of this gradient back to the parameters.
-    """
-    terms = batch.terms
-    assert terms is not None
-    num, each = len(batch.trajectory_ids), torch.arange(len(terms.index), device=factors.device)
-    divisors = _term_temperatures(terms, objective)
-    with torch.no_grad():
-        parts = [_statistics_alone(plain, batch, divisors, i) for i in range(num)]
-    # Log-probabilities and entropies, [N] each: one value per term, even if several terms are about one token.
-    columns = [torch.zeros(len(terms.index), dtype=torch.float64, device=factors.device) for _ in range(2)]
-    for mine, *values in parts:
-        for column, value in zip(columns, values, strict=True):
-            column[mine] = value.double()
-    logprobs, entropies = (column.requires_grad_() for column in columns)
-    # index [0, 1, ..., N - 1]: each term reads its own value, where the packed row lets terms of one token share one.
-    loss, _ = objective_loss(logprobs, entropies, replace(terms, index=each), factors, objective)
-    slopes = torch.autograd.grad(loss, (logprobs, entropies), allow_unused=True, materialize_grads=True)
-    value = loss.detach()
-    for i in range(num):
-        mine, *statistics = _statistics_alone(plain, batch, divisors, i)
-        # sum of slope * x has the gradient sum of slope * dx, which is the chain rule
-        chained = [(x.double() * slope[mine]).sum() for x, slope in zip(statistics, slopes, strict=True)]
-        total = torch.stack(chained).sum()
-        yield total - total.detach() + value  # the gradient of `total` with the value `value`
-        value = torch.zeros_like(value)
-
-
-def _term_temperatures(terms: TermTensors, objective: Objective) -> Tensor:
-    """Return the temperature of each term, float64 [N]: that of the data, or of the objective, or 1; 1 for dpo."""
-    if objective.loss == "dpo":
-        return terms.weight.new_ones(len(terms.index))
-    fill = 1.0 if objective.temperature is None else objective.temperature
-    if terms.temperature is None:
-        return terms.weight.new_full((len(terms.index),), fill)
-    of_terms = terms.temperature[terms.index]  # float32, so the filled values are rounded to it too
-    return torch.where(of_terms.isnan(), torch.full_like(of_terms, fill), of_terms).double()
-
-
-def _statistics_alone(plain: _PlainModel, batch: Batch, divisors: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Run trajectory `i` alone; return the indices of its terms, their log-probabilities and their entropies.
-
-    `divisors` float64 [N] are the temperatures of all terms.
-    """
-    terms = batch.terms
-    assert terms is not None
-    mine = (terms.trajectory == i).nonzero().squeeze(-1)
-    path = torch.tensor(_path(batch.parent.tolist(), int(batch.trajectory_ends[i])), device=mine.device)
-    # Row tokens to positions in the trajectory: path [0, 1, 4, 5], tokens [4, 5] -> [2, 3]. A path ascends.
-    positions = torch.searchsorted(path, terms.tokens[terms.index[mine]])
-    labels = batch.input_ids[path[positions]]
-    parts = plain.reduce(batch.input_ids[path], positions - 1, _label_statistics, labels, divisors[mine])
-    logprobs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
-    return mine, logprobs, entropies
-
-
-def _label_statistics(logits: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    logs = (logits / temperature.to(logits.dtype)[:, None]).log_softmax(-1)
-    return logs.gather(-1, labels[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
-
-
-def _path(parent: list[int], token: int) -> list[int]:
-    # parent [-1, 0, 1, 0, 3], token 4 -> [0, 3, 4]
-    path = []
-    while token >= 0:
-        path.append(token)
-        token = parent[token]
-    return path[::-1]
 
 
 class _KeepFloat64(TorchFunctionMode):

@@ -332,7 +332,7 @@ def _check_fit(run: TrainingRun) -> TrainingRun:
     if num_left_out:
         lacking = "pairs to compare" if objective.loss == "dpo" else "trained tokens"
         notes = (*notes, f"{num_left_out} rows without {lacking} are left out")
-    if objective.loss not in ("sft", "dpo") and "term_old_logprob" not in dataset.term_columns:
+    if objective.is_policy and "term_old_logprob" not in dataset.term_columns:
         notes = (*notes, "the rows have no old log-probabilities: every update counts as on-policy, with ratios of 1")
     return replace(run, tokenizer=tokenizer, notes=(*loaded.notes, *notes), rewards=_sum_rewards(dataset))
 

@@ -67,7 +67,7 @@ def compare_sampling(run: TrainingRun) -> str | None:
     the loss has no terms of a sampler, or the data has no recorded values.
     """
     objective = run.options.objective
-    if objective.loss in ("sft", "dpo") or "term_sampling_logprob" not in run.dataset.term_columns:
+    if not objective.is_policy or "term_sampling_logprob" not in run.dataset.term_columns:
         return None
     found = measure_gap(run)
     return None if found is None else describe_gap(found, run)

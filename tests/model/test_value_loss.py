@@ -1,0 +1,238 @@
+"""The value loss over packed rows equals that of trajectories run alone, by itself and beside a policy loss.
+
+Values, losses and gradients of every parameter agree in float64 to a relative 1e-9, for any packing into rows. The
+oracle runs each trajectory as a sequence of its own and reads the last hidden states that transformers returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from support.oracle_model import gradients, tiny_model, worst_error
+from support.oracle_objectives import Rollout, own_values, step_loss
+from support.packed_objectives import opened, rollouts
+from treepack.attention import register
+from treepack.carry.backward import CarryOptions, backward_row, row_value
+from treepack.carry.backward import row_values as row_values_in_pieces
+from treepack.carry.verify import in_pieces
+from treepack.data.dataset import PackedDataset
+from treepack.errors import TreepackError
+from treepack.model.denominators import check_columns, step_factors, trajectory_table
+from treepack.model.forward import row_objective, row_values
+from treepack.model.layers import adapt_layers
+from treepack.model.loaded import LoadedModel
+from treepack.model.objectives import Objective, choose_objective, step_means
+from treepack.model.value_head import add_value_head, named_weights, value_head_of
+from treepack.model.verify import verify_gradients
+
+TOLERANCE = 1e-9
+
+
+def with_head(causal: Any) -> Any:
+    """Put a random value head in float64 on a model."""
+    weights = named_weights(causal, causal, add_value_head(causal, (), random=7))
+    for name, parameter in causal.named_parameters():
+        if name in weights:
+            parameter.data = weights[name].double()
+    return causal
+
+
+@functools.cache
+def plain(kind: str) -> Any:
+    return with_head(tiny_model(kind))
+
+
+@functools.cache
+def critic(kind: str) -> LoadedModel:
+    register()
+    return LoadedModel(with_head(tiny_model(kind, attention="treepack_reference")), kind, "reference", ())
+
+
+@functools.cache
+def valued(kind: str = "qwen3", *, seed: int = 0, count: int = 10) -> tuple[Rollout, ...]:
+    """Rollouts with random returns, and old values near the values of the model, so that some of them are clipped."""
+    rng = np.random.default_rng(seed)
+    result = []
+    for rollout in rollouts(kind, seed=seed, count=count):
+        with torch.no_grad():
+            values = own_values(plain(kind), rollout)
+        size = len(rollout.tokens)
+        old = [float(values.get(j, torch.zeros(()))) + float(rng.normal()) * 0.2 for j in range(size)]
+        result.append(replace(rollout, returns=rng.normal(size=size).tolist(), old_values=old))
+    return tuple(result)
+
+
+def step_of(
+    loaded: LoadedModel, dataset: PackedDataset, objective: Objective, *, limit: int | None = None
+) -> tuple[float, dict[str, Tensor], dict[str, float]]:
+    """Return loss, gradients and means of one optimiser step over all rows, in pieces of `limit` tokens if given."""
+    check_columns(dataset, objective)
+    every = list(range(len(dataset)))
+    factors = step_factors(trajectory_table(dataset, objective), every, objective)
+    loaded.model.zero_grad()
+    total, sums = 0.0, dict[str, float]()
+    for row, row_factors in zip(every, factors, strict=True):
+        f = torch.from_numpy(row_factors)
+        if limit is None:
+            loss, parts = row_objective(loaded, dataset[row], f, objective)
+            torch.autograd.backward(loss)
+        else:
+            result = backward_row(loaded, dataset[row], CarryOptions(limit), objective=objective, factors=f)
+            loss, parts = result.loss, result.sums
+            again, more = row_value(loaded, dataset[row], CarryOptions(limit), objective=objective, factors=f)
+            assert float(again) == pytest.approx(float(loss), rel=1e-12, abs=1e-12)
+            assert more.keys() == parts.keys()
+        total += loss.item()
+        sums = {name: sums.get(name, 0.0) + float(value) for name, value in parts.items()}
+    return total, gradients(loaded.model), step_means(sums)
+
+
+def expected_of(model: Any, samples: Sequence[Rollout], objective: Objective) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = step_loss(model, samples, objective)
+    torch.autograd.backward(loss)
+    return loss.item(), gradients(model)
+
+
+def packings(count: int) -> list[list[int]]:
+    return [[0] * count, [i * i % 3 % 2 + (i > 6) for i in range(count)], list(range(count))]
+
+
+CASES: list[dict[str, Any]] = [
+    {"name": "value"},
+    {"name": "value", "denominator": "trajectory", "value_clip": 0.05},
+    {"name": "value", "denominator": "group", "value_clip": 0.0},
+    {"name": "ppo", "value_coef": 0.5},
+    {"name": "grpo", "value_coef": 0.7, "value_clip": 0.1, "kl": 0.2, "entropy": 0.1},
+    {"name": "gspo", "value_coef": 0.4, "clip_low": 0.03, "clip_high": 0.04},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind: str, case: dict[str, Any]) -> None:
+    objective = choose_objective(**case)
+    samples = valued(kind)
+    loss, expected = expected_of(plain(kind), samples, objective)
+    assert worst_error({name: torch.zeros_like(value) for name, value in expected.items()}, expected) > 0
+    for i, rows in enumerate(packings(len(samples))):
+        total, grads, means = step_of(critic(kind), opened(tmp_path / str(i), samples, rows), objective)
+        assert total == pytest.approx(loss, rel=TOLERANCE)
+        assert worst_error(grads, expected) <= TOLERANCE
+        assert (0 < means["value_clip_fraction"] < 1) == (objective.value_clip > 0)
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("name", ["value", "ppo", "gspo"])
+def test_rows_in_pieces_give_the_same_on_any_tree(tmp_path: Path, name: str, seed: int) -> None:
+    objective = choose_objective(name, **({} if name == "value" else {"value_coef": 0.5}))
+    samples = valued(seed=seed, count=7 + seed)
+    loss, expected = expected_of(plain("qwen3"), samples, objective)
+    dataset = opened(tmp_path / "packed", samples, [0] * len(samples))
+    for limit in (3, 7, None):
+        total, grads, _ = step_of(critic("qwen3"), dataset, objective, limit=limit)
+        assert total == pytest.approx(loss, rel=TOLERANCE)
+        assert worst_error(grads, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("limit", [None, 2, 5])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt_neox", "gpt2"])
+def test_every_token_of_a_row_has_the_value_of_its_path_alone(tmp_path: Path, kind: str, limit: int | None) -> None:
+    samples = valued(kind)
+    batch = opened(tmp_path / "packed", samples, [0] * len(samples))[0]
+    loaded, tokens = critic(kind), torch.arange(batch.num_tokens)
+    with torch.no_grad():
+        if limit is None:
+            values = row_values(loaded, batch, tokens)
+        else:
+            values = row_values_in_pieces(loaded, batch, CarryOptions(limit))
+        for number in tokens.tolist():
+            path, token = [], number
+            while token >= 0:
+                path.append(int(batch.input_ids[token]))
+                token = int(batch.parent[token])
+            output = plain(kind)(input_ids=torch.tensor(path[::-1])[None], use_cache=False, output_hidden_states=True)
+            head = value_head_of(plain(kind))
+            assert head is not None
+            expected = output.hidden_states[-1][0, -1] @ head.weight[0] + head.bias[0]
+            assert values[number].item() == pytest.approx(expected.item(), rel=TOLERANCE, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["value", "ppo"])
+def test_recomputed_layers_give_the_same_gradients(tmp_path: Path, name: str) -> None:
+    register()
+    loaded = LoadedModel(with_head(tiny_model("qwen3", attention="treepack_reference")), "qwen3", "reference", ())
+    adapt_layers(loaded.causal, checkpointing=True, compiled=False)
+    loaded.model.train()
+    objective = choose_objective(name, **({} if name == "value" else {"value_coef": 0.5}))
+    samples = valued()
+    _, expected = expected_of(plain("qwen3"), samples, objective)
+    _, grads, _ = step_of(loaded, opened(tmp_path / "packed", samples, [0] * len(samples)), objective)
+    assert worst_error(grads, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["value", "ppo", "gspo"])
+def test_verification_compares_values_and_finds_a_leak(tmp_path: Path, name: str) -> None:
+    objective = choose_objective(name, **({} if name == "value" else {"value_coef": 0.5}))
+    samples = valued()
+    dataset = opened(tmp_path / "packed", samples, [i % 2 for i in range(len(samples))])
+    batches = [dataset[row].to("cpu") for row in range(2)]
+    factors = [torch.from_numpy(f) for f in step_factors(trajectory_table(dataset, objective), [0, 1], objective)]
+    loaded = critic("qwen3")
+    for backward in (None, in_pieces(3)):
+        report = verify_gradients(loaded, batches, objective=objective, factors=factors, backward=backward)
+        assert report.passed
+        assert {"value_head.weight", "value_head.bias"} <= report.errors.keys()
+    # Every token sees all tokens before it, also those of other branches.
+    leaking = [replace(batch, subtree_end=torch.full_like(batch.subtree_end, len(batch.parent))) for batch in batches]
+    assert not verify_gradients(loaded, leaking, objective=objective, factors=factors).passed
+
+
+def test_without_old_values_nothing_is_clipped(tmp_path: Path) -> None:
+    objective = choose_objective("value")
+    samples = [replace(rollout, old_values=None) for rollout in valued()]
+    loss, expected = expected_of(plain("qwen3"), samples, objective)
+    total, grads, means = step_of(critic("qwen3"), opened(tmp_path / "packed", samples, [0] * 10), objective)
+    assert total == pytest.approx(loss, rel=TOLERANCE)
+    assert worst_error(grads, expected) <= TOLERANCE
+    assert means["value_clip_fraction"] == 0
+
+
+def test_explained_variance_is_one_minus_the_ratio_of_variances(tmp_path: Path) -> None:
+    samples = [replace(r, weights=[float(w > 0) for w in r.weights]) for r in valued()]
+    _, _, means = step_of(critic("qwen3"), opened(tmp_path / "p", samples, [0] * 10), choose_objective("value"))
+    with torch.no_grad():
+        pairs = [
+            (r.returns[j], float(v)) for r in samples for j, v in own_values(plain("qwen3"), r).items() if r.returns
+        ]
+    targets, values = np.array(pairs).T
+    assert means["explained_variance"] == pytest.approx(1 - (targets - values).var() / targets.var(), rel=1e-9)
+    assert means["return"] == pytest.approx(targets.mean(), rel=1e-9)
+    assert not {"return_square", "value_error", "value_error_square"} & means.keys()
+    assert math.isnan(step_means({"weight": 1.0, **dict.fromkeys(means, 1.0), **_moments()})["explained_variance"])
+
+
+def _moments() -> dict[str, float]:
+    return {"return": 2.0, "return_square": 4.0, "value_error": 1.0, "value_error_square": 1.0}
+
+
+def test_an_objective_with_values_names_what_is_missing(tmp_path: Path) -> None:
+    dataset = opened(tmp_path / "packed", rollouts(), [0] * 10)
+    with pytest.raises(TreepackError, match=r"has no term_return, .*--estimator gae"):
+        check_columns(dataset, choose_objective("value"))
+    with pytest.raises(TreepackError, match="value_clip is about the value loss"):
+        choose_objective("ppo", value_clip=0.1)
+    register()
+    loaded = LoadedModel(tiny_model("qwen3", attention="treepack_reference"), "qwen3", "reference", ())
+    with pytest.raises(TreepackError, match="has no value head"):
+        row_values(loaded, dataset[0], torch.arange(3))
