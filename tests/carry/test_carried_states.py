@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from support.oracle_model import Sample, gradients, make_row
+from treepack.attention import TreePass
 from treepack.carry.limit import CarryCosts, CarryPlan, plan_with_states
 from treepack.carry.offload import CarriedBytes, CarryBudget
 from treepack.carry.pieces import plan_row
@@ -85,7 +86,7 @@ def in_pieces(layer: Layer, x: Tensor, slopes: Tensor, end: Int64, parent: Int64
         own = slice(each.begin, each.end)
         states.enter(each)
         with torch.set_grad_enabled(each.kind != "push"):
-            out = layer(x[own], subtree_end=torch.zeros(1, 1), carry=Carry(states))
+            out = layer(x[own], subtree_end=torch.zeros(1, 1), tree_pass=TreePass(carry=Carry(states)))
         if each.kind != "push":
             outputs[own] = out.detach()
             torch.autograd.backward((out * slopes[own]).sum())
@@ -129,7 +130,9 @@ def test_a_state_is_kept_for_each_branch_point_until_its_piece_is_popped() -> No
     for each in plan.passes:
         states.enter(each)
         with torch.set_grad_enabled(each.kind != "push"):
-            out = layer(torch.ones(each.size, 4, dtype=torch.float64), subtree_end=1, carry=Carry(states))
+            out = layer(
+                torch.ones(each.size, 4, dtype=torch.float64), subtree_end=1, tree_pass=TreePass(carry=Carry(states))
+            )
         if each.kind != "push":
             torch.autograd.backward(out.sum())
         states.leave()
