@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from treepack.trajectory import Float64
 
 # A copy of the library's tuple, because a help page must not import numpy; a test compares the two.
-ESTIMATORS = ("grpo", "dr-grpo", "rloo", "reinforce++", "treepo", "treerpo", "tree-grpo", "treerl")
+ESTIMATORS = ("grpo", "dr-grpo", "rloo", "reinforce++", "treepo", "treerpo", "tree-grpo", "treerl", "gae")
 
 
 def _distribution(values: Float64) -> dict[str, float | str]:
@@ -63,7 +63,12 @@ def _warn_of_skipped(manifest: Manifest, trie: AnyPath) -> None:
 
 @click.command()
 @click.argument("trie", type=READ)
-@click.option("--estimator", type=click.Choice(ESTIMATORS), required=True, help="The last four use the tree.")
+@click.option(
+    "--estimator",
+    type=click.Choice(ESTIMATORS),
+    required=True,
+    help="treepo and the next three use the tree; gae uses the values of treepack critic.",
+)
 @click.option("--out", type=WRITE, required=True, help="Trie directory to write.")
 @click.option(
     "--segment",
@@ -94,6 +99,35 @@ def _warn_of_skipped(manifest: Manifest, trie: AnyPath) -> None:
 @click.option("--per-segment", is_flag=True, help="tree-grpo: compare each segment with its siblings.")
 @click.option(
     "--leaf-scaled", is_flag=True, help="treerl: divide by the square root of a segment's number of trajectories."
+)
+@click.option(
+    "--edges",
+    is_flag=True,
+    help="treerpo, treerl, tree-grpo --per-segment: also write the factors that train --denominator edge needs.",
+)
+@click.option("--gamma", type=float, default=1.0, show_default=True, help="gae: discount per trained token.")
+@click.option(
+    "--lambda",
+    "lam",
+    type=float,
+    default=0.95,
+    show_default=True,
+    help="gae: share of later differences; 1 gives the discounted reward minus the value.",
+)
+@click.option(
+    "--whiten",
+    type=click.Choice(["none", "group", "batch"]),
+    default="none",
+    show_default=True,
+    help="gae: standardise the advantages, not the returns, over the group or the training step.",
+)
+@click.option(
+    "--truncated",
+    metavar="FIELD|none",
+    default="finish",
+    show_default=True,
+    help="gae: metadata field that is true, length, depth, max_tokens, max_turns or truncated if a limit cut off the "
+    "rollout; the value after its last token is then added.",
 )
 @click.option(
     "--reject-equal/--keep-equal",
@@ -129,6 +163,11 @@ def advantages(
     without_root: bool,
     per_segment: bool,
     leaf_scaled: bool,
+    edges: bool,
+    gamma: float,
+    lam: float,
+    whiten: str,
+    truncated: str,
     reject_equal: bool | None,
     rejected: str,
     leaf_weights: bool,
@@ -138,9 +177,10 @@ def advantages(
 ) -> None:
     """Compute advantages from the rewards of a trie's trajectories and write them into a copy of the trie.
 
-    The first four estimators, treepo and tree-grpo give one advantage per trajectory. treerpo, treerl and --per-segment
-    give one per trained token. A group with a missing reward, or with a single trajectory to compare, is rejected as a
-    whole and counted. Pack the result, and train with --loss grpo or a similar loss.
+    The first four estimators, treepo and tree-grpo give one advantage per trajectory. treerpo, treerl, --per-segment
+    and gae give one per trained token. gae also writes the returns and old values that a critic is trained with. A
+    group with a missing reward, or with a single trajectory to compare, is rejected as a whole and counted. Pack the
+    result, and train with --loss grpo or a similar loss.
     """
     from treepack.rl.advantages.directory import write_advantages
     from treepack.rl.advantages.estimate import AdvantageOptions
@@ -155,6 +195,11 @@ def advantages(
         without_root=without_root,
         per_segment=per_segment,
         leaf_scaled=leaf_scaled,
+        edges=edges,
+        gamma=gamma,
+        lam=lam,
+        whiten=whiten,
+        truncated=truncated,
         reject_equal=reject_equal,
         rejected=rejected,
         epsilon=epsilon,
@@ -182,6 +227,7 @@ def show_advantages(trie: AnyPath, summary: AdvantagesSummary, options: Advantag
             f"trajectories {'left out' if options.rejected == 'drop' else 'given 0'}": summary.num_trajectories
             - len(estimates.kept),
             **({} if tree is None else {"segments": tree.segment, "subgroups": tree.num_subgroups}),
+            **({"trajectories cut off": estimates.num_truncated} if options.estimator == "gae" else {}),
             "advantages": f"{len(values):,}, one per {owner}",
             **{f"advantage, {name}": value for name, value in _distribution(values).items()},
         }

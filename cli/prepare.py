@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--advantages",
     "estimator",
-    type=click.Choice(ESTIMATORS),
+    type=click.Choice([name for name in ESTIMATORS if name != "gae"]),  # it needs the values of treepack critic
     help="Also compute advantages from the rewards, with the defaults of treepack advantages, for the RL losses.",
 )
 @reading_options

@@ -184,7 +184,7 @@ def line_of(trajectory: Trajectory) -> Float64:
     return np.full(content.num_trained, trajectory.advantage) if content.advantages is None else content.advantages
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name != "gae"])
 @few
 @given(forest=forests(), names=st.permutations([0, 1, 2]))
 def test_neither_the_order_of_trajectories_nor_the_names_of_tokens_matter(

@@ -48,7 +48,14 @@ def trie_of(rewards: list[float | None], **fields: Any) -> Trie:
 SINGLE = [make("a", [7, 1], reward=1.0, group="a"), make("b", [7, 2], reward=0.0, group="b")]
 # trie, options, start of the message
 BAD: list[tuple[Trie, dict[str, Any], str]] = [
-    (trie_of([0.0, 1.0]), {"estimator": "gae"}, "estimator is 'gae'; expected one of grpo, dr-grpo"),
+    (trie_of([0.0, 1.0]), {"estimator": "ppo"}, "estimator is 'ppo'; expected one of grpo, dr-grpo"),
+    (trie_of([0.0, 1.0]), {"estimator": "gae"}, "the trie has no token_values, the values of a critic, which gae"),
+    (trie_of([0.0, 1.0]), {"estimator": "gae", "lam": 1.5}, "lam is 1.5; expected a number from 0 to 1"),
+    (trie_of([0.0, 1.0]), {"estimator": "gae", "whiten": "all"}, "whiten is 'all'; expected one of none, group, batch"),
+    (trie_of([0.0, 1.0]), {"estimator": "gae", "leaf_weights": True}, "leaf_weights is an option of grpo, dr-grpo"),
+    (trie_of([0.0, 1.0]), {"estimator": "treepo", "gamma": 0.5}, "gamma is an option of gae; treepo has none"),
+    (trie_of([0.0, 1.0]), {"estimator": "treepo", "edges": True}, "edges is an option of treerpo, tree-grpo, treerl"),
+    (trie_of([0.0, 1.0]), {"estimator": "tree-grpo", "edges": True}, "edges needs an advantage per segment; give"),
     (trie_of([0.0, 1.0]), {"estimator": "grpo", "without_root": True}, "without_root is an option of treepo; grpo"),
     (trie_of([0.0, 1.0]), {"estimator": "grpo", "epsilon": -1.0}, "epsilon is -1.0; expected 0 or a small"),
     (trie_of([0.0, 1.0]), {"estimator": "treepo", "min_depth": -1}, "min_depth is -1; expected 0 or a number"),

@@ -3,7 +3,7 @@
 Rollout     tokens, where its segments start, group, step and reward
 branch_cuts, turn_cuts, even_cuts    where segments start
 paths       the nodes above each rollout's last segment, root first, as keys that equal prefixes share
-flat, tree_trajectory, tree_tokens    the advantages, by estimator
+flat, treepo, tree_grpo, segments, gae    the advantages, by estimator
 """
 
 from __future__ import annotations
@@ -226,3 +226,17 @@ def segments(rollouts: list[Rollout], estimator: str, *, leaf_scaled: bool = Fal
 def of_token(rollout: Rollout, line: list[float], position: int) -> float:
     """The entry of `line`, root first, of the segment that holds token `position`."""
     return line[sum(cut <= position for cut in rollout.cuts)]
+
+
+def gae(
+    values: list[float], reward: float, after: float | None, *, gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
+    """Advantages and returns of one trajectory alone, as the sums of their definition.
+
+    `values` are those of the states before its trained tokens, `after` that after its last token if it was truncated.
+    """
+    rewards = [0.0] * (len(values) - 1) + [reward]
+    following = [*values[1:], 0.0 if after is None else after]
+    deltas = [r + gamma * later - now for r, later, now in zip(rewards, following, values, strict=True)]
+    advantages = [sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(values))) for i in range(len(values))]
+    return advantages, [a + now for a, now in zip(advantages, values, strict=True)]

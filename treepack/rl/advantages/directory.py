@@ -61,7 +61,7 @@ def write_advantages(
     with lock(out):
         trie = local_copy(trie)
         manifest = read_manifest(trie, schema.TRIE_FORMAT)
-        read = read_trie(trie)
+        read = read_trie(trie, token_values=True)
         columns = [read.trajectories[name] for name in ("advantage", "advantages")]
         replaced = any(column.null_count < read.num_trajectories for column in columns)
         estimates = estimate_advantages(read, options)
@@ -78,6 +78,8 @@ def write_advantages(
 
 
 def _recorded(options: AdvantageOptions) -> dict[str, Any]:
-    """Return the options as the manifest records them; leaf weights only if they were used."""
-    unused = {name for name in ("leaf_weights", "fallback_leaves") if not getattr(options, name)}
+    """Return the options as the manifest records them; leaf weights, edges and options of gae only if they are used."""
+    unused = {name for name in ("leaf_weights", "fallback_leaves", "edges") if not getattr(options, name)}
+    if options.estimator != "gae":
+        unused |= {"gamma", "lam", "whiten", "truncated"}
     return {name: value for name, value in asdict(options).items() if name not in unused}

@@ -5,15 +5,16 @@
 
 A group that an estimator cannot use is rejected as a whole and counted under one reason: a reward is missing or not
 finite, a single trajectory has nothing to be compared with, or all rewards are equal and such groups are rejected. A
-group is the trajectories of one `group_id` in one training step. A step is the batch of `reinforce++` and
-`std="batch"`.
+group is the trajectories of one `group_id` in one training step. A step is the batch of `reinforce++`, `std="batch"`
+and `whiten="batch"`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
@@ -22,19 +23,31 @@ from numpy.typing import NDArray
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.files import schema
+from treepack.rl.advantages.edges import edge_factors
 from treepack.rl.advantages.flat import EPSILON, dr_grpo, grpo, reinforce_pp, rloo
+from treepack.rl.advantages.gae import (
+    GAMMA,
+    LAMBDA,
+    TRUNCATED_KEY,
+    WHITEN_CHOICES,
+    gae,
+    is_truncated,
+    state_values,
+    whitened,
+)
 from treepack.rl.advantages.tree import of_trajectories, tree_grpo, tree_grpo_segments, treepo, treerl, treerpo
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import LeafWeights, required_leaf_weights
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.build import build_trie
+from treepack.trie.token_values import carried_values
 from treepack.trie.trie import Trie, trajectories_of
 
-# Names of the command line: estimators of groups (flat.py) and of the tree (tree.py).
+# Names of the command line: estimators of groups (flat.py), of the tree (tree.py) and of a critic's values (gae.py).
 FLAT = ("grpo", "dr-grpo", "rloo", "reinforce++")
 TREE = ("treepo", "treerpo", "tree-grpo", "treerl")
-ESTIMATORS = (*FLAT, *TREE)
+ESTIMATORS = (*FLAT, *TREE, "gae")
 REJECTED_CHOICES = ("drop", "zero")
 
 # Options that only some estimators have. They are refused for the others, because they would have no effect.
@@ -47,6 +60,12 @@ _ESTIMATORS_OF_OPTION = {
     "leaf_scaled": ("treerl",),
     "segment": TREE,
     "min_depth": TREE,
+    "edges": ("treerpo", "tree-grpo", "treerl"),
+    "leaf_weights": (*FLAT, *TREE),
+    "gamma": ("gae",),
+    "lam": ("gae",),
+    "whiten": ("gae",),
+    "truncated": ("gae",),
 }
 
 
@@ -63,6 +82,10 @@ class AdvantageOptions:
     `leaf_weights` weighs means and deviations over the trajectories of a sampled tree by their recorded leaf weights,
     those before the first fallback; the published estimators do not. `fallback_leaves` takes the weights of all leaves
     instead, so that the leaves of a fallback count too, which leaves a part of the bias.
+
+    `edges` also writes the factors of the tree's edges, see `edges.edge_factors`, which the denominator edge of the
+    losses needs. `gamma`, `lam` (lambda), `whiten` and `truncated` are those of `gae`: "group" or "batch" whitens the
+    advantages, not the returns, over the group or the training step, and `truncated` is the `key` of `is_truncated`.
     """
 
     estimator: str
@@ -79,6 +102,11 @@ class AdvantageOptions:
     epsilon: float = EPSILON
     leaf_weights: bool = False
     fallback_leaves: bool = False
+    edges: bool = False
+    gamma: float = GAMMA
+    lam: float = LAMBDA
+    whiten: str = "none"
+    truncated: str = TRUNCATED_KEY
 
     def __post_init__(self) -> None:
         """Check every value and name the option that is wrong.
@@ -86,7 +114,8 @@ class AdvantageOptions:
         Raises:
             TreepackError: an unknown or impossible value, or an option that the estimator does not have.
         """
-        for name, known in (("estimator", ESTIMATORS), ("std", ("group", "batch")), ("rejected", REJECTED_CHOICES)):
+        choices = {"estimator": ESTIMATORS, "std": ("group", "batch"), "rejected": REJECTED_CHOICES}
+        for name, known in (choices | {"whiten": WHITEN_CHOICES}).items():
             if getattr(self, name) not in known:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
         for name, estimators in _ESTIMATORS_OF_OPTION.items():
@@ -94,6 +123,11 @@ class AdvantageOptions:
                 raise TreepackError(f"{name} is an option of {', '.join(estimators)}; {self.estimator} has none")
         if self.fallback_leaves and not self.leaf_weights:
             raise TreepackError("fallback_leaves selects among leaf weights; give --leaf-weights too, or neither")
+        if self.edges and not self.gives_segments:
+            raise TreepackError("edges needs an advantage per segment; give --per-segment too, or omit --edges")
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise TreepackError(f"{name} is {getattr(self, name)}; expected a number from 0 to 1")
         if self.min_depth < 0:
             raise TreepackError(f"min_depth is {self.min_depth}; expected 0 or a number of tokens")
         if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
@@ -115,7 +149,8 @@ class Estimates:
 
     Either `advantage` is float64 [num_kept], or `per_token` is float64 [trained tokens of all kept trajectories, in
     order]; the other is None. `rejected` counts the rejected groups by reason, `num_groups` the compared groups. `tree`
-    is None if the estimator needs no tree.
+    is None if the estimator needs no tree. `columns` are further ones of `schema.CREDIT`, float64 like `per_token`.
+    `num_truncated` counts the trajectories whose value after the end was used.
     """
 
     kept: Int64
@@ -124,6 +159,8 @@ class Estimates:
     rejected: Counter[str]
     num_groups: int
     tree: SegmentTree | None
+    columns: Mapping[str, Float64] = field(default_factory=dict)
+    num_truncated: int = 0
 
     @property
     def values(self) -> Float64:
@@ -138,7 +175,7 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
 
     Raises:
         TreepackError: no group can be used, rewards so large that they overflow, no leaf weights if the options need
-            them, or any error of `segment_tree`.
+            them, no values of a critic if gae needs them, or any error of `segment_tree`.
     """
     reward = trie.trajectories["reward"].to_numpy().astype(np.float64)
     groups = group_codes(trie)
@@ -158,6 +195,9 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
     # Number the groups and steps that remain from 0 again: groups [0, 2, 2] -> [0, 1, 1].
     reward, group = reward[kept], np.unique(groups[kept], return_inverse=True)[1].astype(np.int64)
     step = np.unique(trie.step_rank[kept], return_inverse=True)[1].astype(np.int64)
+    counted = Estimates(kept, None, None, rejected, int(group.max()) + 1, None)
+    if options.estimator == "gae":
+        return _along_paths(trie, reward, step if options.whiten == "batch" else group, counted, options)
     tree = None
     if options.estimator in TREE:
         tree = segment_tree(trie, kept, group, segment=options.segment, min_depth=options.min_depth)
@@ -165,21 +205,35 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
         values = _flat_advantages(reward, group, step, weights, options)
     else:
         values = _tree_advantages(tree, reward, step, weights, options)
-    per_token = _token_advantages(trie, kept, tree, values) if tree is not None and options.gives_segments else None
-    return Estimates(
-        kept=kept,
-        advantage=values if per_token is None else None,
-        per_token=per_token,
-        rejected=rejected,
-        num_groups=int(group.max()) + 1,
-        tree=tree,
-    )
+    if tree is None or not options.gives_segments:
+        return replace(counted, advantage=values, tree=tree)
+    # Segments listed 0 1 2 of a and 3 4 5 of b, trained tokens 2 3 4 of each, segments from 0, 2, 4 -> [1 1 2 4 4 5].
+    owner, position = _trained_tokens(trie, kept)
+    per_token = values[tree.segment_of(owner, position)]
+    columns = {"edge_factors": edge_factors(tree, owner, position, _loss_weights(trie, kept))} if options.edges else {}
+    return replace(counted, per_token=per_token, tree=tree, columns=columns)
+
+
+def _along_paths(trie: Trie, reward: Float64, scope: Int64, counted: Estimates, options: AdvantageOptions) -> Estimates:
+    """Fill in `counted` by gae from the `reward` of its trajectories; `scope` is that of whitening."""
+    kept = counted.kept
+    owner, position = _trained_tokens(trie, kept)
+    value, last = state_values(trie, owner, position, kept)
+    truncated = is_truncated(trie, kept, options.truncated)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(kept)))]).astype(np.int64)
+    advantage = gae(value, np.where(truncated, last, 0.0), reward, offsets, gamma=options.gamma, lam=options.lam)
+    columns = {"returns": advantage + value, "old_values": value}
+    if not all(np.isfinite(column).all() for column in columns.values()):
+        raise TreepackError("values of the critic are so large that the returns overflow; inspect the critic")
+    if options.whiten != "none":
+        advantage = whitened(advantage, scope[owner], epsilon=options.epsilon)
+    return replace(counted, per_token=advantage, columns=columns, num_truncated=int(truncated.sum()))
 
 
 def _usable_groups(reward: Float64, groups: Int64, options: AdvantageOptions) -> tuple[NDArray[np.bool_], Counter[str]]:
     """Mark the groups that can be used, bool [num_groups], and count the others by their first reason."""
     faults = {"rewards missing": np.bincount(groups, weights=~np.isfinite(reward)) > 0}
-    if options.estimator != "reinforce++":
+    if options.estimator not in ("reinforce++", "gae"):
         faults["a single trajectory"] = np.bincount(groups) == 1
     if options.rejects_equal:
         # Compare with any one reward of the group: exact, unlike a variance, which rounding keeps above 0.
@@ -243,20 +297,11 @@ def _tree_advantages(
     )
 
 
-def _token_advantages(trie: Trie, kept: Int64, tree: SegmentTree, of_segment: Float64) -> Float64:
-    """Give every trained token of the trajectories `kept` the advantage of its segment."""
-    # Segments listed 0 1 2 of a and 3 4 5 of b, trained tokens 2 3 4 of each, segments from 0, 2, 4 -> [1 1 2 4 4 5].
-    owner, position = _trained_tokens(trie, kept)
-    return of_segment[tree.segment_of(owner, position)]
-
-
 def _trained_tokens(trie: Trie, kept: Int64) -> tuple[Int64, Int64]:
     """Return index into `kept` and position of every trained token, in order."""
     # kept [0, 2] with the spans [2, 5) and [2, 4) -> owner [0 0 0 1 1], position [2 3 4 2 3]
     spans = SpanView.of(trie.trajectories)
-    index = np.full(trie.num_trajectories, -1)
-    index[kept] = np.arange(len(kept))
-    owner = np.repeat(index, np.diff(spans.offsets))
+    owner = _span_owners(trie, spans, kept)
     is_kept = owner >= 0
     sizes = spans.sizes[is_kept]
     if len(sizes) == 0:
@@ -264,10 +309,27 @@ def _trained_tokens(trie: Trie, kept: Int64) -> tuple[Int64, Int64]:
     return np.repeat(owner[is_kept], sizes), positions(spans.starts[is_kept], spans.ends[is_kept])
 
 
-def with_advantages(trie: Trie, estimates: Estimates, *, rejected: str = "drop") -> Trie:
-    """Replace the columns advantage and advantages of `trie`; `rejected` is that of `AdvantageOptions`.
+def _loss_weights(trie: Trie, kept: Int64) -> Float64:
+    """Return weight of the trajectory times weight of the span of every trained token, in the same order."""
+    spans = SpanView.of(trie.trajectories)
+    owner = _span_owners(trie, spans, kept)
+    is_kept = owner >= 0
+    weight = trie.trajectories["weight"].to_numpy()[kept[owner[is_kept]]] * spans.weights[is_kept]
+    return np.repeat(weight, spans.sizes[is_kept])
 
-    If trajectories are dropped, the trie is built again in O(N_flat). Otherwise no token is touched.
+
+def _span_owners(trie: Trie, spans: SpanView, kept: Int64) -> Int64:
+    """Return the index into `kept` of the trajectory of each span, -1 if it is not kept; int64 [num_spans]."""
+    index = np.full(trie.num_trajectories, -1)
+    index[kept] = np.arange(len(kept))
+    return np.repeat(index, np.diff(spans.offsets))
+
+
+def with_advantages(trie: Trie, estimates: Estimates, *, rejected: str = "drop") -> Trie:
+    """Replace the columns advantage, advantages and `schema.CREDIT` of `trie`; `rejected` as in `AdvantageOptions`.
+
+    Columns of an earlier estimator are removed, because returns and factors belong to their advantages. If trajectories
+    are dropped, the trie is built again in O(N_flat). Otherwise no token is touched.
 
     Raises:
         TreepackError: more trained tokens than one list column can have.
@@ -277,6 +339,7 @@ def with_advantages(trie: Trie, estimates: Estimates, *, rejected: str = "drop")
     known[kept] = True
     scalar, lists = np.zeros(count), pa.nulls(count, pa.list_(pa.float64()))
     no_scalar = np.zeros(count, bool)
+    further: dict[str, pa.Array] = {}
     if estimates.per_token is None:
         scalar[kept] = estimates.values
     else:
@@ -284,16 +347,23 @@ def with_advantages(trie: Trie, estimates: Estimates, *, rejected: str = "drop")
         no_scalar = known
         sizes = np.zeros(count, np.int64)
         sizes[kept] = np.bincount(_trained_tokens(trie, kept)[0], minlength=len(kept))
-        lists = pa.ListArray.from_arrays(_list_offsets(sizes), estimates.per_token, mask=pa.array(~known))
-    table: pa.Table = trie.trajectories
-    for name, column in (("advantage", pa.array(scalar, mask=no_scalar)), ("advantages", lists)):
-        field = schema.TRAJECTORIES.field(name)
-        table = table.set_column(table.schema.get_field_index(name), field, column)
-    filled = replace(trie, trajectories=table)
+        offsets, missing = _list_offsets(sizes), pa.array(~known)
+        lists = pa.ListArray.from_arrays(offsets, estimates.per_token, mask=missing)
+        further = {
+            name: pa.ListArray.from_arrays(offsets, values, mask=missing) for name, values in estimates.columns.items()
+        }
+    columns = {name: trie.trajectories[name] for name in trie.trajectories.column_names if name not in _CREDIT}
+    columns |= {"advantage": pa.array(scalar, mask=no_scalar), "advantages": lists, **further}
+    fields = schema.trajectory_columns(columns)
+    filled = replace(trie, trajectories=pa.Table.from_arrays([columns[name] for name in fields.names], schema=fields))
     if rejected == "zero" or known.all():
         return filled
     rollouts = zip(known.tolist(), trajectories_of(filled), strict=True)
-    return build_trie((rollout for is_known, rollout in rollouts if is_known), share=trie.share)
+    fewer = build_trie((rollout for is_known, rollout in rollouts if is_known), share=trie.share)
+    return replace(fewer, token_values=carried_values(filled, fewer))
+
+
+_CREDIT = frozenset(schema.CREDIT.names)
 
 
 def _list_offsets(sizes: Int64) -> Int32:

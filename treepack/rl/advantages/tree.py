@@ -103,7 +103,7 @@ def treerpo(
     deviation = deviations(value[child], parent, magnitude[: tree.num_inner], counted)
     advantage = np.zeros(len(value))
     advantage[child] = divide_by_deviation(value[child] - mean[parent], deviation[parent], epsilon=epsilon)
-    return advantage[_chain_heads(tree)[tree.node]]
+    return advantage[chain_heads(tree)[tree.node]]
 
 
 def tree_grpo(
@@ -135,7 +135,7 @@ def tree_grpo_segments(
     _, averages, spread = _reward_statistics(tree, reward, weights)
     apart = np.zeros(len(tree.owner))
     # Parent of the node where the chain of only children starts, -1 for a root and for a chain that starts at a root.
-    branch = tree.parent[_chain_heads(tree)[tree.node]]
+    branch = tree.parent[chain_heads(tree)[tree.node]]
     later = np.flatnonzero(branch >= 0)
     parent = branch[later]
     apart[later] = divide_by_deviation(reward[tree.owner[later]] - averages[parent], spread[parent], epsilon=epsilon)
@@ -165,7 +165,7 @@ def treerl(
         advantage /= np.sqrt(size)
     # Already 0 in exact arithmetic; set it so that no rounding remains.
     advantage[: tree.num_groups] = 0.0
-    per_segment: Float64 = advantage[_chain_heads(tree)[tree.node]]
+    per_segment: Float64 = advantage[chain_heads(tree)[tree.node]]
     return per_segment
 
 
@@ -176,8 +176,10 @@ def _roots(tree: SegmentTree) -> Int64:
     return roots
 
 
-def _chain_heads(tree: SegmentTree) -> Int64:
-    """Head of each node's chain of only children: the nearest node, itself included, with siblings, or the root."""
+def chain_heads(tree: SegmentTree) -> Int64:
+    """Return the head of each node's chain of only children: the nearest node, itself included, with siblings, or the
+    root; int64 [num_nodes].
+    """
     # d has the chain 0 - 1 - 2 - 3, and e leaves it after the root: parent [-1 0 1 2 0] -> heads [0 1 1 1 4].
     children = np.bincount(tree.parent[tree.parent >= 0], minlength=len(tree.parent))
     only = (tree.parent >= 0) & (children[tree.parent] == 1)
