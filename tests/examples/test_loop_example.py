@@ -1,0 +1,200 @@
+"""The example of the whole loop: two steps, exact gradients, new weights in the engine, and no slow imports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import runpy
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loop import Settings, Shape, accumulate, credit, make_problems, publish, reward, sample, start, update
+from loop import train as run_loop
+
+from support.fresh_processes import PROCESSES
+from support.oracle_model import gradients, keep_norms, worst_error
+from support.oracle_objectives import Rollout, step_loss
+from support.paths import ROOT
+from treepack import Trie, choose_objective, load_model
+from treepack.rollout.tree import Tree
+from treepack.trajectory import Tokens, positions
+from treepack.trie.trie import trajectories_of
+
+EXAMPLE = ROOT / "examples" / "loop.py"
+SMALL = Settings(temperature=0.7, lr=0.05)
+PROBLEMS = make_problems(4)
+TREES = Shape(width=8, segment=1, max_tokens=4, depth=None)
+
+
+@dataclass(frozen=True)
+class TwoSteps:
+    """Two steps of the loop: the trees of each, its figures, the versions of its samples, and the weights before it."""
+
+    trees: list[list[Tree]]
+    figures: list[dict[str, float]]
+    versions: list[set[str]]
+    weights: list[list[torch.Tensor]]
+
+
+def take_two_steps(settings: Settings) -> TwoSteps:
+    """Run the parts of the loop one by one; the weights after the second step come last."""
+
+    async def run() -> TwoSteps:
+        result, actors = TwoSteps([], [], [], []), start(settings)
+
+        def keep_weights() -> None:
+            result.weights.append([weights.detach().clone() for weights in actors.policy.model.parameters()])
+
+        try:
+            for step in (1, 2):
+                trees = await sample(actors, PROBLEMS, TREES, step=step, seed=0)
+                mixed = [tree for tree in trees if len({leaf.reward for leaf in tree.leaves}) > 1]
+                keep_weights()
+                result.figures.append(accumulate(actors.policy, credit(mixed, settings), settings))
+                result.figures[-1]["grad_norm"] = update(actors)
+                await publish(actors, step)
+                result.trees.append(mixed)
+                result.versions.append({node.version for tree in trees for node in tree.nodes() if node.parent})
+            keep_weights()
+        finally:
+            await actors.engine.close()
+        return result
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def two_steps() -> TwoSteps:
+    """Two steps of the tiny model, with a learning rate that changes what it samples."""
+    return take_two_steps(SMALL)
+
+
+def rollouts_of(trie: Trie) -> list[Rollout]:
+    """Return the trajectories of `trie` for the oracle, which knows no tree."""
+    result = []
+    for each in trajectories_of(trie):
+        content = each.content
+        assert isinstance(content, Tokens)
+        size, trained = len(content.tokens), positions(content.starts, content.ends)
+        weights, advantages = np.zeros(size), np.zeros(size)
+        weights[trained] = each.weight
+        advantages[trained] = each.advantage if content.advantages is None else content.advantages
+        zeros = [0.0] * size
+        result.append(
+            Rollout(
+                tokens=content.tokens.tolist(),
+                weights=weights.tolist(),
+                advantages=advantages.tolist(),
+                old=zeros,
+                ref=zeros,
+                sampling=zeros,
+                group=str(each.group_id),
+                reward=each.reward or 0.0,
+                temperatures=[SMALL.temperature] * size,
+            )
+        )
+    return result
+
+
+@pytest.mark.parametrize(
+    ("estimator", "loss", "capacity"), [("treepo", "grpo", 12), ("treerpo", "dapo", 12), ("grpo", "grpo", 4096)]
+)
+def test_the_gradient_of_a_step_is_that_of_each_rollout_alone(
+    estimator: str, loss: str, capacity: int, two_steps: TwoSteps
+) -> None:
+    settings = replace(SMALL, estimator=estimator, loss=loss, capacity=capacity)
+    policy = load_model(settings.model, dtype=torch.float64)
+    keep_norms(policy.model)
+    trie = credit(two_steps.trees[0][:5], settings)
+    figures = accumulate(policy, trie, settings)
+    actual = gradients(policy.model)
+    assert figures["tokens"] < figures["tokens_flat"]
+
+    policy.model.zero_grad()
+    policy.causal.set_attn_implementation("sdpa")
+    alone = step_loss(policy.model, rollouts_of(trie), choose_objective(loss), has_old=False)
+    torch.autograd.backward(alone)
+    assert figures["loss"] == pytest.approx(alone.item(), rel=1e-9, abs=1e-12)
+    assert worst_error(actual, gradients(policy.model)) < 1e-9
+
+
+def check_steps(steps: TwoSteps, *, gap: float) -> None:
+    """Check that each step has a finite loss, changes all weights, and samples from the weights before it."""
+    assert steps.versions == [{""}, {"1"}]
+    for i, figures in enumerate(steps.figures):
+        assert np.isfinite(list(figures.values())).all()
+        assert figures["grad_norm"] > 0
+        assert figures["sampler_gap"] < gap
+        changed = zip(steps.weights[i], steps.weights[i + 1], strict=True)
+        assert not any(torch.equal(before, after) for before, after in changed)
+
+
+def test_the_engine_samples_from_the_weights_of_the_last_step(two_steps: TwoSteps) -> None:
+    check_steps(two_steps, gap=1e-5)
+    # The policy of the first step gives the samples of the second one other log-probabilities.
+    policy = load_model(SMALL.model)
+    for weights, first in zip(policy.model.parameters(), two_steps.weights[0], strict=True):
+        weights.data.copy_(first)
+    assert accumulate(policy, credit(two_steps.trees[1], SMALL), SMALL)["sampler_gap"] > 0.05
+
+
+@pytest.mark.slow
+def test_a_copy_in_bfloat16_samples_from_the_weights_of_the_last_step() -> None:
+    # bfloat16 has 8 bits, and the logits are below 8.
+    check_steps(take_two_steps(replace(SMALL, bf16=True)), gap=0.1)
+
+
+def run_example(arguments: list[str], out: Path) -> None:
+    """Run the example as a script; what it prints goes to `out`, and the modules that it must not need end it."""
+    assert not {"polars", "ortools"} & sys.modules.keys()
+    os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
+    sys.argv = [str(EXAMPLE), *arguments]
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert not {"polars", "ortools"} & sys.modules.keys()
+
+
+def test_two_steps_run_as_a_script_without_polars_and_ortools(tmp_path: Path) -> None:
+    options = "--steps 2 --warm-up 3 --problems 12 --eval-every 1 --eval-problems 4 --leaf-weights".split()
+    save = tmp_path / "saved"
+    process = PROCESSES.Process(target=run_example, args=([*options, "--save", str(save)], tmp_path / "out"))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    records: list[dict[str, Any]] = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert all(0 <= record["pass_rate"] <= 1 for record in records)
+    for record in records[1:]:
+        assert record["mixed"] > 0
+        assert np.isfinite([record[name] for name in ("loss", "entropy", "grad_norm", "reward")]).all()
+        assert record["sampler_gap"] < 1e-5
+        assert record["tokens"] < record["tokens_flat"]
+    trained, fresh = (load_model(model).model.state_dict() for model in (save, SMALL.model))
+    assert all(not torch.equal(trained[name], fresh[name]) for name in fresh)
+
+
+@pytest.mark.slow
+def test_equal_seeds_give_equal_records() -> None:
+    async def records() -> list[dict[str, Any]]:
+        return [record async for record in run_loop(replace(SMALL, steps=1, warm_up=1))]
+
+    first, second = (asyncio.run(records()) for _ in range(2))
+    for record in (*first, *second):
+        for name in [name for name in record if name.endswith("_seconds")]:
+            del record[name]
+    assert first == second
+
+
+def test_the_reward_is_the_share_of_the_answer_that_the_text_begins_with() -> None:
+    assert [reward(text, "12\n") for text in ("", "2", "1", "17\n", "12", "12\n", "12\n\n")] == pytest.approx(
+        [0, 0, 1 / 3, 1 / 3, 2 / 3, 1, 1]
+    )
+
+
+def test_the_example_is_short() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 300
