@@ -41,6 +41,7 @@ class Case:
     out: str | Path | None = None
     until: int | None = None
     held_out: Path | None = None
+    value_coef: float | None = None
 
 
 def train_over(size: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
@@ -92,7 +93,7 @@ def _process(rank: int, size: int, out: Path, cases: list[Case], environment: di
 
 
 def _train(ranks: Ranks, case: Case, out: Path) -> None:
-    objective = Objective() if case.loss == "sft" else choose_objective(case.loss)
+    objective = Objective() if case.loss == "sft" else choose_objective(case.loss, value_coef=case.value_coef)
     if case.changes.get("compile"):
         torch.compiler.reset()  # forgets what earlier tests of this process compiled, which would not be traced again
     with counted_graphs() as graphs:

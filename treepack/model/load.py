@@ -3,9 +3,10 @@
     config.json | directory | hub name --read_config--> config, without dropout
                                        --build_model--> model with weights, under the reference attention
                                        --put_adapter--> the same, or a PeftModel around it (`adapter`)
+                                       --put_value_head--> the same, with a value head (`value_head`)
                                        --with_attention--> LoadedModel, probed, under the chosen attention
 
-    load_model = all four                 (train.sharding calls them one by one)
+    load_model = all five                 (train.sharding calls them one by one)
 
 Tree attention gives exact gradients only if nothing but attention mixes tokens, and if attention is plain softmax
 attention over the visible pairs. Two checks refuse all other models: `compatibility.check_config` by name, before any
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
@@ -37,6 +39,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.probe import probe
 from treepack.model.source import local_source
 from treepack.model.text_half import check_type, choose_config, is_text_half, model_class, model_from_config
+from treepack.model.value_head import add_value_head, named_weights
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan
 from treepack.model.weights.whole_checkpoint import check_savable
@@ -54,6 +57,8 @@ def load_model(
     device: torch.device | str = "cpu",
     seed: int = 0,
     lora: LoraOptions | None = None,
+    value_head: bool = False,
+    random_head: bool = False,
 ) -> LoadedModel:
     """Load a causal language model with tree attention.
 
@@ -66,6 +71,8 @@ def load_model(
         device: device of the weights.
         seed: seed of random weights.
         lora: a new adapter, and the precision of its base; None for no new adapter over a base as it is.
+        value_head: put a value head on the model: the one that was saved with it, or else one that gives 0.
+        random_head: a new value head has random weights, so that gradients of a value loss reach the model.
 
     Raises:
         TreepackError: if the model cannot be loaded or cannot be trained exactly, or if the attention cannot run it;
@@ -81,9 +88,23 @@ def load_model(
     if not quantized:  # bitsandbytes puts its weights on the device when it rounds them
         model.to(device)
     model, weights, more = put_adapter(model, adapter, lora, source=str(source), seed=seed)
+    if value_head:
+        weights |= put_value_head(model, (str(source), base), random=seed if random_head else None)
     assign(model, weights, torch.promote_types(dtype, torch.float32))  # float32 over a base of bf16 too
     loaded = LoadedModel(model.eval(), str(source), "reference", (*notes, *more), device=device)
     return with_attention(loaded, attention, autocast or dtype)
+
+
+def put_value_head(model: Any, sources: tuple[str, ...], *, random: int | None = None) -> dict[str, Tensor]:
+    """Put a value head on the causal model in `model`; return its first weights by the names of `model`'s parameters.
+
+    `sources` and `random` are those of `value_head.add_value_head`.
+
+    Raises:
+        TreepackError: a saved head does not fit the model.
+    """
+    causal = LoadedModel(model, sources[0], "reference", ()).causal
+    return named_weights(model, causal, add_value_head(causal, sources, random=random))
 
 
 def load_merged(base: str, adapter: str | Path, *, seed: int) -> Any:

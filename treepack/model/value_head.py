@@ -180,6 +180,11 @@ def read_value_head(source: str | Path) -> dict[str, Tensor] | None:
     return {name: tensor.float() for name, tensor in weights.items()}
 
 
+def has_saved_head(source: str | Path) -> bool:
+    """Return True if the model in a directory of this machine was saved with a value head."""
+    return Path(source, VALUE_FILE).is_file()
+
+
 def _hub_file(name: str) -> Path | None:
     from transformers.utils import cached_file
 

@@ -24,6 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from treepack import __version__
 from treepack.errors import TreepackError
 from treepack.files import object_store
@@ -31,14 +33,12 @@ from treepack.files.address import AnyPath, RemotePath, as_path
 from treepack.files.directory import RUN, finished_file, refuse_existing
 from treepack.files.object_store import ExistsError, first_line
 from treepack.files.patience import patiently
-from treepack.model.adapter import adapter_base, is_adapted, save_adapter
-from treepack.model.load import hide_progress_bars, load_merged
-from treepack.model.weights.whole_checkpoint import copy_other_files, has_rest, save_whole
-from treepack.model.weights.writing import SavedWeights, save_settings, saved_weights
+from treepack.model.weights.writing import SavedWeights
 from treepack.train.choices import ENTRY, chosen_numbers
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.place import Place
-from treepack.train.run import Packed, TrainingRun, repair_generation_config
+from treepack.train.run import Packed, TrainingRun
+from treepack.train.saved_model import save_model
 from treepack.train.schedule import learning_rate, plan_steps
 
 _log = logging.getLogger("treepack")
@@ -203,6 +203,8 @@ def finish(
     place: Place,
     weights: dict[str, Any] | SavedWeights | None,
     outcome: Mapping[str, Any] | None = None,
+    *,
+    value_head: dict[str, Tensor] | None = None,
 ) -> None:
     """Write the model in its own format, and `train.json` last; the files of an interrupted attempt are replaced.
 
@@ -212,6 +214,7 @@ def finish(
         weights: of a sharded model the full tensors, or the tensors that the other ranks gather with this one; None
             if the model itself contains them.
         outcome: JSON values for `train.json`, such as the last step of a run that ended early.
+        value_head: the weights of a critic's head, for a file beside the model.
 
     Raises:
         TreepackError: the disk or the store fails.
@@ -229,7 +232,7 @@ def finish(
     # Written under a temporary name first, because the library writes several files and may fail between them.
     temporary = place.folder / ".weights.partial"
     try:
-        _save_model(run, temporary, weights)
+        save_model(run, temporary, weights, value_head=value_head)
         if isinstance(place.out, Path):
             for path in sorted(temporary.iterdir()):
                 path.replace(place.out / path.name)  # within one file system, so that each file is whole or absent
@@ -249,60 +252,6 @@ def finish(
             for path in sorted(temporary.iterdir()):
                 place.uploads.send(path, path.name)
             patiently(lambda: _write(place.out / FINISHED, record))
-
-
-def _save_model(run: TrainingRun, directory: Path, weights: dict[str, Any] | SavedWeights | None) -> None:
-    """Write model and tokenizer into the directory, which is replaced.
-
-    Raises:
-        OSError: the disk fails.
-    """
-    from safetensors import SafetensorError
-
-    shutil.rmtree(directory, ignore_errors=True)
-    model, options = run.loaded.model, run.options
-    model.eval()
-    merge = options.lora is not None and options.lora.merge
-    base = adapter_base(model) if is_adapted(model) else run.loaded.source
-    try:
-        with hide_progress_bars():
-            if is_adapted(model):
-                assert not isinstance(weights, SavedWeights)
-                save_adapter(model, directory, weights)
-                if merge:
-                    model = _merge(run, directory, base)
-            if not is_adapted(model):
-                _save_weights(model, base, directory, weights)
-    except SafetensorError as error:
-        raise OSError(first_line(error)) from error
-    if run.tokenizer is not None:
-        run.tokenizer.save_pretrained(directory)
-    if not is_adapted(model) and has_rest(model, base):
-        copy_other_files(base, directory)  # last, because the tokenizer's own files lack the name of the processor
-
-
-def _merge(run: TrainingRun, directory: Path, base: str) -> Any:
-    """Return the whole model with the adapter in `directory` in it, and remove the directory."""
-    _log.info("merging the adapter into the model")
-    merged = load_merged(base, directory, seed=run.options.seed)
-    repair_generation_config(merged)
-    shutil.rmtree(directory)
-    return merged
-
-
-def _save_weights(model: Any, source: str, directory: Path, weights: dict[str, Any] | SavedWeights | None) -> None:
-    """Write a model, and the rest of a checkpoint of which it is the text half."""
-    if has_rest(model, source):
-        assert not isinstance(weights, SavedWeights)
-        save_whole(model, source, directory, weights)
-        return
-    if weights is None:  # one process
-        weights = saved_weights(model)
-    if isinstance(weights, SavedWeights):
-        save_settings(model, directory)
-        weights.write(directory)
-    else:
-        model.save_pretrained(directory, **({} if weights is None else {"state_dict": weights}))
 
 
 def _identity(run: TrainingRun) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 
 from treepack.data.prefetch import Prefetch
+from treepack.model.objectives import step_means
 from treepack.train.pieces import has_long_rows, runs_in_pieces, value_in_pieces
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import deal
@@ -58,8 +59,7 @@ def evaluate(held_out: TrainingRun) -> dict[str, float]:
         # A forward without a backward leaves the root gathered, and a checkpoint would save that, not the shards.
         loaded.root.reshard()
     losses, _, sums = report.over_ranks()
-    weight = sums.pop("weight", 1.0)
-    means = {f"eval_{name}": value / weight for name, value in sums.items()}
+    means = {f"eval_{name}": value for name, value in step_means(sums).items()}
     loss = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
     return {"eval_loss": loss, **means, "eval_seconds": time.perf_counter() - start}
 

@@ -28,6 +28,7 @@ import torch
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath
+from treepack.model.value_head import whole_value_head, without_value_head
 from treepack.model.weights.whole_checkpoint import has_rest
 from treepack.model.weights.writing import saved_weights
 from treepack.train.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
@@ -156,18 +157,20 @@ def _write_model(run: TrainingRun, place: Place, outcome: dict[str, int]) -> Non
         TreepackError: the disk or the store fails.
     """
     loaded, ranks = run.loaded, run.ranks
+    head = whole_value_head(loaded.causal)
     if not ranks.grouped:
-        finish(run, place, None, outcome)
+        finish(run, place, None, outcome, value_head=head)
         return
-    weights = None if has_rest(loaded.causal, loaded.source) else saved_weights(loaded.model)
+    with without_value_head(loaded.causal):
+        weights = None if has_rest(loaded.causal, loaded.source) else saved_weights(loaded.model)
     if weights is None:
         state = whole_state(loaded)
-        ranks.lead(lambda: finish(run, place, state, outcome))
+        ranks.lead(lambda: finish(run, place, state, outcome, value_head=head))
         return
 
     def write() -> None:
         try:
-            finish(run, place, weights, outcome)
+            finish(run, place, weights, outcome, value_head=head)
         finally:
             weights.gather()  # the other ranks wait in it, also if the disk is full
 

@@ -43,6 +43,7 @@ _CHOICES = {
     "optimizer": ("adamw", "adamw-8bit"),
     "dtype": ("auto", "fp32", "bf16"),
     "gather_dtype": ("fp32", "bf16"),
+    "routes": ("replay", "ignore"),
     "attention": tuple(IMPLEMENTATIONS),
 }
 
@@ -65,7 +66,8 @@ class TrainOptions:
     `patience`, the run ends after so many evaluations without a lower loss, and its model is that of the lowest. At
     most `max_skipped` consecutive steps may have a loss or gradient that is not finite. With `lora` only an adapter is
     trained, and its base stays as it is. `router_aux` is the coefficient of the load-balancing loss of a mixture's
-    routers (`model.router_balance`), for the loss sft only; 0 leaves it out. Rows of more than `carry` tokens run in
+    routers (`model.router_balance`), for the loss sft only; 0 leaves it out. `routes` "replay" sends each token of a
+    mixture to the experts that the rows have recorded for it, if they have some, and "ignore" does not. Rows of more than `carry` tokens run in
     pieces of at most that many; "auto" becomes a number when the run is opened, and None runs every row as a whole.
     `gradient_checkpointing` recomputes all layers in the backward pass, and `checkpoint_layers` that many of them;
     "auto" becomes the smallest number with which the longest row fits. `offload_checkpoints` recomputes layers too,
@@ -103,6 +105,7 @@ class TrainOptions:
     patience: int = 0
     lora: LoraOptions | None = None
     router_aux: float = 0.0
+    routes: str = "replay"
     carry: int | str | None = None
     max_skipped: int = 5  # more in a row mean that the model has diverged, and then it does not recover
 
@@ -154,6 +157,8 @@ class TrainOptions:
         """Return the options as JSON values."""
         record = asdict(self)
         del record["objective"]["preset"]  # a name for values that the record has anyway
+        if not self.objective.has_values:
+            del record["objective"]["value_coef"], record["objective"]["value_clip"]
         if self.blocks in (None, 1):
             del record["blocks"]  # the order of a run without blocks depends on none
         for name in ("carry", "checkpoint_layers"):
@@ -161,6 +166,8 @@ class TrainOptions:
                 del record[name]
         if not self.offload_checkpoints:
             del record["offload_checkpoints"]
+        if self.routes == "replay":
+            del record["routes"]
         return {**record, "betas": list(self.betas), "mix": None if self.mix is None else list(self.mix)}
 
     @property

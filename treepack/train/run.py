@@ -5,9 +5,7 @@ open_run(packed, model, options, ranks) -> TrainingRun     unsuitable data, mode
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,14 +13,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 
 from treepack.analysis.recurrent_cost import count_scans
 from treepack.attention import resolve, row_multiple
 from treepack.carry.offload import CarryMemory
-from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, open_packed, sources_of
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
@@ -38,6 +34,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.memory import memory_errors
 from treepack.model.objectives import Objective
 from treepack.model.router_balance import RouterBalance
+from treepack.model.value_head import VALUE_FILE, has_saved_head, without_value_head
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
 from treepack.train.division import Division, choose_blocks, divide_rows
 from treepack.train.initial_weights import find_weights
@@ -46,6 +43,7 @@ from treepack.train.optimiser import check_optimizer
 from treepack.train.options import TrainOptions
 from treepack.train.pieces import choose_piece_size, choose_pieces
 from treepack.train.ranks import Ranks, find_device
+from treepack.train.rewards import sum_rewards
 from treepack.train.schedule import OptimiserStep, plan_steps
 from treepack.train.sharding import load_sharded
 from treepack.trajectory import Float64
@@ -182,13 +180,15 @@ def open_run(
                 device=device,
                 seed=options.seed,
                 lora=options.lora,
+                value_head=options.objective.has_values,
             )
             adapt(loaded.causal, options, device)
         if initial is not None:
             initial.fill(loaded.model)
             loaded = replace(loaded, source=str(model), notes=(*loaded.notes, initial.note))
             if has_rest(loaded.causal, model):
-                check_savable(loaded.causal, model)  # the names in its files may differ from those of the weights
+                with without_value_head(loaded.causal):
+                    check_savable(loaded.causal, model)  # the names in its files may differ from those of the weights
     run = TrainingRun(dataset, loaded, options, schedule, None, notes, table, ranks, division=division)
     if options.router_aux:
         run = replace(run, balance=RouterBalance(loaded.causal, options.router_aux, source=loaded.source))
@@ -219,7 +219,14 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
     dataset, table, schedule = _open_data(packed, options)
     with memory_errors(*_NO_ROOM):
         loaded = load_model(
-            model, attention=options.attention, dtype=weights, device=device, seed=options.seed, lora=options.lora
+            model,
+            attention=options.attention,
+            dtype=weights,
+            device=device,
+            seed=options.seed,
+            lora=options.lora,
+            value_head=options.objective.has_values,
+            random_head=True,
         )
     if options.lora is not None and options.lora.rank is not None:
         # A new adapter has B = 0, so the gradient of A is 0 and any error of it would pass.
@@ -238,30 +245,6 @@ def check_attention(attention: str, device: torch.device, dtype: torch.dtype) ->
     """
     if attention != "auto":
         resolve(attention, device, dtype)  # the head dimensions are checked when the model is loaded
-
-
-def _sum_rewards(dataset: AnyDataset) -> Float64 | None:
-    """Return `TrainingRun.rewards`; None if the directory has no rewards."""
-    if "trajectory_rewards" not in dataset.term_columns:
-        return None
-    tables = [
-        source.once_per_machine("rewards", functools.partial(_rewards_of_rows, source))
-        for source in sources_of(dataset)
-    ]
-    columns = [np.concatenate([table[name].to_numpy() for table in tables]) for name in ("sum", "count")]
-    return np.stack(columns, axis=1)
-
-
-def _rewards_of_rows(source: PackedDataset) -> pa.Table:
-    """Return the sum and the number of the known rewards of every row of a directory."""
-    sums = []
-    for table in source.tables(["trajectory_rewards"]):
-        # [[0.5, None], None, [1.0]] -> (0.5, 1), (0, 0), (1, 1)
-        for cell in table["trajectory_rewards"].to_pylist():
-            known = [reward for reward in cell or () if reward is not None and not math.isnan(reward)]
-            sums.append((math.fsum(known), len(known)))
-    values = np.array(sums, np.float64).reshape(-1, 2)
-    return pa.table({"sum": values[:, 0], "count": values[:, 1]})
 
 
 def count_steps(packed: Packed, options: TrainOptions) -> int:
@@ -295,7 +278,8 @@ def _open_held_out(
 
 def _open_rows(packed: Packed, objective: Objective) -> tuple[AnyDataset, TrajectoryTable | None]:
     _log.info("opening %s", packed if isinstance(packed, str | Path) else ", ".join(map(str, packed)))
-    dataset = open_packed(packed, terms=objective.loss != "sft")  # sft reads loss weights of tokens, not terms
+    # sft reads loss weights of tokens, not terms
+    dataset = open_packed(packed, terms=objective.loss != "sft", routes=options.routes == "replay")
     check_columns(dataset, objective)
     return dataset, None if objective.loss == "sft" else trajectory_table(dataset, objective)
 
@@ -328,13 +312,15 @@ def _check_fit(run: TrainingRun) -> TrainingRun:
     _check_rows(run)
     tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))
     notes = (*notes, *repair_generation_config(loaded.causal), *_adapter_notes(run), *_router_notes(run), *run.notes)
+    if not objective.has_values and has_saved_head(loaded.source):
+        notes = (*notes, f"the model has a {VALUE_FILE}, which is neither trained nor written: the loss has no values")
     num_left_out = len(dataset) - len(run.trainable_rows)
     if num_left_out:
         lacking = "pairs to compare" if objective.loss == "dpo" else "trained tokens"
         notes = (*notes, f"{num_left_out} rows without {lacking} are left out")
     if objective.is_policy and "term_old_logprob" not in dataset.term_columns:
         notes = (*notes, "the rows have no old log-probabilities: every update counts as on-policy, with ratios of 1")
-    return replace(run, tokenizer=tokenizer, notes=(*loaded.notes, *notes), rewards=_sum_rewards(dataset))
+    return replace(run, tokenizer=tokenizer, notes=(*loaded.notes, *notes), rewards=sum_rewards(dataset))
 
 
 def _adapter_notes(run: TrainingRun) -> tuple[str, ...]:

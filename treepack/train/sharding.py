@@ -33,12 +33,14 @@ from treepack.model.load import (
     build_empty,
     build_model,
     hide_progress_bars,
+    put_value_head,
     read_config,
     translate_load_errors,
     with_attention,
 )
 from treepack.model.loaded import LoadedModel
 from treepack.model.memory import memory_errors
+from treepack.model.value_head import value_head_of, without_value_head
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
@@ -90,6 +92,8 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
         with translate_load_errors(base), hide_progress_bars():
             causal = build_model(base, config, torch.float32, options.seed)
     model, weights, more = put_adapter(causal, adapter, options.lora, source=str(source), seed=options.seed)
+    if options.objective.has_values:
+        weights |= put_value_head(model, (str(source), base))
     model.eval()
     if plan is not None:
         model.to("meta")  # the parameters of the adapter too
@@ -139,6 +143,9 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
         raise TreepackError(f"{type(causal).__name__} has no layers to shard over ranks; train it in one process")
     for layer in layers:
         fully_shard(layer, **settings)
+    head = value_head_of(causal)
+    if head is not None:  # gathered in float32 whatever `gather_dtype` is
+        fully_shard(head, **{**settings, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)})
     root = _Root(model)
     fully_shard(root, **settings)
     for module in _sharded_modules(root):
@@ -211,10 +218,11 @@ def _copy_part(whole: Tensor, tensor: Tensor) -> None:
 def whole_state(loaded: LoadedModel) -> dict[str, Any]:
     """Return the whole tensors of the model on the CPU of rank 0, and {} on the other ranks; all ranks must call it.
 
-    Of a model with an adapter, only what is trained.
+    Of a model with an adapter, only what is trained; never the value head (`value_head.whole_value_head`).
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=is_adapted(loaded.model))
-    state: dict[str, Any] = get_model_state_dict(loaded.model, options=options)
+    with without_value_head(loaded.causal):
+        state: dict[str, Any] = get_model_state_dict(loaded.model, options=options)
     return state

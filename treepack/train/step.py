@@ -24,7 +24,7 @@ from treepack.data.prefetch import Prefetch
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import hidden_states, prepare_batch, row_loss, row_objective
 from treepack.model.memory import memory_errors
-from treepack.model.objectives import sum_names
+from treepack.model.objectives import step_means, sum_names
 from treepack.model.router_balance import RouterBalance
 from treepack.train.pieces import backward_in_pieces, has_long_rows, lower_precision, runs_in_pieces
 from treepack.train.run import TrainingRun
@@ -93,8 +93,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     if not math.isfinite(norm):
         bad = bad or step.rows  # every loss is finite and their gradient is not, so any of the rows may be the cause
     tokens = int(run.dataset.num_tokens[step.rows].sum())
-    weight = sums.pop("weight", 1.0)  # total weight of the terms, or pairs, by which the other sums are divided
-    means = {name: value / weight for name, value in sums.items()}
+    means = step_means(sums)
     reward = run.mean_reward(step.rows)
     means = {**(means if reward is None else {"reward": reward, **means}), **balancing}
     seconds = time.perf_counter() - start
@@ -232,6 +231,9 @@ def row_part(
     """
     loaded, chunk = run.loaded, run.options.loss_chunk
     batch = prepare_batch(loaded, batch)
+    if term_factors is None and run.options.objective.has_values:
+        # FSDP gathers the weights of the value head on all ranks, so padding needs values too, of 0 trajectories.
+        term_factors = torch.zeros(0, dtype=torch.float64)
 
     def part() -> tuple[Tensor, dict[str, Tensor]]:
         if term_factors is None:
