@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
 
+from treepack.ingest.options import ROUTE_CONFLICTS
+
+from .option_groups import as_usage
 from .output import say, show_figures, show_notes
 from .paths import WRITE
 from .progress import progress_bars, quiet_option
 from .ray_options import ray_cluster, ray_options
-from .reading import reading_options
+from .reading import USUAL, reading_options
 from .sizes import memory_option
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
@@ -24,6 +28,18 @@ if TYPE_CHECKING:
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @click.option("--out", type=WRITE, required=True, help="Directory to write.")
 @reading_options
+@click.option(
+    "--keep-routes",
+    is_flag=True,
+    help="Keep the experts that a mixture's routers chose at sampling; train and logprobs then use the same ones.",
+)
+@click.option(
+    "--route-conflicts",
+    type=click.Choice(ROUTE_CONFLICTS),
+    default=USUAL.route_conflicts,
+    show_default=True,
+    help="Where a shared prefix has other experts: split it, which is exact, or share it with the first experts.",
+)
 @memory_option
 @ray_options("With --ray: divide the sorted rollouts into N ranges; by default 512 MB each.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
@@ -32,6 +48,8 @@ def build_trie(
     inputs: tuple[str, ...],
     out: AnyPath,
     build: BuildOptions,
+    keep_routes: bool,
+    route_conflicts: str,
     memory: int | None,
     ray: str | None,
     partitions: int | None,
@@ -43,6 +61,7 @@ def build_trie(
     conversations were read, how many samples they became and why, the rollouts that were skipped, N_flat (tokens of all
     samples), N_tree (tokens of the tries) and POR, the potential overlap ratio 1 - N_tree / N_flat.
     """
+    build = as_usage(replace)(build, keep_routes=keep_routes, route_conflicts=route_conflicts)
     if ray is None:
         from treepack.trie.directory import build_trie_directory
 
@@ -70,12 +89,14 @@ def build_trie(
 
 def show_build(summary: TrieSummary) -> None:
     """Print the summary of a trie that was built."""
-    from treepack.analysis.summary import summary_of_manifest
+    from treepack.analysis.summary import summary_of_manifest, summary_of_routes
 
     manifest, totals = summary.manifest, summary.totals
     skipped = manifest.get("skipped")
     print_many_skipped(skipped)
     say(summary_of_manifest(manifest))
+    if "routes" in manifest:
+        say(summary_of_routes(manifest["routes"]))
     speed = {"num_files": summary.num_files, "tokens_per_second": totals["tokens_flat"] / summary.seconds}
     show_figures(totals | speed, verbose=False)
     show_notes(summary.counts)

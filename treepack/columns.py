@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.column_views import FilledView, ListView, NoValues, View
-from treepack.trajectory import Float32, Float64, Int32, Int64, Tokens, Trajectory
+from treepack.trajectory import Float32, Float64, Int32, Int64, Routes, Tokens, Trajectory, missing_route
 
 # Values of a list column after which its next chunk begins. A chunk has offsets of 32 bits, and the list that crosses
 # this number must fit, too.
@@ -36,17 +36,20 @@ class Sequences:
     """Tokenised trajectories in arrival order, as columns.
 
     `tokens` int32 [N_flat] and `offsets` int64 [num_trajectories + 1] contain the token ids. `table` has the columns
-    of `schema.trajectory_columns` except tree_id and node_id.
+    of `schema.trajectory_columns` except tree_id and node_id. `routes` [N_flat, layers, k] are those of `Tokens`, None
+    if no trajectory has some.
     """
 
     tokens: Int32
     offsets: Int64
     table: pa.Table
+    routes: Routes | None = None
 
     @property
     def num_bytes(self) -> int:
         """Memory of the columns in bytes."""
-        return int(self.tokens.nbytes + self.offsets.nbytes + self.table.nbytes)
+        routes = 0 if self.routes is None else self.routes.nbytes
+        return int(self.tokens.nbytes + self.offsets.nbytes + self.table.nbytes + routes)
 
 
 def collect(trajectories: Iterable[Trajectory]) -> Sequences:
@@ -75,7 +78,8 @@ def as_columns(records: list[Trajectory]) -> Sequences:
     # Records before each multiple of the maximum: offsets 0 3 5 9, maximum 4 -> cuts at 0, 2 and 3.
     cuts = np.searchsorted(offsets, np.arange(0, offsets[-1], MAX_LIST_VALUES)).tolist()
     tables = [_table(records[a:b], contents[a:b]) for a, b in pairwise([*cuts, len(records)]) if a < b]
-    return Sequences(tokens, offsets, tables[0] if len(tables) == 1 else concatenate(tables))
+    routes = join_routes([(content.routes, len(content.tokens)) for content in contents])
+    return Sequences(tokens, offsets, tables[0] if len(tables) == 1 else concatenate(tables), routes)
 
 
 def join(batches: list[Sequences]) -> Sequences:
@@ -86,7 +90,32 @@ def join(batches: list[Sequences]) -> Sequences:
     # Offsets 0 3 5 and 0 4 -> lengths 3 2 4 -> offsets 0 3 5 9.
     offsets = np.zeros(1 + sum(len(batch.offsets) - 1 for batch in batches), np.int64)
     np.cumsum(np.concatenate([np.diff(batch.offsets) for batch in batches]), out=offsets[1:])
-    return Sequences(tokens, offsets, concatenate([batch.table for batch in batches]).combine_chunks())
+    routes = join_routes([(batch.routes, len(batch.tokens)) for batch in batches])
+    return Sequences(tokens, offsets, concatenate([batch.table for batch in batches]).combine_chunks(), routes)
+
+
+def join_routes(parts: list[tuple[Routes | None, int]]) -> Routes | None:
+    """Concatenate the routes of parts with so many tokens each; a part without routes has none recorded.
+
+    Raises:
+        TreepackError: the routes have different layers, or numbers of experts per token.
+    """
+    shapes = {routes.shape[1:] for routes, _ in parts if routes is not None}
+    if len(shapes) > 1:
+        texts = " and ".join(f"{layers} layers with {k} experts" for layers, k in sorted(shapes)[:2])
+        raise TreepackError(f"some rollouts have recorded routes of {texts}; build the trie of one model at a time")
+    if not shapes:
+        return None
+    kind = np.result_type(*{routes.dtype for routes, _ in parts if routes is not None})
+    missing = np.iinfo(kind).max
+    joined = np.full((sum(size for _, size in parts), *shapes.pop()), missing, kind)
+    begin = 0
+    for routes, size in parts:
+        if routes is not None:
+            # The largest value of uint8 becomes that of uint16.
+            joined[begin : begin + size] = np.where(routes == missing_route(routes), missing, routes)
+        begin += size
+    return joined
 
 
 def concatenate(tables: list[pa.Table]) -> pa.Table:

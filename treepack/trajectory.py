@@ -25,6 +25,7 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
+Routes = NDArray[np.uint8] | NDArray[np.uint16]
 
 MAX_TOKEN_ID = 2**31 - 1
 # Chosen so that sums and quotients of weights stay far from the limits of float32 (1e-38 to 3e38): the quotient of two
@@ -40,7 +41,8 @@ class Tokens:
 
     Position 0 is never trained, because no token predicts it. Advantages, log-probabilities and temperatures have one
     entry per trained token, in order, or are None. A temperature is that of the sampler, NaN where it is not known. No
-    reader gives returns, old values of a critic, or factors of edges; `treepack advantages` writes them.
+    reader gives returns, old values of a critic, or factors of edges; `treepack advantages` writes them. `routes`
+    [num_tokens, layers, k] are the experts that the sampler's routers chose for each token, or `missing_route`.
 
         tokens  5 6 7 8 9      starts 1 4      ends 3 5      trained 6 7 and 9
     """
@@ -57,6 +59,7 @@ class Tokens:
     returns: Float64 | None = None
     old_values: Float64 | None = None
     edge_factors: Float64 | None = None
+    routes: Routes | None = None
 
     @property
     def num_trained(self) -> int:
@@ -131,6 +134,11 @@ class Skipped:
     def sentence(self) -> str:
         """The detail, or else source and reason."""
         return self.detail or f"{self.source}: {self.reason}"
+
+
+def missing_route(routes: Routes) -> int:
+    """Return the entry of `routes` for experts that were not recorded: the largest value of its type."""
+    return int(np.iinfo(routes.dtype).max)
 
 
 def spans_of_mask(weights: Float64) -> tuple[Int32, Int32, Float64]:

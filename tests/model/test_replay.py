@@ -87,12 +87,14 @@ def test_a_replay_of_own_routes_changes_no_bit(kind: str, fields: dict[str, Any]
 
 def of_qwen(router: Any, states: Tensor, experts: Tensor) -> Tensor:
     weights: Tensor = (states @ router.weight.T).softmax(-1).gather(1, experts)
-    return weights / weights.sum(-1, keepdim=True)
+    total: Tensor = weights.sum(-1, keepdim=True)
+    return weights / total
 
 
 def of_deepseek(router: Any, states: Tensor, experts: Tensor) -> Tensor:
     weights: Tensor = (states @ router.weight.T).sigmoid().gather(1, experts)
-    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * router.routed_scaling_factor
+    scaled: Tensor = weights / (weights.sum(-1, keepdim=True) + 1e-20) * router.routed_scaling_factor
+    return scaled
 
 
 def of_gpt_oss(router: Any, states: Tensor, experts: Tensor) -> Tensor:

@@ -38,6 +38,19 @@ def summary_of_manifest(manifest: Mapping[str, Any]) -> str:
     return summary(conversations_of_manifest(manifest), manifest["totals"])
 
 
+def summary_of_routes(routes: Mapping[str, Any]) -> str:
+    """Return the sentence for the entry `routes` of a trie's manifest: what was kept, and what conflicts cost."""
+    recorded, differing = quantity(routes["recorded"], "token"), quantity(routes["differing"], "token")
+    added = routes["tokens_split"] - routes["tokens_shared"]
+    text = (
+        f"routes of {routes['layers']} layers with {routes['experts']} experts, recorded for {recorded}; {differing} "
+        "of a shared prefix have other experts than its first trajectory"
+    )
+    if routes["conflicts"] == "split":
+        return f"{text}, and the trie splits there, which adds {quantity(added, 'token')}"
+    return f"{text} and take those, which saves {quantity(added, 'token')}"
+
+
 def summary(conversations: Conversations | None, totals: Mapping[str, Any]) -> str:
     """Return the numbers of conversations and of samples, and the reason if they differ."""
     num_samples = int(totals["num_trajectories"])

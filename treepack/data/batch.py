@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from treepack.errors import TreepackError
+from treepack.trajectory import Routes, missing_route
 
 if TYPE_CHECKING:
     from treepack.pack.row import Row, RowTerms
@@ -90,8 +91,9 @@ class Batch:
     """One packed row of T tokens: `num_tokens` tokens of trajectories, then padding.
 
     input_ids, position_ids and parent are int64 [T]; subtree_end and scale int32 [T]; loss_weight float64 [T];
-    trajectory_ends int64 [num_trajectories]. `tokens_flat` is the total length of the trajectories, with each shared
-    token counted once for every trajectory through it.
+    trajectory_ends int64 [num_trajectories]. `routes` [T, layers, k] are recorded experts to be replayed
+    (`model.replay`), uint8 with 255 where none was recorded, or int16 with -1; or None. `tokens_flat` is the total
+    length of the trajectories, with each shared token counted once for every trajectory through it.
     """
 
     row_id: int
@@ -109,6 +111,7 @@ class Batch:
     tokens_flat: int
     terms: TermTensors | None = None
     schedule: Any = None
+    routes: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the same row with its tensors on `device`, without its schedule, which belongs to one device."""
@@ -183,9 +186,17 @@ def make_batch(row: Row, *, multiple: int = 1) -> Batch:
         num_tokens=length,
         total_weight=float(row.loss_weight.sum()),
         tokens_flat=int(row.scale.sum()),
+        routes=None if row.routes is None else _route_tensor(row.routes, padding),
         terms=None if row.terms is None else _make_terms(row.terms, row.trajectory_groups, length),
         **tensors,
     )
+
+
+def _route_tensor(routes: Routes, padding: int) -> Tensor:
+    """Return routes as a tensor, with none for `padding` tokens; 65535 of uint16 is -1 of int16."""
+    tail = np.full((padding, *routes.shape[1:]), missing_route(routes), routes.dtype)
+    joined = np.concatenate([routes, tail])
+    return torch.from_numpy(joined if joined.dtype == np.uint8 else joined.view(np.int16))
 
 
 def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:

@@ -37,7 +37,7 @@ from treepack.data.part_reader import PartReader, RowGroup
 from treepack.errors import TreepackError
 from treepack.files.location import locate
 from treepack.files.manifest import read_manifest
-from treepack.files.schema import PACKED_FORMAT, ROWS, TERMS
+from treepack.files.schema import PACKED_FORMAT, ROUTES, ROWS, TERMS
 from treepack.pack.files import row_of_table
 from treepack.trajectory import Int64
 
@@ -82,6 +82,7 @@ class PackedDataset(Dataset[Batch]):
         num_pairs: int64 [num_rows], attention score pairs.
         row_ids: int64 [num_rows].
         term_columns: the columns of `schema.TERMS` that the directory has.
+        has_routes: True if the directory has recorded routes.
         epoch: the current epoch of the iteration, counted from 0.
         blocks: number of blocks of neighbouring rows; may be changed between two epochs.
         is_local: True if the directory is on this machine.
@@ -93,6 +94,7 @@ class PackedDataset(Dataset[Batch]):
         *,
         multiple: int = 1,
         terms: bool = False,
+        routes: bool = False,
         shuffle: bool = False,
         seed: int = 0,
         rank: int = 0,
@@ -108,6 +110,7 @@ class PackedDataset(Dataset[Batch]):
             path: a local path, an address (s3://, gs://, hf://), or a path inside `filesystem`.
             multiple: pad rows to a multiple of this number of tokens.
             terms: read the terms of the rows too.
+            routes: read recorded routes too, if the rows have some; the model then replays them.
             shuffle: shuffle the rows of a training step during iteration.
             seed: seed of the shuffled order; the epoch is mixed into it.
             rank: index of this process among the `world` processes that iterate together.
@@ -128,7 +131,7 @@ class PackedDataset(Dataset[Batch]):
             raise TreepackError(f"{path}: blocks is {blocks}; expected at least 1")
         location = locate(path, filesystem)
         self.path = Path(location.root) if location.is_local else location.name
-        self.multiple, self.terms = multiple, terms
+        self.multiple, self.terms, self.routes = multiple, terms, routes
         self.shuffle, self.seed, self.rank, self.world, self.blocks = shuffle, seed, rank, world, blocks
         self.is_local = location.is_local
         self.epoch, self._position = 0, 0
@@ -147,6 +150,7 @@ class PackedDataset(Dataset[Batch]):
         )
         self._reader = PartReader(location, self.manifest, copies, self._tables)
         self.term_columns = tuple(name for name in TERMS.names if name in self._reader.columns)
+        self.has_routes = all(name in self._reader.columns for name in ROUTES.names)
         self._firsts = np.array([group.first for group in self._reader.groups], np.int64)
         index = self.once_per_machine("rows", self._read_scalars)
         self.row_ids = index["row_id"].to_numpy()
@@ -315,6 +319,7 @@ class PackedDataset(Dataset[Batch]):
     def _load(self, group: RowGroup) -> pa.Table:
         if group not in self._cache:
             columns = [*ROWS.names, *(self.term_columns if self.terms else ())]
+            columns += ROUTES.names if self.routes and self.has_routes else []
             self._cache[group] = self._reader.read(group, columns, soon=True)
             self._cached_bytes += self._cache[group].nbytes
             # The newest group stays even if it alone is larger than the limit: the caller is about to read it.

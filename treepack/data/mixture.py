@@ -129,19 +129,19 @@ class MixedDataset:
 AnyDataset: TypeAlias = PackedDataset | MixedDataset
 
 
-def open_packed(packed: str | Path | Sequence[str | Path], *, terms: bool = False) -> AnyDataset:
-    """Open one packed directory, or several as one dataset.
+def open_packed(packed: str | Path | Sequence[str | Path], *, terms: bool = False, routes: bool = False) -> AnyDataset:
+    """Open one packed directory, or several as one dataset; see `PackedDataset` for the options.
 
     Raises:
         TreepackError: as `PackedDataset` and `MixedDataset`.
     """
     if isinstance(packed, str | Path):
-        return PackedDataset(packed, terms=terms)
+        return PackedDataset(packed, terms=terms, routes=routes)
     if len(packed) == 1:
-        return PackedDataset(packed[0], terms=terms)
+        return PackedDataset(packed[0], terms=terms, routes=routes)
     if len(packed) == 0:
         raise TreepackError("there is no packed directory; give at least one")
-    return MixedDataset([PackedDataset(path, terms=terms) for path in packed])
+    return MixedDataset([PackedDataset(path, terms=terms, routes=routes) for path in packed])
 
 
 def sources_of(dataset: AnyDataset) -> tuple[PackedDataset, ...]:

@@ -83,6 +83,7 @@ class Manifest(TypedDict):
     advantages: NotRequired[dict[str, Any]]
     logprobs: NotRequired[dict[str, Any]]
     critic: NotRequired[dict[str, Any]]
+    routes: NotRequired[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class Provenance:
     `options` belong to the command; `counts` has a number for each reason of skipping and each note; `totals` are sums
     over trajectories and rows. `input` and `trie` are the sources; `skipped` names rollouts that were skipped, and
     `control_tokens` rollouts that train control tokens of their text; `ingest.conversations` describes
-    `conversations`; `advantages`, `logprobs` and `critic` describe columns that a later command added.
+    `conversations`; `advantages`, `logprobs` and `critic` describe columns that a later command added, and `routes` the
+    recorded experts that were kept.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -107,6 +109,7 @@ class Provenance:
     advantages: Mapping[str, Any] | None = None
     logprobs: Mapping[str, Any] | None = None
     critic: Mapping[str, Any] | None = None
+    routes: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, manifest: Manifest) -> Provenance:
@@ -169,6 +172,7 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "tokenizer": {"name": str, "vocab_size": int, "sha256": str},
     "logprobs": {},
     "critic": {},
+    "routes": {},
     "skipped": _SKIPPED,
     "control_tokens": {"num_rollouts": int, "rollouts": list},
 }

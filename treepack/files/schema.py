@@ -1,8 +1,9 @@
 """File formats as Arrow schemas: the single source of truth for every column, its type and its meaning.
 
-    trie/    nodes-*.parquet (NODES, plus NODE_VALUES if known)  manifest.json
+    trie/    nodes-*.parquet (NODES, plus NODE_VALUES and ROUTES if known)  manifest.json
              trajectories-*.parquet (TRAJECTORIES, plus columns of OPTIONAL if known)
-    packed/  part-*.parquet (ROWS, plus TERMS if trajectories carry rewards or log-probabilities)  manifest.json
+    packed/  part-*.parquet (ROWS, plus TERMS if trajectories carry rewards or log-probabilities, plus ROUTES if known)
+             manifest.json
     the state of treepack select, one Parquet file (QUERIES)
 
 The metadata of each field contains its description. `python -m treepack.files.schema DIR` writes the formats as JSON
@@ -56,10 +57,26 @@ NODE_VALUES = pa.schema(
 )
 
 
+# Columns of nodes and of rows with the experts that a sampler's routers chose; they exist only if those were kept.
+ROUTES = pa.schema(
+    [
+        _field("route_layers", pa.int32(), "layers with recorded experts: all layers, or those with routers"),
+        _field("route_experts", pa.int32(), "experts of each token in a layer"),
+        _field(
+            "routes",
+            pa.binary(),
+            "experts of each token of its own, [tokens, route_layers, route_experts] as uint8, or little-endian uint16 "
+            "if an expert is above 254; the largest value of the type where none was recorded",
+        ),
+    ]
+)
+NODE_OPTIONAL = pa.schema([*NODE_VALUES, *ROUTES])
+
+
 def node_columns(names: Iterable[str]) -> pa.Schema:
-    """Return `NODES` and those columns of `NODE_VALUES` that are among `names`."""
+    """Return `NODES` and those columns of `NODE_OPTIONAL` that are among `names`."""
     known = set(names)
-    return pa.schema([*NODES, *(field for field in NODE_VALUES if field.name in known)])
+    return pa.schema([*NODES, *(field for field in NODE_OPTIONAL if field.name in known)])
 
 
 # One row per trajectory of a trie. Weights and advantages are float64; log-probabilities are float32, as samplers give
@@ -204,10 +221,10 @@ def as_json(schema: pa.Schema) -> dict[str, dict[str, str | bool]]:
 def documents() -> dict[str, str]:
     """Return the content of every file in schemas/, by file name."""
     trie = {
-        "nodes": as_json(node_columns(NODE_VALUES.names)),
+        "nodes": as_json(node_columns(NODE_OPTIONAL.names)),
         "trajectories": as_json(trajectory_columns(OPTIONAL.names)),
     }
-    packed = {"rows": as_json(ROWS), "terms": as_json(TERMS)}
+    packed = {"rows": as_json(ROWS), "terms": as_json(TERMS), "routes": as_json(ROUTES)}
     formats = {
         "trie.json": (TRIE_FORMAT, FORMAT_VERSION, trie),
         "packed.json": (PACKED_FORMAT, FORMAT_VERSION, packed),

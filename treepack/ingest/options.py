@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 EXPANSIONS = ("trajectory", "turns")
 SHARES = ("all", "group", "none")
+ROUTE_CONFLICTS = ("split", "first")
 CONTROL_TOKENS = ("keep", "text", "skip")
 MAX_RECORD_SIZE = 1 << 30  # bytes of one record, decompressed; as Python values it takes about four times as much
 MIN_RECORD_SIZE = 1 << 20  # a lower limit would be below the pieces in which files are read
@@ -46,6 +47,10 @@ class BuildOptions:
             ordinary text, and "skip" skips the conversation.
         workers: processes that read, tokenise, sort and write; the result is the same for any number. They start if
             there are at least 32 MB of token ids, or any text to tokenise. Each takes about 0.6 s to start.
+        keep_routes: keep the experts that the routers of a mixture chose when the rollouts were sampled, for training
+            with the same ones. The trie is built in memory, by one process.
+        route_conflicts: where trajectories share tokens with other experts: "split" does not share them, which is
+            exact, and "first" shares them with the experts of the first trajectory.
 
     Raises:
         TreepackError: a value that an option does not take.
@@ -67,10 +72,13 @@ class BuildOptions:
     max_record_size: int = MAX_RECORD_SIZE
     control_tokens: str = "keep"
     workers: int = 1
+    keep_routes: bool = False
+    route_conflicts: str = "split"
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense, naming the option."""
-        for name, known in (("expand", EXPANSIONS), ("share", SHARES), ("control_tokens", CONTROL_TOKENS)):
+        choices = {"expand": EXPANSIONS, "share": SHARES, "control_tokens": CONTROL_TOKENS}
+        for name, known in {**choices, "route_conflicts": ROUTE_CONFLICTS}.items():
             if getattr(self, name) not in known:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
         if self.per_path and self.expand != "turns":
@@ -79,6 +87,10 @@ class BuildOptions:
             raise TreepackError(f"max_record_size is {self.max_record_size}; expected at least {MIN_RECORD_SIZE} bytes")
         if self.workers < 1:
             raise TreepackError(f"workers is {self.workers}; expected at least 1")
+        if self.keep_routes and self.workers > 1:
+            raise TreepackError("keep_routes builds the trie in one process; set workers to 1 (--workers 1)")
+        if not self.keep_routes and self.route_conflicts != "split":
+            raise TreepackError("route_conflicts is about kept routes; set keep_routes (--keep-routes)")
         if self.strict and self.skip_bad:
             raise TreepackError("strict refuses what skip_bad skips; give one of them (--strict, --skip-bad)")
         if isinstance(self.tools, list) and not all(isinstance(tool, dict) for tool in self.tools):
@@ -127,4 +139,6 @@ class BuildOptions:
             record["chat_template"] = {"name": Path(file.path).name, "sha256": file.sha256}
         if self.control_tokens != "keep":
             record["control_tokens"] = self.control_tokens
+        if self.keep_routes:
+            record |= {"keep_routes": True, "route_conflicts": self.route_conflicts}
         return record | {name: True for name in ("normalize_ids", "per_path", "skip_bad") if getattr(self, name)}

@@ -74,6 +74,7 @@ def options_and_job(options: BuildOptions, tokenizer: Any = None) -> tuple[ReadO
         shapes=options.shapes,
         skip_bad=options.skip_bad,
         max_record_size=options.max_record_size,
+        keep_routes=options.keep_routes,
     )
     job = Job(
         tokenizer,

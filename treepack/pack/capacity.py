@@ -91,5 +91,6 @@ def _truncated(trajectory: Trajectory, capacity: int) -> Trajectory | None:
         np.minimum(content.ends[kept], capacity).astype(np.int32),
         content.span_weights[kept],
         **cut,
+        routes=None if content.routes is None else content.routes[:capacity],
     )
     return replace(trajectory, content=shorter)

@@ -113,6 +113,7 @@ def pack_trie(
             skipped=source.get("skipped"),
             control_tokens=source.get("control_tokens"),
             conversations=source.get("conversations"),
+            routes=source.get("routes"),
             trie=entry,
         )
         rows = with_progress(packing, progress, "packing", unit="rows", total=len(packing))

@@ -28,6 +28,7 @@ from treepack.files.background import Background
 from treepack.files.cache import local_copy
 from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.parts import PART_TOKENS, Encoding, PartWriter, open_part
+from treepack.files.routes import route_array
 from treepack.files.task_output import TaskOutput
 from treepack.pack.options import PackOptions
 from treepack.pack.row import Row, RowTerms, row_counts, row_totals, term_field
@@ -38,6 +39,8 @@ from treepack.trajectory import Int64
 GROUP_TOKENS = 1 << 18
 # Terms that end a row group early. A list column has offsets of 32 bits, so it cannot contain 2^31 values.
 GROUP_TERMS = 1 << 26
+# Bytes of recorded routes that do: some hundred for each token, so that a row of random order is read fast.
+GROUP_ROUTE_BYTES = 1 << 26
 # Token ids are 97 % of the bytes, the other columns take 80 % of the time; so only token ids are worth a higher level.
 # On real rollouts they are 12 % larger at level 1 of zstd than at level 3, and 5 % at level 2; on random ones level 3
 # takes twice the time of level 2. Measured for each other column: differences, a dictionary, or nothing but zstd, which
@@ -192,7 +195,8 @@ def _row_groups(rows: Iterable[Row], counted: Counter[str], columns: pa.Schema |
         group = group or RowGroup(row_schema(row) if columns is None else columns)
         group.append(row)
         counted.update(row_counts(row))
-        if group.num_tokens >= GROUP_TOKENS or group.num_terms >= GROUP_TERMS:
+        is_full = group.num_tokens >= GROUP_TOKENS or group.num_terms >= GROUP_TERMS
+        if is_full or group.num_route_bytes >= GROUP_ROUTE_BYTES:
             yield group
             group, other = other or RowGroup(group.columns), group
             group.clear()
@@ -234,7 +238,12 @@ def row_of_table(table: pa.Table, i: int) -> Row:
         columns: dict[str, Any] = {term_field(name): values.get(name) for name in schema.TERMS.names}
         terms = RowTerms(**columns)
     derived = {name: values.pop(name) for name in ("num_tokens", "num_pairs", "total_weight")}
-    row = Row(terms=terms, **{name: values[name] for name in schema.ROWS.names if name not in derived})
+    routes = None
+    if "routes" in values:
+        shape = (len(values["input_ids"]), values["route_layers"], values["route_experts"])
+        routes = route_array(values["routes"], shape, f"row {values['row_id']}")
+    columns = {name: values[name] for name in schema.ROWS.names if name not in derived}
+    row = Row(terms=terms, routes=routes, **columns)
     # total_weight is a sum of float64, so a file of another program may differ by rounding.
     for name, stored in derived.items():
         if not math.isclose(stored, getattr(row, name), rel_tol=1e-9):

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from treepack.columns import join_routes
 from treepack.pack.child_order import tile_counts
-from treepack.trajectory import Float32, Float64, Int32
+from treepack.trajectory import Float32, Float64, Int32, Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,10 @@ def term_field(column: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One training row; the fields are the columns of `schema.ROWS`, per-token ones of length `num_tokens`."""
+    """One training row; the fields are the columns of `schema.ROWS`, per-token ones of length `num_tokens`.
+
+    `routes` [num_tokens, layers, k] are the recorded experts of each token, None if the trie has none.
+    """
 
     row_id: int
     step: int | None
@@ -66,6 +70,7 @@ class Row:
     trajectory_groups: list[str]
     trajectory_ends: Int32
     terms: RowTerms | None
+    routes: Routes | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -133,6 +138,7 @@ def concatenate_rows(rows: Sequence[Row]) -> Row:
         trajectory_groups=[name for row in rows for name in row.trajectory_groups],
         trajectory_ends=np.concatenate(last).astype(np.int32),
         terms=_concatenate_terms(rows, starts),
+        routes=join_routes([(row.routes, row.num_tokens) for row in rows]),
         **per_token,
     )
 

@@ -16,17 +16,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from treepack.files import schema
+from treepack.files.routes import route_bytes
 from treepack.pack.row import Row, term_field
 from treepack.pack.weights import TERM_COLUMNS
 from treepack.trajectory import Int32
 
 
 def row_schema(row: Row) -> pa.Schema:
-    """Return the columns of a packed directory whose rows have the terms that `row` has."""
+    """Return the columns of a packed directory whose rows have the terms and routes that `row` has."""
+    routes = [] if row.routes is None else [*schema.ROUTES]
     if row.terms is None:
-        return schema.ROWS
+        return pa.schema([*schema.ROWS, *routes])
     present = [field for field in schema.TERMS if getattr(row.terms, term_field(field.name)) is not None]
-    return pa.schema([*schema.ROWS, *present])
+    return pa.schema([*schema.ROWS, *present, *routes])
 
 
 _SOURCES = {
@@ -63,7 +65,7 @@ class RowGroup:
 
     def __init__(self, columns: pa.Schema) -> None:
         self.columns = columns
-        self.num_rows = self.num_tokens = 0
+        self.num_rows = self.num_tokens = self.num_route_bytes = 0
         self._lists: dict[str, _ListColumn] = {}
         self._values: dict[str, list[Any]] = {}  # numbers, and texts of lists
         for field in columns:
@@ -79,7 +81,8 @@ class RowGroup:
     def append(self, row: Row) -> None:
         """Copy the columns of `row`; a column of terms that it does not have becomes null."""
         for name, values in self._values.items():
-            values.append(getattr(row, name))
+            values.append(getattr(row, name) if name not in _ROUTES else _route_value(row, name))
+        self.num_route_bytes += 0 if row.routes is None else row.routes.nbytes
         for name, column in self._lists.items():
             column.append(_term_values(row, name) if name in _TERMS else getattr(row, name))
         self.num_rows += 1
@@ -97,7 +100,7 @@ class RowGroup:
 
     def clear(self) -> None:
         """Remove the rows; their memory stays for the next ones."""
-        self.num_rows = self.num_tokens = 0
+        self.num_rows = self.num_tokens = self.num_route_bytes = 0
         for values in self._values.values():
             values.clear()
         for column in self._lists.values():
@@ -105,6 +108,14 @@ class RowGroup:
 
 
 _TERMS = frozenset(schema.TERMS.names)
+_ROUTES = frozenset(schema.ROUTES.names)
+
+
+def _route_value(row: Row, name: str) -> int | bytes:
+    assert row.routes is not None
+    if name == "routes":
+        return route_bytes(row.routes)
+    return int(row.routes.shape[1 if name == "route_layers" else 2])
 
 
 def _term_values(row: Row, name: str) -> NDArray[Any]:

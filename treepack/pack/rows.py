@@ -58,6 +58,7 @@ def pack_rows(
             terms=terms,
             trajectory_ids=ids.values(nodes.members),
             trajectory_groups=groups.values(nodes.members),
+            routes=None if trie.routes is None else trie.routes[nodes.source],
             **columns,
         )
         releaser.count(len(nodes.source))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -25,37 +26,67 @@ import pyarrow as pa
 from treepack.columns import Sequences, collect, take_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.ingest.options import SHARES
-from treepack.trajectory import Int32, Int64, Trajectory
-from treepack.trie.nodes import forest_of, shared_with_previous, sorted_by_tokens
+from treepack.ingest.options import ROUTE_CONFLICTS, SHARES
+from treepack.trajectory import Int32, Int64, Trajectory, missing_route
+from treepack.trie.nodes import NodeArrays, forest_of, shared_with_previous, sorted_by_tokens
+from treepack.trie.route_symbols import RouteCosts, new_positions, route_symbols, shared_routes
 from treepack.trie.trie import Trie
 
 Partition = tuple[tuple[bool, int], str]  # ((has a step, the step), the group)
 
 
-def build_trie(trajectories: Iterable[Trajectory] | Sequences, *, share: str = "all") -> Trie:
+def build_trie(
+    trajectories: Iterable[Trajectory] | Sequences, *, share: str = "all", route_conflicts: str = "split"
+) -> Trie:
     """Build the forest of prefix tries of tokenised `trajectories`.
 
     `share` "all" shares prefixes between all trajectories of a training step, "group" only inside a group, and "none"
-    shares nothing. Duplicates and trajectories that are prefixes of others are kept. O(N_flat), plus the comparisons of
-    the sort.
+    shares nothing. Duplicates and trajectories that are prefixes of others are kept. With `route_conflicts` "split",
+    tokens with other recorded routes are not shared; with "first" they are, and the first routes count; see
+    `route_symbols`. O(N_flat), plus the comparisons of the sort.
 
     Raises:
         TreepackError: no trajectory, or one that is not tokenised.
     """
-    if share not in SHARES:
-        raise TreepackError(f"share is {share!r}; expected one of {', '.join(SHARES)}")
+    for name, value, known in (("share", share, SHARES), ("route_conflicts", route_conflicts, ROUTE_CONFLICTS)):
+        if value not in known:
+            raise TreepackError(f"{name} is {value!r}; expected one of {', '.join(known)}")
     sequences = trajectories if isinstance(trajectories, Sequences) else collect(trajectories)
+    routes, letters = sequences.routes, sequences
+    if routes is not None and route_conflicts == "split":
+        letters = replace(sequences, tokens=route_symbols(sequences.tokens, routes))
+    order, shared, forest = _forest(letters, share)
+    if routes is None:
+        offsets = sequences.offsets.tolist()
+        pieces = [sequences.tokens[offsets[i] + shared[k] : offsets[i + 1]] for k, i in enumerate(order)]
+        tokens = np.concatenate(pieces)
+    else:
+        tokens = sequences.tokens[new_positions(sequences.offsets, order, shared)]
+        routes, _ = shared_routes(routes, sequences.offsets, order, forest)
+    table = with_places(take_rows(sequences.table, np.array(order)), forest.tree_id[forest.end_node], forest.end_node)
+    return replace(forest.trie(tokens, table, share=share), routes=routes)
+
+
+def route_costs(sequences: Sequences, *, share: str) -> RouteCosts:
+    """Return what conflicts of the recorded routes of `sequences`, which have some, cost in a trie."""
+    assert sequences.routes is not None
+    routes, layers = sequences.routes, sequences.routes.shape[1]
+    order, _, forest = _forest(sequences, share)
+    _, differing = shared_routes(routes, sequences.offsets, order, forest)
+    _, _, split = _forest(replace(sequences, tokens=route_symbols(sequences.tokens, routes)), share)
+    recorded = (routes[..., 0] != missing_route(routes)).any(axis=1).sum()
+    sizes = int(forest.node_start[-1]), int(split.node_start[-1])
+    return RouteCosts(layers, routes.shape[2], int(recorded), differing, *sizes)
+
+
+def _forest(sequences: Sequences, share: str) -> tuple[list[int], array[int], NodeArrays]:
+    """Return the order of the trajectories, the tokens that each shares with the one before it, and the nodes."""
     partition, _ = partitions(sequences.table, share=share)
     order = _sorted_order(sequences, partition)
     if share == "none":
         partition = np.arange(len(partition))
     shared = shared_with_previous(sequences.tokens, sequences.offsets, partition, order)
-    offsets = sequences.offsets.tolist()
-    tokens = np.concatenate([sequences.tokens[offsets[i] + shared[k] : offsets[i + 1]] for k, i in enumerate(order)])
-    forest = forest_of(shared, array("q", np.diff(sequences.offsets)[order].tobytes()))
-    table = with_places(take_rows(sequences.table, np.array(order)), forest.tree_id[forest.end_node], forest.end_node)
-    return forest.trie(tokens, table, share=share)
+    return order, shared, forest_of(shared, array("q", np.diff(sequences.offsets)[order].tobytes()))
 
 
 def partitions(table: pa.Table, *, share: str) -> tuple[Int64, list[Partition]]:

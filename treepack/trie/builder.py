@@ -25,18 +25,22 @@ from typing import Any
 
 import pyarrow as pa
 
+from treepack.errors import TreepackError
 from treepack.files.manifest import Manifest, Provenance
 from treepack.files.memory import usual_memory
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog, refuse_nothing
 from treepack.ingest.readers.inputs import InputHash
+from treepack.ingest.readers.route_fields import NAMES
 from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, parts_and_job
 from treepack.ingest.tokenization import Job
 from treepack.processes import ReportProgress, Team, with_progress
+from treepack.trie.build import build_trie, route_costs
 from treepack.trie.files import write_trie, write_trie_manifest
 from treepack.trie.merged import MergedRuns, RunsOfRange, merge_range, merge_runs
-from treepack.trie.out_of_core import RUN_BYTES, mapped_trie, run_size, trie_in_memory
+from treepack.trie.out_of_core import RUN_BYTES, mapped_trie, run_size, sequences_in_memory
 from treepack.trie.parts import NodesPart, TrajectoriesPart, WrittenPart, part_tasks, write_part
+from treepack.trie.route_symbols import RouteCosts
 from treepack.trie.run_merge import Merged
 from treepack.trie.spool import RunStore, Spool, StoredRun, disk
 from treepack.trie.storage import Storage
@@ -86,7 +90,9 @@ class TrieBuilder:
         self._min_bytes = min_bytes(job)
         self._stack = ExitStack()
         self._spools = [self._stack.enter_context(Spool(folder)) for _ in range(options.workers)]
-        all_bytes = min(RUN_BYTES, run_size(self._memory))
+        self._keeps_routes, self._conflicts = options.keep_routes, options.route_conflicts
+        self.route_costs: RouteCosts | None = None
+        all_bytes = self._memory // 8 if options.keep_routes else min(RUN_BYTES, run_size(self._memory))
         run_bytes = min(all_bytes, max(MIN_RUN_BYTES, all_bytes // options.workers))
         jobs = [_WorkerJob(job, options.share, self._spools, i, run_bytes) for i in range(options.workers)]
         self._team = self._stack.enter_context(Team(_worker, jobs))
@@ -116,7 +122,15 @@ class TrieBuilder:
             pass
         here = self._team.here
         if here is not None and not here.store.runs:
-            return trie_in_memory(here.store.pending, share=self._share)
+            sequences = sequences_in_memory(here.store.pending)
+            if sequences.routes is not None:
+                self.route_costs = route_costs(sequences, share=self._share)
+            elif self._keeps_routes:
+                raise TreepackError(
+                    f"no rollout has recorded routes in {', '.join(NAMES)}; record them when you sample, or build "
+                    "without --keep-routes"
+                )
+            return build_trie(sequences, share=self._share, route_conflicts=self._conflicts)
         runs = [run for runs in self._team.each(_finish) for run in runs]
         with disk(self._folder):
             return merge_runs(

@@ -14,6 +14,7 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.trajectory import Int64
 from treepack.trie.pieces import node_pieces, trajectory_pieces
+from treepack.trie.route_symbols import route_symbols
 from treepack.trie.trie import Trie
 
 
@@ -154,10 +155,17 @@ def _impossible(temperatures: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _refuse_equal_siblings(trie: Trie) -> None:
-    """Refuse siblings that start with the same token, because their common prefix would be stored twice."""
+    """Refuse siblings that start with the same token, because their common prefix would be stored twice.
+
+    Two siblings with other recorded routes for the token are no error.
+    """
+    if trie.routes is not None:
+        letters = route_symbols(trie.tokens[trie.node_start[:-1]], trie.routes[trie.node_start[:-1]])
+    else:
+        letters = trie.tokens[:0]
     first = np.zeros(trie.num_nodes, np.int64)
     for a, b in node_pieces(trie):
-        first[a:b] = trie.tokens[trie.node_start[a:b]]
+        first[a:b] = trie.tokens[trie.node_start[a:b]] if trie.routes is None else letters[a:b]
     # Parent and first token as one number: (3, 5) -> 3 * 2^32 + 5.
     below = trie.parent >= 0
     pairs = np.sort((trie.parent[below].astype(np.int64) << 32) | (first[below] & 0xFFFFFFFF))

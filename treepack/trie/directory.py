@@ -101,6 +101,7 @@ def build_trie_directory(
                 control_tokens=log.control_record(),
                 conversations=conversations.as_record() if conversations else None,
                 totals=totals,
+                routes=None if (costs := builder.route_costs) is None else costs.as_record(options.route_conflicts),
                 tokenizer=fingerprint(tokenizer) if tokenizer else None,
                 input={"sha256": digest.hexdigest(), "num_files": digest.num_files},
             )

@@ -20,6 +20,7 @@ from treepack.files.cache import local_copy, naming_addresses
 from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.memory import usual_memory
 from treepack.files.parts import PART_TOKENS, PartWriter, token_slices
+from treepack.files.routes import route_columns
 from treepack.trajectory import Float64, Int32
 from treepack.trie.mapped import decoded_bytes, read_nodes, read_trajectories
 from treepack.trie.nodes import NodeArrays, subtree_ends
@@ -28,6 +29,8 @@ from treepack.trie.trie import Trie
 
 # Nodes are written as slices of so many to a part, and trajectories too; this bounds memory.
 SLICES, TRAJECTORY_SLICES = 8, 2
+# Tokens of a slice with routes, some hundred bytes for each: a column of bytes has offsets of 32 bits.
+ROUTE_TOKENS = 1 << 18
 
 
 def write_trie(
@@ -39,16 +42,22 @@ def write_trie(
 
     `provenance` is the rest of the manifest.
     """
-    values = trie.token_values
-    nodes = PartWriter(directory, "nodes", schema.node_columns([] if values is None else schema.NODE_VALUES.names))
+    values, routes = trie.token_values, trie.routes
+    names = [*([] if values is None else schema.NODE_VALUES.names), *([] if routes is None else schema.ROUTES.names)]
+    nodes = PartWriter(directory, "nodes", schema.node_columns(names))
     tree_id = trie.tree_id
     max_token_id = 0
-    for a, b in token_slices(trie.node_length, PART_TOKENS // SLICES):
+    for a, b in token_slices(trie.node_length, PART_TOKENS // SLICES if routes is None else ROUTE_TOKENS):
         each = slice(trie.node_start[a], trie.node_start[b])
         tokens = trie.tokens[each]
         max_token_id = max(max_token_id, int(tokens.max()))
         rows = node_rows(trie, tree_id, a, b)
-        nodes.write(rows.table(tokens, None if values is None else values[each]), tokens=len(tokens))
+        table = rows.table(tokens, None if values is None else values[each])
+        if routes is not None:
+            columns = route_columns(routes, trie.node_start[a : b + 1])
+            for field, column in zip(schema.ROUTES, columns, strict=True):
+                table = table.append_column(field, column)
+        nodes.write(table, tokens=len(tokens))
         trie.storage.release()
     columns = schema.trajectory_columns(trie.trajectories.column_names)
     trajectories = PartWriter(directory, "trajectories", columns)
@@ -148,5 +157,6 @@ def read_trie(
         trajectories=trajectories,
         share=manifest["share"],
         token_values=read.token_values,
+        routes=read.routes,
         storage=storage,
     )

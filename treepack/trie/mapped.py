@@ -2,6 +2,7 @@
 
     nodes-*         tokens                --append--> file of int32        mapped as `Trie.tokens`
                     token_values          --append--> file of float64      mapped as `Trie.token_values`
+                    routes                --append--> file of bytes        mapped as `Trie.routes`
                     other columns         per node, in memory
     trajectories-*  all columns           --write_table--> Arrow stream    mapped as `Trie.trajectories`
 
@@ -24,6 +25,7 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.files.parts import read_parts, read_row_groups
+from treepack.files.routes import Routes, route_array, route_content
 from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.spool import write_table
 from treepack.trie.storage import Storage, disk, map_file
@@ -64,13 +66,15 @@ class ReadNodes:
         sizes: tokens of each node, int64 [num_nodes].
         tokens: tokens of all nodes, int32 [N_tree].
         token_values: values after these tokens, float64 [N_tree]; None if they were not read, or there are none.
-        storage: with the maps of the two.
+        routes: experts of these tokens, [N_tree, layers, k]; None if there are none.
+        storage: with the maps of the three.
     """
 
     table: pa.Table
     sizes: Int64
     tokens: Int32
     token_values: Float64 | None
+    routes: Routes | None
     storage: Storage
 
 
@@ -84,8 +88,9 @@ def read_nodes(
     """
     tokens = storage.growing_array(np.int32, in_file=in_file)
     values = storage.growing_array(np.float64, in_file=in_file)
+    routes, shapes = storage.growing_array(np.uint8, in_file=in_file), set()
     others, sizes, known = [], [], False
-    for group in read_row_groups(directory, manifest, "nodes", schema.NODES, schema.NODE_VALUES):
+    for group in read_row_groups(directory, manifest, "nodes", schema.NODES, schema.NODE_OPTIONAL):
         own, lengths = list_content(group["tokens"])
         tokens.append(own)
         sizes.append(lengths)
@@ -96,16 +101,24 @@ def read_nodes(
                 node = group["node_id"][int((counts != lengths).argmax())]
                 raise TreepackError(f"{directory}: node {node} has not one of token_values per token; write it again")
             values.append(own)
+        if "routes" in group.column_names:
+            data, shape = route_content(group, str(directory))
+            routes.append(data)
+            shapes.add(shape)
         others.append(group.select([name for name in schema.NODES.names if name != "tokens"]))
     all_tokens, with_tokens = tokens.finish()
     all_values, with_values = values.finish()
-    # Both have the earlier maps: (a b) of the tokens, (a c) of the values -> a b c.
-    maps = (*with_tokens.maps, *with_values.maps[len(storage.maps) :])
+    all_routes, with_routes = routes.finish()
+    # All have the earlier maps: (a b) of the tokens, (a c) of the values, (a d) of the routes -> a b c d.
+    maps = (*with_tokens.maps, *(each for s in (with_values, with_routes) for each in s.maps[len(storage.maps) :]))
+    if len(shapes) > 1:
+        raise TreepackError(f"{directory}: its nodes have routes of several shapes, {sorted(shapes)}; write it again")
     return ReadNodes(
         pa.concat_tables(others),
         np.concatenate(sizes),
         all_tokens,
         all_values if known else None,
+        route_array(all_routes, (len(all_tokens), *shapes.pop()), str(directory)) if shapes else None,
         replace(storage, maps=maps),
     )
 

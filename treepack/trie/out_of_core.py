@@ -71,7 +71,7 @@ def build_large_trie(
         for number, batch in enumerate(batches):
             store.add(batch, number)
         if not store.runs:
-            return replace(trie_in_memory(store.pending, share=share), storage=storage)
+            return replace(build_trie(sequences_in_memory(store.pending), share=share), storage=storage)
         with disk(folder):
             return mapped_trie(merge_runs([spool], store.finish(), share=share), storage)
 
@@ -103,8 +103,8 @@ def _batches(trajectories: Iterable[Trajectory]) -> Iterator[Sequences]:
         yield as_columns(batch)
 
 
-def trie_in_memory(batches: list[Sequences], *, share: str) -> Trie:
-    """Build the trie of `batches`, and empty the list.
+def sequences_in_memory(batches: list[Sequences]) -> Sequences:
+    """Return the trajectories of `batches` with unique ids, and empty the list.
 
     Raises:
         TreepackError: no trajectory.
@@ -113,7 +113,7 @@ def trie_in_memory(batches: list[Sequences], *, share: str) -> Trie:
         raise TreepackError(NO_TRAJECTORY)
     sequences = join(batches)
     batches.clear()  # frees the batches before the trie is built
-    return build_trie(replace(sequences, table=with_unique_ids(sequences.table)), share=share)
+    return replace(sequences, table=with_unique_ids(sequences.table))
 
 
 def mapped_trie(merged: MergedRuns, storage: Storage) -> Trie:

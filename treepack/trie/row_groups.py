@@ -128,6 +128,8 @@ def read_footers(location: Location) -> TrieFooters:
         if not pairs:
             raise TreepackError(f"{location}: its manifest names no {stem} files; write it again")
     names = trajectories[0][1].schema.to_arrow_schema().names
+    if "routes" in nodes[0][1].schema.to_arrow_schema().names:
+        raise TreepackError(f"{location}: has recorded routes, which a cluster cannot pack; pack it without --ray")
     of_nodes = schema.node_columns(nodes[0][1].schema.to_arrow_schema().names)
     expected = {"nodes": of_nodes.names, "trajectories": schema.trajectory_columns(names).names}
     for entry, footer in both:

@@ -189,6 +189,11 @@ class RunStore:
     def _store(self) -> None:
         sequences = join(self.pending)
         self.pending.clear()
+        if sequences.routes is not None:
+            raise TreepackError(
+                f"rollouts with recorded routes need more than {self._run_bytes:,} bytes, an eighth of the memory; "
+                "build the tries of fewer files, or allow more memory (--memory)"
+            )
         with disk(self._spool.folder):
             self.runs.append(_write_run(sequences, self._spool, self._pieces, share=self._share, number=self._number))
         self._pieces, self._size = [], 0

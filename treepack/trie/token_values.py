@@ -44,10 +44,11 @@ def write_token_values(source: Path, directory: Path, values: Float64, provenanc
             f"{source}: the value after tree token {int((~np.isfinite(values)).argmax())} is not finite; inspect the "
             "critic"
         )
-    columns = schema.node_columns(schema.NODE_VALUES.names)
-    writer = PartWriter(directory, "nodes", columns)
+    writer: PartWriter | None = None
     start = 0
-    for group in read_row_groups(source, manifest, "nodes", schema.NODES, schema.NODE_VALUES):
+    for group in read_row_groups(source, manifest, "nodes", schema.NODES, schema.NODE_OPTIONAL):
+        columns = schema.node_columns({*group.column_names, *schema.NODE_VALUES.names})
+        writer = writer or PartWriter(directory, "nodes", columns)
         # Lists of 2 and 3 tokens -> offsets 0 2 5, and values 0 .. 4 of this row group.
         sizes = group["tokens"].combine_chunks().value_lengths().to_numpy()
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
@@ -56,11 +57,11 @@ def write_token_values(source: Path, directory: Path, values: Float64, provenanc
         if len(own) != offsets[-1]:
             break
         lists = pa.ListArray.from_arrays(offsets, pa.array(own, pa.float64()))
-        arrays = [group[name] for name in schema.NODES.names]
-        table = pa.Table.from_arrays([*arrays, lists], schema=columns)
+        arrays = [lists if name in schema.NODE_VALUES.names else group[name] for name in columns.names]
+        table = pa.Table.from_arrays(arrays, schema=columns)
         # A page ends where a chunk ends.
         writer.write(table.combine_chunks(), tokens=len(own))
-    if start != len(values):
+    if writer is None or start != len(values):
         raise TreepackError(f"{source}: there are {len(values):,} values for another number of tree tokens")
     entries = writer.entries()
     for entry in manifest["files"]:

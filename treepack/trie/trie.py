@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from treepack.columns import PER_TOKEN, SpanView, list_values
-from treepack.trajectory import Float64, Int32, Int64, Tokens, Trajectory
+from treepack.trajectory import Float64, Int32, Int64, Routes, Tokens, Trajectory
 from treepack.trie.nodes import paths
 from treepack.trie.storage import PageReleaser, Storage
 
@@ -42,6 +43,7 @@ class Trie:
         trajectories: table of `schema.trajectory_columns`, one row per trajectory.
         share: "all", "group" or "none", see `build_trie`.
         token_values: float64 [N_tree], a critic's value after each token; None if there are none or they were not read.
+        routes: [N_tree, layers, k], the experts of each token, see `trajectory.Tokens`; None if there are none.
         storage: of the arrays that are mapped files, and of those that are made from the trie.
     """
 
@@ -55,6 +57,7 @@ class Trie:
     trajectories: pa.Table
     share: str
     token_values: Float64 | None = None
+    routes: Routes | None = None
     storage: Storage = field(default=Storage(), repr=False, compare=False)
 
     @property
@@ -122,6 +125,9 @@ def unshared(trie: Trie) -> Trie:
     for sequence in sequences_of(trie):
         growing.append(sequence)
     tokens, storage = growing.finish()
+    routes = None
+    if trie.routes is not None:
+        routes = np.concatenate([trie.routes[path] for path in paths(trie.end_node, trie.node_start, trie.depth)])
     return Trie(
         tokens=tokens,
         node_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
@@ -132,6 +138,7 @@ def unshared(trie: Trie) -> Trie:
         end_node=each,
         trajectories=table,
         share="none",
+        routes=routes,
         storage=storage,
     )
 
@@ -152,8 +159,12 @@ def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
     rows = (row for batch in scalars.to_batches(max_chunksize=ROWS_AT_ONCE) for row in batch.to_pylist())
     spans = SpanView.of(table)
     lists = {name: list_values(table, name) for name in PER_TOKEN}
-    for i, (tokens, row) in enumerate(zip(sequences_of(trie), rows, strict=True)):
+    routes: Iterator[Routes | None] = repeat(None, trie.num_trajectories)
+    if trie.routes is not None:
+        kept = trie.routes
+        routes = (kept[path] for path in paths(trie.end_node, trie.node_start, trie.depth))
+    for i, (tokens, own, row) in enumerate(zip(sequences_of(trie), routes, rows, strict=True)):
         starts, ends, weights = spans[i]
-        per_token: dict[str, Any] = {name: values[i] for name, values in lists.items()}
+        per_token: dict[str, Any] = {name: values[i] for name, values in lists.items()} | {"routes": own}
         row["metadata"] = json.loads(row["metadata"])
         yield Trajectory(content=Tokens(tokens, starts, ends, weights, **per_token), **row)

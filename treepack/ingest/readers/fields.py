@@ -44,7 +44,7 @@ class ReadOptions:
     `train_all` trains every token of a record that has neither a mask nor a separate response. `shapes` accepts formats
     with the lengths and shared prefixes of rollouts but without tokens or text; token ids are then placeholders.
     `skip_bad` skips damaged records and files, which are refused otherwise. `max_record_size` limits the bytes of a
-    record, and of a file that is read as a whole.
+    record, and of a file that is read as a whole. `keep_routes` keeps recorded routes, see `route_fields`.
     """
 
     reward_key: str | None = None
@@ -53,6 +53,7 @@ class ReadOptions:
     shapes: bool = False
     skip_bad: bool = False
     max_record_size: int = MAX_RECORD_SIZE
+    keep_routes: bool = False
 
 
 def describe(

@@ -26,6 +26,7 @@ from treepack.ingest.readers.format import ANY, ARRAY, LOGPROBS, MASKS, TOKEN_ID
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.packed import lengths_of, num_padding, read_packed
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.route_fields import kept_routes
 from treepack.ingest.readers.token_fields import mask_values, number_values
 from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.trajectory import Skipped, Trajectory
@@ -58,7 +59,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     ids = _first(value, IDS_OF)
     weights, notes = _weights(value, len(ids), record.source)
     kept = without(value, (*DROPPED, *STREAMS, *MASKS_OF, *IDS_OF))
-    kept |= {"token_ids": ids, "loss_mask": weights}
+    kept |= {"token_ids": ids, "loss_mask": weights, **kept_routes(value, options)}
     # The trainer computes log-probabilities before the update, so they are the old ones.
     if "export_sequence_idx" in kept:
         kept["old_log_probs"] = kept.pop("trainer_logprobs", None)
@@ -132,7 +133,7 @@ FORMAT = Format(
         inference_logprobs sequence_lengths position_ids env_names step trainer_logprobs export_sequence_idx
     """.split(),
     dropped=(
-        "routed_experts",
+        "routed_experts (kept by --keep-routes)",
         "ref_kl_weights, and ce_weights beside rl_weights (noted)",
         "mm_kwargs (samples that have some are skipped)",
         "what an export computes: entropy, ratios, which tokens were clipped",

@@ -25,6 +25,7 @@ from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.ingest.readers.format import COLUMN, EVERYTHING, Fields, Format
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.route_fields import kept_routes
 from treepack.ingest.readers.token_fields import number_values
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
@@ -60,7 +61,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         if any(row.get(name) is not None for name in MEDIA):
             yield Skipped(one.source, MEDIA_REASON)
         elif is_batch:
-            yield from tokens.read(replace(one, value=one.value | _of_batch(row, one.source)), options)
+            fields = _of_batch(row, one.source) | kept_routes(row, options)
+            yield from tokens.read(replace(one, value=one.value | fields), options)
         else:
             # is_last_step [F, T, T] -> rollouts [0, 1] and [2]; without it every row is a rollout.
             steps.append((one, row))

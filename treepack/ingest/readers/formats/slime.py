@@ -21,6 +21,7 @@ from treepack.ingest.readers.format import ANY, ARRAY, EVERYTHING, LIST, Fields,
 from treepack.ingest.readers.formats import chat, tokens
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.route_fields import kept_routes
 from treepack.ingest.readers.token_fields import NUMBERS
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
@@ -76,7 +77,7 @@ def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
     if len(value["tokens"]) == 0:
         yield from _read_text(replace(record, value=kept), options)
         return
-    kept = without(kept, TEXT)
+    kept = without(kept, TEXT) | kept_routes(value, options)
     yield from tokens.read(replace(record, value=kept), options)
 
 
@@ -119,7 +120,7 @@ FORMAT = Format(
     dropped=(
         "prompt and response (text of the tokens)",
         "rollout_top_p_token_ids and offsets",
-        "rollout_routed_experts",
+        "rollout_routed_experts (kept by --keep-routes)",
         "teacher_log_probs",
         "images, audio and video (samples that have some are skipped)",
         "spec_info, prefix_cache_info and non_generation_time",

@@ -24,11 +24,13 @@ from treepack.ingest.readers import token_fields as tf
 from treepack.ingest.readers.fields import UNTRAINED_PREFIX, ReadOptions, as_number, describe, marked, shown
 from treepack.ingest.readers.format import EVERYTHING, IDS, Format
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.route_fields import kept_routes, read_routes
 from treepack.trajectory import (
     FIRST_TOKEN_NOTE,
     Float64,
     Int32,
     Int64,
+    Routes,
     Skipped,
     Tokens,
     Trajectory,
@@ -84,6 +86,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         return
     advantage, advantages = _advantages(fields, mask, layout)
     logprobs = {name: _per_token(fields, kind, mask, layout) for name, kind in LOGPROBS.items()}
+    routes = kept_routes(record.value, options)
     rounded: dict[str, Any] = {
         name: None if values is None else values.astype(np.float32) for name, values in logprobs.items()
     }
@@ -94,11 +97,20 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         span_weights=weights,
         advantages=advantages,
         **rounded,
+        routes=_routes(routes, layout),
     )
-    used = [name for names in fields.values() for name in names]
+    used = [*(name for names in fields.values() for name in names), *routes]
     item = describe(record, content, used=used, options=options, advantage=advantage, notes=notes)
     temperatures = _per_token(fields, tf.TEMPERATURE, mask, layout)
     yield item if temperatures is None else with_temperatures(item, temperatures)
+
+
+def _routes(fields: dict[str, Any], layout: _FieldLayout) -> Routes | None:
+    """Return the recorded experts of the tokens that are not padding; of several fields, those of the first one."""
+    for name, value in fields.items():
+        where = {"num_tokens": layout.end - layout.start, "start": layout.start, "stored": layout.num_tokens}
+        return read_routes(value, source=layout.source, name=name, **where)
+    return None
 
 
 def _ids(fields: tf.Fields, record: Record) -> tuple[Int32, int | None]:

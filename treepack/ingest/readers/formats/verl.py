@@ -23,6 +23,7 @@ from treepack.ingest.readers.fields import ReadOptions, temperature_of
 from treepack.ingest.readers.format import ANY, COLUMN, EVERYTHING, IDS, Fields, Format, has_fields
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.route_fields import kept_routes
 from treepack.ingest.readers.token_fields import NUMBERS
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
@@ -71,7 +72,7 @@ def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     if any(isinstance(value.get(name), dict) and value[name] for name in MEDIA):
         yield Skipped(record.source, MEDIA_REASON)
         return
-    kept = without(value, DROPPED)
+    kept = without(value, DROPPED) | kept_routes(value, options)
     if isinstance(extra := kept.pop("extra_fields", None), dict):
         kept = {name: field for name, field in without(extra, DROPPED).items() if not _is_empty(field)} | kept
     # `__num_turns__` is the column of a batch, `num_turns` the field of an agent loop.
@@ -113,7 +114,7 @@ FORMAT = Format(
         "token_level_rewards if there are scores (they are the scores minus the KL penalty)",
         "returns if there are advantages",
         "raw_prompt (text of the prompt ids)",
-        "routed_experts",
+        "routed_experts (kept by --keep-routes)",
         "metrics",
         "extra_fields.turn_scores, tool_rewards and reward_extra_info (parts of the score)",
     ),

@@ -1,0 +1,178 @@
+"""Recorded routes are read from every form that programs store, each row at its token."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treepack.errors import TreepackError
+from treepack.ingest.options import BuildOptions
+from treepack.ingest.readers.route_fields import read_routes
+from treepack.trajectory import Routes, Tokens, Trajectory
+from treepack.trie.directory import build_trie_directory
+from treepack.trie.files import read_trie
+from treepack.trie.trie import trajectories_of
+
+ROUTES = np.array([[[3, 1], [0, 2]], [[1, 0], [2, 3]], [[0, 2], [1, 3]], [[2, 3], [0, 1]]])  # of 4 of 5 tokens
+
+
+def npy(rows: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, rows.astype(np.int16))
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def as_object(rows: Any) -> dict[str, Any]:
+    data = base64.b64encode(rows.astype(np.uint8).tobytes()).decode()
+    return {"data": data, "shape": list(rows.shape), "dtype": "uint8", "start": 0}
+
+
+def as_text(rows: Any) -> str:
+    shape = "x".join(map(str, rows.shape))
+    return f"nrlre1:int16:{shape}:{base64.b64encode(rows.astype('<i2').tobytes()).decode()}"
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "lists": lambda rows: rows.tolist(),
+    "array": lambda rows: rows,
+    "parquet": lambda rows: np.array([np.array([*map(np.array, row)], np.object_) for row in rows], np.object_),
+    "npy": npy,
+    "object": as_object,
+    "envelope": as_text,
+}
+
+
+def read(value: Any, *, num_tokens: int = 5, start: int = 0, stored: int | None = None) -> Routes:
+    stored = num_tokens if stored is None else stored
+    return read_routes(value, source="f:1", name="routed_experts", num_tokens=num_tokens, start=start, stored=stored)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_forms_have_the_same_routes_and_no_row_for_the_last_token(form: str) -> None:
+    routes = read(FORMS[form](ROUTES))
+    assert routes.dtype == np.uint8
+    assert routes[:4].tolist() == ROUTES.tolist()
+    assert (routes[4] == 255).all()
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(-1, 300), min_size=3, max_size=3), min_size=1, max_size=6),
+)
+def test_an_entry_counts_if_its_experts_are_all_different_and_none_is_negative(rows: list[list[int]]) -> None:
+    routes = read([[row] for row in rows], num_tokens=len(rows))
+    kind = np.uint8 if max(map(max, rows)) < 255 else np.uint16
+    assert routes.dtype == kind
+    missing = int(np.iinfo(kind).max)
+    for row, got in zip(rows, routes[:, 0].tolist(), strict=True):
+        is_known = min(row) >= 0 and len(set(row)) == 3
+        assert got == (row if is_known else [missing] * 3)
+
+
+def test_rows_of_padding_are_removed() -> None:
+    padded = np.concatenate([np.zeros_like(ROUTES[:2]), ROUTES, np.zeros_like(ROUTES[:3])])
+    assert read(padded, num_tokens=4, start=2, stored=9).tolist() == ROUTES.tolist()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (ROUTES.tolist() * 2, "has 8 rows for 5 tokens"),
+        ([[1, 2], [3, 4]], r"has the shape \[2, 2\]"),
+        ([[[1], [2]], [[3]]], "has the shape"),
+        ([[[0.5]]], "of float64"),
+        ("AAAA", "is text that is no .npy file"),
+        ("?", "is not base64"),
+        ({"data": "AAAA", "shape": [2, 1, 1], "dtype": "int32"}, "3 bytes of int32, which do not fit"),
+        ({"data": "AAAA", "shape": [3, 1, 1], "dtype": "nonsense"}, "do not fit"),
+        ([[[40000]]], "has the expert 40000"),
+    ],
+)
+def test_other_values_are_refused_with_the_record(value: Any, message: str) -> None:
+    with pytest.raises(TreepackError, match=rf"f:1: routed_experts .*{message}|f:1: routed_experts {message}"):
+        read(value)
+
+
+IDS = [5, 6, 7, 8, 9]
+NESTED = ROUTES.tolist()
+PADDED = [[[0, 0], [0, 0]], *NESTED, [[0, 0], [0, 0]]]
+RECORDS: dict[str, dict[str, Any]] = {
+    "tokens": {"input_ids": IDS, "loss_mask": [0, 0, 0, 1, 1], "routed_experts": NESTED},
+    "verl": {"prompt_ids": IDS[:3], "response_ids": IDS[3:], "response_mask": [1, 1], "routed_experts": NESTED},
+    "verl batch": {
+        "prompts": [0, *IDS[:3]],
+        "responses": IDS[3:],
+        "attention_mask": [0, 1, 1, 1, 1, 1],
+        "response_mask": [1, 1],
+        "routed_experts": PADDED,
+    },
+    "prime-rl": {
+        "token_ids": IDS,
+        "mask": [False, False, False, True, True],
+        "logprobs": [0.0, 0, 0, -1, -1],
+        "env_name": "e",
+        "routed_experts": as_object(ROUTES),
+    },
+    "slime": {
+        "tokens": IDS,
+        "response_length": 2,
+        "status": "completed",
+        "loss_mask": [1, 1],
+        "rollout_routed_experts": NESTED,
+    },
+    "skyrl": {
+        "sequences": [[0, *IDS]],
+        "attention_mask": [[0, 1, 1, 1, 1, 1]],
+        "loss_mask": [[1, 1]],
+        "response_mask": [[1, 1]],
+        "rollout_expert_indices": [PADDED],
+    },
+}
+
+
+def built(record: dict[str, Any], folder: Path, **options: Any) -> Trajectory:
+    path = folder / "rollouts.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    build_trie_directory([path], folder / "trie", BuildOptions(**options), overwrite=True)
+    (trajectory,) = trajectories_of(read_trie(folder / "trie"))
+    return trajectory
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_formats_keep_routes_if_they_are_asked_to(name: str, tmp_path: Path) -> None:
+    content = built(RECORDS[name], tmp_path, keep_routes=True).content
+    assert isinstance(content, Tokens)
+    assert content.tokens.tolist() == IDS
+    assert content.routes is not None
+    assert content.routes[:4].tolist() == NESTED
+    assert (content.routes[4] == 255).all()
+    plain = built(RECORDS[name], tmp_path).content
+    assert isinstance(plain, Tokens)
+    assert plain.routes is None
+
+
+def test_rollouts_without_routes_are_refused(tmp_path: Path) -> None:
+    record = {name: value for name, value in RECORDS["tokens"].items() if name != "routed_experts"}
+    with pytest.raises(TreepackError, match="no rollout has recorded routes in routed_experts, "):
+        built(record, tmp_path, keep_routes=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_routes": True, "workers": 2}, "builds the trie in one process"),
+        ({"route_conflicts": "first"}, "is about kept routes"),
+        ({"keep_routes": True, "route_conflicts": "last"}, "expected one of split, first"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TreepackError, match=message):
+        BuildOptions(**options)

@@ -1,0 +1,134 @@
+"""Tries of trajectories with recorded routes: exact where they split, the first routes where they share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.oracle import count_tokens, dict_trie
+from support.recorded_routes import ROWS, routed_trajectories, with_routes
+from support.strategies import make
+from treepack.columns import collect
+from treepack.errors import TreepackError
+from treepack.trajectory import Routes, Tokens, Trajectory, missing_route
+from treepack.trie.build import build_trie, route_costs
+from treepack.trie.check import check_trie
+from treepack.trie.files import read_trie, write_trie
+from treepack.trie.trie import Trie, trajectories_of, unshared
+
+Row = tuple[tuple[int, ...], ...]
+
+
+def sets_of(trajectory: Trajectory) -> list[Row]:
+    """The experts of each token and layer, ascending; an empty set where none was recorded."""
+    content = trajectory.content
+    assert isinstance(content, Tokens)
+    if content.routes is None:
+        return [((), ())] * len(content.tokens)
+    missing = missing_route(content.routes)
+    return [tuple(() if missing in layer else tuple(sorted(layer)) for layer in row) for row in content.routes.tolist()]
+
+
+def by_id(trie: Trie) -> dict[str, list[Row]]:
+    return {each.trajectory_id: sets_of(each) for each in trajectories_of(trie)}
+
+
+@given(routed=routed_trajectories())
+def test_a_split_trie_gives_each_trajectory_its_own_routes(routed: list[Trajectory]) -> None:
+    trie = build_trie(routed)
+    check_trie(trie)
+    assert by_id(trie) == {each.trajectory_id: sets_of(each) for each in routed}
+
+
+@given(routed=routed_trajectories())
+def test_a_split_trie_shares_all_that_has_equal_routes(routed: list[Trajectory]) -> None:
+    numbers: dict[object, int] = {}
+    paths = []
+    for each in routed:
+        assert isinstance(each.content, Tokens)
+        letters = zip(each.content.tokens.tolist(), sets_of(each), strict=True)
+        paths.append([numbers.setdefault(letter, len(numbers)) for letter in letters])
+    expected = count_tokens(dict_trie(paths))
+    assert build_trie(routed).tokens_tree == expected
+    assert route_costs(collect(routed), share="all").tokens_split == expected
+
+
+@given(routed=routed_trajectories())
+def test_a_sharing_trie_takes_the_first_recorded_routes_and_counts_the_others(routed: list[Trajectory]) -> None:
+    trie = build_trie(routed, route_conflicts="first")
+    check_trie(trie)
+    plain = build_trie([with_routes(each, None) for each in routed])
+    assert trie.tokens.tolist() == plain.tokens.tolist()
+    own = {each.trajectory_id: each for each in routed}
+    first: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+    differing = 0
+    for each in trajectories_of(plain):  # the order of the trie
+        assert isinstance(each.content, Tokens)
+        tokens = each.content.tokens.tolist()
+        for at, row in enumerate(sets_of(own[each.trajectory_id])):
+            rows = [
+                (first.setdefault((tuple(tokens[: at + 1]), i), experts), experts)
+                for i, experts in enumerate(row)
+                if experts
+            ]
+            differing += any(a != b for a, b in rows)
+    for each in trajectories_of(trie):
+        assert isinstance(each.content, Tokens)
+        tokens = each.content.tokens.tolist()
+        expected = [tuple(first.get((tuple(tokens[: at + 1]), i), ()) for i in range(2)) for at in range(len(tokens))]
+        assert sets_of(each) == expected
+    costs = route_costs(collect(routed), share="all")
+    assert costs.differing == differing
+    assert costs.tokens_shared == trie.tokens_tree
+    assert costs.recorded == sum(any(map(len, row)) for each in routed for row in sets_of(each))
+
+
+@given(routed=routed_trajectories(), order=st.randoms(use_true_random=False))
+def test_the_order_of_arrival_changes_nothing(routed: list[Trajectory], order: object) -> None:
+    shuffled = [*routed]
+    order.shuffle(shuffled)  # type: ignore[attr-defined]
+    a, b = build_trie(routed), build_trie(shuffled)
+    assert a.tokens.tolist() == b.tokens.tolist()
+    assert a.routes is not None
+    assert b.routes is not None
+    assert a.routes.tobytes() == b.routes.tobytes()
+    assert a.trajectories["trajectory_id"] == b.trajectories["trajectory_id"]
+
+
+@given(routed=routed_trajectories())
+def test_building_again_changes_nothing(routed: list[Trajectory]) -> None:
+    for conflicts in ("split", "first"):
+        trie = build_trie(routed, route_conflicts=conflicts)
+        again = build_trie(trajectories_of(trie))
+        assert again.tokens.tolist() == trie.tokens.tolist()
+        assert by_id(again) == by_id(trie) == by_id(unshared(trie))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_directory_keeps_routes_in_memory_and_in_mapped_files(
+    tmp_path_factory: pytest.TempPathFactory,
+    dtype: type[np.unsignedinteger],
+    data: st.DataObject,
+) -> None:
+    trie = build_trie(data.draw(routed_trajectories(dtype=dtype)))
+    folder: Path = tmp_path_factory.mktemp("trie")
+    write_trie(trie, folder)
+    assert trie.routes is not None
+    for memory in (None, 1):
+        read: Routes | None = read_trie(folder, memory=memory).routes
+        assert read is not None
+        assert read.dtype == trie.routes.dtype == dtype
+        assert read.tolist() == trie.routes.tolist()
+
+
+def test_routes_of_another_model_are_refused() -> None:
+    rows = np.array([ROWS[0]] * 3, np.uint8)
+    a, b = (make(name, [1, 2, 3]) for name in "ab")
+    with pytest.raises(TreepackError, match="1 layers with 2 experts and 2 layers with 2 experts"):
+        build_trie([with_routes(a, rows), with_routes(b, rows[:, :1])])

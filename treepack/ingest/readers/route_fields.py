@@ -1,0 +1,122 @@
+"""Recorded routes of a rollout: the experts that the sampler's routers chose, in every form that programs store.
+
+    [[[3, 7], [0, 2]], ...]                                    lists or an array, [n, layers, k]
+    {"data": bytes or base64, "shape": [n, 2, 2], "dtype": "uint8"}     an object (prime-rl, verifiers)
+    "k05VTVBZ..."                                              base64 of a .npy file (vLLM)
+    "nrlre1:int16:9x2x2:AAEA..."                               base64 with its type and shape (NeMo Gym)
+
+Row i belongs to token i of prompt and response. The last token is never computed by a sampler, and tokens of a tool
+after the last call are not either, so rows may be missing at the end. A negative entry is not recorded, and neither are
+k experts of which two are equal: samplers write zeros at padding and in layers without experts.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.fields import ReadOptions
+from treepack.trajectory import Routes
+
+NAMES = ("routed_experts", "rollout_routed_experts", "rollout_expert_indices")
+_MAGIC = "nrlre1:"
+_FORMS = "expected experts of [tokens, layers, k]: lists, an object with data and shape, or base64 of a .npy file"
+
+
+def kept_routes(value: dict[str, Any], options: ReadOptions) -> dict[str, Any]:
+    """Return the fields of a record that contain routes, none if the caller does not keep them."""
+    return {name: value[name] for name in NAMES if options.keep_routes and value.get(name) is not None}
+
+
+def read_routes(value: Any, *, source: str, name: str, num_tokens: int, start: int, stored: int) -> Routes:
+    """Return the routes of the tokens of a rollout, [num_tokens, layers, k], see `trajectory.missing_route`.
+
+    Args:
+        value: the field.
+        source: the record, in errors.
+        name: the field, in errors.
+        num_tokens: tokens of the rollout, without padding.
+        start: tokens of padding left of them.
+        stored: tokens with padding; `value` has rows for all of them, or for the first tokens of the rollout.
+
+    Raises:
+        TreepackError: another form, another number of rows, or an entry that is no expert.
+    """
+    rows = _decoded(value, source, name)
+    if rows.ndim == 4 and len(rows) == 1:
+        rows = rows[0]
+    if rows.ndim != 3 or rows.dtype.kind not in "iu" or 0 in rows.shape[1:]:
+        raise TreepackError(f"{source}: {name} has the shape {list(rows.shape)} of {rows.dtype}; {_FORMS}")
+    if len(rows) == stored and stored > num_tokens:
+        rows = rows[start : start + num_tokens]
+    if len(rows) > num_tokens:
+        raise TreepackError(
+            f"{source}: {name} has {len(rows)} rows for {num_tokens} tokens; expected at most one per token"
+        )
+    most = np.iinfo(np.int16).max  # torch has no full support of uint16
+    if rows.size and int(rows.max()) > most:
+        raise TreepackError(f"{source}: {name} has the expert {rows.max()}; expected at most {most}")
+    # Rows [3, 3] of equal experts record nothing: sorted neighbours are equal.
+    ordered = np.sort(rows, axis=-1)
+    unknown = (ordered[..., 0] < 0) | (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+    kind = np.uint8 if not rows.size or int(rows.max()) < np.iinfo(np.uint8).max else np.uint16
+    routes = np.full((num_tokens, *rows.shape[1:]), np.iinfo(kind).max, kind)
+    routes[: len(rows)] = np.where(unknown[..., None], np.iinfo(kind).max, rows)
+    return routes
+
+
+def _decoded(value: Any, source: str, name: str) -> NDArray[Any]:
+    """Return the entries of a field; an array of objects, or of another shape, if they are not regular.
+
+    Raises:
+        TreepackError: text or bytes that are in none of the forms.
+    """
+    if isinstance(value, dict) and "data" in value and "shape" in value:
+        kind = str(value.get("dtype") or "int32").removeprefix("torch.").removeprefix("numpy.")
+        return _of_bytes(_bytes(value["data"], source, name), kind, value["shape"], source, name)
+    if isinstance(value, str) and value.startswith(_MAGIC):
+        # "nrlre1:int16:9x2x2:AAEA" -> int16, [9, 2, 2]
+        _, kind, shape, text = (*value.split(":", 3), "", "", "")[:4]
+        sizes = [int(part) for part in shape.split("x") if part.isdecimal()]
+        return _of_bytes(_bytes(text, source, name), kind, sizes, source, name)
+    if isinstance(value, str | bytes):
+        try:
+            return np.asarray(np.load(io.BytesIO(_bytes(value, source, name)), allow_pickle=False))
+        except (ValueError, EOFError, OSError):
+            raise TreepackError(f"{source}: {name} is text that is no .npy file; {_FORMS}") from None
+    try:
+        return np.asarray(_plain(value))
+    except (ValueError, OverflowError):
+        return np.zeros(0, np.object_)
+
+
+def _plain(value: Any) -> Any:
+    # Parquet gives arrays of arrays, whose type is object.
+    if isinstance(value, np.ndarray) and value.dtype == np.object_:
+        return [_plain(part) for part in value]
+    return value
+
+
+def _bytes(value: Any, source: str, name: str) -> bytes:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        raise TreepackError(f"{source}: {name} is not base64; {_FORMS}") from None
+
+
+def _of_bytes(data: bytes, kind: str, shape: Any, source: str, name: str) -> NDArray[Any]:
+    sizes = [int(size) for size in shape] if isinstance(shape, list | tuple | np.ndarray) else []
+    try:
+        return np.frombuffer(data, np.dtype(kind).newbyteorder("<")).reshape(sizes)
+    except (TypeError, ValueError):
+        raise TreepackError(
+            f"{source}: {name} has {len(data)} bytes of {kind}, which do not fit the shape {sizes}; {_FORMS}"
+        ) from None

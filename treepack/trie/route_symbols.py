@@ -1,0 +1,93 @@
+"""Recorded routes and prefixes: tries that split where routes differ, and the routes of tries that do not.
+
+    trajectory 1   a  b  c        routes  1  1  2        split   a b --- c       first   a b c --- d
+    trajectory 2   a  b  c  d     routes  1  1  3  3              |                     routes  1 1 2   3
+                                                                  '---- c d
+
+Two trajectories of one prefix may have been sampled with other experts for it: engines compute the prefix in other
+batches. A trie that splits there gives each trajectory its own routes, so training is exact. Sharing is cheaper: the
+first trajectory with recorded experts, in the order of the trie, gives a token its routes, and the others are counted.
+
+Rows of routes are equal if each layer has the same set of experts; their order changes no result but rounding. A row
+that was not recorded differs from one that was, because its token routes freely.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treepack.trajectory import Int32, Int64, Routes, missing_route
+from treepack.trie.nodes import NodeArrays, paths
+
+
+@dataclass(frozen=True, slots=True)
+class RouteCosts:
+    """What conflicts of recorded routes cost.
+
+    Attributes:
+        layers: recorded layers.
+        experts: experts of each token in a layer.
+        recorded: tokens of trajectories with a recorded expert.
+        differing: those of them whose experts differ from the experts of the first trajectory that shares the token.
+        tokens_shared: tokens of the trie if all equal prefixes are shared.
+        tokens_split: tokens of the trie if it splits where routes differ.
+    """
+
+    layers: int
+    experts: int
+    recorded: int
+    differing: int
+    tokens_shared: int
+    tokens_split: int
+
+    def as_record(self, conflicts: str) -> dict[str, int | str]:
+        """Return the entry of the manifest, for a trie that was built with `conflicts` "split" or "first"."""
+        names = ("layers", "experts", "recorded", "differing", "tokens_shared", "tokens_split")
+        return {"conflicts": conflicts, **{name: getattr(self, name) for name in names}}
+
+
+def route_symbols(tokens: Int32, routes: Routes) -> Int32:
+    """Return a number for each token, equal for equal tokens with equal experts; ascending by token; int32 [N].
+
+    O(N log N) comparisons of rows.
+    """
+    rows = np.sort(routes, axis=-1).reshape(len(tokens), -1).view(np.uint8)
+    # Big-endian bytes compare as the numbers do, so the order of tokens stays.
+    names = np.concatenate([tokens.astype(">i4").view(np.uint8).reshape(-1, 4), rows], axis=1)
+    keys = np.ascontiguousarray(names).view(np.dtype((np.void, names.shape[1]))).reshape(-1)
+    symbols: NDArray[np.int64] = np.unique(keys, return_inverse=True)[1]
+    return symbols.astype(np.int32)
+
+
+def new_positions(offsets: Int64, order: list[int], shared: array[int]) -> Int64:
+    """Return the flat position of each tree token: those that a trajectory does not share with the one before it."""
+    # offsets [0, 4, 9], order [1, 0], shared [0, 3] -> 4 5 6 7 8, 3
+    starts, ends = offsets[:-1][order] + np.array(shared), offsets[1:][order]
+    sizes = ends - starts
+    begins = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    return np.repeat(starts - begins, sizes) + np.arange(sizes.sum())
+
+
+def shared_routes(routes: Routes, offsets: Int64, order: list[int], forest: NodeArrays) -> tuple[Routes, int]:
+    """Return the routes of each tree token, of the first trajectory with recorded experts, and the rows that differ.
+
+    Args:
+        routes: [N_flat, layers, k], of all trajectories in arrival order.
+        offsets: int64 [num_trajectories + 1], of the trajectories in `routes`.
+        order: the order of the trajectories in the trie.
+        forest: the nodes of the trie.
+    """
+    missing = missing_route(routes)
+    tree = np.full((int(forest.node_start[-1]), *routes.shape[1:]), missing, routes.dtype)
+    differing = 0
+    for i, path in zip(order, paths(forest.end_node, forest.node_start, forest.depth), strict=True):
+        own, there = routes[offsets[i] : offsets[i + 1]], tree[path]
+        known = own[..., :1] != missing
+        tree[path] = there = np.where(known & (there[..., :1] == missing), own, there)
+        others = known[..., 0] & (np.sort(own, axis=-1) != np.sort(there, axis=-1)).any(axis=-1)
+        differing += int(others.any(axis=-1).sum())
+    return tree, differing
