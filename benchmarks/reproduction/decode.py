@@ -118,7 +118,7 @@ class DecodeEngine:
         self._uniform = torch.zeros(rows + 1, longest, dtype=torch.float64, device=device)
         self._is_stop = torch.zeros(causal.config.vocab_size, dtype=torch.bool, device=device)
         self._is_stop[list(sampling.stop_token_ids)] = True
-        self._graphs = _Graphs() if device.type == "cuda" else None
+        self.graphs = Graphs() if device.type == "cuda" else None
         self._waiting: list[tuple[Request, asyncio.Future[list[Segment]]]] = []
         self._batch: asyncio.Task[None] | None = None
 
@@ -147,7 +147,7 @@ class DecodeEngine:
 
     async def close(self) -> None:
         """Free the graphs; the buffers are freed with the engine."""
-        self._graphs = None if self._graphs is None else _Graphs()
+        self.graphs = None if self.graphs is None else Graphs()
 
     async def _answer(self) -> None:
         quiet, num_waiting = 0, 0
@@ -198,8 +198,8 @@ class DecodeEngine:
             )
 
     def _decode_rows(self, rows: list[tuple[Request, int]]) -> list[Segment]:
-        if self._graphs is not None:
-            self._graphs.forget_moved(self._causal)
+        if self.graphs is not None:
+            self.graphs.forget_moved(self._causal)
         self._fill(rows)
         self._prefill([request.ids for request, _ in rows])
         longest = max(len(request.ids) for request, _ in rows)
@@ -273,10 +273,10 @@ class DecodeEngine:
 
     def _step(self, size: int, cache_size: int) -> None:
         rows, cache = self._rows.first(size), self._cache[:, :, :size, :, :cache_size]
-        if self._graphs is None:
+        if self.graphs is None:
             self._sample(rows, cache)
         else:
-            self._graphs.run((size, cache_size), lambda: self._sample(rows, cache), rows.parts())
+            self.graphs.run((size, cache_size), lambda: self._sample(rows, cache), rows.parts())
 
     def _sample(self, rows: _Rows, cache: Tensor) -> None:
         """Sample one token for each row that is alive; every tensor keeps its address and its shape."""
@@ -320,16 +320,16 @@ class DecodeEngine:
 
     def _bucket(self, num: int) -> int:
         """Return the number of rows that a step computes for `num` rows: a power of two on a GPU."""
-        if self._graphs is None:
+        if self.graphs is None:
             return num
         return min(max(32, 1 << (num - 1).bit_length()), self._max_rows)
 
 
 @dataclass(slots=True)
-class _Graphs:
+class Graphs:
     """CUDA graphs of steps by (rows, size of the cache), for weights at `addresses`."""
 
-    graphs: dict[tuple[int, int], Any] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     addresses: tuple[int, ...] = ()
 
     def forget_moved(self, causal: Any) -> None:
@@ -343,20 +343,27 @@ class _Graphs:
         """Run `step`, which changes `state` in place, as a graph."""
         if key not in self.graphs:
             before = [part.clone() for part in state]
-            # The first run chooses kernels and allocates their memory. It changes the state, and keys and outputs that
-            # the graph writes again.
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                step()
-            torch.cuda.current_stream().wait_stream(stream)
+            self.rehearse(step)
+            # The rehearsal has also written keys and outputs, which the graph writes again.
             for part, value in zip(state, before, strict=True):
                 part.copy_(value)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-            self.graphs[key] = graph
-        self.graphs[key].replay()
+            self.graphs[key] = self.capture(step)
+        self.graphs[key]()
+
+    def rehearse(self, step: Callable[[], None]) -> None:
+        """Run a step beside the stream: the first run chooses kernels and allocates their memory."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that repeats a step; the step itself does not run."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return graph.replay
 
 
 def quantile_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:

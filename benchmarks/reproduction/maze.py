@@ -49,7 +49,7 @@ class Dial:
 
     walls: float = 0.15
     pits: float = 0.12
-    noise: float = 0.3
+    noise: float = 0.5
     longest: int = 16
 
 

@@ -5,7 +5,8 @@
 
 The level of a prompt is the number of its operations, 2 .. 12. Traces of the warm-up have a wrong result in each line
 with a probability `error` and continue with it, so a policy that imitates them solves a prompt of level n with about
-(1 - error)^n: easy and hopeless prompts in one pool, and outcomes that are decided in the middle.
+(1 - error)^n, 0.30 on average over all levels: easy and hopeless prompts in one pool, and outcomes that are decided in
+the middle.
 The reward is 1 if the response ends with the right answer and the stop token, else 0.
 """
 
@@ -37,7 +38,7 @@ class Dial:
 
     modulus: int = 97
     largest: int = 9
-    error: float = 0.12
+    error: float = 0.18
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Task:
     Attributes:
         name: "steps" or "maze".
         dial: difficulty of all prompts besides their level.
-        levels: all levels of its prompts, ascending.
+        levels: levels of its prompts.
         sampling: temperature 1, and the tokens that end a turn.
         max_tokens: maximum number of tokens after the prompt, observations included.
         max_turns: maximum number of turns of the policy.
@@ -65,11 +65,16 @@ class Task:
         return independent(width=width, max_tokens=self.max_tokens)
 
 
-def make_task(name: str, **dial: float) -> Task:
-    """Return a task. `dial` are fields of `steps.Dial` or `maze.Dial`; the others have their defaults.
+def make_task(name: str, *, levels: Sequence[int] | None = None, **dial: float) -> Task:
+    """Return a task.
+
+    Args:
+        name: "steps" or "maze".
+        levels: levels of its prompts; None for all.
+        dial: fields of `steps.Dial` or `maze.Dial`; the others have their defaults.
 
     Raises:
-        TreepackError: there is no such task or field.
+        TreepackError: there is no such task, level or field.
     """
     if name not in TASKS:
         raise TreepackError(f"task is {name!r}; expected one of {', '.join(TASKS)}")
@@ -77,17 +82,20 @@ def make_task(name: str, **dial: float) -> Task:
     known = [each.name for each in fields(module.Dial)]
     for unknown in dial.keys() - known:
         raise TreepackError(f"the dial of {name} has no {unknown}; it has {', '.join(known)}")
+    chosen = tuple(module.LEVELS if levels is None else levels)
+    if not chosen or not set(chosen) <= set(module.LEVELS):
+        raise TreepackError(f"levels are {list(chosen)}; expected some of {list(module.LEVELS)}")
     setting = module.Dial(**dial)
     return Task(
         name=name,
         dial=setting,
-        levels=tuple(module.LEVELS),
+        levels=chosen,
         sampling=Sampling(stop_token_ids=(STOP,) if name == "steps" else maze.STOP_TOKENS),
         max_tokens=module.MAX_TOKENS,
         max_turns=1 if name == "steps" else maze.MAX_TURNS,
-        queries=partial(module.queries, dial=setting),
+        queries=partial(module.queries, dial=setting, levels=chosen),
         start=steps.start if name == "steps" else partial(maze.start, dial=setting),
-        examples=partial(module.examples, dial=setting),
+        examples=partial(module.examples, dial=setting, levels=chosen),
     )
 
 

@@ -1,13 +1,17 @@
 """Train a policy from scratch on traces of a task, until it solves a wanted share of the prompts.
 
-    python benchmarks/reproduction/warm_up.py --task steps --out FOLDER [--wanted 0.3] [--shape small] [--device cuda]
-                                              [--seed 0] [--max-steps 4000] [--batch 256] [--set error=0.12 ...]
+    python benchmarks/reproduction/warm_up.py --task steps --out FOLDER [--wanted 0.28] [--shape small] [--device cuda]
+                                              [--seed 0] [--max-steps 4000] [--batch 256] [--set error=0.18 ...]
 
 The folder gets the policy, and warm_up.json with the dial, the training steps, and the pass rate of each level. The
 pass rates are printed as a table. Every `--every` steps the policy answers new prompts, and the training stops when the
 mean over the levels is the wanted one or more.
 
-On a CPU:  --shape tiny --batch 64 --set modulus=23
+A policy that imitates the traces perfectly solves 0.30 of the chains, as `error` of their dial says.
+
+On a CPU, one or two minutes of one core each:
+    --task steps --shape tiny --rate 3e-3 --batch 32 --levels 2 3 4 5 6 --set modulus=11
+    --task maze --shape tiny --rate 3e-3 --batch 32 --levels 5
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--wanted", type=float, default=0.3)
+    parser.add_argument("--wanted", type=float, default=0.28)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -47,6 +51,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--levels", type=int, nargs="*", help="levels to train; all by default")
     parser.add_argument("--prompts", type=int, default=512, help="prompts of an evaluation")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=NUMBER", help="fields of the task's dial")
     options = parser.parse_args()
@@ -60,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     """Train and save; see `main`."""
     if options.out.exists():
         raise TreepackError(f"{options.out}: exists; give a new folder")
-    task = make_task(options.task, **parse_dial(options.set))
+    task = make_task(options.task, levels=options.levels, **parse_dial(options.set))
     model = make_policy(options.shape, seed=options.seed).to(options.device)
     begin = time.monotonic()
     engine = DecodeEngine(model, task.sampling, rows=2048 if options.device != "cpu" else 512)
@@ -78,6 +83,7 @@ def run(options: argparse.Namespace) -> None:
     record = {
         "task": task.name,
         "dial": {name: getattr(task.dial, name) for name in task.dial.__slots__},
+        "levels": task.levels,
         "shape": options.shape,
         "seed": options.seed,
         "steps": steps,
@@ -115,7 +121,7 @@ def load_task(folder: Path) -> Task:
     if not path.exists():
         raise TreepackError(f"{path}: there is no such file; write the policy with warm_up.py")
     record = json.loads(path.read_text())
-    return make_task(record["task"], **record["dial"])
+    return make_task(record["task"], levels=record["levels"], **record["dial"])
 
 
 def train(model: Any, task: Task, options: argparse.Namespace) -> Iterator[int]:

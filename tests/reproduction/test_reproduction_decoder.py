@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decode import DecodeEngine, Request, quantile_tokens, uniform_numbers
+from decode import DecodeEngine, Graphs, Request, quantile_tokens, uniform_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy import make_policy
@@ -70,7 +70,7 @@ REQUESTS = st.lists(
 
 
 @given(REQUESTS, st.sampled_from([0.5, 1.0, 2.0]))
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_every_continuation_is_that_of_the_models_own_forward_pass(requests: list[Request], temperature: float) -> None:
     sampler = engine(temperature=temperature)
     for request, segments in zip(requests, sampler.decode(requests), strict=True):
@@ -78,13 +78,51 @@ def test_every_continuation_is_that_of_the_models_own_forward_pass(requests: lis
 
 
 @given(REQUESTS)
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_a_continuation_is_the_same_alone_and_in_a_batch(requests: list[Request]) -> None:
     together, alone = engine(), engine()
     for request, segments in zip(requests, together.decode(requests), strict=True):
         (expected,) = alone.decode([request])
         assert [each.tokens.tolist() for each in segments] == [each.tokens.tolist() for each in expected]
         assert [each.finish for each in segments] == [each.finish for each in expected]
+
+
+class Rehearsed(Graphs):
+    """Graphs for a CPU: all that happens around CUDA's own part, with steps that run at once."""
+
+    def rehearse(self, step: Callable[[], None]) -> None:
+        step()
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        return step
+
+
+@given(REQUESTS)
+@settings(max_examples=6)
+def test_rows_in_buckets_and_rehearsals_before_graphs_change_nothing(requests: list[Request]) -> None:
+    sampler, plain = engine(rows=64), engine()
+    sampler.graphs = Rehearsed()
+    for segments, expected in zip(sampler.decode(requests), plain.decode(requests), strict=True):
+        for one, other in zip(segments, expected, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert one.logprobs is not None
+            assert other.logprobs is not None
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+    assert all(size in (32, 64) and width in (64,) for size, width in sampler.graphs.graphs)
+
+
+def test_graphs_of_weights_that_moved_in_memory_are_dropped() -> None:
+    model = make_policy("test", seed=4)
+    sampler = engine(model)
+    sampler.graphs = Rehearsed()
+    request = Request(np.array([5, 6], np.int32), 2, 10, 1)
+    sampler.decode([request])
+    before = dict(sampler.graphs.graphs)
+    sampler.decode([request])
+    assert sampler.graphs.graphs == before
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    sampler.decode([request])
+    assert all(sampler.graphs.graphs[key] is not before[key] for key in before)
 
 
 def test_a_model_of_llamas_shape_is_decoded_too() -> None:

@@ -177,6 +177,8 @@ def test_a_dial_without_the_field_and_an_unknown_task_are_refused() -> None:
         make_task("maze", error=0.1)
     with pytest.raises(TreepackError, match="expected one of steps, maze"):
         make_task("chess")
+    with pytest.raises(TreepackError, match=r"levels are \[1, 2\]; expected some of \[2, 3"):
+        make_task("steps", levels=[1, 2])
 
 
 def test_a_prefix_of_a_chain_is_scored_with_the_part_of_the_answer_that_it_contains() -> None:
