@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 
 from support.byte_tokenizer import PLAIN, SPECIAL, save
+from support.paths import SAMPLE_DATA
 from treepack.errors import TreepackError
 from treepack.ingest import encoder as encoder_module
 from treepack.ingest.encoder import Encoder
@@ -30,6 +31,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TreepackError, match=f"{tmp_path}: contains no tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_model_without_a_tokenizer_has_none(tmp_path: Path) -> None:
+    # transformers makes one of the type of the model, which has special tokens only.
+    (tmp_path / "config.json").write_text((SAMPLE_DATA / "tiny-qwen3.json").read_text())
     with pytest.raises(TreepackError, match=f"{tmp_path}: contains no tokenizer"):
         load_tokenizer(str(tmp_path))
 

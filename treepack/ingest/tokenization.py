@@ -69,6 +69,9 @@ def load_tokenizer(name: str, *, download: bool = True) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not download or is_offline(name))
         except Exception as error:  # whatever a damaged folder makes foreign code raise
             raise load_fault(name, error, kind="tokenizer", files=_TOKENIZER_FILES) from error
+    # From a folder with a model alone, transformers makes a tokenizer of special tokens, which encodes text to nothing.
+    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
+        raise load_fault(name, ValueError("it has no tokens"), kind="tokenizer", files=_TOKENIZER_FILES)
     if not tokenizer.is_fast:
         raise TreepackError(
             f"{name}: has only a slow tokenizer; save it as tokenizer.json, the format of fast tokenizers"
