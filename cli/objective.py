@@ -27,8 +27,9 @@ _OPTIONS = [
     click.option("--dual-clip", type=click.FloatRange(min=1), help="Maximum ratio if the advantage is negative."),
     click.option(
         "--denominator",
-        type=click.Choice(["token", "trajectory", "group", "global"]),
-        help="Unit that has equal weight in a step; global divides by trajectories times --response-length.",
+        type=click.Choice(["token", "trajectory", "group", "global", "edge"]),
+        help="Unit that has equal weight in a step; global divides by trajectories times --response-length, and edge "
+        "is the objective of TreeRPO, for advantages with --edges.",
     ),
     click.option("--response-length", type=click.IntRange(min=1), help="Constant of --denominator global."),
     click.option("--kl", type=_NOT_NEGATIVE, help="Coefficient of the KL divergence from the reference."),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import strategies
@@ -61,6 +61,7 @@ def content_of(item: Trajectory) -> Tokens:
     return item.content
 
 
+@settings(max_examples=12)  # every example writes files
 @given(credited(), st.integers(9, 40))
 def test_every_term_has_the_values_of_its_token(
     tmp_path_factory: pytest.TempPathFactory, rollouts: list[Trajectory], capacity: int

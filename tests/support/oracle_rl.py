@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 EPSILON = 1e-6
 Node = tuple[Hashable, ...]
@@ -240,3 +241,24 @@ def gae(
     deltas = [r + gamma * later - now for r, later, now in zip(rewards, following, values, strict=True)]
     advantages = [sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(values))) for i in range(len(values))]
     return advantages, [a + now for a, now in zip(advantages, values, strict=True)]
+
+
+def edges(rollouts: list[Rollout], trained: list[list[int]]) -> list[list[tuple[int, int]]]:
+    """The terms (rollout, trained position) of each edge of the sampled trees that has a sibling, in some order.
+
+    Segments without a sibling continue the edge above them. Those of a chain that begins at a root are no edge.
+    """
+    lines: list[list[Node]] = [[*path, (*path[-1], "leaf", i)] for i, path in enumerate(paths(rollouts))]
+    parents = {node: up for line in lines for up, node in pairwise(line)}
+    children: dict[Node, set[Node]] = defaultdict(set)
+    for node, up in parents.items():
+        children[up].add(node)
+    terms: dict[Node, list[tuple[int, int]]] = defaultdict(list)
+    for i, line in enumerate(lines):
+        for position in trained[i]:
+            node = line[sum(cut <= position for cut in rollouts[i].cuts)]
+            while node in parents and len(children[parents[node]]) == 1:
+                node = parents[node]
+            if node in parents:
+                terms[node].append((i, position))
+    return list(terms.values())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import strategies
@@ -52,6 +52,7 @@ def copied(trie: Trie, folder: Path) -> Path:
     return out
 
 
+@settings(max_examples=8)  # every example writes files
 @given(strategies.trajectories())
 def test_a_copy_gives_the_values_back_and_the_rest_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, rollouts: list[Trajectory]

@@ -35,6 +35,7 @@ _REMEDIES = {
     "--importance-cap",
     "term_old_logprob": "write all of them with `treepack logprobs --column old`",
     "term_ref_logprob": "write them with `treepack logprobs --column ref`",
+    "term_edge_factor": "write them with `treepack advantages --estimator treerpo --edges` and pack again",
     "term_return": "run `treepack critic`, then `treepack advantages --estimator gae`, and pack again",
     "term_old_value": "compute all of them with `treepack advantages --estimator gae`, or give --value-clip 0",
 }
@@ -47,7 +48,8 @@ class TrajectoryTable:
     Attributes:
         first: int64 [num_rows + 1]; the trajectories of row r are first[r] .. first[r + 1] - 1.
         group: int64 [K], equal for trajectories of the same training step and group.
-        weight: float64 [K], the sum of the weights of a trajectory's terms.
+        weight: float64 [K], the sum of the weights of a trajectory's terms; for the denominator edge, the weights are
+            multiplied by the factors of edges.
         pairs: int64 [num_rows], the number of pairs that dpo compares within each row; None for other losses.
     """
 
@@ -105,6 +107,11 @@ def _check_source(dataset: PackedDataset, objective: Objective) -> None:
             f"{dataset.path}: was packed with --normalize {normalize}, and the denominator {objective.denominator} "
             "would normalise its weights again; pack with --normalize token"
         )
+    if objective.denominator == "edge" and dataset.manifest["options"]["semantics"] == "once":
+        raise TreepackError(
+            f"{dataset.path}: was packed with --semantics once, which divides the weights of shared tokens already, as "
+            "the denominator edge does; pack with --semantics branch"
+        )
 
 
 def _optional_columns(objective: Objective) -> tuple[str, ...]:
@@ -134,12 +141,10 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
     Raises:
         TreepackError: for dpo, if there is no pair, or if the trajectories of a pair are in two rows.
     """
-    reads_rewards = objective.loss == "dpo"
-    name = "trajectories-rewards" if reads_rewards else "trajectories"
-    tables = [
-        source.once_per_machine(name, functools.partial(_trajectories, source, reads_rewards=reads_rewards))
-        for source in sources_of(dataset)
-    ]
+    reads_rewards, reads_edges = objective.loss == "dpo", objective.denominator == "edge"
+    name = "trajectories-rewards" if reads_rewards else "trajectories-edges" if reads_edges else "trajectories"
+    read = functools.partial(_trajectories, reads_rewards=reads_rewards, reads_edges=reads_edges)
+    tables = [source.once_per_machine(name, functools.partial(read, source)) for source in sources_of(dataset)]
     counts = [np.bincount(table["row"], minlength=len(s)) for table, s in zip(tables, sources_of(dataset), strict=True)]
     # counts [2, 1, 3] -> first [0, 2, 3, 6] -> row of each trajectory [0, 0, 1, 2, 2, 2]
     first = np.cumsum(np.concatenate([[0], *counts]))
@@ -165,11 +170,15 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
     return TrajectoryTable(first, group, weight, pairs)
 
 
-def _trajectories(source: PackedDataset, *, reads_rewards: bool) -> pa.Table:
-    """Return the columns `row`, `group`, `weight` and, if `reads_rewards`, `reward` of the trajectories of all rows."""
+def _trajectories(source: PackedDataset, *, reads_rewards: bool, reads_edges: bool) -> pa.Table:
+    """Return the columns `row`, `group`, `weight` and, if `reads_rewards`, `reward` of the trajectories of all rows.
+
+    With `reads_edges`, the weights of terms are multiplied by their factors of edges.
+    """
     columns = ["trajectory_groups", "term_trajectory", "term_weight"]
+    columns += ["trajectory_rewards"] * reads_rewards + ["term_edge_factor"] * reads_edges
     counts, names, weights, rewards = [np.zeros(0, np.int64)], [], [np.zeros(0)], [np.zeros(0)]
-    for table in source.tables([*columns, "trajectory_rewards"] if reads_rewards else columns):
+    for table in source.tables(columns):
         sizes = _list_lengths(table["trajectory_groups"])  # trajectories of each row of the row group
         # term_trajectory counts within its row; owner counts within the row group. Rows of 2 and 1 trajectories with
         # the terms [0, 1, 1] and [0]: repeat([0, 2], [3, 1]) + [0, 1, 1, 0] = [0, 1, 1, 2]
@@ -177,7 +186,10 @@ def _trajectories(source: PackedDataset, *, reads_rewards: bool) -> pa.Table:
             table["term_trajectory"]
         )
         counts.append(sizes)
-        weights.append(np.bincount(owner, _list_values(table["term_weight"]), sizes.sum()).astype(np.float64))
+        of_terms = _list_values(table["term_weight"])
+        if reads_edges:
+            of_terms = of_terms * _list_values(table["term_edge_factor"])
+        weights.append(np.bincount(owner, of_terms, sizes.sum()).astype(np.float64))
         names += compute.list_flatten(table["trajectory_groups"]).to_pylist()
         if reads_rewards:
             rewards.append(_list_values(table["trajectory_rewards"]))
@@ -247,7 +259,7 @@ def step_factors(table: TrajectoryTable, rows: list[int], objective: Objective) 
     weight = table.weight[every]
     # max(1, ...) avoids a division by 0 in a step whose trajectories all have weight 0; f has no effect there.
     num = max(1, int((weight > 0).sum()))
-    if objective.denominator == "token":
+    if objective.denominator in ("token", "edge"):
         sums = np.full(len(every), weight.sum())
     elif objective.denominator == "trajectory":
         sums = weight * num

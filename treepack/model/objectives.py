@@ -16,6 +16,8 @@ term_weight):
     trajectory   f_i = 1 / (N W_i)     W_i = sum_(t of i) w_t     each of the N trajectories counts the same
     group        f_i = 1 / (G W_g)     W_g = sum_(i of g) W_i     each of the G groups counts the same
     global       f_i = 1 / (N response_length)                    a constant per trajectory, as in Dr. GRPO
+    edge         as token, with e_t w_t in place of w_t           each edge of a sampled tree counts the same: TreeRPO
+                 (e_t: column term_edge_factor)                   (TRACE, 2606.11119, eq. 47; `rl.advantages.edges`)
 
 With r_t = exp(logp_t - old_t), A_t the advantage, sg() no gradient, and clip(r) = min(max(r, 1 - low), 1 + high):
 
@@ -49,7 +51,7 @@ data.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,7 +65,7 @@ from treepack.model.term_slices import TERM_CHUNK, term_slices
 from treepack.model.value_loss import VALUE_SUMS, explained, value_loss
 
 LOSSES = ("sft", "grpo", "ppo", "gspo", "cispo", "dpo", "value")
-DENOMINATORS = ("token", "trajectory", "group", "global")
+DENOMINATORS = ("token", "trajectory", "group", "global", "edge")
 ESTIMATORS = ("k1", "k2", "k3")
 
 GREEDY = ", because a greedy sampler has no probabilities whose ratios could be trained"
@@ -101,6 +103,7 @@ _TERM_REMEDIES = {
     "term_ref_logprob": ("ref_logprob", "run `treepack logprobs --column ref`"),
     "term_sampling_logprob": ("sampling_logprob", "record the sampler's log-probabilities, or use no importance_cap"),
     "trajectory_rewards": ("reward", "give every rollout a reward and pack them again"),
+    "term_edge_factor": ("edge_factor", "run `treepack advantages --estimator treerpo --edges` and pack again"),
     "term_return": ("returns", "run `treepack critic`, then `treepack advantages --estimator gae`, and pack again"),
 }
 
@@ -182,6 +185,7 @@ class Objective:
             "term_ref_logprob": self.is_policy and self.kl > 0,
             "term_sampling_logprob": self.is_policy and self.importance_cap is not None,
             "term_return": self.has_values,
+            "term_edge_factor": self.denominator == "edge",
         }
         return tuple(name for name, is_required in required.items() if is_required)
 
@@ -241,6 +245,8 @@ def objective_loss(
     """
     assert objective.loss != "sft", "sft is loss.weighted_nll"
     _check_terms(terms, objective)
+    if objective.denominator == "edge" and terms.edge_factor is not None:
+        terms = replace(terms, weight=terms.weight * terms.edge_factor)
     if objective.loss == "value":
         assert values is not None, "the loss value needs values"
         loss, sums = value_loss(values, terms, factors, clip=objective.value_clip, chunk=chunk)

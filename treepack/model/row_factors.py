@@ -66,5 +66,8 @@ def _trajectory_weights(row: Row, objective: Objective) -> Float64:
                 "needs; give every trajectory a value, or leave it out of the trie"
             )
     assert row.terms is not None
-    sums = np.bincount(row.terms.trajectory, row.terms.weight, len(row.trajectory_groups))
+    weight = row.terms.weight
+    if objective.denominator == "edge" and row.terms.edge_factor is not None:
+        weight = weight * row.terms.edge_factor
+    sums = np.bincount(row.terms.trajectory, weight, len(row.trajectory_groups))
     return sums.astype(np.float64, copy=False)

@@ -6,8 +6,8 @@
                 |         '- [9 9]   b       a's tokens 4 5 have 1/4 each, and b's too; 8 has 1, 9 9 and 6 6 have 1/2
                 '- [6 6]             c
 
-TreeRPO's objective (TRACE, equation 47) is a mean over the edges that sibling comparisons use, of the mean over the
-tokens of an edge, and each edge counts once:
+TreeRPO's objective (TRACE, arXiv 2606.11119, equation 47) is a mean over the edges that sibling comparisons use, of the
+mean over the tokens of an edge, and each edge counts once:
 
     J = 1/|E| sum_(p, c) in E  1/|o_c| sum_t  (clipped surrogate of token t of o_c, minus beta KL)
 
