@@ -7,6 +7,7 @@
     wide-256k, wide-1m    a trunk of 24,576 tokens and leaves of 8,192, of which the longest sequence has 32,768;
                   262,144 and 1,048,576 tokens in total
     long-200k, long-350k  a sequence of 200,000 or 350,000 tokens, with 8 short leaves that hang on it
+    short         8 sequences of 4,096 tokens, to compile
     tiny          a small tree for a dry run
 
 Rows are cut by the planner's own parts, contiguous rows improved by ruin and recreate and then merged, without Arrow,
@@ -105,6 +106,7 @@ WORKLOADS: dict[str, Callable[[str], Workload]] = {
     "wide-1m": lambda name: star(name, 24_576, 125, 8192),
     "long-200k": lambda name: comb(name, 200_000, 8, 512),
     "long-350k": lambda name: comb(name, 350_000, 8, 512),
+    "short": lambda name: random_forks(name, 8, 4096),
     "tiny": lambda name: random_forks(name, 5, 40),
 }
 

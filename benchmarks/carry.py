@@ -324,13 +324,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def warm_up(bench: Bench, ways: list[Way]) -> None:
-    """Compile the layers for every way, on a small tree, and pin the pages of offloaded rows."""
-    rows = whole_rows("tiny", bench.loaded.causal.config.vocab_size)
+    """Compile the layers for every way, on a short tree, and pin the pages of offloaded rows."""
+    rows = whole_rows("short", bench.loaded.causal.config.vocab_size)
+    # Pieces that push, run and pop, and the same tree as a whole.
+    limit = rows[0].num_tokens // 4
     for way in ways:
         if way.offload is not None:  # a run pins its pages once, for all steps
             longest = max(row.num_tokens for row in way.rows)
             way.offload.pages.reserve(host_pages(bench.loaded, longest, recomputed=way.recomputed, lower=True))
-        carry = None if way.carry is None else CarryOptions(256, autocast=way.carry.autocast)
+        carry = None if way.carry is None else CarryOptions(limit, autocast=way.carry.autocast)
         step(bench, Way(way.name, rows, way.recomputed, way.offload, carry))
 
 
