@@ -55,6 +55,13 @@ _score_options = option_group(
             "row; auto is 8192, and off runs every row as a whole.",
         ),
         click.option(
+            "--routes",
+            type=click.Choice(["replay", "ignore"]),
+            default="replay",
+            show_default=True,
+            help="As in treepack train.",
+        ),
+        click.option(
             "--dtype",
             type=click.Choice(["auto", "fp32", "bf16"]),
             default="auto",

@@ -38,7 +38,7 @@ def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) 
 _SECTIONS = {
     "Data, model and output": "mix blocks model init-from out overwrite resume cache cache-size",
     "Loss": "loss clip-low clip-high dual-clip denominator response-length kl kl-estimator entropy importance-cap "
-    "temperature beta value-coef value-clip router-aux",
+    "temperature beta value-coef value-clip router-aux routes",
     "Optimiser": "steps epochs rows-per-step lr min-lr-ratio warmup-steps weight-decay clip optimizer seed",
     "LoRA": "lora-rank lora-alpha lora-targets lora-dropout quantize merge",
     "Held-out rows": "eval eval-every patience",
@@ -101,6 +101,13 @@ _SECTIONS = {
     show_default=True,
     metavar="COEF",
     help="Coefficient of the load-balancing loss of a mixture's routers, with --loss sft; 0 leaves it out.",
+)
+@click.option(
+    "--routes",
+    type=click.Choice(["replay", "ignore"]),
+    default="replay",
+    show_default=True,
+    help="replay: send each token to the experts that the sampler chose, if build-trie kept them; ignore: do not.",
 )
 @lora_options
 @click.option(
@@ -174,6 +181,7 @@ def train(
     optimiser: OptimiserOptions,
     optimizer: str,
     router_aux: float,
+    routes: str,
     lora: LoraOptions | None,
     dtype: str,
     compiled: bool,
@@ -210,6 +218,7 @@ def train(
         **asdict(optimiser),
         optimizer=optimizer,
         router_aux=router_aux,
+        routes=routes,
         lora=lora,
         dtype=dtype,
         compile=compiled,

@@ -24,6 +24,8 @@ T = IDS.shape[1]
 class Watch(TorchFunctionMode):
     """Keep the experts of the last choice in the block."""
 
+    hides_choices = False
+
     def __init__(self, choices: dict[int, Tensor], number: int) -> None:
         super().__init__()
         self.choices, self.number = choices, number

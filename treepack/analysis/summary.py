@@ -43,12 +43,12 @@ def summary_of_routes(routes: Mapping[str, Any]) -> str:
     recorded, differing = quantity(routes["recorded"], "token"), quantity(routes["differing"], "token")
     added = routes["tokens_split"] - routes["tokens_shared"]
     text = (
-        f"routes of {routes['layers']} layers with {routes['experts']} experts, recorded for {recorded}; {differing} "
-        "of a shared prefix have other experts than its first trajectory"
+        f"routes of {routes['layers']} layers with {routes['experts']} experts, recorded for {recorded}, with "
+        f"conflicts in {differing} of shared prefixes"
     )
     if routes["conflicts"] == "split":
-        return f"{text}, and the trie splits there, which adds {quantity(added, 'token')}"
-    return f"{text} and take those, which saves {quantity(added, 'token')}"
+        return f"{text}; the trie splits there, which adds {quantity(added, 'token')}"
+    return f"{text}; the first trajectory counts there, which saves {quantity(added, 'token')}"
 
 
 def summary(conversations: Conversations | None, totals: Mapping[str, Any]) -> str:

@@ -305,4 +305,5 @@ def _chain(batch: Batch, size: int) -> Batch:
         num_tokens=size,
         terms=None,
         schedule=None,
+        routes=None,
     )

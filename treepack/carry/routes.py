@@ -92,6 +92,8 @@ def _no_second_run(router: nn.Module, recorded: dict[nn.Module, list[Tensor]]) -
 class _Record(TorchFunctionMode):
     """Append the indices of each choice in the block to a list."""
 
+    hides_choices = False
+
     def __init__(self, choices: list[Tensor]) -> None:
         super().__init__()
         self._choices = choices
@@ -110,6 +112,8 @@ class _Record(TorchFunctionMode):
 
 class _Repeat(TorchFunctionMode):
     """Replace each choice in the block by the recorded one."""
+
+    hides_choices = True
 
     def __init__(self, choices: list[Tensor]) -> None:
         super().__init__()

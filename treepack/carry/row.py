@@ -32,6 +32,7 @@ from treepack.model.first_batch import check_positions
 from treepack.model.forward import hidden_states
 from treepack.model.layers import recomputes
 from treepack.model.loaded import LoadedModel
+from treepack.model.replay import check_routes
 from treepack.model.text_half import check_text
 from treepack.trajectory import Int32, Int64
 
@@ -106,6 +107,7 @@ class CarriedRow:
             position_ids=batch.position_ids[tokens].clone(),
             subtree_end=ends.to(loaded.device),
             schedule=schedules,
+            routes=None if batch.routes is None else batch.routes[tokens],
         )
         return PieceRow(each.begin, each.end, piece, {"tree_pass": TreePass(self._kept(each), self.stack)})
 
@@ -137,6 +139,8 @@ def open_row(
     check_carry(loaded)
     check_positions(batch.position_ids, loaded.causal, loaded.source)
     check_text(loaded.causal, batch.input_ids, loaded.source)
+    if batch.routes is not None:
+        check_routes(loaded.causal, loaded.source, batch.routes)
     return CarriedRow(loaded, batch, limit, memory, with_gradients=with_gradients)
 
 

@@ -29,6 +29,7 @@ from treepack.model.layers import find_decoder, recomputes
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK, filled_temperature
 from treepack.model.objectives import Objective, objective_loss
+from treepack.model.replay import check_routes, use_routes
 from treepack.model.text_half import check_text
 from treepack.model.value_head import ValueHead
 
@@ -37,10 +38,13 @@ def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
     """Return the row on the model's device, with the schedules of the model's attention.
 
     Raises:
-        TreepackError: if the model cannot compute positions of the row exactly, or has no vision tower for its images.
+        TreepackError: if the model cannot compute positions of the row exactly, has no vision tower for its images, or
+            cannot replay its recorded routes.
     """
     check_positions(batch.position_ids, loaded.causal, loaded.source)
     check_text(loaded.causal, batch.input_ids, loaded.source)
+    if batch.routes is not None:
+        check_routes(loaded.causal, loaded.source, batch.routes)
     # Before the move: from a tensor on the CPU the schedule is computed without waiting for the GPU.
     schedules = Schedules(batch.subtree_end, device=loaded.device, varlen=loaded.varlen)
     for kind in set(loaded.kinds):
@@ -78,6 +82,7 @@ def _call(loaded: LoadedModel, batch: Batch, module: Any, options: dict[str, Any
     check_dropout(loaded.model)
     if batch.schedule is None:
         batch = prepare_batch(loaded, batch)
+    use_routes(loaded.causal, loaded.source, batch.routes)
     try:
         # [None]: transformers expects a batch dimension, [T] -> [1, T]
         return module(

@@ -131,16 +131,15 @@ def _pass(loaded: LoadedModel, row: Batch, recomputed: int, lower: bool, meter: 
 
 
 def first_tokens(batch: Batch, count: int) -> Batch:
-    """Return a row of the first `count` tokens of a row, without terms; a row may be cut anywhere."""
+    """Return a row of the first `count` tokens of a row, without terms and routes; a row may be cut anywhere."""
     count = min(count, len(batch.input_ids))
     # Tokens are in depth-first order, so each parent is there: subtree_end [5 3 3 5 5], count 4 -> [4 3 3 4]
     columns: dict[str, Any] = {
         name: getattr(batch, name)[:count] for name in ("input_ids", "position_ids", "parent", "scale", "loss_weight")
     }
     end = batch.subtree_end[:count].clamp(max=count)
-    return replace(
-        batch, **columns, subtree_end=end, num_tokens=min(count, batch.num_tokens), terms=None, schedule=None
-    )
+    size = min(count, batch.num_tokens)
+    return replace(batch, **columns, subtree_end=end, num_tokens=size, terms=None, schedule=None, routes=None)
 
 
 def fewest_recomputed(layer: LayerBytes, num_layers: int, num_tokens: int, room: float) -> int:

@@ -140,6 +140,8 @@ def _num_experts(causal: Any) -> int:
 class _ReplayMode(TorchFunctionMode):
     """Replace the choice of a router by the recorded one."""
 
+    hides_choices = False
+
     def __init__(self, replay: _Replay, routes: Tensor) -> None:
         super().__init__()
         self._replay = replay

@@ -30,7 +30,8 @@ TOPK = (torch.topk, Tensor.topk)
 _ORDER = ("replay", "carry")
 
 
-# Returns a torch function mode with a method `finish(router)`, which checks after the call that the choice was seen.
+# Returns a torch function mode with a method `finish(router)`, which checks after the call that the choice was seen,
+# and with `hides_choices`, True if it never calls the functions that choose.
 MakeMode: TypeAlias = Callable[[], Any]
 
 
@@ -111,7 +112,8 @@ def _follow(router: nn.Module) -> Switch:
             for mode in modes:
                 stack.enter_context(mode)
             result = choose(*arguments, **options)
-        for mode in modes:
+        # A mode that repeats choices hides them from the modes outside of it.
+        for mode in modes[-1:] if modes and modes[-1].hides_choices else modes:
             mode.finish(router)
         return result
 

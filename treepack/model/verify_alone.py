@@ -21,6 +21,7 @@ from treepack.data.batch import Batch, TermTensors
 from treepack.model.forward import Reads, Scores
 from treepack.model.head import OutputLayer, head_replaced
 from treepack.model.objectives import Objective, objective_loss
+from treepack.model.replay import use_routes
 from treepack.model.value_head import value_head_of
 
 
@@ -31,6 +32,11 @@ class PlainModel:
     model: Any
     causal: Any
     chunk: int | None
+
+    def replay(self, batch: Batch, path: Tensor) -> Tensor:
+        """Return the tokens of a row at `path`, int64 [L], and replay their recorded routes from now on."""
+        use_routes(self.causal, type(self.causal).__name__, None if batch.routes is None else batch.routes[path])
+        return batch.input_ids[path]
 
     def reduce(self, tokens: Tensor, positions: Tensor, function: Callable[..., Any], *columns: Tensor) -> list[Any]:
         """Return `function(logits, *columns)` of each chunk of `positions`.
@@ -78,7 +84,7 @@ def losses_alone(plain: PlainModel, batch: Batch, factors: Tensor | None, object
     parent, share = batch.parent.tolist(), batch.loss_weight / batch.scale.clamp(min=1)
     for end in batch.trajectory_ends.tolist():
         path = torch.tensor(_path(parent, end), device=batch.input_ids.device)
-        tokens, weights = batch.input_ids[path], share[path]
+        tokens, weights = plain.replay(batch, path), share[path]
         if len(tokens) == 1:  # predicts nothing, and nothing predicts it
             continue
         # Every position except the last, which predicts nothing: logits[i] predicts tokens[i + 1].
@@ -151,7 +157,7 @@ def _scores_alone(plain: PlainModel, batch: Batch, reads: Reads, divisors: Tenso
     path = torch.tensor(_path(batch.parent.tolist(), int(batch.trajectory_ends[i])), device=mine.device)
     # Row tokens to positions in the trajectory: path [0, 1, 4, 5], tokens [4, 5] -> [2, 3]. A path ascends.
     positions = torch.searchsorted(path, terms.tokens[terms.index[mine]])
-    tokens, labels = batch.input_ids[path], batch.input_ids[path[positions]]
+    tokens, labels = plain.replay(batch, path), batch.input_ids[path[positions]]
     logprobs = entropies = values = None
     if reads.logprobs:
         parts = plain.reduce(tokens, positions - 1, _label_statistics, labels, divisors[mine])

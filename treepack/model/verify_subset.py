@@ -160,6 +160,7 @@ def restrict_row(batch: Batch, part: RowPart) -> Batch:
         tokens_flat=int(passes.sum()),
         terms=None if batch.terms is None else _restrict_terms(batch.terms, place, new_parent.numpy(), part),
         schedule=None,
+        routes=None if batch.routes is None else batch.routes[chosen],
     )
 
 

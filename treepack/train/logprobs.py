@@ -59,7 +59,7 @@ class ScoreOptions:
     dpo. With `entropies` the column term_entropy is written too. Both are about softmax(logits / temperature), at the
     temperatures of the data; `temperature` is for terms without one, 1 by default. With `ignore_temperature` it is 1
     for all terms, which dpo needs. `quantize` rounds the model as `LoraOptions` do. Rows of more than `carry` tokens
-    run in pieces of at most that many; "auto" is `AUTO_PIECE`, and None runs every row as a whole. `dtype`,
+    run in pieces of at most that many; "auto" is `AUTO_PIECE`, and None runs every row as a whole. `routes`, `dtype`,
     `attention`, `loss_chunk`, `device` and `seed` are as in `train.options.TrainOptions`.
     """
 
@@ -69,6 +69,7 @@ class ScoreOptions:
     temperature: float | None = None
     ignore_temperature: bool = False
     carry: int | str | None = None
+    routes: str = "replay"
     dtype: str = "auto"
     attention: str = "auto"
     loss_chunk: int = CHUNK
@@ -81,7 +82,8 @@ class ScoreOptions:
         Raises:
             TreepackError: with the name of the option.
         """
-        for name, choices in (("column", COLUMNS), ("dtype", ("auto", "fp32", "bf16"))):
+        choices_of = {"column": COLUMNS, "routes": ("replay", "ignore"), "dtype": ("auto", "fp32", "bf16")}
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
         if self.temperature is not None and not 0 < self.temperature < math.inf:
@@ -179,7 +181,8 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
         lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
         remedy = f"score with {'--carry auto' if options.carry is None else 'a smaller --carry'}, {_SMALLER}"
         with lower, memory_errors(f"in row {row.row_id} of {len(row.input_ids):,} tokens", remedy):
-            logprobs, entropies = term_scores(loaded, row, options, memory=scoring.memory)
+            read = row if options.routes == "replay" else replace(row, routes=None)
+            logprobs, entropies = term_scores(loaded, read, options, memory=scoring.memory)
         # A ratio or divergence with such a value would make the loss of its step NaN, much later.
         if not np.isfinite(logprobs).all():
             raise TreepackError(
@@ -230,6 +233,8 @@ def scored_provenance(scoring: Scoring) -> Provenance:
     }
     if options.quantize is not None:
         model["quantize"] = options.quantize
+    if options.routes != "replay" and scoring.dataset.has_routes:
+        model["routes"] = options.routes
     if scoring.temperature != 1:
         model["temperature"] = scoring.temperature
     # Pieces change the order of sums, as dtype and attention do, but only of rows that are cut.

@@ -66,9 +66,10 @@ class TrainOptions:
     `patience`, the run ends after so many evaluations without a lower loss, and its model is that of the lowest. At
     most `max_skipped` consecutive steps may have a loss or gradient that is not finite. With `lora` only an adapter is
     trained, and its base stays as it is. `router_aux` is the coefficient of the load-balancing loss of a mixture's
-    routers (`model.router_balance`), for the loss sft only; 0 leaves it out. `routes` "replay" sends each token of a
-    mixture to the experts that the rows have recorded for it, if they have some, and "ignore" does not. Rows of more than `carry` tokens run in
-    pieces of at most that many; "auto" becomes a number when the run is opened, and None runs every row as a whole.
+    routers (`model.router_balance`), for the loss sft only; 0 leaves it out. `routes` "replay" sends tokens to the
+    experts that the rows have recorded, if they have some (`model.replay`), and "ignore" does not. Rows of more than
+    `carry` tokens run in pieces of at most that many; "auto" becomes a number when the run is opened, and None runs
+    every row as a whole.
     `gradient_checkpointing` recomputes all layers in the backward pass, and `checkpoint_layers` that many of them;
     "auto" becomes the smallest number with which the longest row fits. `offload_checkpoints` recomputes layers too,
     and keeps their inputs and attention outputs in host memory.

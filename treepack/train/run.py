@@ -32,7 +32,7 @@ from treepack.model.layers import adapt_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.memory import memory_errors
-from treepack.model.objectives import Objective
+from treepack.model.replay import check_routes
 from treepack.model.router_balance import RouterBalance
 from treepack.model.value_head import VALUE_FILE, has_saved_head, without_value_head
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
@@ -157,7 +157,7 @@ def open_run(
         check_trainable(model, options.lora, sharded=ranks.grouped)
     check_optimizer(options, ranks)
     # The data first: it opens in seconds, and a large model loads in minutes.
-    dataset, table = _open_rows(packed, options.objective)
+    dataset, table = _open_rows(packed, options)
     rows = trainable_rows(dataset, table)
     blocks, notes = choose_blocks(dataset, rows, options, ranks)
     options = replace(options, blocks=blocks)
@@ -257,7 +257,7 @@ def count_steps(packed: Packed, options: TrainOptions) -> int:
 
 
 def _open_data(packed: Packed, options: TrainOptions) -> tuple[AnyDataset, TrajectoryTable | None, list[OptimiserStep]]:
-    dataset, table = _open_rows(packed, options.objective)
+    dataset, table = _open_rows(packed, options)
     return dataset, table, plan_steps(dataset, options, table)
 
 
@@ -269,15 +269,16 @@ def _open_held_out(
     Raises:
         TreepackError: the data is damaged, or no row has weight.
     """
-    dataset, table = _open_rows(packed, options.objective)
+    dataset, table = _open_rows(packed, options)
     rows = [int(row) for row in trainable_rows(dataset, table)]
     if not rows:
         raise TreepackError(f"{dataset.path}: no row has a trained token; there is nothing to evaluate on")
     return dataset, table, [OptimiserStep(0, rows)]
 
 
-def _open_rows(packed: Packed, objective: Objective) -> tuple[AnyDataset, TrajectoryTable | None]:
+def _open_rows(packed: Packed, options: TrainOptions) -> tuple[AnyDataset, TrajectoryTable | None]:
     _log.info("opening %s", packed if isinstance(packed, str | Path) else ", ".join(map(str, packed)))
+    objective = options.objective
     # sft reads loss weights of tokens, not terms
     dataset = open_packed(packed, terms=objective.loss != "sft", routes=options.routes == "replay")
     check_columns(dataset, objective)
@@ -310,6 +311,7 @@ def _check_fit(run: TrainingRun) -> TrainingRun:
     """
     dataset, loaded, objective = run.dataset, run.loaded, run.options.objective
     _check_rows(run)
+    _check_routes(run)
     tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))
     notes = (*notes, *repair_generation_config(loaded.causal), *_adapter_notes(run), *_router_notes(run), *run.notes)
     if not objective.has_values and has_saved_head(loaded.source):
@@ -321,6 +323,17 @@ def _check_fit(run: TrainingRun) -> TrainingRun:
     if objective.is_policy and "term_old_logprob" not in dataset.term_columns:
         notes = (*notes, "the rows have no old log-probabilities: every update counts as on-policy, with ratios of 1")
     return replace(run, tokenizer=tokenizer, notes=(*loaded.notes, *notes), rewards=sum_rewards(dataset))
+
+
+def _check_routes(run: TrainingRun) -> None:
+    """Check that the model can replay recorded routes, by the first row of each directory that has some.
+
+    Raises:
+        TreepackError: it cannot.
+    """
+    for source in sources_of(run.dataset):
+        if source.routes and source.has_routes and len(source) and (routes := source[0].routes) is not None:
+            check_routes(run.loaded.causal, run.loaded.source, routes)
 
 
 def _adapter_notes(run: TrainingRun) -> tuple[str, ...]:
