@@ -111,6 +111,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, *, schedule: Schedule, tree_pass: TreePass, dtype: torch.dtype) -> Tensor:
         heads = (x @ self.inward)[:, None].to(dtype)
+        assert tree_pass.kept is not None
         out = triton_attention(heads, heads, heads, schedule, kept=(tree_pass.kept, self))
         return x + out[:, 0].to(x.dtype) @ self.outward
 
