@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,15 +13,22 @@ from hypothesis import strategies as st
 
 from support.oracle import path_of
 from support.recorded_routes import routed_trajectories
+from treepack.analysis.check import check
 from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
+from treepack.files.manifest import Provenance, read_manifest
+from treepack.files.routes import route_array
+from treepack.pack.check import check_packed
+from treepack.pack.directory import pack_trie
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.options import PackOptions
 from treepack.pack.packing import plan_packing
 from treepack.pack.row import Row, concatenate_rows
 from treepack.trajectory import Routes, Tokens, Trajectory
 from treepack.trie.build import build_trie
+from treepack.trie.files import write_trie
+from treepack.trie.totals import trie_totals
 from treepack.trie.trie import trajectories_of
 
 CAPACITY = 12
@@ -78,9 +88,21 @@ def test_padding_has_no_recorded_routes() -> None:
     assert batch.routes.shape == (8, 2, 2)
 
 
-def test_a_row_with_too_few_bytes_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from treepack.files.routes import route_array
+def test_a_check_compares_the_routes_with_those_of_the_trie(tmp_path: Path) -> None:
+    build = build_trie([_simple(np.array([[[0, 1]], [[1, 2]], [[2, 0]]], np.uint8))])
+    (tmp_path / "trie").mkdir()
+    write_trie(build, tmp_path / "trie", Provenance(totals=trie_totals(build)))
+    pack_trie(tmp_path / "trie", tmp_path / "packed", PackOptions(capacity=CAPACITY))
+    assert check(tmp_path / "packed")["against_trie"]
+    (row,) = read_rows(tmp_path / "packed")
+    manifest = read_manifest(tmp_path / "packed")
+    assert row.routes is not None
+    for routes in (row.routes[::-1], None):
+        with pytest.raises(TreepackError, match="trajectory a differs from the trie's"):
+            check_packed([replace(row, routes=routes)], manifest, build)
 
+
+def test_a_row_with_too_few_bytes_is_refused() -> None:
     with pytest.raises(TreepackError, match="row 3: has 5 bytes of routes"):
         route_array(b"12345", (3, 1, 1), "row 3")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -132,3 +133,14 @@ def test_routes_of_another_model_are_refused() -> None:
     a, b = (make(name, [1, 2, 3]) for name in "ab")
     with pytest.raises(TreepackError, match="1 layers with 2 experts and 2 layers with 2 experts"):
         build_trie([with_routes(a, rows), with_routes(b, rows[:, :1])])
+
+
+def test_a_check_finds_impossible_routes() -> None:
+    trie = build_trie([with_routes(make("a", [1, 2, 3]), np.array([ROWS[0]] * 3, np.uint8))])
+    check_trie(trie)
+    for wrong in ([1, 1], [255, 0]):
+        assert trie.routes is not None
+        routes = trie.routes.copy()
+        routes[2, 1] = wrong
+        with pytest.raises(TreepackError, match="node 0: has a token with impossible routes"):
+            check_trie(replace(trie, routes=routes))

@@ -39,6 +39,8 @@ def check_row(row: Row, *, capacity: int) -> None:
     for name in ("position_ids", "parent", "subtree_end", "scale", "loss_weight"):
         if len(getattr(row, name)) != num:
             raise TreepackError(f"row {row.row_id}: {name} has {len(getattr(row, name))} values for {num} tokens")
+    if row.routes is not None and len(row.routes) != num:
+        raise TreepackError(f"row {row.row_id}: routes has {len(row.routes)} values for {num} tokens")
     _expect(row, "subtree_end", (row.subtree_end > index) & (row.subtree_end <= num))
     _expect(row, "parent", row.parent == _nearest(row))
     up = row.parent >= 0

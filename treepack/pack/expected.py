@@ -134,7 +134,7 @@ class Expected:
                 self._refuse(row, order, "a second time")
             self.is_in_row[i] = True
             path, slices = paths.to(ends[order]), _token_slices(self.trie, i)
-            named = known.is_named(order)
+            named = known.is_named(order) and _same_routes(row, path, self.trie, slices)
             if not (named and np.array_equal(row.input_ids[path], _concatenate(self.trie.tokens, slices))):
                 raise TreepackError(
                     f"row {row.row_id}: trajectory {row.trajectory_ids[order]} differs from the trie's; "
@@ -251,6 +251,13 @@ def _terms_of_each(terms: RowTerms, num_trajectories: int) -> list[Int64] | list
     bounds = np.searchsorted(owners, np.arange(num_trajectories + 1)).tolist()
     slices = [slice(a, b) for a, b in pairwise(bounds)]
     return slices if order is None else [order[each] for each in slices]
+
+
+def _same_routes(row: Row, path: Int64, trie: Trie, slices: list[slice]) -> bool:
+    """Return True if the tokens of a trajectory, at `path` in the row, have the routes that the trie has."""
+    if row.routes is None or trie.routes is None:
+        return row.routes is trie.routes
+    return np.array_equal(row.routes[path], np.concatenate([trie.routes[each] for each in slices]))
 
 
 def _token_slices(trie: Trie, i: int) -> list[slice]:

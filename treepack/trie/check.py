@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from treepack.columns import PER_TOKEN, SpanView
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.trajectory import Int64
+from treepack.trajectory import Int64, missing_route
 from treepack.trie.pieces import node_pieces, trajectory_pieces
 from treepack.trie.route_symbols import route_symbols
 from treepack.trie.trie import Trie
@@ -47,9 +47,26 @@ def check_trie(trie: Trie) -> None:
         raise TreepackError("num_tokens of the trajectories do not match the nodes they end in; build the trie again")
     if (table["tree_id"].to_numpy() != trie.tree_id[trie.end_node]).any():
         raise TreepackError("tree_id of the trajectories does not match the nodes they end in; build the trie again")
+    _check_routes(trie)
     _refuse_equal_siblings(trie)
     _check_trained(trie)
     _check_credit(trie)
+
+
+def _check_routes(trie: Trie) -> None:
+    """Refuse recorded experts of a token and layer of which two are equal, or some are missing."""
+    if trie.routes is None:
+        return
+    for a, b in node_pieces(trie):
+        routes = np.sort(trie.routes[trie.node_start[a] : trie.node_start[b]], axis=-1)
+        is_missing = routes == missing_route(routes)
+        # All k are missing, or none is, and then sorted neighbours differ.
+        equal = (routes[..., 1:] == routes[..., :-1]).any(axis=-1)
+        wrong = np.where(is_missing.any(axis=-1), ~is_missing.all(axis=-1), equal).any(axis=-1)
+        if wrong.any():
+            token = int(trie.node_start[a]) + int(wrong.argmax())
+            node = int(np.searchsorted(trie.node_start, token, "right")) - 1
+            raise TreepackError(f"node {node}: has a token with impossible routes; build the trie again")
 
 
 def _check_trained(trie: Trie) -> None:

@@ -159,6 +159,69 @@ def test_formats_keep_routes_if_they_are_asked_to(name: str, tmp_path: Path) -> 
     assert plain.routes is None
 
 
+# Two calls, whose second prompt continues the first one: the first call has computed tokens 0 and 1, and the second has
+# other experts for token 0.
+FIRST, SECOND = ROUTES[:2].tolist(), [ROUTES[3].tolist(), *ROUTES[1:].tolist()]
+CALLS: dict[str, dict[str, Any]] = {
+    "skyrl": {
+        "prompt_token_ids": [IDS[:2], IDS[:4]],
+        "response_ids": [IDS[2:3], IDS[4:]],
+        "loss_masks": [[1], [1]],
+        "rewards": [0.0, 1.0],
+        "is_last_step": [False, True],
+        "rollout_expert_indices": [FIRST, SECOND],
+    },
+    "verifiers-results": {
+        "example_id": 1,
+        "prompt": "a",
+        "completion": "b",
+        "reward": 1.0,
+        "trajectory": [
+            {
+                "tokens": {
+                    "prompt_ids": IDS[:split],
+                    "completion_ids": IDS[split:end],
+                    "completion_mask": [1] * (end - split),
+                    "routed_experts": routes,
+                }
+            }
+            for split, end, routes in ((2, 3, FIRST), (4, 5, as_object(ROUTES[2:]) | {"start": 2}))
+        ],
+    },
+    "nemo-gym": {
+        "responses_create_params": {"input": [{"role": "user", "content": "a"}]},
+        "reward": 1.0,
+        "response": {
+            "output": [
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "x", "annotations": []}],
+                    "prompt_token_ids": IDS[:split],
+                    "generation_token_ids": IDS[split:end],
+                    "generation_log_probs": [-1.0] * (end - split),
+                    "routed_experts": routes,
+                }
+                for split, end, routes in ((2, 3, as_text(ROUTES[:2])), (4, 5, npy(np.array(SECOND))))
+            ]
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_of_joined_calls_the_first_one_with_routes_for_a_token_counts(name: str, tmp_path: Path) -> None:
+    content = built(CALLS[name], tmp_path, keep_routes=True).content
+    assert isinstance(content, Tokens)
+    assert content.tokens.tolist() == IDS
+    assert content.routes is not None
+    assert content.routes[:4].tolist() == ROUTES.tolist()
+    assert (content.routes[4] == 255).all()
+    plain = built(CALLS[name], tmp_path).content
+    assert isinstance(plain, Tokens)
+    assert plain.routes is None
+
+
 def test_rollouts_without_routes_are_refused(tmp_path: Path) -> None:
     record = {name: value for name, value in RECORDS["tokens"].items() if name != "routed_experts"}
     with pytest.raises(TreepackError, match="no rollout has recorded routes in routed_experts, "):

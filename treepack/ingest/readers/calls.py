@@ -28,11 +28,13 @@ from treepack.ingest.readers.fields import ReadOptions, as_number, describe, sho
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.messages import Messages, normalise_messages, normalise_template_kwargs, normalise_tools
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.route_fields import read_routes
 from treepack.ingest.readers.token_fields import mask_values, number_values
 from treepack.trajectory import (
     Chat,
     Float64,
     Int32,
+    Routes,
     Skipped,
     Text,
     Tokens,
@@ -40,11 +42,12 @@ from treepack.trajectory import (
     as_token_ids,
     check_temperatures,
     derived_group,
+    missing_route,
     prompt_messages,
     prompt_tokens,
 )
 
-MASK, TEMPERATURES = "loss_mask", "temperatures"
+MASK, TEMPERATURES, ROUTES = "loss_mask", "temperatures", "routed_experts"
 SPLIT_NOTE = "split where the prompt of a call does not continue the calls before it"
 EMPTY_NOTE = "call without a response not used"
 
@@ -56,12 +59,13 @@ class TokenCall:
     `values` belong to the response: a `loss_mask` with one value per token (without it, all tokens are trained), and
     numbers under names of the `tokens` reader (`rollout_log_probs, old_log_probs, ref_log_prob, advantages,
     temperatures`): one per token of the response, one per trained token, or one for all. None and empty lists count as
-    absent.
+    absent. `routes` are the recorded experts of prompt and response (`route_fields`).
     """
 
     prompt: Any
     response: Any
     values: dict[str, Any] = field(default_factory=dict)
+    routes: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,8 @@ def read_calls(record: Record, calls: Sequence[TokenCall], options: ReadOptions)
     Raises:
         TreepackError: ids or values contradict each other, or the `tokens` reader refuses them.
     """
+    if not options.keep_routes:
+        calls = [replace(call, routes=None) for call in calls]
     joined = join_calls(calls, source=record.source)
     items = [
         replace(item, notes=item.notes + part.notes) if isinstance(item, Trajectory) else item
@@ -126,7 +132,8 @@ def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[Joined]:
     """Join `calls` that continue each other, in the order of their first call; calls without a response are left out.
 
     The `fields` of each result are `input_ids`, `loss_mask` and the values that all of its calls have, over the whole
-    sequence. Numbers are NaN at untrained tokens. O(tokens of all prompts) if the calls continue each other; otherwise
+    sequence, and `routed_experts` if a call has routes: of several calls, the first one with routes for a token counts.
+    Numbers are NaN at untrained tokens. O(tokens of all prompts) if the calls continue each other; otherwise
     this times the number of trajectories.
 
     Raises:
@@ -143,7 +150,12 @@ def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[Joined]:
         if run is None:
             run = _CallChain()
             runs.append(run)
-        run.add(number, np.concatenate([prompt, response]), len(prompt), _values(call, len(response), where))
+        ids = np.concatenate([prompt, response])
+        run.add(number, ids, len(prompt), _values(call, len(response), where))
+        if call.routes is not None:
+            run.add_routes(
+                read_routes(call.routes, source=where, name=ROUTES, num_tokens=len(ids), start=0, stored=len(ids))
+            )
     return [run.join() for run in runs]
 
 
@@ -223,6 +235,7 @@ class _CallChain:
         self.ids: Int32 = np.zeros(0, np.int32)
         self._calls: list[int] = []
         self._parts: list[tuple[int, dict[str, Float64]]] = []  # start of each response in `ids`, and its values
+        self._routes: list[Routes] = []  # of the first tokens of `ids`, by calls
 
     def is_continued_by(self, prompt: Int32) -> bool:
         # The last token is compared first: nearly every prompt that does not continue this chain differs there.
@@ -233,6 +246,14 @@ class _CallChain:
         self.ids = ids
         self._calls.append(number)
         self._parts.append((start, values))
+
+    def add_routes(self, routes: Routes) -> None:
+        if self._routes and routes.shape[1:] != self._routes[0].shape[1:]:
+            raise TreepackError(
+                f"{ROUTES} of one call has {list(self._routes[0].shape[1:])} layers and experts, and of a later one "
+                f"{list(routes.shape[1:])}; keep the calls of one model"
+            )
+        self._routes.append(routes)
 
     def join(self) -> Joined:
         names = dict.fromkeys(name for _, values in self._parts for name in values)
@@ -246,6 +267,13 @@ class _CallChain:
                 if name in values:
                     whole[start : start + len(values[name])] = values[name]
             fields[name] = whole
+        if self._routes:
+            # Calls with routes 1 1 . and 2 2 2 2 . of 3 and 5 tokens -> 1 1 2 2 -1.
+            whole = np.full((len(self.ids), *self._routes[0].shape[1:]), -1, np.int32)
+            for routes in self._routes:
+                own = whole[: len(routes)]
+                own[...] = np.where((own < 0) & (routes != missing_route(routes)), routes, own)
+            fields[ROUTES] = whole
         notes = tuple(f"{name} of some calls only, not used" for name in names if name not in common)
         return Joined(tuple(self._calls), fields, notes)
 

@@ -1,7 +1,8 @@
 """Recorded routes of a rollout: the experts that the sampler's routers chose, in every form that programs store.
 
     [[[3, 7], [0, 2]], ...]                                    lists or an array, [n, layers, k]
-    {"data": bytes or base64, "shape": [n, 2, 2], "dtype": "uint8"}     an object (prime-rl, verifiers)
+    {"data": bytes or base64, "shape": [n, 2, 2], "dtype": "uint8"}     an object (prime-rl, verifiers); with "start",
+                                                               its first row belongs to that token
     "k05VTVBZ..."                                              base64 of a .npy file (vLLM)
     "nrlre1:int16:9x2x2:AAEA..."                               base64 with its type and shape (NeMo Gym)
 
@@ -79,7 +80,8 @@ def _decoded(value: Any, source: str, name: str) -> NDArray[Any]:
     """
     if isinstance(value, dict) and "data" in value and "shape" in value:
         kind = str(value.get("dtype") or "int32").removeprefix("torch.").removeprefix("numpy.")
-        return _of_bytes(_bytes(value["data"], source, name), kind, value["shape"], source, name)
+        rows = _of_bytes(_bytes(value["data"], source, name), kind, value["shape"], source, name)
+        return _shifted(rows, value.get("start"))
     if isinstance(value, str) and value.startswith(_MAGIC):
         # "nrlre1:int16:9x2x2:AAEA" -> int16, [9, 2, 2]
         _, kind, shape, text = (*value.split(":", 3), "", "", "")[:4]
@@ -94,6 +96,13 @@ def _decoded(value: Any, source: str, name: str) -> NDArray[Any]:
         return np.asarray(_plain(value))
     except (ValueError, OverflowError):
         return np.zeros(0, np.object_)
+
+
+def _shifted(rows: NDArray[Any], start: Any) -> NDArray[Any]:
+    # The first row belongs to token `start`: 2 -> two rows of -1, then the rows.
+    if not isinstance(start, int) or start < 1 or rows.ndim != 3:
+        return rows
+    return np.concatenate([np.full((start, *rows.shape[1:]), -1, np.int32), rows])
 
 
 def _plain(value: Any) -> Any:

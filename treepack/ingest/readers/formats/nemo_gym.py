@@ -113,7 +113,8 @@ def _has_ids(item: Item) -> bool:
 
 
 def _call(item: Item) -> TokenCall:
-    return TokenCall(item[PROMPT], item[GENERATION], {"rollout_log_probs": item.get("generation_log_probs")})
+    values = {"rollout_log_probs": item.get("generation_log_probs")}
+    return TokenCall(item[PROMPT], item[GENERATION], values, item.get("routed_experts"))
 
 
 def _is_masked(value: dict[str, Any]) -> bool:
@@ -154,7 +155,7 @@ FORMAT = Format(
         _ng_rollout_index agent_ref.name mask_sample
     """.split(),
     dropped=(
-        "routed_experts",
+        "routed_experts (kept by --keep-routes)",
         "the other settings of request and response (usage)",
         "reasoning.encrypted_content",
         "hosted tools but mcp_call (named in a note)",

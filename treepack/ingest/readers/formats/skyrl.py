@@ -91,7 +91,7 @@ def _facts(row: dict[str, Any], record: Record, number: int) -> dict[str, Any]:
 
 def _call(row: dict[str, Any]) -> TokenCall:
     values = {"loss_mask": row["loss_masks"], "rollout_log_probs": row.get("rollout_logprobs")}
-    return TokenCall(row["prompt_token_ids"], row["response_ids"], values)
+    return TokenCall(row["prompt_token_ids"], row["response_ids"], values, row.get("rollout_expert_indices"))
 
 
 def _of_batch(row: dict[str, Any], source: str) -> dict[str, Any]:
@@ -126,7 +126,8 @@ FORMAT = Format(
     """.split(),
     dropped=(
         "values, returns and kl (a critic's and the trainer's own)",
-        "rollout_expert_indices and router_padding_mask",
+        "rollout_expert_indices (kept by --keep-routes)",
+        "router_padding_mask",
         "pixel_values and image_grid_thw (rows that have some are skipped)",
         "rollout_metrics, env_metrics and times",
         "rewards of steps but the last",

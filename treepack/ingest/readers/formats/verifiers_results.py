@@ -82,7 +82,7 @@ def _token_call(step: dict[str, Any], source: str) -> TokenCall:
         "rollout_log_probs": tokens.get("completion_logprobs"),
         "advantages": step.get("advantage"),
     }
-    return TokenCall(tokens.get("prompt_ids"), tokens.get("completion_ids"), values)
+    return TokenCall(tokens.get("prompt_ids"), tokens.get("completion_ids"), values, tokens.get("routed_experts"))
 
 
 def _name(value: dict[str, Any], steps: list[dict[str, Any]], record: Record) -> str:
@@ -140,7 +140,8 @@ FORMAT = Format(
     dropped=(
         "timing, token_usage and errors",
         "trajectory.reward (the rollout has its own) and response",
-        "trajectory.tokens.prompt_mask and routed_experts",
+        "trajectory.tokens.prompt_mask",
+        "trajectory.tokens.routed_experts (kept by --keep-routes)",
     ),
     keeps=EVERYTHING,
     read=read,
