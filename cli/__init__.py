@@ -19,6 +19,7 @@ SUMMARIES = {
     "allocate": "Divide a budget of rollouts among prompts or prefixes.",
     "augment": "Write prefixes of successful rollouts as queries.",
     "build-trie": "Read rollouts and write their prefix tries.",
+    "critic": "Write a critic's values of all tokens into a trie.",
     "formats": "List the formats of rollouts that are read.",
     "logprobs": "Write a model's log-probabilities into packed rows.",
     "pack": "Pack a trie into rows of a given capacity.",

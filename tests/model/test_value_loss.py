@@ -21,6 +21,7 @@ from torch import Tensor
 from support.oracle_model import gradients, tiny_model, worst_error
 from support.oracle_objectives import Rollout, own_values, step_loss
 from support.packed_objectives import opened, rollouts
+from support.value_models import critic, plain, with_head
 from treepack.attention import register
 from treepack.carry.backward import CarryOptions, backward_row, row_value
 from treepack.carry.backward import row_values as row_values_in_pieces
@@ -32,30 +33,10 @@ from treepack.model.forward import row_objective, row_values
 from treepack.model.layers import adapt_layers
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives import Objective, choose_objective, step_means
-from treepack.model.value_head import add_value_head, named_weights, value_head_of
+from treepack.model.value_head import value_head_of
 from treepack.model.verify import verify_gradients
 
 TOLERANCE = 1e-9
-
-
-def with_head(causal: Any) -> Any:
-    """Put a random value head in float64 on a model."""
-    weights = named_weights(causal, causal, add_value_head(causal, (), random=7))
-    for name, parameter in causal.named_parameters():
-        if name in weights:
-            parameter.data = weights[name].double()
-    return causal
-
-
-@functools.cache
-def plain(kind: str) -> Any:
-    return with_head(tiny_model(kind))
-
-
-@functools.cache
-def critic(kind: str) -> LoadedModel:
-    register()
-    return LoadedModel(with_head(tiny_model(kind, attention="treepack_reference")), kind, "reference", ())
 
 
 @functools.cache
@@ -132,7 +113,7 @@ def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind
         assert (0 < means["value_clip_fraction"] < 1) == (objective.value_clip > 0)
 
 
-@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("seed", range(1, 3))
 @pytest.mark.parametrize("name", ["value", "ppo", "gspo"])
 def test_rows_in_pieces_give_the_same_on_any_tree(tmp_path: Path, name: str, seed: int) -> None:
     objective = choose_objective(name, **({} if name == "value" else {"value_coef": 0.5}))

@@ -121,7 +121,8 @@ def tree_logprobs(
     """
     sources, labels = parent.index_select(0, tokens), input_ids.index_select(0, tokens)
     if len(tokens) == 0:
-        empty = hidden[:0].sum(-1)  # [0, D] -> [0], still attached to `hidden`
+        # [0, D] -> [0, V] -> [0], still attached to `hidden` and the weights: FSDP needs gradients from every rank.
+        empty = linear(hidden[:0], weight, bias).sum(-1)
         empty = empty if empty.dtype == torch.float64 else empty.float()
         return empty, empty
     divisors = None

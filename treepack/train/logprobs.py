@@ -147,7 +147,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     memory = None
     if options.carry is not None:
         check_carry(loaded)
-        memory = _carry_memory(loaded.device)
+        memory = carry_memory(loaded.device)
     # Reads a column of all rows, so only for models that have a maximum position.
     positions = dataset.max_position() if position_limit(loaded.causal) else 0
     check_fits(
@@ -163,7 +163,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     return Scoring(dataset, loaded, options, (*loaded.notes, *notes), temperature, memory)
 
 
-def _carry_memory(device: torch.device) -> CarryMemory | None:
+def carry_memory(device: torch.device) -> CarryMemory | None:
     # Keys and values of layers beyond half of the free memory wait on the host; the other half is for a piece's layer
     # and logits. The budget changes no result.
     free = free_memory(device)

@@ -1,0 +1,109 @@
+"""`treepack critic`: write a critic's value after every token of a trie into a copy of the trie."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from .option_groups import option_group
+from .output import show
+from .paths import READ, WRITE
+from .progress import progress_bars, quiet_option
+from .sizes import PieceSize, TokenCount
+from .training import stage_lines
+
+if TYPE_CHECKING:
+    from treepack.files.address import AnyPath
+    from treepack.train.critic import CriticOptions
+
+
+def _make_options(**options: str | int | None) -> CriticOptions:
+    from treepack.train.critic import CriticOptions
+
+    return CriticOptions(**options)  # type: ignore[arg-type]
+
+
+_critic_options = option_group(
+    "options",
+    [
+        click.option(
+            "--capacity",
+            type=TokenCount(),
+            help="Maximum number of tokens in a row; larger trees take several rows. By default as in treepack pack.",
+        ),
+        click.option(
+            "--carry",
+            type=PieceSize(),
+            default="off",
+            show_default=True,
+            metavar="N|auto|off",
+            help="Put each tree into one row, and run a row of more than N tokens in pieces of at most N, so that each "
+            "tree token runs once; auto is 8192, and off runs every row as a whole.",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "fp32", "bf16"]),
+            default="auto",
+            show_default=True,
+            help="As in treepack train; the value head computes in fp32.",
+        ),
+        click.option(
+            "--attention",
+            type=click.Choice(["auto", "reference", "flex", "flash", "triton"]),
+            default="auto",
+            show_default=True,
+            help="As in treepack train.",
+        ),
+        click.option(
+            "--device", default="auto", show_default=True, help="cpu, cuda or cuda:N; auto is a GPU if there is one."
+        ),
+    ],
+    _make_options,
+)
+
+
+@click.command()
+@click.argument("trie", type=READ)
+@click.option(
+    "--model",
+    required=True,
+    metavar="DIR|NAME",
+    help="Critic: an output of treepack train --loss value or --value-coef, also one with --lora-rank.",
+)
+@click.option("--out", type=WRITE, required=True, help="Trie directory to write.")
+@_critic_options
+@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@quiet_option
+def critic(trie: AnyPath, model: str, out: AnyPath, options: CriticOptions, overwrite: bool) -> None:
+    """Write the value after every token of a trie into a copy of the trie, as the column token_values of its nodes.
+
+    The value is the expected rest of the return in the state after the token. Every tree token gets one value.
+    treepack advantages --estimator gae computes advantages and returns from them.
+    """
+    import numpy as np
+
+    from treepack.train.critic import write_values
+    from treepack.train.ranks import refuse_ranks
+
+    refuse_ranks("treepack critic")
+    with stage_lines(), progress_bars() as progress:
+        summary = write_values(trie, model, out, options, overwrite=overwrite, progress=progress)
+    notes = (*summary.notes, *([f"the values of {trie} are replaced"] if summary.replaced else []))
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    low, middle, high = np.quantile(summary.values, [0, 0.5, 1]).tolist()
+    show(
+        {
+            "tree tokens": len(summary.values),
+            "rows": summary.num_rows,
+            "tokens computed": summary.num_computed,
+            "tokens if each trajectory is computed alone": summary.tokens_flat,
+            "attention": summary.attention,
+            "mean value": float(summary.values.mean()),
+            "smallest": low,
+            "median": middle,
+            "largest": high,
+            "written": "token_values",
+        }
+    )

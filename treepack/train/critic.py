@@ -1,0 +1,279 @@
+"""The values of a critic after every token of a trie, written into a copy of the trie: `treepack critic` as a function.
+
+    trie/, model --open_critic--> Critic      unsuitable data and models are refused here
+    Critic --critic_values--> float64 [N_tree], one value for each tree token
+    values --write_values--> out/             the column `token_values` of the nodes
+
+The trie is planned into rows in memory, and each row is one forward pass without gradients. Every tree token gets one
+value, and it is the value that each trajectory through it alone would have. A tree that fits a row runs each of its
+tokens once. A larger tree takes several rows, which compute their common prefixes again: the value of the first row is
+written, and the others equal it except for rounding. With `carry`, each tree is in one row, which runs in pieces, so
+every tree token runs once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treepack.attention import row_multiple
+from treepack.carry.backward import CarryOptions
+from treepack.carry.backward import row_values as row_values_in_pieces
+from treepack.carry.offload import CarryMemory
+from treepack.carry.refusal import check_carry
+from treepack.data.batch import Batch, make_batch
+from treepack.errors import TreepackError
+from treepack.files import schema
+from treepack.files.address import AnyPath, as_output, as_path
+from treepack.files.cache import local_copy, naming_addresses
+from treepack.files.directory import finished_directory, refuse_existing
+from treepack.files.lock import lock
+from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
+from treepack.ingest.readers.inputs import displayed
+from treepack.model.adapter import base_of
+from treepack.model.compatibility import check_fits
+from treepack.model.forward import prepare_batch, row_values
+from treepack.model.load import load_model
+from treepack.model.loaded import LoadedModel
+from treepack.model.memory import LOADING, memory_errors
+from treepack.model.value_head import VALUE_FILE, read_value_head
+from treepack.pack.capacity import usual_capacities
+from treepack.pack.placement import RowPlacer
+from treepack.pack.plan.planning import plan_rows
+from treepack.pack.row import Row
+from treepack.processes import ReportProgress, with_progress
+from treepack.train.logprobs import AUTO_PIECE, carry_memory
+from treepack.train.ranks import find_device, find_dtype
+from treepack.train.run import check_attention
+from treepack.trajectory import Float64, Int64
+from treepack.trie.files import read_trie
+from treepack.trie.token_values import write_token_values
+from treepack.trie.trie import Trie
+
+_DTYPES = ("auto", "fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class CriticOptions:
+    """How the values of a trie are computed.
+
+    Attributes:
+        capacity: maximum number of tokens in a row without `carry`; None for the default of `treepack pack`.
+        carry: rows of more than this number of tokens run in pieces of at most that many, and each tree is in one row;
+            "auto" is `logprobs.AUTO_PIECE`, and None runs every row as a whole.
+        dtype: as in `train.options.TrainOptions`, like the next two.
+        attention: the implementation of attention.
+        device: the device that computes.
+    """
+
+    capacity: int | None = None
+    carry: int | str | None = None
+    dtype: str = "auto"
+    attention: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse invalid values.
+
+        Raises:
+            TreepackError: with the name of the option.
+        """
+        if self.dtype not in _DTYPES:
+            raise TreepackError(f"dtype is {self.dtype!r}; expected one of {', '.join(_DTYPES)}")
+        if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
+            raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
+        if self.capacity is not None and self.capacity < 1:
+            raise TreepackError(f"capacity is {self.capacity}; expected at least 1")
+        if self.capacity is not None and self.carry is not None:
+            raise TreepackError("capacity limits rows, and with carry each tree is one row; give one of them")
+
+    @property
+    def piece_size(self) -> int | None:
+        """The tokens of a piece; None if every row runs as a whole."""
+        return AUTO_PIECE if isinstance(self.carry, str) else self.carry
+
+
+@dataclass(frozen=True)
+class Critic:
+    """A trie, the trajectories of each row of its plan, and a model with a value head that fit together."""
+
+    trie: Trie
+    members: list[Int64]
+    loaded: LoadedModel
+    options: CriticOptions
+    memory: CarryMemory | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSummary:
+    """A trie with values that was written: its directory and manifest, and the values with their counts.
+
+    `num_computed` is the number of tokens of all rows, and `tokens_flat` that of all trajectories; `replaced` is True if
+    the trie had values.
+    """
+
+    path: AnyPath
+    manifest: Manifest
+    values: Float64
+    num_rows: int
+    num_computed: int
+    tokens_flat: int
+    attention: str
+    notes: tuple[str, ...]
+    replaced: bool
+
+
+def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokenizer: Any = None) -> Critic:
+    """Plan the rows of a trie, load the model with its value head, and check that they fit together.
+
+    `tokenizer` is the entry of the trie's manifest.
+
+    Raises:
+        TreepackError: the device is missing, a trajectory is longer than the capacity, the model has no saved value
+            head, or it does not fit the trie.
+    """
+    device = find_device(options.device)
+    options = replace(options, dtype=find_dtype(options.dtype, device))
+    autocast = torch.bfloat16 if options.dtype == "bf16" else None
+    check_attention(options.attention, device, autocast or torch.float32)
+    if all(read_value_head(source) is None for source in (model, base_of(model, None)[0])):
+        raise TreepackError(
+            f"{model}: has no {VALUE_FILE}, so it is no critic; train one with `treepack train --loss value` or "
+            "--value-coef"
+        )
+    members = plan_rows(trie, capacity=_capacity(trie, options), method="contiguous").members()
+    with memory_errors(*LOADING):
+        loaded = load_model(model, attention=options.attention, autocast=autocast, device=device, value_head=True)
+    memory = None
+    if options.carry is not None:
+        check_carry(loaded)
+        memory = carry_memory(loaded.device)
+    check_fits(
+        loaded,
+        max_token_id=int(trie.tokens.max(initial=0)),
+        tokenizer=tokenizer,
+        max_position=int(trie.lengths.max(initial=1)) - 1,
+    )
+    return Critic(trie, members, loaded, options, memory)
+
+
+def _capacity(trie: Trie, options: CriticOptions) -> int:
+    """Return the tokens of a row: with `carry` at least those of the largest tree."""
+    if options.capacity is not None:
+        return options.capacity
+    usual = usual_capacities(trie)[0]
+    if options.carry is None:
+        return usual
+    # Roots 0 and 3 with node_start [0, 2, 4, 5, 9] -> trees of 5 and 4 tokens
+    roots = np.append(trie.node_start[np.flatnonzero(trie.parent < 0)], trie.tokens_tree)
+    return max(usual, int(np.diff(roots).max(initial=1)))
+
+
+def critic_values(critic: Critic) -> Iterator[tuple[Int64, Float64]]:
+    """Yield for each row the places of its tokens in `Trie.tokens`, and the value after each; [n] each.
+
+    A place that several rows have comes with each of them.
+
+    Raises:
+        TreepackError: a value is not finite, or memory is too small.
+    """
+    placer, loaded, options = RowPlacer(critic.trie), critic.loaded, critic.options
+    for number, members in enumerate(critic.members):
+        nodes = placer.place(members)
+        size = len(nodes.source)
+        row = Row(
+            row_id=number,
+            step=None,
+            loss_weight=np.zeros(size),
+            trajectory_ids=[],
+            trajectory_groups=[],
+            terms=None,
+            **placer.columns(nodes),
+        )
+        batch = make_batch(row, multiple=row_multiple(loaded.attention))
+        lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
+        remedy = f"compute with {'--carry auto' if options.carry is None else 'a smaller --carry'} or --dtype bf16"
+        with torch.no_grad(), lower, memory_errors(f"in a row of {size:,} tokens", remedy):
+            values: Float64 = _values_of(critic, batch).double().cpu().numpy()
+        if not np.isfinite(values).all():
+            raise TreepackError(f"{loaded.source}: a value of row {number} is not finite; inspect the critic")
+        yield nodes.source, values
+
+
+def _values_of(critic: Critic, batch: Batch) -> Tensor:
+    limit, loaded = critic.options.piece_size, critic.loaded
+    if limit is not None and batch.num_tokens > limit:
+        return row_values_in_pieces(loaded, batch, CarryOptions(limit, memory=critic.memory))
+    batch = prepare_batch(loaded, batch)
+    return row_values(loaded, batch, torch.arange(batch.num_tokens, device=loaded.device))
+
+
+@naming_addresses()
+def write_values(
+    trie: str | AnyPath,
+    model: str,
+    out: str | AnyPath,
+    options: CriticOptions = CriticOptions(),
+    *,
+    overwrite: bool = False,
+    progress: ReportProgress | None = None,
+) -> CriticSummary:
+    """Compute the value after every token of a trie directory, and write them with the trie to the directory `out`.
+
+    Args:
+        trie: a trie directory, or the address of one.
+        model: a model directory, address or hub name with a value head, or an adapter with one.
+        out: the directory to write, or an address; it appears when it is complete.
+        options: rows, pieces and precision.
+        overwrite: replace `out` if treepack wrote it.
+        progress: called with the rows computed so far.
+
+    Raises:
+        TreepackError: as `open_critic` and `critic_values`, or `out` cannot be written.
+    """
+    trie, out = as_path(trie), as_output(out)
+    refuse_existing(out, overwrite=overwrite, inputs=[trie, model])
+    with lock(out):
+        source = local_copy(trie)
+        manifest = read_manifest(source, schema.TRIE_FORMAT)
+        critic = open_critic(read_trie(source), model, options, tokenizer=manifest.get("tokenizer"))
+        values, num_computed = np.full(critic.trie.tokens_tree, np.nan), 0
+        rows = with_progress(
+            critic_values(critic), progress, "computing values", unit="rows", total=len(critic.members)
+        )
+        for places, own in rows:
+            num_computed += len(places)
+            # Values [1, nan, nan] and a row of the places 0 and 2 -> only place 2 is written.
+            new = np.isnan(values[places])
+            values[places[new]] = own[new]
+        provenance = replace(
+            Provenance.of(manifest),
+            critic=_recorded(critic),
+            trie=trie_entry(source, displayed(str(trie))),
+        )
+        with finished_directory(out, overwrite=overwrite) as temporary:
+            written = write_token_values(source, temporary, values, provenance)
+    return CriticSummary(
+        path=out,
+        manifest=written,
+        values=values,
+        num_rows=len(critic.members),
+        num_computed=num_computed,
+        tokens_flat=critic.trie.tokens_flat,
+        attention=critic.loaded.attention,
+        notes=critic.loaded.notes,
+        replaced="critic" in manifest,
+    )
+
+
+def _recorded(critic: Critic) -> dict[str, Any]:
+    """Return the entry of the manifest: the model, and options that change the rounding of values."""
+    options, loaded = critic.options, critic.loaded
+    record = {"model": loaded.source, "dtype": options.dtype, "attention": loaded.attention}
+    return record if options.carry is None else {**record, "carry": options.piece_size}
