@@ -50,6 +50,7 @@ from smollm2_warm_up import WarmUp, choose_checkpoint, train_checkpoints
 
 from treepack import PackOptions, Trie, build_trie, plan_packing, tree_trajectories
 from treepack.errors import TreepackError
+from treepack.rollout.tree import Tree
 
 HELD_OUT_SEED = 1_000_003
 DRY_SIZES = Sizes(
@@ -165,15 +166,19 @@ def rehearse(actors: Actors, sizes: Sizes, some: Sequence[Sum], seed: int) -> Tr
     """Sample and train one step of each shape, so that no arm pays for compiled kernels; the weights stay.
 
     Returns:
-        The trie of the step of trees. Its advantages are random, so that no rollout has a gradient of 0.
+        The trie of half of the trees, for timings. Its advantages are random, so that no rollout has a gradient of 0.
     """
     for arm in (INDEPENDENT, TREE):
         trees = sample(actors, some[: sizes.problems], shape_of(arm, sizes), step=0, seed=seed)
-        rng = np.random.default_rng(seed)
-        rollouts = [rollout for tree in trees for rollout in tree_trajectories(tree)]
-        trie = build_trie([dataclasses.replace(rollout, advantage=rng.standard_normal()) for rollout in rollouts])
-        step_gradient(actors.policy, list(plan_packing(trie, PackOptions(capacity=sizes.capacity))))
-    return trie
+        step_gradient(actors.policy, list(plan_packing(with_noise(trees, seed), PackOptions(capacity=sizes.capacity))))
+    return with_noise(trees[: -(-len(trees) // 2)], seed)
+
+
+def with_noise(trees: Sequence[Tree], seed: int) -> Trie:
+    """Return the rollouts of `trees` as a trie with random advantages."""
+    rng = np.random.default_rng(seed)
+    rollouts = [rollout for tree in trees for rollout in tree_trajectories(tree)]
+    return build_trie([dataclasses.replace(rollout, advantage=rng.standard_normal()) for rollout in rollouts])
 
 
 def heading(options: argparse.Namespace, sizes: Sizes) -> str:
