@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support import oracle_rl as oracle
 from support.command_line import Run
 from support.critic_values import value_after, with_values
+from support.sampled_trees import sample_trees, three_tokens
 from support.strategies import make, trajectories
 from support.trie_files import saved
 from treepack.analysis.check import check
@@ -22,6 +23,11 @@ from treepack.files.manifest import read_manifest
 from treepack.pack.files import read_rows
 from treepack.rl.advantages.directory import write_advantages
 from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages, with_advantages
+from treepack.rl.advantages.gae import LIMITS, TRUNCATED_KEY
+from treepack.rollout.options import TreeOptions
+from treepack.rollout.records import tree_trajectories
+from treepack.rollout.simulated import MarkovLaw
+from treepack.rollout.tree import ANSWER, REPETITION, STOPPED, TOO_DEEP, TOO_LONG
 from treepack.trajectory import Tokens, Trajectory, positions
 from treepack.trie.build import build_trie
 from treepack.trie.files import read_trie
@@ -198,3 +204,17 @@ def test_the_commands_bring_returns_and_old_values_into_the_rows(treepack: Run, 
         ):
             assert column is not None
             close(column[own], expected)
+
+
+def test_limits_of_the_sampler_count_as_cut_off_and_its_other_endings_do_not() -> None:
+    law = MarkovLaw(three_tokens(), stop=0)
+    options = TreeOptions(width=6, max_tokens=5, segment=2, depth=3)
+    trees = sample_trees(law, options, [[1], [2]], reward=lambda ids: float(len(ids)))
+    items = [item for tree in trees for item in tree_trajectories(tree)]
+    limits = {"length": True, "depth": True, "stop": False, "answer": False, "repetition": False}
+    expected = [limits[item.metadata[TRUNCATED_KEY]] for item in items]
+    assert len(set(expected)) == 2
+    assert set(limits) == {ANSWER, STOPPED, TOO_LONG, TOO_DEEP, REPETITION}
+    trie = with_values(build_trie(items))
+    assert estimate_advantages(trie, AdvantageOptions("gae")).num_truncated == sum(expected)
+    assert {name for name, is_limit in limits.items() if is_limit} == LIMITS & set(limits)
