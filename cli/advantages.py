@@ -126,7 +126,7 @@ def _warn_of_skipped(manifest: Manifest, trie: AnyPath) -> None:
     metavar="FIELD|none",
     default="finish",
     show_default=True,
-    help="gae: metadata field that is true, length, depth, max_tokens, max_turns or truncated if a limit cut off the "
+    help="gae: metadata field that is true, or the name of a limit such as length or max_tokens, if a limit cut off the "
     "rollout; the value after its last token is then added.",
 )
 @click.option(

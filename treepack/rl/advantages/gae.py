@@ -32,10 +32,16 @@ from treepack.trie.trie import Trie
 
 GAMMA, LAMBDA = 1.0, 0.95
 WHITEN_CHOICES = ("none", "group", "batch")
-# The field that `treepack rollout` writes, and texts of such fields that name a limit instead of an end. Rollout writes
-# length and depth; skyrl, tinker and OpenAI's API write length, Anthropic's max_tokens, slime truncated.
+# The field that `treepack rollout` writes, and texts of such fields that name a limit instead of an end. `treepack
+# rollout` writes length and depth, SkyRL's stop_reason has length, slime's status truncated, and rLLM's
+# termination_reason the names with "exceeded". APIs and harnesses write max_tokens and max_turns.
 TRUNCATED_KEY = "finish"
-LIMITS = frozenset({"length", "depth", "max_tokens", "max_turns", "truncated"})
+LIMITS = frozenset(
+    (
+        "length depth max_tokens max_turns truncated max_turns_exceeded max_prompt_length_exceeded "
+        "max_response_length_exceeded"
+    ).split()
+)
 
 
 def gae(
