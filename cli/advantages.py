@@ -126,8 +126,8 @@ def _warn_of_skipped(manifest: Manifest, trie: AnyPath) -> None:
     metavar="FIELD|none",
     default="finish",
     show_default=True,
-    help="gae: metadata field that is true, or the name of a limit such as length or max_tokens, if a limit cut off the "
-    "rollout; the value after its last token is then added.",
+    help="gae: metadata field that is true, or the name of a limit such as length, if a limit cut off the rollout; the "
+    "value after its last token is then added.",
 )
 @click.option(
     "--reject-equal/--keep-equal",
