@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from support.command_line import Run
 from support.oracle_model import gradients, packed_directory, tiny_config, worst_error
-from support.rank_processes import CPU
+from support.rank_processes import CPU, Case, train_over
 from support.recorded_routes import with_routes
 from support.strategies import make
 from support.tiny_families import KeepFloat64, tiny_family
@@ -277,3 +277,24 @@ def test_a_model_without_such_experts_is_refused_before_training(
     model = tiny_config(tmp_path / "config.json", "qwen3", **kind, **fields)
     with pytest.raises(TreepackError, match=message):
         open_run(packed, model, CPU)
+
+
+@pytest.mark.slow
+def test_two_ranks_and_compiled_or_recomputed_layers_replay_as_one_process_does(tmp_path: Path, mixture: Path) -> None:
+    packed = packed_directory(tmp_path / "packed", recorded(), capacity=16)
+    changes = {"epochs": 2, "rows_per_step": 3}
+    cases = [
+        Case("plain", packed, mixture, changes),
+        Case("recomputed", packed, mixture, {**changes, "gradient_checkpointing": True}),
+        Case("compiled", packed, mixture, {**changes, "compile": True, "gradient_checkpointing": True}),
+        Case("pieces", packed, mixture, {**changes, "carry": 4}),
+    ]
+    ignored = Case("ignored", packed, mixture, {**changes, "routes": "ignore"})
+    one, two = (train_over(size, tmp_path, [*cases, ignored]) for size in (0, 2))
+    expected = one["plain"]["records"]
+    for case in cases:
+        for result in (one, two):
+            for record, twin in zip(result[case.name]["records"], expected, strict=True):
+                assert record["loss"] == pytest.approx(twin["loss"], rel=1e-4)
+                assert record["grad_norm"] == pytest.approx(twin["grad_norm"], rel=1e-3)
+    assert one["ignored"]["records"][0]["loss"] != pytest.approx(expected[0]["loss"], rel=1e-3)
