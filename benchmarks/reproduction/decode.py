@@ -24,15 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 from cached_forward import make_cache, next_logits, prefill
+from quantiles import quantile_tokens, uniform_numbers
 from torch import Tensor
 
 from treepack.errors import TreepackError
 from treepack.rollout.engine import LENGTH, STOP, EngineError, Sampling, Segment
-from treepack.trajectory import Float64, Int32
+from treepack.trajectory import Int32
 
 QUIET_TICKS = 48  # turns of the event loop without a request after which a batch starts
-UInt64 = np.ndarray[Any, np.dtype[np.uint64]]
-
 STEPS = (1, 2, 4, 8)  # steps between two looks at the rows that have ended; the last number repeats
 PREFILL_TOKENS = 1 << 16  # tokens of one pass over prompts
 CACHE_STEP = 64
@@ -282,8 +281,9 @@ class DecodeEngine:
         """Sample one token for each row that is alive; every tensor keeps its address and its shape."""
         logits = next_logits(self._causal, cache, rows.token, rows.position) / self._sampling.temperature
         logprobs = logits.log_softmax(-1)
-        line = torch.where(rows.alive, rows.row, self._max_rows)
-        column = torch.where(rows.alive, rows.count, 0)
+        # Not torch.where with a number, which copies the number to the device, and a graph cannot contain that.
+        line = rows.row.masked_fill(~rows.alive, self._max_rows)
+        column = rows.count.masked_fill(~rows.alive, 0)
         new = quantile_tokens(logprobs, self._uniform[line, column])
         self._tokens.index_put_((line, column), new)
         self._logprobs.index_put_((line, column), logprobs.gather(1, new[:, None]).squeeze(1))
@@ -364,39 +364,6 @@ class Graphs:
         with torch.cuda.graph(graph):
             step()
         return graph.replay
-
-
-def quantile_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the token at the quantile `uniform` of each row, int64 [R]; all shapes are static.
-
-        probabilities [0.2, 0.5, 0.3] -> sums [0.2, 0.7, 1.0], number 0.65: one sum is not above it -> token 1
-
-    Args:
-        logprobs: float32 [R, V].
-        uniform: float64 [R], in [0, 1).
-    """
-    # float64, because in float32 the sums near 1 are multiples of 6e-8, more than many tokens' probabilities.
-    sums = logprobs.double().exp().cumsum(-1)
-    # The sums end at 1 up to rounding.
-    return (sums <= uniform[:, None] * sums[:, -1:]).sum(-1).clamp_(max=logprobs.shape[1] - 1)
-
-
-def uniform_numbers(seeds: UInt64, numbers: UInt64, width: int) -> Float64:
-    """Return `width` numbers in [0, 1) for each pair of a seed and a number, float64 [R, width].
-
-    They are the outputs of SplitMix64 (Steele, Lea and Flood, 2014) from a state that both determine.
-    """
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    states = _mixed(_mixed(seeds + golden) + golden * (numbers + np.uint64(1)))
-    steps = golden * np.arange(1, width + 1, dtype=np.uint64)
-    # The upper 53 of 64 bits, because float64 has 53.
-    return (_mixed(states[:, None] + steps) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mixed(x: UInt64) -> UInt64:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def _rounded_up(number: int, step: int) -> int:

@@ -236,20 +236,18 @@ def examples(num: int, *, seed: int, dial: Dial, levels: Sequence[int] = LEVELS)
     rng = np.random.default_rng([seed, 2])
     made = []
     for number in range(num):
-        # A maze is made in a millisecond, and six paths through it differ by their random actions.
-        if number % 6 == 0:
-            maze = make_maze(int(rng.integers(2**31)), levels[number // 6 % len(levels)], dial)
+        # A maze takes as long as eight paths, and paths through it differ by their random actions.
+        if number % 8 == 0:
+            maze = make_maze(int(rng.integers(2**31)), levels[number // 8 % len(levels)], dial)
         made.append(_path(maze, rng, dial.noise))
     return made
 
 
 def _path(maze: Maze, rng: np.random.Generator, noise: float) -> tuple[Int32, Int32]:
-    state, ids = State(maze, maze.start), [prompt_ids(maze)]
-    masks = [np.zeros(len(ids[0]), np.int32)]
+    state, words = State(maze, maze.start), []
     while state.outcome is None:
-        action = str(rng.choice(ACTIONS)) if rng.random() < noise else state.best_action()
+        action = ACTIONS[rng.integers(len(ACTIONS))] if rng.random() < noise else state.best_action()
         state = state.after(action)
-        words = action if state.outcome is not None else f"{action} {state.observation()}"
-        ids.append(encode(words))
-        masks.append(np.eye(1, len(ids[-1]), dtype=np.int32)[0])
-    return np.concatenate(ids), np.concatenate(masks)
+        words.append(action if state.outcome is not None else f"{action} {state.observation()}")
+    ids = np.concatenate([prompt_ids(maze), encode(" ".join(words))])
+    return ids, np.isin(ids, STOP_TOKENS).astype(np.int32)

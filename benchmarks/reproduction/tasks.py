@@ -100,13 +100,18 @@ def make_task(name: str, *, levels: Sequence[int] | None = None, **dial: float) 
 
 
 def sample_trees(
-    task: Task, queries: Sequence[Query], engine: Engine, options: TreeOptions, *, seed: int
+    task: Task, queries: Sequence[Query], engine: Engine, options: TreeOptions | Sequence[TreeOptions], *, seed: int
 ) -> list[Tree]:
-    """Return a tree for each query, in order. All grow at the same time; call it outside of an event loop."""
+    """Return a tree for each query, in order. All grow at the same time; call it outside of an event loop.
+
+    `options` are those of all trees, or one for each query.
+    """
+    shapes = [options] * len(queries) if isinstance(options, TreeOptions) else options
 
     async def grow(number: int, query: Query) -> tuple[int, Tree]:
         prompt, episode = await task.start(query)
-        return number, await sample_tree(replace(query, prompt=prompt), engine, options, episode=episode, seed=seed)
+        query = replace(query, prompt=prompt)
+        return number, await sample_tree(query, engine, shapes[number], episode=episode, seed=seed)
 
     async def grow_all() -> list[Tree]:
         coroutines = (partial(grow, number, query) for number, query in enumerate(queries))

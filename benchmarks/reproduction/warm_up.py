@@ -131,7 +131,8 @@ def train(model: Any, task: Task, options: argparse.Namespace) -> Iterator[int]:
         # Linear to the full rate in 100 steps, and then constant: the pass rate decides when the training stops.
         optimiser.param_groups[0]["lr"] = options.rate * min(1.0, step / 100)
         # bfloat16 products on a GPU; the weights and the loss stay float32.
-        with torch.autocast("cuda", torch.bfloat16, enabled=options.device != "cpu"):
+        kind = torch.device(options.device).type
+        with torch.autocast(kind, torch.bfloat16, enabled=kind != "cpu"):
             value = trace_loss(model, ids.to(options.device), mask.to(options.device))
         value.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decode import DecodeEngine, Graphs, Request, quantile_tokens, uniform_numbers
+from decode import DecodeEngine, Graphs, Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy import make_policy
+from quantiles import quantile_tokens, uniform_numbers
 from transformers import LlamaConfig, LlamaForCausalLM
 from words import WORDS
 
