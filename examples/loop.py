@@ -58,7 +58,7 @@ class Settings:
     max_tokens: int = 4  # of a rollout
     temperature: float = 1.0
     estimator: str = "treepo"  # or grpo, treerpo, ...: the table of docs/tree-rl.md
-    leaf_weights: bool = False  # weigh leaves so that means are those of independent rollouts
+    leaf_weights: bool = False  # weigh leaves, which removes the bias of means over a tree
     loss: str = "grpo"  # or ppo, dapo, cispo, ...: docs/objectives.md
     lr: float = 2e-3
     capacity: int = 4096  # tokens of a row
@@ -109,7 +109,7 @@ class Characters:
 
 @dataclass(frozen=True)
 class Actors:
-    """What lives as long as the loop: `policy` is trained, and `engine` samples from the weights of `sampler`."""
+    """The parts of the loop that keep a state. `engine` samples from the weights of `sampler`, `policy` is trained."""
 
     policy: Any
     sampler: torch.nn.Module
@@ -138,7 +138,7 @@ def start(settings: Settings) -> Actors:
 
 
 def warm_up(actors: Actors, problems: Sequence[Problem], settings: Settings) -> None:
-    """Train the policy on answers of which half are those of other problems, so that the loop can improve it."""
+    """Train the policy on answers, half of them taken from random problems, so that the loop can improve it."""
     rng = np.random.default_rng(settings.seed)
     for _ in range(settings.warm_up):
         chosen = rng.choice(len(problems), 64)

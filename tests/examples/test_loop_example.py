@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import runpy
 import sys
 from dataclasses import dataclass, replace
@@ -14,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop import Settings, Shape, accumulate, credit, make_problems, publish, reward, sample, start, update
-from loop import train as run_loop
+from loop import Settings, Shape, accumulate, credit, figures, make_problems, publish, reward, sample, start, update
 
 from support.fresh_processes import PROCESSES
 from support.oracle_model import gradients, keep_norms, worst_error
@@ -112,25 +112,25 @@ def test_the_gradient_of_a_step_is_that_of_each_rollout_alone(
     policy = load_model(settings.model, dtype=torch.float64)
     keep_norms(policy.model)
     trie = credit(two_steps.trees[0][:5], settings)
-    figures = accumulate(policy, trie, settings)
+    means = accumulate(policy, trie, settings)
     actual = gradients(policy.model)
-    assert figures["tokens"] < figures["tokens_flat"]
+    assert means["tokens"] < means["tokens_flat"]
 
     policy.model.zero_grad()
     policy.causal.set_attn_implementation("sdpa")
     alone = step_loss(policy.model, rollouts_of(trie), choose_objective(loss), has_old=False)
     torch.autograd.backward(alone)
-    assert figures["loss"] == pytest.approx(alone.item(), rel=1e-9, abs=1e-12)
+    assert means["loss"] == pytest.approx(alone.item(), rel=1e-9, abs=1e-12)
     assert worst_error(actual, gradients(policy.model)) < 1e-9
 
 
 def check_steps(steps: TwoSteps, *, gap: float) -> None:
     """Check that each step has a finite loss, changes all weights, and samples from the weights before it."""
     assert steps.versions == [{""}, {"1"}]
-    for i, figures in enumerate(steps.figures):
-        assert np.isfinite(list(figures.values())).all()
-        assert figures["grad_norm"] > 0
-        assert figures["sampler_gap"] < gap
+    for i, means in enumerate(steps.figures):
+        assert np.isfinite(list(means.values())).all()
+        assert means["grad_norm"] > 0
+        assert means["sampler_gap"] < gap
         changed = zip(steps.weights[i], steps.weights[i + 1], strict=True)
         assert not any(torch.equal(before, after) for before, after in changed)
 
@@ -178,16 +178,12 @@ def test_two_steps_run_as_a_script_without_polars_and_ortools(tmp_path: Path) ->
     assert all(not torch.equal(trained[name], fresh[name]) for name in fresh)
 
 
-@pytest.mark.slow
-def test_equal_seeds_give_equal_records() -> None:
-    async def records() -> list[dict[str, Any]]:
-        return [record async for record in run_loop(replace(SMALL, steps=1, warm_up=1))]
-
-    first, second = (asyncio.run(records()) for _ in range(2))
-    for record in (*first, *second):
-        for name in [name for name in record if name.endswith("_seconds")]:
-            del record[name]
-    assert first == second
+def test_the_page_lists_the_fields_of_a_record(two_steps: TwoSteps) -> None:
+    section = (ROOT / "docs" / "tree-rl.md").read_text().partition("\n### In one process\n")[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    own = {"step", "sample_seconds", "train_seconds", "pass_rate"}
+    assert listed | own == {*two_steps.figures[0], *figures(two_steps.trees[0]), "mixed", *own}
 
 
 def test_the_reward_is_the_share_of_the_answer_that_the_text_begins_with() -> None:

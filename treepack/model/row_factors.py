@@ -22,7 +22,7 @@ from treepack.trajectory import Float64
 
 
 def row_factors(rows: Sequence[Row], objective: Objective) -> list[Tensor]:
-    """Return the factors f of an optimiser step of `rows`: for each row, float64 [trajectories of the row].
+    """Return the factors f of an optimiser step of `rows`, one float64 [trajectories of the row] for each row.
 
     They are the `factors` of `row_objective`, `objective_loss` and `backward_row`, and divide by the denominator of the
     whole step: give all rows of the step, in any order. Trajectories without weight are ignored.
