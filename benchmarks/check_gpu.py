@@ -113,6 +113,7 @@ def packed_row(length: int, row_id: int, vocabulary: int) -> Batch:
         trajectory_ends=leaves,
         trajectory_groups=[""] * len(leaves),
         terms=None,
+        routes=None,
     )
     return make_batch(row, multiple=BLOCK if row_id % 2 else 1)
 

@@ -98,6 +98,7 @@ def make_row(workload: Workload, vocabulary: int, multiple: int) -> Batch:
         trajectory_ids=[str(leaf) for leaf in leaves],
         trajectory_ends=leaves,
         terms=None,
+        routes=None,
     )
     return make_batch(row, multiple=multiple)
 
