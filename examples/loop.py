@@ -37,7 +37,8 @@ import torch
 
 import treepack
 from treepack.rollout.engine import derived_seed
-from treepack.rollout.local import default_stop_tokens
+from treepack.rollout.local import LocalOptions, default_stop_tokens
+from treepack.rollout.options import TreeOptions
 from treepack.rollout.tree import Tree, leaf_weights
 
 
@@ -48,6 +49,7 @@ class Settings:
     model: str = str(Path(__file__).with_name("sums.json"))  # a directory, a name on the hub, or a config
     device: str = "cpu"
     bf16: bool = False  # train under autocast, and sample from a copy of the weights in bfloat16
+    engine_memory: float = 0.3  # share of the free memory of a GPU for the keys of the engine; training needs the rest
     seed: int = 0
     warm_up: int = 150  # steps of supervised training before the loop, if the model has random weights
     steps: int = 60
@@ -132,12 +134,13 @@ def start(settings: Settings) -> Actors:
 
         tokenizer = AutoTokenizer.from_pretrained(settings.model)
     stops = {tokenizer.encode("\n")[-1], *default_stop_tokens(settings.model)}
-    engine = treepack.LocalEngine(sampler, treepack.Sampling(settings.temperature, stop_token_ids=tuple(sorted(stops))))
+    sampling = treepack.Sampling(settings.temperature, stop_token_ids=tuple(sorted(stops)))
+    engine = treepack.LocalEngine(sampler, sampling, options=LocalOptions(memory_share=settings.engine_memory))
     optimiser = torch.optim.AdamW(policy.model.parameters(), lr=settings.lr, weight_decay=0.0)
     return Actors(policy, sampler, engine, optimiser, tokenizer)
 
 
-def warm_up(actors: Actors, problems: Sequence[Problem], settings: Settings) -> None:
+def warm_up(actors: Actors, problems: list[Problem], settings: Settings) -> None:
     """Train the policy on answers, half of them taken from random problems, so that the loop can improve it."""
     rng = np.random.default_rng(settings.seed)
     for _ in range(settings.warm_up):
@@ -155,10 +158,7 @@ def warm_up(actors: Actors, problems: Sequence[Problem], settings: Settings) -> 
         update(actors)
 
 
-Shape = treepack.TreeOptions
-
-
-async def sample(actors: Actors, problems: Sequence[Problem], shape: Shape, *, step: int, seed: int) -> list[Tree]:
+async def sample(actors: Actors, problems: list[Problem], shape: TreeOptions, *, step: int, seed: int) -> list[Tree]:
     """Sample a tree of rollouts for each problem, all side by side."""
 
     async def grow(problem: Problem) -> Tree:
@@ -228,7 +228,7 @@ async def publish(actors: Actors, version: int) -> None:
     await actors.engine.publish(str(version))
 
 
-async def evaluate(actors: Actors, problems: Sequence[Problem], settings: Settings) -> float:
+async def evaluate(actors: Actors, problems: list[Problem], settings: Settings) -> float:
     """Return the pass rate of independent rollouts of `problems`, which have the same random numbers every time."""
     shape = treepack.independent_options(width=settings.eval_samples, max_tokens=settings.max_tokens)
     trees = await sample(actors, problems, shape, step=0, seed=settings.seed)
@@ -250,7 +250,7 @@ async def train(settings: Settings) -> AsyncIterator[dict[str, Any]]:
     rng = np.random.default_rng(settings.seed)
     every = rng.permutation(np.array(make_problems(settings.largest), object)).tolist()
     evaluated, pool = every[: settings.eval_problems], every[settings.held_out :]
-    shape = Shape(width=settings.width, segment=settings.segment, max_tokens=settings.max_tokens, depth=None)
+    shape = TreeOptions(width=settings.width, segment=settings.segment, max_tokens=settings.max_tokens, depth=None)
     actors = start(settings)
     try:
         if settings.model.endswith(".json"):

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop import Settings, Shape, accumulate, credit, figures, make_problems, publish, reward, sample, start, update
+from loop import Settings, accumulate, credit, figures, make_problems, publish, reward, sample, start, update
 
 from support.fresh_processes import PROCESSES
 from support.oracle_model import gradients, keep_norms, worst_error
 from support.oracle_objectives import Rollout, step_loss
 from support.paths import ROOT
-from treepack import Trie, choose_objective, load_model
+from treepack import TreeOptions, Trie, choose_objective, load_model
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Tokens, positions
 from treepack.trie.trie import trajectories_of
@@ -29,7 +29,7 @@ from treepack.trie.trie import trajectories_of
 EXAMPLE = ROOT / "examples" / "loop.py"
 SMALL = Settings(temperature=0.7, lr=0.05)
 PROBLEMS = make_problems(4)
-TREES = Shape(width=8, segment=1, max_tokens=4, depth=None)
+TREES = TreeOptions(width=8, segment=1, max_tokens=4, depth=None)
 
 
 @dataclass(frozen=True)

@@ -292,6 +292,9 @@ class LocalEngine:
         generation = GenerationConfig(do_sample=False, eos_token_id=-1)
         self._choice = Choice(self._sampling)
         device = self._model.device
+        if device.type == "cuda":
+            # The manager computes on a stream of its own, which does not wait for the stream that writes the weights.
+            torch.cuda.synchronize(device)
         try:
             manager = self._model.init_continuous_batching(generation, manager_settings(self._options, device.type))
             manager.logit_processor = self._choice
