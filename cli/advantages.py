@@ -105,6 +105,13 @@ def _warn_of_skipped(manifest: Manifest, trie: AnyPath) -> None:
     is_flag=True,
     help="treerpo, treerl, tree-grpo --per-segment: also write the factors that train --denominator edge needs.",
 )
+@click.option(
+    "--values",
+    type=click.Choice(["column", "zero"]),
+    default="column",
+    show_default=True,
+    help="gae: values of treepack critic, or 0 everywhere, for the returns that a first critic is trained with.",
+)
 @click.option("--gamma", type=float, default=1.0, show_default=True, help="gae: discount per trained token.")
 @click.option(
     "--lambda",
@@ -164,6 +171,7 @@ def advantages(
     per_segment: bool,
     leaf_scaled: bool,
     edges: bool,
+    values: str,
     gamma: float,
     lam: float,
     whiten: str,
@@ -196,6 +204,7 @@ def advantages(
         per_segment=per_segment,
         leaf_scaled=leaf_scaled,
         edges=edges,
+        values=values,
         gamma=gamma,
         lam=lam,
         whiten=whiten,

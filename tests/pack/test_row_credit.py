@@ -116,7 +116,8 @@ def test_a_truncated_trajectory_keeps_the_values_of_its_tokens() -> None:
     [
         ("returns", np.inf, "term_return has an impossible value"),
         ("returns", 3.0, "another term_return"),
-        ("old_values", np.nan, "only one of term_return and term_old_value"),
+        ("returns", np.nan, "term_old_value without term_return"),
+        ("old_values", np.nan, "another term_old_value"),
         ("old_values", 3.0, "another term_old_value"),
         ("edge_factor", -1.0, "term_edge_factor has an impossible value"),
         ("edge_factor", 3.0, "another term_edge_factor"),
@@ -136,7 +137,7 @@ def test_the_check_notices_a_wrong_value_of_a_row(field: str, bad: float, fault:
 @pytest.mark.parametrize(
     ("values", "fault"),
     [
-        ({"returns": [1.0, 2.0]}, "only one of returns and old_values"),
+        ({"old_values": [1.0, 2.0]}, "has old_values and no returns"),
         ({"returns": [1.0, 2.0], "old_values": [1.0, np.nan]}, "impossible old_values"),
         ({"edge_factors": [1.0, -2.0]}, "impossible edge_factors"),
         ({"edge_factors": [1.0]}, "edge_factors has 1 values"),

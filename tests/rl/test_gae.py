@@ -206,6 +206,19 @@ def test_the_commands_bring_returns_and_old_values_into_the_rows(treepack: Run, 
             close(column[own], expected)
 
 
+@given(rewarded(), UNIT, UNIT)
+def test_before_there_is_a_critic_the_returns_are_discounted_rewards_and_there_are_no_old_values(
+    rollouts: list[Trajectory], gamma: float, lam: float
+) -> None:
+    for name, content in estimated(build_trie(rollouts), values="zero", gamma=gamma, lam=lam).items():
+        (reward,) = (item.reward for item in rollouts if item.trajectory_id == name)
+        assert reward is not None
+        expected = [reward * (gamma * lam) ** k for k in reversed(range(content.num_trained))]
+        close(content.returns, expected)
+        close(content.advantages, expected)
+        assert content.old_values is None
+
+
 def test_limits_of_the_sampler_count_as_cut_off_and_its_other_endings_do_not() -> None:
     law = MarkovLaw(three_tokens(), stop=0)
     options = TreeOptions(width=6, max_tokens=5, segment=2, depth=3)

@@ -80,8 +80,8 @@ def _check_terms(row: Row, terms: RowTerms) -> None:
     if terms.temperature is not None and ((terms.temperature < 0) | np.isinf(terms.temperature)).any():
         raise TreepackError(f"row {row.row_id}: term_temperature has an impossible value; pack the trie again")
     missing = [np.True_ if values is None else np.isnan(values) for values in (terms.returns, terms.old_values)]
-    if (missing[0] != missing[1]).any():
-        raise TreepackError(f"row {row.row_id}: has only one of term_return and term_old_value; pack the trie again")
+    if (missing[0] & ~missing[1]).any():
+        raise TreepackError(f"row {row.row_id}: has term_old_value without term_return; pack the trie again")
     for name, values in (("term_return", terms.returns), ("term_old_value", terms.old_values)):
         if values is not None and np.isinf(values).any():
             raise TreepackError(f"row {row.row_id}: {name} has an impossible value; pack the trie again")

@@ -90,7 +90,7 @@ def _check_trained(trie: Trie) -> None:
 
 
 def _check_credit(trie: Trie) -> None:
-    """Refuse values of a critic that are no numbers, returns without old values or the reverse, and wrong factors."""
+    """Refuse values of a critic that are no numbers, old values without returns, and wrong factors."""
     if trie.token_values is not None:
         for a, b in node_pieces(trie):
             values = trie.token_values[trie.node_start[a] : trie.node_start[b]]
@@ -112,12 +112,10 @@ def _check_credit(trie: Trie) -> None:
                 i = first + int(chunk.value_parent_indices().to_numpy()[wrong.argmax()])
                 raise TreepackError(f"trajectory {table['trajectory_id'][i]}: has impossible {name}; write them again")
             first += len(chunk)
-    differ = known["returns"] != known["old_values"]
-    if differ.any():
-        i = int(differ.argmax())
-        raise TreepackError(
-            f"trajectory {table['trajectory_id'][i]}: has only one of returns and old_values; write them again"
-        )
+    alone = known["old_values"] & ~known["returns"]
+    if alone.any():
+        i = int(alone.argmax())
+        raise TreepackError(f"trajectory {table['trajectory_id'][i]}: has old_values and no returns; write them again")
 
 
 def _wrong_spans(spans: SpanView, lengths: Int64) -> int | None:

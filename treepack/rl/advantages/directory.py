@@ -81,5 +81,5 @@ def _recorded(options: AdvantageOptions) -> dict[str, Any]:
     """Return the options as the manifest records them; leaf weights, edges and options of gae only if they are used."""
     unused = {name for name in ("leaf_weights", "fallback_leaves", "edges") if not getattr(options, name)}
     if options.estimator != "gae":
-        unused |= {"gamma", "lam", "whiten", "truncated"}
+        unused |= {"values", "gamma", "lam", "whiten", "truncated"}
     return {name: value for name, value in asdict(options).items() if name not in unused}

@@ -29,6 +29,7 @@ from treepack.rl.advantages.gae import (
     GAMMA,
     LAMBDA,
     TRUNCATED_KEY,
+    VALUES_CHOICES,
     WHITEN_CHOICES,
     gae,
     is_truncated,
@@ -62,6 +63,7 @@ _ESTIMATORS_OF_OPTION = {
     "min_depth": TREE,
     "edges": ("treerpo", "tree-grpo", "treerl"),
     "leaf_weights": (*FLAT, *TREE),
+    "values": ("gae",),
     "gamma": ("gae",),
     "lam": ("gae",),
     "whiten": ("gae",),
@@ -84,8 +86,9 @@ class AdvantageOptions:
     instead, so that the leaves of a fallback count too, which leaves a part of the bias.
 
     `edges` also writes the factors of the tree's edges, see `edges.edge_factors`, which the denominator edge of the
-    losses needs. `gamma`, `lam` (lambda), `whiten` and `truncated` are those of `gae`: "group" or "batch" whitens the
-    advantages, not the returns, over the group or the training step, and `truncated` is the `key` of `is_truncated`.
+    losses needs. `values`, `gamma`, `lam` (lambda), `whiten` and `truncated` are those of `gae`: `values` "zero" takes
+    every value as 0, for the returns of a first critic, and "group" or "batch" whitens the advantages, not the returns,
+    over the group or the training step. `truncated` is the `key` of `is_truncated`.
     """
 
     estimator: str
@@ -103,6 +106,7 @@ class AdvantageOptions:
     leaf_weights: bool = False
     fallback_leaves: bool = False
     edges: bool = False
+    values: str = "column"
     gamma: float = GAMMA
     lam: float = LAMBDA
     whiten: str = "none"
@@ -115,7 +119,7 @@ class AdvantageOptions:
             TreepackError: an unknown or impossible value, or an option that the estimator does not have.
         """
         choices = {"estimator": ESTIMATORS, "std": ("group", "batch"), "rejected": REJECTED_CHOICES}
-        for name, known in (choices | {"whiten": WHITEN_CHOICES}).items():
+        for name, known in (choices | {"whiten": WHITEN_CHOICES, "values": VALUES_CHOICES}).items():
             if getattr(self, name) not in known:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
         for name, estimators in _ESTIMATORS_OF_OPTION.items():
@@ -218,11 +222,16 @@ def _along_paths(trie: Trie, reward: Float64, scope: Int64, counted: Estimates, 
     """Fill in `counted` by gae from the `reward` of its trajectories; `scope` is that of whitening."""
     kept = counted.kept
     owner, position = _trained_tokens(trie, kept)
-    value, last = state_values(trie, owner, position, kept)
+    if options.values == "zero":
+        value, last = np.zeros(len(owner)), np.zeros(len(kept))
+    else:
+        value, last = state_values(trie, owner, position, kept)
     truncated = is_truncated(trie, kept, options.truncated)
     offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(kept)))]).astype(np.int64)
     advantage = gae(value, np.where(truncated, last, 0.0), reward, offsets, gamma=options.gamma, lam=options.lam)
-    columns = {"returns": advantage + value, "old_values": value}
+    columns = {"returns": advantage + value}
+    if options.values == "column":  # without a critic there are no old values to stay near to
+        columns["old_values"] = value
     if not all(np.isfinite(column).all() for column in columns.values()):
         raise TreepackError("values of the critic are so large that the returns overflow; inspect the critic")
     if options.whiten != "none":

@@ -32,6 +32,7 @@ from treepack.trie.trie import Trie
 
 GAMMA, LAMBDA = 1.0, 0.95
 WHITEN_CHOICES = ("none", "group", "batch")
+VALUES_CHOICES = ("column", "zero")
 # The field that `treepack rollout` writes, and texts of such fields that name a limit instead of an end. `treepack
 # rollout` writes length and depth, SkyRL's stop_reason has length, slime's status truncated, and rLLM's
 # termination_reason the names with "exceeded". APIs and harnesses write max_tokens and max_turns.
@@ -93,7 +94,8 @@ def state_values(trie: Trie, trajectory: Int64, position: Int64, kept: Int64) ->
     """
     if trie.token_values is None:
         raise TreepackError(
-            "the trie has no token_values, the values of a critic, which gae needs; write them with `treepack critic`"
+            "the trie has no token_values, the values of a critic, which gae needs; write them with `treepack critic`, "
+            "or give --values zero if there is no critic yet"
         )
     paths = node_paths(trie)
     # The token at position 3 is predicted in the state after the token at position 2.
