@@ -98,6 +98,7 @@ _HOME = {
     "LoraOptions": "model.adapter",
     "row_loss": "model.forward",
     "row_logprobs": "model.forward",
+    "row_values": "model.forward",
     "row_objective": "model.forward",
     "row_factors": "model.row_factors",
     "choose_objective": "model.objectives",

@@ -36,6 +36,7 @@ from treepack.model.experts.interface import register_experts as register_expert
 from treepack.model.forward import row_logprobs as row_logprobs
 from treepack.model.forward import row_loss as row_loss
 from treepack.model.forward import row_objective as row_objective
+from treepack.model.forward import row_values as row_values
 from treepack.model.load import load_model as load_model
 from treepack.model.loss import tree_logprobs as tree_logprobs
 from treepack.model.loss import weighted_nll as weighted_nll
@@ -197,6 +198,7 @@ __all__ = [
     "row_objective",
     "row_scores",
     "row_value",
+    "row_values",
     "sample_rollouts",
     "sample_tree",
     "scored_rows",

@@ -121,6 +121,24 @@ def test_a_stopped_run_continues_bit_for_bit_with_its_head(
         go(packed, base, tmp_path / "parts", replace(objective, value_clip=0.3))
 
 
+def test_a_critic_starts_from_the_checkpoint_of_a_policy_and_the_other_way_round(
+    packed: Path, base: Path, tmp_path: Path
+) -> None:
+    policy = choose_objective("ppo")
+    go(packed, base, tmp_path / "policy", policy, until=2)
+    go(packed, base, tmp_path / "critic", VALUE, until=2)
+    for objective, start in ((VALUE, "policy"), (policy, "critic")):
+        checkpoint = tmp_path / start / "checkpoints" / "step-00000002"
+        trained = open_run(packed, base, replace(OPTIONS, objective=objective, init_from=str(checkpoint)))
+        fresh = open_run(packed, base, replace(OPTIONS, objective=objective))
+        head = trained.loaded.value_head
+        assert (head is None) == (objective is policy)
+        assert head is None or not bool(head.weight.any())
+        names = [name for name, _ in fresh.loaded.model.named_parameters() if "value_head" not in name]
+        weights = [each.loaded.model.state_dict() for each in (trained, fresh)]
+        assert all(bool((weights[0][name] != weights[1][name]).any()) for name in names if "layers" in name)
+
+
 def test_adapters_train_a_head_which_a_later_run_continues(packed: Path, base: Path, tmp_path: Path) -> None:
     _, run = go(packed, base, tmp_path / "lora", VALUE, lora=LoraOptions(rank=2))
     saved = read_value_head(tmp_path / "lora")

@@ -114,8 +114,8 @@ class Critic:
 class CriticSummary:
     """A trie with values that was written: its directory and manifest, and the values with their counts.
 
-    `num_computed` is the number of tokens of all rows, and `tokens_flat` that of all trajectories; `replaced` is True if
-    the trie had values.
+    `num_computed` is the number of tokens of all rows, and `tokens_flat` that of all trajectories. `replaced` is True
+    if the trie had values.
     """
 
     path: AnyPath

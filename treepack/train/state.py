@@ -96,12 +96,20 @@ def load_state(
 def load_weights(path: Path, model: nn.Module, *, collective: dict[str, Any]) -> None:
     """Load the parameters and persistent buffers alone from DCP's files in `path`; arguments as in `load_state`.
 
+    A value head that only one of model and checkpoint has is left as it is: a critic may start from a policy.
+
     Raises:
         TreepackError: the tensors differ from the saved ones, or cannot be read.
     """
     tensors = _model_tensors(model)
     try:
-        _check_tensors(path, tensors, FileSystemReader(path).read_metadata().state_dict_metadata)
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        heads = [
+            {key for key in keys if ".value_head." in key} for keys in (saved, [f"model.{name}" for name in tensors])
+        ]
+        alone = heads[0] ^ heads[1] if not (heads[0] and heads[1]) else set()
+        tensors = {name: tensor for name, tensor in tensors.items() if f"model.{name}" not in alone}
+        _check_tensors(path, tensors, {key: entry for key, entry in saved.items() if key not in alone})
         _load(path, {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}, collective)
     except (OSError, CheckpointException) as error:
         raise TreepackError(f"{path}: cannot be read ({error}); check that its disk is mounted") from error
