@@ -209,7 +209,7 @@ class DecodeEngine:
             num_steps = min(STEPS[min(len(STEPS) - 1, done.bit_length())], most - done)
             cache_size = min(_rounded_up(longest + done + num_steps, CACHE_STEP), self._cache.shape[4])
             for _ in range(num_steps):
-                self._step(size, cache_size)
+                self.step(size, cache_size)
             done += num_steps
             self.counts.steps += num_steps
             living = self._rows.alive[:size].nonzero().squeeze(1)  # waits for the device
@@ -270,7 +270,8 @@ class DecodeEngine:
 
         prefill(self._causal, torch.from_numpy(ids).to(device), write)
 
-    def _step(self, size: int, cache_size: int) -> None:
+    def step(self, size: int, cache_size: int) -> None:
+        """Sample one token for each of the first `size` rows that is alive; their keys fit in `cache_size` places."""
         rows, cache = self._rows.first(size), self._cache[:, :, :size, :, :cache_size]
         if self.graphs is None:
             self._sample(rows, cache)

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy import make_policy
 from quantiles import quantile_tokens, uniform_numbers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 from words import WORDS
 
@@ -124,6 +126,29 @@ def test_graphs_of_weights_that_moved_in_memory_are_dropped() -> None:
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     sampler.decode([request])
     assert all(sampler.graphs.graphs[key] is not before[key] for key in before)
+
+
+class Devices(TorchDispatchMode):
+    """Notes the devices of all tensors that operators receive and return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen += [each.device.type for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)]
+        return out
+
+
+def test_a_step_reads_and_writes_tensors_of_the_models_device_only() -> None:
+    # A graph cannot contain a copy from the CPU, such as that of a number which torch.where makes a tensor of.
+    sampler = engine(make_policy("test", seed=0).to("meta"))
+    sampler.graphs = Rehearsed()
+    with Devices() as devices, torch.no_grad():
+        sampler.step(16, 64)
+    assert len(devices.seen) > 500
+    assert set(devices.seen) == {"meta"}
 
 
 def test_a_model_of_llamas_shape_is_decoded_too() -> None:
