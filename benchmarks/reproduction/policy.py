@@ -13,6 +13,7 @@ import torch
 from words import PAD, WORDS
 
 from treepack.errors import TreepackError
+from treepack.model.load import hide_progress_bars
 
 MAX_POSITIONS = 512
 SHAPES: dict[str, dict[str, int]] = {
@@ -63,7 +64,8 @@ def save_policy(model: Any, folder: str | Path) -> None:
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise TreepackError(f"{folder}: is not empty; give a new folder")
-    model.save_pretrained(folder)
+    with hide_progress_bars():
+        model.save_pretrained(folder)
 
 
 def load_policy(folder: str | Path, *, device: torch.device | str = "cpu") -> Any:
@@ -76,4 +78,5 @@ def load_policy(folder: str | Path, *, device: torch.device | str = "cpu") -> An
 
     if not (Path(folder) / "config.json").exists():
         raise TreepackError(f"{folder}: has no config.json; write a policy with warm_up.py first")
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    with hide_progress_bars():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()

@@ -128,11 +128,11 @@ def test_graphs_of_weights_that_moved_in_memory_are_dropped() -> None:
     assert all(sampler.graphs.graphs[key] is not before[key] for key in before)
 
 
-class Devices(TorchDispatchMode):
+class Devices(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the devices of all tensors that operators receive and return."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
