@@ -13,6 +13,7 @@
 4. The time of one step's gradients: packed trees, packed rollouts, and one rollout in each row.
 
 FOLDER gets model/, the files of the warm-up, records.jsonl with a line per step, and smollm2.md, which is also printed.
+A FOLDER that contains model/ already needs no package.
 """
 
 from __future__ import annotations
@@ -83,14 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(options: argparse.Namespace) -> str:
     """Run all parts, write the files of the output folder, and return the Markdown; see the head of this file."""
-    gguf = find_gguf(options.gguf)
+    model = options.out / "model"
+    gguf = None if (model / "config.json").exists() else find_gguf(options.gguf)
     options.out.mkdir(parents=True, exist_ok=True)
     if (options.out / "records.jsonl").exists():
         raise TreepackError(f"{options.out}: contains records.jsonl of another run; give a new folder")
     sizes, warm_up = sizes_of(options)
     begin = time.monotonic()
-    model = options.out / "model"
-    save_model(gguf, model)
+    if gguf is not None:
+        save_model(gguf, model)
     held_out = list(islice(problems(HELD_OUT_SEED), sizes.eval_problems))
     report(f"model: {time.monotonic() - begin:.0f} s")
     run_folder = train_checkpoints(

@@ -42,13 +42,11 @@ def find_gguf(path: Path | None) -> Path:
 
 
 def save_model(gguf: Path, folder: Path) -> None:
-    """Write the dequantised model and its tokenizer to `folder`; a folder that is complete stays as it is.
+    """Write the dequantised model and its tokenizer to the new `folder`.
 
     Raises:
         TreepackError: transformers cannot read the file.
     """
-    if (folder / "config.json").exists():
-        return
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     # The folder appears when it is complete, so an interrupted run leaves none that looks so.

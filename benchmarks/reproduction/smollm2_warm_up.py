@@ -43,7 +43,7 @@ class WarmUp:
 
     samples: int = 24_000
     steps: int = 160
-    every: int = 40
+    every: int = 32
     capacity: int = 8192
     rate: float = 3e-4
     rising: int = 20
