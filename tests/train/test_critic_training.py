@@ -189,7 +189,13 @@ def test_the_command_trains_and_verifies_a_critic(treepack: Run, packed: Path, b
     line = json.loads((tmp_path / "critic" / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"value_loss", "value_clip_fraction", "explained_variance", "return"} <= line.keys()
     both = ("--loss", "ppo", "--value-coef", "0.5", "--value-clip", "0.1")
-    for options in (("--loss", "value"), both, (*both, "--carry", 16)):
+    lora = ("--lora-rank", 2)
+    for options in (
+        ("--loss", "value"),
+        ("--loss", "value", *lora),
+        (*both, "--carry", 16),
+        (*both, *lora, "--carry", 16),
+    ):
         # A new head has random weights here, so that gradients of the values reach the model.
         done = treepack("train", *common, *options, "--verify")
         assert (done.status, "float64" in done.out) == (0, True)
