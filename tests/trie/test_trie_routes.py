@@ -15,10 +15,12 @@ from support.recorded_routes import ROWS, routed_trajectories, with_routes
 from support.strategies import make
 from treepack.columns import collect
 from treepack.errors import TreepackError
+from treepack.rl.segments import segment_tree
 from treepack.trajectory import Routes, Tokens, Trajectory, missing_route
 from treepack.trie.build import build_trie, route_costs
 from treepack.trie.check import check_trie
 from treepack.trie.files import read_trie, write_trie
+from treepack.trie.route_symbols import splits_by_routes
 from treepack.trie.trie import Trie, trajectories_of, unshared
 
 Row = tuple[tuple[int, ...], ...]
@@ -133,6 +135,26 @@ def test_routes_of_another_model_are_refused() -> None:
     a, b = (make(name, [1, 2, 3]) for name in "ab")
     with pytest.raises(TreepackError, match="1 layers with 2 experts and 2 layers with 2 experts"):
         build_trie([with_routes(a, rows), with_routes(b, rows[:, :1])])
+
+
+@given(routed=routed_trajectories())
+def test_a_trie_knows_if_it_splits_where_routes_differ(routed: list[Trajectory]) -> None:
+    grouped = [replace(each, group_id="g") for each in routed]
+    trie, plain = build_trie(grouped), build_trie(grouped, route_conflicts="first")
+    assert splits_by_routes(trie) == (trie.tokens_tree > plain.tokens_tree)
+    assert not splits_by_routes(plain)
+
+
+def test_estimators_on_trees_refuse_a_trie_that_splits_where_routes_differ() -> None:
+    rows = np.array([ROWS[0]] * 3, np.uint8)
+    pair = [with_routes(make("a", [1, 2, 3]), rows), with_routes(make("b", [1, 2, 4]), rows)]
+    other = rows.copy()
+    other[1] = ROWS[2]
+    conflict = [pair[0], with_routes(make("b", [1, 2, 4]), other)]
+    members = np.arange(2)
+    assert segment_tree(build_trie(pair), members, np.zeros(2, np.int64)).num_groups == 1
+    with pytest.raises(TreepackError, match="splits where recorded routes differ"):
+        segment_tree(build_trie(conflict), members, np.zeros(2, np.int64))
 
 
 def test_a_check_finds_impossible_routes() -> None:

@@ -23,6 +23,7 @@ from treepack.errors import TreepackError
 from treepack.rl.group_tree import NodePaths, node_paths, token_places
 from treepack.rl.segment_cuts import Cuts, find_cuts
 from treepack.trajectory import Int64
+from treepack.trie.route_symbols import splits_by_routes
 from treepack.trie.trie import Trie
 
 
@@ -91,10 +92,16 @@ def segment_tree(trie: Trie, members: Int64, group: Int64, *, segment: str = "au
     there are compared in the node above.
 
     Raises:
-        TreepackError: unknown `segment`, recorded offsets or ids missing or malformed, or a trie that shares nothing.
+        TreepackError: unknown `segment`, recorded offsets or ids missing or malformed, or a trie that shares nothing or
+            splits where recorded routes differ.
     """
     if trie.share == "none" and trie.num_trajectories > 1:
         raise TreepackError("the trie was built with --share none and has no branches; build it with --share group")
+    if splits_by_routes(trie):
+        raise TreepackError(
+            "the trie splits where recorded routes differ, which are no branches of sampling; build it with "
+            "--route-conflicts first, or take an estimator without a tree"
+        )
     paths = node_paths(trie)
     segment, owner, start, sample = find_cuts(trie, paths, members, group, segment=segment)
     # First cut of each member; the cuts come in any order, so take a minimum by owner.

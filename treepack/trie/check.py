@@ -57,12 +57,14 @@ def _check_routes(trie: Trie) -> None:
     """Refuse recorded experts of a token and layer of which two are equal, or some are missing."""
     if trie.routes is None:
         return
+    missing = missing_route(trie.routes)
     for a, b in node_pieces(trie):
         routes = np.sort(trie.routes[trie.node_start[a] : trie.node_start[b]], axis=-1)
-        is_missing = routes == missing_route(routes)
+        is_missing: NDArray[np.bool_] = np.equal(routes, missing)
         # All k are missing, or none is, and then sorted neighbours differ.
-        equal = (routes[..., 1:] == routes[..., :-1]).any(axis=-1)
-        wrong = np.where(is_missing.any(axis=-1), ~is_missing.all(axis=-1), equal).any(axis=-1)
+        equal = np.equal(routes[..., 1:], routes[..., :-1]).any(axis=-1)
+        all_missing, any_missing = is_missing.all(axis=-1), is_missing.any(axis=-1)
+        wrong: NDArray[np.bool_] = ((any_missing & ~all_missing) | (equal & ~any_missing)).any(axis=-1)
         if wrong.any():
             token = int(trie.node_start[a]) + int(wrong.argmax())
             node = int(np.searchsorted(trie.node_start, token, "right")) - 1

@@ -16,12 +16,16 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treepack.trajectory import Int32, Int64, Routes, missing_route
 from treepack.trie.nodes import NodeArrays, paths
+
+if TYPE_CHECKING:
+    from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,25 @@ def route_symbols(tokens: Int32, routes: Routes) -> Int32:
     keys = np.ascontiguousarray(names).view(np.dtype((np.void, names.shape[1]))).reshape(-1)
     symbols: NDArray[np.int64] = np.unique(keys, return_inverse=True)[1]
     return symbols.astype(np.int32)
+
+
+def splits_by_routes(trie: Trie) -> bool:
+    """Return True if two nodes of `trie` have equal tokens before them and begin with the same one.
+
+    Only recorded routes make such nodes; roots count if trajectories of one group begin in both.
+    """
+    if trie.routes is None:
+        return False
+    first = trie.tokens[trie.node_start[:-1]].astype(np.int64)
+    below = trie.parent >= 0
+    # Parent and first token as one number: (3, 5) -> 3 * 2^32 + 5.
+    pairs = np.sort((trie.parent[below].astype(np.int64) << 32) | first[below])
+    if (pairs[1:] == pairs[:-1]).any():
+        return True
+    root = np.flatnonzero(~below)[trie.tree_id[trie.end_node]]
+    groups = zip(trie.step_rank.tolist(), trie.trajectories["group_id"].to_pylist(), first[root].tolist(), strict=True)
+    trees: dict[object, int] = {}
+    return any(trees.setdefault(key, tree) != tree for key, tree in zip(groups, root.tolist(), strict=True))
 
 
 def new_positions(offsets: Int64, order: list[int], shared: array[int]) -> Int64:
