@@ -1,0 +1,229 @@
+"""PROS and what it is compared with: GRPO on queries of a fixed pool, which start at a prompt or at a reused prefix.
+
+    State --pros_arm(...)--> (decoded tokens, figures)         arms of curves.py; pros_tables.py makes the table
+
+    pool-grpo      random originals
+    pool-dynamic   random originals until enough groups have both outcomes; all their tokens count (DAPO)
+    pool-random    random originals and augmented queries: the paper's ablation
+    pros           originals and augmented queries, those with the estimated pass rate nearest to 0.5
+
+    python benchmarks/reproduction/curves.py --policy STEPS --out FOLDER --arms pool-grpo pool-dynamic pool-random pros
+    python benchmarks/reproduction/pros_tables.py FOLDER
+
+Augmented queries are cut before the token of highest entropy of successful rollouts (PROS, section 3). Critic values
+are not used: the arms have no critic. Every arm keeps the counts of its queries, so that the error of the estimated
+pass rates can be compared. All runs are evaluated on held-out original prompts.
+
+Expected minutes on one H200, for counts and not measured: as curves.py with the same number of runs, 4 arms of 5 seeds
+in two batches of ten, about 10 minutes; pool-dynamic decodes up to four batches in a step and takes fewer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from curves_arms import Arm, State, sampled_figures
+from tasks import sample_trees
+from trace_learner import Learner, is_mixed, learn, publish, trajectories_of
+
+import treepack
+from treepack.columns import SpanView
+from treepack.rl.pros import selection
+from treepack.rl.pros.augmentation import augment
+from treepack.rl.pros.pass_rates import LogOdds, Sampling, estimate
+from treepack.rl.pros.signals import entropies_of_terms
+from treepack.rollout.query import Query
+from treepack.rollout.tree import Tree
+from treepack.trajectory import Float64, Int32, Trajectory
+from treepack.trie.trie import Trie
+
+POOL_SEED = 2_000_000  # of the original prompts, equal in all runs
+POOL_GROUPS = 16  # originals of the pool for each group of a step
+FORGETTING = 0.9  # lambda, at every step
+SWEEPS, BURN_IN = 60, 20
+MAX_BATCHES = 4  # of dynamic sampling in one step
+
+
+@dataclass(slots=True)
+class Pool:
+    """Queries by id, and the counts of their rollouts."""
+
+    queries: dict[str, Query]
+    counts: selection.State
+
+    def add(self, queries: Sequence[Query]) -> None:
+        """Add queries that the pool does not have yet; the parent of an augmented one is a field."""
+        new = [query for query in queries if query.key not in self.queries]
+        self.queries |= {query.key: query for query in new}
+        parents = [query.fields.get("parent_group") for query in new]
+        self.counts, _ = selection.with_queries(self.counts, [query.key for query in new], parents)
+
+    def names(self) -> list[str]:
+        """Return the ids in the order of the counts."""
+        names: list[str] = self.counts.query_id.to_pylist()
+        return names
+
+
+Choose = Callable[[Pool, LogOdds, int, int], list[str]]
+
+
+def start_pool(state: State) -> Pool:
+    """Return the pool of original prompts; they are the same in all runs, and none is held out."""
+    pool = Pool({}, selection.empty_state())
+    pool.add(state.learner.task.queries(POOL_GROUPS * state.sizes.prompts, seed=POOL_SEED))
+    return pool
+
+
+def random_originals(pool: Pool, log_odds: LogOdds, num: int, seed: int) -> list[str]:
+    """Choose `num` random original prompts."""
+    names = [name for name, parent in zip(pool.names(), pool.counts.parent.tolist(), strict=True) if parent < 0]
+    return _draw(names, num, seed)
+
+
+def random_queries(pool: Pool, log_odds: LogOdds, num: int, seed: int) -> list[str]:
+    """Choose `num` random queries of both kinds."""
+    return _draw(pool.names(), num, seed)
+
+
+def nearest_queries(pool: Pool, log_odds: LogOdds, num: int, seed: int) -> list[str]:
+    """Choose the `num` queries whose estimated pass rate is nearest to 0.5: PROS, section 4."""
+    names = pool.names()
+    return [names[i] for i in selection.nearest(log_odds.mean, num, seed=seed).tolist()]
+
+
+def _draw(names: Sequence[str], num: int, seed: int) -> list[str]:
+    chosen = np.random.default_rng(seed).choice(len(names), num, replace=False)
+    return [names[i] for i in chosen.tolist()]
+
+
+def pros_arm(choose: Choose, *, is_augmented: bool, max_batches: int = 1) -> Arm:
+    """Return an arm that chooses its queries by `choose`, and adds augmented ones to its pool if `is_augmented`."""
+
+    def step(state: State) -> tuple[int, dict[str, float]]:
+        learner, num = state.learner, state.sizes.prompts
+        pool: Pool = state.memory.setdefault("pool", None) or start_pool(state)
+        state.memory["pool"] = pool
+        counts, sampling = pool.counts, Sampling(SWEEPS, BURN_IN, state.step_seed("estimate"))
+        log_odds = estimate(counts.parent, counts.passed, counts.tried, sampling=sampling)
+        names = choose(pool, log_odds, num * max_batches, state.step_seed("choice"))
+        trees: list[Tree] = []
+        useful: list[Tree] = []
+        # Dynamic sampling stops as soon as enough groups have both outcomes; with one batch, all groups are kept.
+        for begin in range(0, len(names), num):
+            queries = [pool.queries[name] for name in names[begin : begin + num]]
+            trees += sample_queries(state, queries)
+            useful = [tree for tree in trees if max_batches == 1 or is_mixed(rewards_of(tree))][:num]
+            if len(useful) == num:
+                break
+        figures = sampled_figures(trees) | query_figures(pool, log_odds, trees)
+        count_rollouts(pool, trees)
+        rollouts = trajectories_of(useful)
+        if is_augmented:
+            pool.add(augmented_queries(learner, pool, rollouts))
+        figures |= {"pool": len(pool.queries), **learn(learner, rollouts, "grpo")}
+        publish(learner, state.step)
+        return sum(tree.usage.decoded for tree in trees), figures
+
+    return step
+
+
+def sample_queries(state: State, queries: Sequence[Query]) -> list[Tree]:
+    """Return a group of independent rollouts for each query; a path has as many tokens as one from the prompt."""
+    task = state.learner.task
+    shape = task.independent(state.sizes.width)
+    options = [replace(shape, max_tokens=task.max_tokens - query.fields.get("num_reused", 0)) for query in queries]
+    return sample_trees(task, queries, state.learner.engine, options, seed=state.step_seed("rollouts"))
+
+
+def rewards_of(tree: Tree) -> list[float]:
+    """Return the rewards of the rollouts of a query."""
+    return [leaf.reward or 0.0 for leaf in tree.leaves]
+
+
+def query_figures(pool: Pool, log_odds: LogOdds, trees: Sequence[Tree]) -> dict[str, float]:
+    """Return shares of the step's groups, and the error of the pass rates that were estimated before it.
+
+    `rate_error` is the mean distance of estimated and observed rates, which contains the noise of the observed ones.
+    `rate_square` is an unbiased estimate of the mean squared distance to the true rates.
+    """
+    index = {name: i for i, name in enumerate(pool.names())}
+    estimated = np.array([log_odds.pass_rate[index[tree.query.key]] for tree in trees])
+    observed = np.array([np.mean(rewards_of(tree)) for tree in trees])
+    width = np.array([len(tree.leaves) for tree in trees])
+    return {
+        "groups": len(trees),
+        "both_outcomes": float(np.mean((observed > 0) & (observed < 1))),
+        "augmented": float(np.mean([tree.query.untrained_prefix is not None for tree in trees])),
+        "rate_error": float(np.mean(np.abs(estimated - observed))),
+        "rate_square": float(np.mean(squared_errors(estimated, observed, width))),
+    }
+
+
+def squared_errors(estimated: Float64, observed: Float64, width: np.ndarray) -> Float64:
+    """Return unbiased estimates of (estimated - true rate)^2 from rates observed in `width` >= 2 rollouts each."""
+    # E (e - o)^2 = (e - p)^2 + p (1 - p) / n, and o (1 - o) / (n - 1) has the mean p (1 - p) / n.
+    errors: Float64 = (estimated - observed) ** 2 - observed * (1 - observed) / (width - 1)
+    return errors
+
+
+def count_rollouts(pool: Pool, trees: Sequence[Tree]) -> None:
+    """Forget a part of the counts of all queries, and add the rollouts of a step."""
+    index = {name: i for i, name in enumerate(pool.names())}
+    query = np.repeat([index[tree.query.key] for tree in trees], [len(tree.leaves) for tree in trees])
+    success = np.concatenate([np.array(rewards_of(tree)) > 0 for tree in trees])
+    pool.counts = selection.forget_and_add(pool.counts, query, success, forgetting=FORGETTING)
+
+
+def augmented_queries(learner: Learner, pool: Pool, rollouts: Sequence[Trajectory]) -> list[Query]:
+    """Return the augmented query of every successful rollout; the policy must be the one that sampled them."""
+    successful = [rollout for rollout in rollouts if (rollout.reward or 0.0) > 0]
+    if not successful:
+        return []
+    trie = treepack.build_trie(successful)
+    # In the maze a cut lies between turns, because the environment replays whole turns.
+    boundary = "turn" if learner.task.max_turns > 1 else "token"
+    made = augment(trie, entropies_of(learner, trie), boundary=boundary).queries
+    spans = SpanView.of(trie.trajectories)
+    index = {name: i for i, name in enumerate(trie.trajectories["trajectory_id"].to_pylist())}
+    groups = trie.trajectories["group_id"].to_pylist()
+    queries = []
+    for each in made:
+        i, size = index[each.parent_trajectory], len(each.prompt_token_ids)
+        source, (starts, ends, _) = pool.queries[groups[i]], spans[i]
+        own = [(a, min(b, size)) for a, b in zip(starts.tolist(), ends.tolist(), strict=True) if a < size]
+        marks = {"query_id": each.query_id, "parent_group": each.parent_group, "num_reused": each.num_reused}
+        queries.append(
+            Query(
+                key=each.query_id,
+                group_id=each.query_id,
+                prompt=each.prompt_token_ids,
+                untrained_prefix=size,
+                turns=(*source.turns, *own),
+                fields=source.fields | marks,
+            )
+        )
+    return queries
+
+
+@torch.no_grad()
+def entropies_of(learner: Learner, trie: Trie) -> list[Float64 | None]:
+    """Return the entropies of the distributions of the trained tokens of each trajectory of `trie`."""
+    scored: list[tuple[list[str], Int32, np.ndarray]] = []
+    for row in treepack.plan_packing(trie, treepack.PackOptions(capacity=learner.capacity)):
+        batch = treepack.make_batch(row).to(learner.policy.device)
+        assert batch.terms is not None
+        assert row.terms is not None
+        _, entropies = treepack.row_logprobs(learner.policy, batch, batch.terms.tokens)
+        scored.append((row.trajectory_ids, row.terms.trajectory, entropies[batch.terms.index].cpu().numpy()))
+    return entropies_of_terms(trie, scored)
+
+
+ARMS: dict[str, Arm] = {
+    "pool-grpo": pros_arm(random_originals, is_augmented=False),
+    "pool-dynamic": pros_arm(random_originals, is_augmented=False, max_batches=MAX_BATCHES),
+    "pool-random": pros_arm(random_queries, is_augmented=True),
+    "pros": pros_arm(nearest_queries, is_augmented=True),
+}
