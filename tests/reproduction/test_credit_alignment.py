@@ -1,0 +1,138 @@
+"""Gradients of the credit alignment against each rollout alone, and its figures against explicit vectors."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import credit
+import credit_tables
+import numpy as np
+import pytest
+import torch
+from credit_gradients import ESTIMATORS, estimator_gradient, reference_halves
+from curves_arms import tree_shape
+from policy import make_policy, save_policy
+from tasks import Task, make_task, sample_trees, tree_rewards
+from trace_learner import Learner, start_learner
+
+from treepack.rollout.episode import Episode, SingleTurn
+from treepack.rollout.query import Query
+from treepack.rollout.tree import Tree, leaf_weights
+from treepack.trajectory import Float64, Int32
+
+LEVELS = (2,)
+
+
+async def even_start(query: Query) -> tuple[Int32, Episode]:
+    """Start an episode that about half of all random responses solve: an even last token is right."""
+
+    async def score(response: Int32) -> float:
+        return float(response[-1] % 2 == 0)
+
+    return query.prompt, SingleTurn(score)
+
+
+def short_task() -> Task:
+    return dataclasses.replace(make_task("steps", levels=LEVELS), start=even_start, max_tokens=9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reproduction") / "policy"
+    save_policy(make_policy("test", seed=3), folder)
+    (folder / "warm_up.json").write_text(json.dumps({"task": "steps", "levels": LEVELS, "dial": {}}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def learner(folder: Path) -> Learner:
+    return dataclasses.replace(start_learner(folder, device="cpu", rate=0.0, rows=64), task=short_task())
+
+
+def sampled(learner: Learner, *, seed: int, is_tree: bool) -> list[Tree]:
+    shape = tree_shape(learner.task, 4) if is_tree else learner.task.independent(3)
+    return sample_trees(learner.task, learner.task.queries(2, seed=5), learner.engine, shape, seed=seed)
+
+
+def gradient_alone(tree: Tree, advantages: Float64) -> torch.Tensor:
+    """Return the gradient of sum_i A_i sum_t log p(token t of leaf i), each leaf alone through the plain model."""
+    model = make_policy("test", seed=3)
+    for leaf, advantage in zip(tree.leaves, advantages.tolist(), strict=True):
+        ids = torch.from_numpy(leaf.ids().astype(np.int64))[None]
+        logprobs = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        (float(advantage) * logprobs[tree.root.end - 1 :].sum()).backward()
+    return torch.cat([each.grad.flatten() for each in model.parameters()])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_gradient_from_trees_is_that_of_each_rollout_alone(learner: Learner, weighted: bool) -> None:
+    trees = sampled(learner, seed=1, is_tree=True)
+    expected = torch.zeros(())
+    for tree in trees:
+        reward = tree_rewards(tree)
+        weights = leaf_weights(tree)[1] if weighted else np.full(len(reward), 1 / len(reward))
+        expected = expected + gradient_alone(tree, weights * (reward - weights @ reward)) / len(trees)
+    name = "dr-grpo, leaf weights" if weighted else "dr-grpo"
+    actual = estimator_gradient(learner.policy, trees, ESTIMATORS[name], segment="6", capacity=256)
+    assert torch.count_nonzero(actual) > 0
+    # float32 has a precision of 6e-8; sums over some hundred terms of both signs lose two digits.
+    assert (actual - expected).norm() < 1e-5 * actual.norm()
+
+
+def test_each_half_of_the_reference_has_the_baseline_of_the_other(learner: Learner) -> None:
+    halves = [sampled(learner, seed=seed, is_tree=False) for seed in (1, 2)]
+    means = [[float(np.mean(tree_rewards(tree))) for tree in half] for half in halves]
+    actual, rates = reference_halves(
+        learner.policy, iter([([one], [two]) for one, two in zip(*halves, strict=True)]), capacity=256
+    )
+    assert rates == pytest.approx(np.mean(means, axis=0))
+    for number, half in enumerate(halves):
+        expected = torch.zeros(())
+        for tree, baseline in zip(half, means[1 - number], strict=True):
+            reward = tree_rewards(tree)
+            expected = expected + gradient_alone(tree, (reward - baseline) / len(reward)) / 2
+        assert (actual[number] - expected).norm() < 1e-5 * actual[number].norm()
+
+
+def test_the_figures_from_products_are_those_of_the_vectors() -> None:
+    rng = np.random.default_rng(0)
+    halves, vectors = rng.normal(size=(2, 50)) + 1, rng.normal(size=(8, 50)) + 0.5
+    products = credit_tables.Products(vectors @ vectors.T, halves @ vectors.T, 10.0)
+    reference = halves.mean(axis=0)
+    means = vectors.reshape(4, 2, 50).mean(axis=1)
+    expected = means @ reference / np.linalg.norm(means, axis=1) / np.linalg.norm(reference)
+    assert credit_tables.block_cosines(halves @ halves.T, products, 2) == pytest.approx(expected, rel=1e-12)
+    assert credit_tables.block_sizes(8) == [1, 2]
+
+
+def test_the_limits_have_no_bias_from_noise() -> None:
+    rng = np.random.default_rng(1)
+    exact = np.concatenate([np.full(2000, 0.1), np.zeros(2000)])
+    tilted = np.full(4000, 0.1)  # 45 degrees from `exact`
+    halves, vectors = exact + rng.normal(size=(2, 4000)) * 0.05, 2 * tilted + rng.normal(size=(64, 4000)) * 0.4
+    products = credit_tables.Products(vectors @ vectors.T, halves @ vectors.T, 10.0)
+    cosine, scale, variance = credit_tables.limits(halves @ halves.T, products)
+    assert cosine == pytest.approx(np.sqrt(0.5), abs=0.02)
+    assert scale == pytest.approx(2.0, abs=0.1)
+    assert variance == pytest.approx(4.0, abs=0.2)  # 4000 * 0.16 / (4000 * 0.04)
+
+
+def test_a_run_writes_products_of_every_estimator_and_its_report(learner: Learner, tmp_path: Path) -> None:
+    sizes = dataclasses.replace(credit.DRY_SIZES, rollouts=8, trees=2)
+    records = list(credit.measure(learner, sizes, list(ESTIMATORS)))
+    assert [record["estimator"] for record in records[1:]] == list(ESTIMATORS)
+    assert np.isfinite([record["gram"] for record in records[1:]]).all()
+    (tmp_path / "credit-steps.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (text,) = credit_tables.write_report(tmp_path)
+    assert all(f"| {name} |" in text for name in ESTIMATORS)
+    assert (tmp_path / "credit-steps.svg").read_text().startswith("<?xml")
+
+
+def test_a_policy_that_solves_nothing_is_one_sentence(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["credit.py", "--policy", str(folder), "--out", str(tmp_path / "out"), "--dry-run", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match=r"only 0 of 16 prompts have a pass rate from 0.1 to 0.9"):
+        credit.main()
