@@ -145,9 +145,13 @@ def _objectives() -> str:
     lines = ["| `--loss` | clip low | clip high | denominator |", "|---|---|---|---|"]
     for name in objectives.PRESETS:
         chosen = objectives.choose_objective(name)
-        clipped = name not in ("sft", "dpo")
-        values = [f"{chosen.clip_low:g}", f"{chosen.clip_high:g}", chosen.denominator] if clipped else ["-", "-", "-"]
-        note = {"sft": " (weighted cross-entropy)", "dpo": f" (beta {chosen.beta:g})"}.get(name, "")
+        clips = [f"{chosen.clip_low:g}", f"{chosen.clip_high:g}"] if name not in ("sft", "dpo", "value") else ["-", "-"]
+        values = [*clips, "-" if name in ("sft", "dpo") else chosen.denominator]
+        note = {
+            "sft": " (weighted cross-entropy)",
+            "dpo": f" (beta {chosen.beta:g})",
+            "value": f" (`--value-clip {chosen.value_clip:g}`)",
+        }.get(name, "")
         lines.append(f"| `{name}`{note} | {' | '.join(values)} |")
     return "\n".join(lines) + "\n"
 
