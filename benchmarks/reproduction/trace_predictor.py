@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 import treepack
-from treepack.model.forward import hidden_states, prepare_batch
 from treepack.rl.leaf_weights import leaf_weights
 from treepack.rl.trace.predictions import Predictions
 from treepack.rl.trace.targets import anchors, binary_rewards, recursive_targets
@@ -31,9 +30,8 @@ from treepack.train.predictor.model import (
     node_values,
     prediction_table,
     start_values,
-    state_values,
 )
-from treepack.train.predictor.rows import anchor_prefixes, anchor_rows, draw_nodes
+from treepack.train.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, draw_nodes
 from treepack.trajectory import Float64
 from treepack.trie.trie import Trie
 
@@ -75,7 +73,6 @@ def start_predictor(
     )
 
 
-@torch.no_grad()
 def prompt_values(predictor: Predictor, queries: Sequence[Query]) -> Float64:
     """Return the predicted chance of success of each query, float64 [n]."""
     # A prompt as a whole trajectory: equal prompts share their tokens, and each has an end.
@@ -84,16 +81,12 @@ def prompt_values(predictor: Predictor, queries: Sequence[Query]) -> Float64:
             [query.prompt for query in queries], [np.ones(len(query.prompt), np.int32) for query in queries]
         )
     )
-    values = np.full(len(queries), np.nan)
-    loaded = predictor.model.loaded
-    for row in treepack.plan_packing(trie, treepack.PackOptions(capacity=predictor.capacity)):
-        states = hidden_states(loaded, prepare_batch(loaded, treepack.make_batch(row)))
-        ends = torch.from_numpy(row.trajectory_ends).to(states.device)
-        values[[int(name) for name in row.trajectory_ids]] = (
-            state_values(predictor.model.head, states[ends]).double().cpu().numpy()
-        )
-    assert np.isfinite(values).all()
-    return values
+    rows = treepack.plan_packing(trie, treepack.PackOptions(capacity=predictor.capacity))
+    # A trajectory is named by its number, and its last token is the end of its prompt.
+    ends = [
+        AnchorRow(row, np.array(row.trajectory_ids, np.int64), row.trajectory_ends.astype(np.int64)) for row in rows
+    ]
+    return node_values(predictor.model, ends, num_inner=len(queries))
 
 
 def predictions(predictor: Predictor, trie: Trie) -> Predictions:
