@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,18 @@ from treepack.ingest.readers.fields import UNTRAINED_PREFIX, ReadOptions, as_num
 from treepack.ingest.readers.format import EVERYTHING, IDS, Format
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.route_fields import kept_routes, read_routes
+from treepack.ingest.readers.token_layout import (
+    FieldLayout,
+    Mask,
+    at_trained,
+    find_layout,
+    on_all_tokens,
+    padding_notes,
+)
 from treepack.trajectory import (
     FIRST_TOKEN_NOTE,
     Float64,
     Int32,
-    Int64,
     Routes,
     Skipped,
     Tokens,
@@ -39,24 +45,7 @@ from treepack.trajectory import (
     with_temperatures,
 )
 
-Mask = NDArray[np.uint8] | Float64
 LOGPROBS = {"sampling_logprobs": tf.SAMPLING, "old_logprobs": tf.OLD, "ref_logprobs": tf.REFERENCE}
-
-
-@dataclass(frozen=True, slots=True)
-class _FieldLayout:
-    """Positions in the stored ids: `[start, end)` is not padding, and `[response, response_end)` is the response."""
-
-    source: str
-    num_tokens: int
-    start: int
-    end: int
-    response: int | None = None
-    response_end: int = 0
-
-    @property
-    def num_response(self) -> int | None:
-        return None if self.response is None else self.response_end - self.response
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -70,14 +59,14 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if num_prompt is None:
         # Without the length of the prompt, its mask cannot be placed.
         fields.pop(tf.PROMPT_MASK, None)
-    layout = _layout(fields, record, num_tokens=len(ids), num_prompt=num_prompt)
+    layout = find_layout(fields, record, num_tokens=len(ids), num_prompt=num_prompt)
     if layout.start == layout.end:
         yield Skipped(record.source, "empty trajectory")
         return
     _check_ids(ids, fields, layout, vocab_size=options.vocab_size)
     mask = _trained_mask(ids, fields, layout, train_all=options.train_all)
     mask, cleared = _without_reused(mask, record, layout)
-    notes = _padding_notes(layout) + cleared
+    notes = padding_notes(layout) + cleared
     if mask[layout.start] and not (options.train_all and not _has_mask(fields) and layout.response is None):
         notes += (FIRST_TOKEN_NOTE,)
     starts, ends, weights = _spans(mask[layout.start : layout.end])
@@ -105,12 +94,13 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     yield item if temperatures is None else with_temperatures(item, temperatures)
 
 
-def _routes(fields: dict[str, Any], layout: _FieldLayout) -> Routes | None:
+def _routes(fields: dict[str, Any], layout: FieldLayout) -> Routes | None:
     """Return the recorded experts of the tokens that are not padding; of several fields, those of the first one."""
-    for name, value in fields.items():
-        where = {"num_tokens": layout.end - layout.start, "start": layout.start, "stored": layout.num_tokens}
-        return read_routes(value, source=layout.source, name=name, **where)
-    return None
+    if not fields:
+        return None
+    name, value = next(iter(fields.items()))
+    where = {"num_tokens": layout.end - layout.start, "start": layout.start, "stored": layout.num_tokens}
+    return read_routes(value, source=layout.source, name=name, **where)
 
 
 def _ids(fields: tf.Fields, record: Record) -> tuple[Int32, int | None]:
@@ -147,55 +137,7 @@ def _agreed(fields: tf.Fields, kind: str, source: str) -> tuple[Int32 | None, st
     return agreed, first
 
 
-def _layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_prompt: int | None) -> _FieldLayout:
-    source = record.source
-    # Without masks, nothing is padding.
-    start, end = 0, num_tokens
-    if tf.ATTENTION in fields:
-        ((name, values),) = fields[tf.ATTENTION].items()
-        start, end = _run_of_ones(tf.mask_values(values, source=source, name=name), num_tokens, source, name)
-    if tf.PROMPT_MASK in fields and num_prompt is not None:
-        ((name, values),) = fields[tf.PROMPT_MASK].items()
-        flags = tf.mask_values(values, source=source, name=name)
-        ones, last = _run_of_ones(flags, num_prompt, source, name)
-        # A batch pads prompts on the left: [0, 0, 1, 1], so the run of ones must end where the prompt ends.
-        if last not in (0, num_prompt) or (tf.ATTENTION in fields and 0 < ones != start):
-            raise TreepackError(f"{source}: {name} is not zeros then ones; expected the padding left of the prompt")
-        start = ones or start
-    length = fields.get(tf.RESPONSE_LENGTH, {}).get("response_length")
-    if isinstance(length, bool) or not isinstance(length, int | None):
-        raise TreepackError(f"{source}: response_length is {shown(length)}; expected the number of tokens")
-    if num_prompt is not None:
-        if length is not None and length not in (num_tokens - num_prompt, end - num_prompt):
-            num_response = num_tokens - num_prompt
-            raise TreepackError(
-                f"{source}: response_length is {shown(length)}, but the response has {num_response} tokens; drop one"
-            )
-        return _FieldLayout(source, num_tokens, start, end, num_prompt, num_tokens)
-    if length is None:
-        return _FieldLayout(source, num_tokens, start, end)
-    if not 0 <= length <= end - start:
-        raise TreepackError(
-            f"{source}: response_length is {shown(length)}; expected 0 to {end - start}, the number of tokens"
-        )
-    return _FieldLayout(source, num_tokens, start, end, end - length, end)
-
-
-def _run_of_ones(flags: Mask, expected: int, source: str, name: str) -> tuple[int, int]:
-    """Return the start and the end of the only run of ones; (0, 0) if there are no ones."""
-    if len(flags) != expected:
-        raise TreepackError(f"{source}: {name} has {len(flags)} values; expected {expected}, one per token")
-    # [0, 1, 1, 0] -> (1, 3)
-    ones = np.flatnonzero(flags)
-    if len(ones) == 0:
-        return 0, 0
-    start, end = int(ones[0]), int(ones[-1]) + 1
-    if end - start != len(ones):
-        raise TreepackError(f"{source}: {name} has holes; expected one run of ones with padding left and right of it")
-    return start, end
-
-
-def _check_ids(ids: Int32, fields: tf.Fields, layout: _FieldLayout, *, vocab_size: int | None) -> None:
+def _check_ids(ids: Int32, fields: tf.Fields, layout: FieldLayout, *, vocab_size: int | None) -> None:
     source = layout.source
     # Padding may have an id outside the vocabulary, so only the rollout is checked.
     if vocab_size is not None and (high := int(ids[layout.start : layout.end].max())) >= vocab_size:
@@ -216,11 +158,11 @@ def _has_mask(fields: tf.Fields) -> bool:
     return tf.MASK in fields or tf.LABELS in fields
 
 
-def _trained_mask(ids: Int32, fields: tf.Fields, layout: _FieldLayout, *, train_all: bool) -> Mask:
+def _trained_mask(ids: Int32, fields: tf.Fields, layout: FieldLayout, *, train_all: bool) -> Mask:
     """Return the weight of each stored token: the product of all masks, 0 on padding. [layout.num_tokens]"""
     mask: Mask | None = None
     for name, values in fields.get(tf.MASK, {}).items():
-        factor = _on_all_tokens(tf.mask_values(values, source=layout.source, name=name), name, layout)
+        factor = on_all_tokens(tf.mask_values(values, source=layout.source, name=name), name, layout)
         mask = factor if mask is None else mask * factor
     for name, values in fields.get(tf.LABELS, {}).items():
         factor = _mask_of_labels(ids, values, name, layout)
@@ -244,7 +186,7 @@ def _trained_mask(ids: Int32, fields: tf.Fields, layout: _FieldLayout, *, train_
     return mask
 
 
-def _without_reused(mask: Mask, record: Record, layout: _FieldLayout) -> tuple[Mask, tuple[str, ...]]:
+def _without_reused(mask: Mask, record: Record, layout: FieldLayout) -> tuple[Mask, tuple[str, ...]]:
     """Return `mask` without the tokens that the rollout reused from an augmented query, and a note if it changed."""
     prefix = marked(record.value, UNTRAINED_PREFIX)
     if prefix is None:
@@ -262,34 +204,14 @@ def _without_reused(mask: Mask, record: Record, layout: _FieldLayout) -> tuple[M
     return mask, ("reused tokens not trained",)
 
 
-def _on_all_tokens(values: NDArray[Any], name: str, layout: _FieldLayout) -> NDArray[Any]:
-    """Return `values` over all tokens; they have one value per token, or one per token of the response."""
-    if len(values) == layout.num_tokens:
-        return values
-    if layout.response is not None and len(values) == layout.num_response:
-        # 3 tokens of prompt and the response [1, 0, 1] -> [0, 0, 0, 1, 0, 1]
-        whole = np.zeros(layout.num_tokens, values.dtype)
-        whole[layout.response : layout.response_end] = values
-        return whole
-    if layout.response is None:
-        raise TreepackError(
-            f"{layout.source}: {name} has {len(values)} values for {layout.num_tokens} tokens; "
-            "give response_length if it covers the response only"
-        )
-    raise TreepackError(
-        f"{layout.source}: {name} has {len(values)} values; "
-        f"expected {layout.num_tokens} (the whole sequence) or {layout.num_response} (the response)"
-    )
-
-
-def _mask_of_labels(ids: Int32, values: Any, name: str, layout: _FieldLayout) -> NDArray[np.uint8]:
+def _mask_of_labels(ids: Int32, values: Any, name: str, layout: FieldLayout) -> NDArray[np.uint8]:
     labels = tf.as_array(values) if len(values) else np.zeros(0, np.int64)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise TreepackError(
             f"{layout.source}: {name} is not a flat list of integers; expected token ids or {tf.IGNORED_LABEL}"
         )
-    flags = _on_all_tokens((labels != tf.IGNORED_LABEL).astype(np.uint8), name, layout)
-    labels = _on_all_tokens(labels, name, layout)
+    flags = on_all_tokens((labels != tf.IGNORED_LABEL).astype(np.uint8), name, layout)
+    labels = on_all_tokens(labels, name, layout)
     # ids [5, 6, 7] and labels [-100, 6, 7] agree; [6, 7, -100] are shifted and are refused
     wrong = np.flatnonzero((labels != ids) & (flags != 0))
     if len(wrong):
@@ -298,12 +220,6 @@ def _mask_of_labels(ids: Int32, values: Any, name: str, layout: _FieldLayout) ->
             f"expected unshifted labels, each the id at its own position or {tf.IGNORED_LABEL}"
         )
     return flags
-
-
-def _padding_notes(layout: _FieldLayout) -> tuple[str, ...]:
-    left = ("left padding removed",) if layout.start > 0 else ()
-    right = ("right padding removed",) if layout.end < layout.num_tokens else ()
-    return left + right
 
 
 def _spans(mask: Mask) -> tuple[Int32, Int32, Float64]:
@@ -318,42 +234,7 @@ def _spans(mask: Mask) -> tuple[Int32, Int32, Float64]:
     return edges[0::2].copy(), edges[1::2].copy(), np.ones(len(edges) // 2)
 
 
-def _at_trained(values: Float64, name: str, mask: Mask, layout: _FieldLayout) -> Float64:
-    """Return `values` at the trained tokens, without the first token of the sequence.
-
-    `values` has one value per token, one per token of the response, or one per trained token.
-
-    Raises:
-        TreepackError: another number of values, or a number that fits two of these and places the values differently.
-    """
-    # The first token of a sequence is never predicted, so it has no term even if the mask marks it.
-    trained: Int64 = np.flatnonzero(mask)
-    # A list of trained values has one for the first token too, which is dropped.
-    skip = int(len(trained) > 0 and trained[0] == layout.start)
-    if len(values) == layout.num_tokens:
-        return values[trained[skip:]]
-    offset = layout.response
-    if offset is not None and len(values) == layout.num_response:
-        # One value per token of the response has no value for a trained token of the prompt.
-        inside = len(trained) == 0 or (trained[0] >= offset and trained[-1] < layout.response_end)
-        if len(values) == len(trained) and not inside:
-            raise TreepackError(
-                f"{layout.source}: {name} has {len(values)} values, as many as the response and as the trained tokens, "
-                "which differ; give one per token of the whole sequence"
-            )
-        if not inside:
-            raise TreepackError(f"{layout.source}: {name} covers the response only, but tokens outside it are trained")
-        return values[trained[skip:] - offset]
-    if len(values) == len(trained):
-        return values[skip:]
-    response = "" if offset is None else f"{layout.num_response} (the response), "
-    raise TreepackError(
-        f"{layout.source}: {name} has {len(values)} values; "
-        f"expected {layout.num_tokens} (the whole sequence), {response}or {len(trained)} (the trained tokens)"
-    )
-
-
-def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: _FieldLayout) -> Float64 | None:
+def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: FieldLayout) -> Float64 | None:
     """Return the values of `kind` at the trained tokens, on which all fields must agree.
 
     Log-probabilities are rounded to float32.
@@ -364,7 +245,7 @@ def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: _FieldLayout) -
         if not isinstance(values, list | np.ndarray):
             continue
         numbers = tf.number_values(values, source=layout.source, name=name)
-        picked = _at_trained(numbers, name, mask, layout)
+        picked = at_trained(numbers, name, mask, layout)
         if kind not in (tf.ADVANTAGE, tf.TEMPERATURE):
             # The trie stores float32. Two fields that differ by less agree, and an overflow is refused below as inf.
             with np.errstate(over="ignore"):
@@ -381,7 +262,7 @@ def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: _FieldLayout) -
     return agreed
 
 
-def _advantages(fields: tf.Fields, mask: Mask, layout: _FieldLayout) -> tuple[float | None, Float64 | None]:
+def _advantages(fields: tf.Fields, mask: Mask, layout: FieldLayout) -> tuple[float | None, Float64 | None]:
     """Return the advantage of the trajectory, or the advantages of its trained tokens; at most one of the two."""
     advantages = fields.get(tf.ADVANTAGE)
     if advantages is None:
