@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .compute_options import attention_option, device_option
 from .option_groups import option_group
 from .output import show
 from .paths import READ, WRITE
@@ -48,16 +49,8 @@ _critic_options = option_group(
             show_default=True,
             help="As in treepack train; the value head computes in fp32.",
         ),
-        click.option(
-            "--attention",
-            type=click.Choice(["auto", "reference", "flex", "flash", "triton"]),
-            default="auto",
-            show_default=True,
-            help="As in treepack train.",
-        ),
-        click.option(
-            "--device", default="auto", show_default=True, help="cpu, cuda or cuda:N; auto is a GPU if there is one."
-        ),
+        attention_option,
+        device_option,
     ],
     _make_options,
 )

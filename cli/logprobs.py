@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .compute_options import attention_option, device_option
 from .lora import quantize_option
 from .option_groups import option_group
 from .output import reserve_directory, show
@@ -68,13 +69,7 @@ _score_options = option_group(
             show_default=True,
             help="As in treepack train.",
         ),
-        click.option(
-            "--attention",
-            type=click.Choice(["auto", "reference", "flex", "flash", "triton"]),
-            default="auto",
-            show_default=True,
-            help="As in treepack train.",
-        ),
+        attention_option,
         click.option(
             "--loss-chunk",
             type=click.IntRange(min=1),
@@ -82,9 +77,7 @@ _score_options = option_group(
             show_default=True,
             help="Tokens per chunk of logits; a smaller chunk needs less memory.",
         ),
-        click.option(
-            "--device", default="auto", show_default=True, help="cpu, cuda or cuda:N; auto is a GPU if there is one."
-        ),
+        device_option,
         click.option(
             "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of random weights."
         ),

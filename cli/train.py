@@ -11,6 +11,7 @@ import click
 
 from treepack.files.address import AnyPath
 
+from .compute_options import ATTENTION, device_option
 from .lora import lora_options
 from .objective import objective_options
 from .optimiser import OptimiserOptions, optimiser_options
@@ -121,7 +122,7 @@ _SECTIONS = {
 @click.option("--compile", "compiled", is_flag=True, help="Fuse all of a layer except attention by torch.compile.")
 @click.option(
     "--attention",
-    type=click.Choice(["auto", "reference", "flex", "flash", "triton"]),
+    type=click.Choice(ATTENTION),
     default="auto",
     show_default=True,
     help="reference runs anywhere; flex is FlexAttention, flash its FlashAttention-4 backend, triton treepack's own "
@@ -134,7 +135,7 @@ _SECTIONS = {
     show_default=True,
     help="Targets per chunk of logits; a smaller chunk needs less memory.",
 )
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda or cuda:N; auto is a GPU if there is one.")
+@device_option
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .compute_options import attention_option, device_option
 from .optimiser import OptimiserOptions, optimiser_options
 from .option_groups import option_group
 from .output import reserve_directory, reserve_table, show
@@ -39,16 +40,8 @@ _compute_options = option_group(
             show_default=True,
             help="bf16 keeps fp32 weights and computes the backbone under autocast.",
         ),
-        click.option(
-            "--attention",
-            type=click.Choice(["auto", "reference", "flex", "flash", "triton"]),
-            default="auto",
-            show_default=True,
-            help="As in treepack train.",
-        ),
-        click.option(
-            "--device", default="auto", show_default=True, help="cpu, cuda or cuda:N; auto is a GPU if there is one."
-        ),
+        attention_option,
+        device_option,
     ],
     ComputeOptions,
 )
