@@ -35,12 +35,12 @@ CAPACITY = 12
 
 
 def routes_by_id(rows: list[Row]) -> dict[str, list[object]]:
-    found = {}
+    result = {}
     for row in rows:
         assert row.routes is not None
         for name, end in zip(row.trajectory_ids, row.trajectory_ends.tolist(), strict=True):
-            found[name] = row.routes[path_of(row.parent.tolist(), end)].tolist()
-    return found
+            result[name] = row.routes[path_of(row.parent.tolist(), end)].tolist()
+    return result
 
 
 def expected_routes(trie_trajectories: list[Trajectory]) -> dict[str, list[object]]:

@@ -3,7 +3,7 @@
 dispatch       tree_attention by any implementation, and the choice among them
 schedules      the schedule of each implementation, for one layer or for a whole model
 interface      all implementations under transformers' names, and the refusal of every other request of a model
-tree_pass      what one pass over a row gives to every layer: outputs to keep, tensors to carry
+tree_pass      arguments of one pass over a row for every layer: outputs to keep, tensors to carry
 generation     plain calls of the same model through sdpa, for sampling and evaluation
 reference      simple code for any device and float64; every other implementation is tested against it
 flex           FlexAttention over block lists made from the intervals; compiled on an accelerator

@@ -1,4 +1,4 @@
-"""What one forward pass over a row gives to the attention of every layer, beside the row itself."""
+"""Arguments of one forward pass over a row for the attention of every layer, beside the row itself."""
 
 from __future__ import annotations
 

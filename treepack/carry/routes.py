@@ -77,10 +77,10 @@ def _mode(
     """Return the maker of a router's mode in a push or a pop."""
     if each.kind == "pop":
         return lambda: _Repeat(recorded[router])
-    return lambda: _no_second_run(router, recorded)
+    return lambda: _record_once(router, recorded)
 
 
-def _no_second_run(router: nn.Module, recorded: dict[nn.Module, list[Tensor]]) -> _Record:
+def _record_once(router: nn.Module, recorded: dict[nn.Module, list[Tensor]]) -> _Record:
     """Return a mode that records the choices of a router, which runs once in a push."""
     if router in recorded:
         raise TreepackError(

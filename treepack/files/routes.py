@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.files import schema
+from treepack.trajectory import Routes
 
 NAMES = tuple(schema.ROUTES.names)
-Routes = NDArray[np.uint8] | NDArray[np.uint16]
 
 
 def route_bytes(routes: Routes) -> bytes:
@@ -41,14 +41,20 @@ def route_array(data: bytes | NDArray[np.uint8], shape: tuple[int, int, int], so
 
 
 def route_columns(routes: Routes, offsets: NDArray[Any]) -> list[pa.Array]:
-    """Return the columns of `schema.ROUTES` of rows that own the tokens between `offsets` [rows + 1]."""
+    """Return the columns of `schema.ROUTES` of rows that own the tokens between `offsets` [rows + 1].
+
+    Raises:
+        TreepackError: the rows have 2 GB of routes or more, too many for the offsets of a column.
+    """
     rows = len(offsets) - 1
     layers, experts = routes.shape[1:]
     width = layers * experts * routes.itemsize
     # Rows of 2 and 1 tokens, 4 bytes for each -> offsets 0 8 12.
     ends = ((offsets - offsets[0]) * width).astype(np.int64)
     if ends[-1] >= 1 << 31:
-        raise TreepackError(f"one part has {ends[-1]} bytes of routes; expected less than 2 GB")
+        raise TreepackError(
+            f"part of the trie has {ends[-1]:,} bytes of routes, and 2 GB are too many; build it without --keep-routes"
+        )
     data = pa.py_buffer(route_bytes(routes[offsets[0] : offsets[-1]]))
     values = pa.Array.from_buffers(pa.binary(), rows, [None, pa.py_buffer(ends.astype(np.int32)), data])
     return [pa.array(np.full(rows, layers, np.int32)), pa.array(np.full(rows, experts, np.int32)), values]

@@ -62,7 +62,7 @@ from treepack.data.batch import TermTensors
 from treepack.errors import TreepackError
 from treepack.model.preferences import PAIR_MEANS, dpo_loss
 from treepack.model.term_slices import TERM_CHUNK, term_slices
-from treepack.model.value_loss import VALUE_SUMS, explained, value_loss
+from treepack.model.value_loss import VALUE_SUMS, explain_variance, value_loss
 
 LOSSES = ("sft", "grpo", "ppo", "gspo", "cispo", "dpo", "value")
 DENOMINATORS = ("token", "trajectory", "group", "global", "edge")
@@ -266,7 +266,7 @@ def objective_loss(
 def step_means(sums: dict[str, float]) -> dict[str, float]:
     """Return the means of a step from the summed sums of `objective_loss` of its rows; empty without any."""
     weight = sums.get("weight", 1.0)  # total weight of the terms, or pairs
-    return explained({name: value / weight for name, value in sums.items() if name != "weight"})
+    return explain_variance({name: value / weight for name, value in sums.items() if name != "weight"})
 
 
 def _policy_loss(

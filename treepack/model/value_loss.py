@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from treepack.data.batch import TermTensors
 from treepack.model.term_slices import TERM_CHUNK, term_slices
 
-# Names of the sums of `value_loss`, in the order in which it computes them. `explained` turns the last three into one
-# mean.
+# Names of the sums of `value_loss`, in the order in which it computes them. `explain_variance` makes one mean of the
+# last three.
 VALUE_SUMS = ("value_loss", "value_clip_fraction", "return", "return_square", "value_error", "value_error_square")
 
 
@@ -67,7 +67,7 @@ def _term_sums(values: Tensor, part: TermTensors, factors: Tensor, clip: float) 
     return (factors.index_select(0, part.trajectory) * part.weight * loss).sum(), sums
 
 
-def explained(means: dict[str, float]) -> dict[str, float]:
+def explain_variance(means: dict[str, float]) -> dict[str, float]:
     """Return the means of a step with the explained variance 1 - Var(R - V) / Var(R) in place of its moments.
 
     It is NaN if all returns are equal. Means without a value loss are returned as they are.

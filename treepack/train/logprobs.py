@@ -164,8 +164,11 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
 
 
 def carry_memory(device: torch.device) -> CarryMemory | None:
-    # Keys and values of layers beyond half of the free memory wait on the host; the other half is for a piece's layer
-    # and logits. The budget changes no result.
+    """Return the memory of keys and values of rows that run in pieces on a GPU, None if its free memory is unknown.
+
+    Keys and values of layers beyond half of the free memory wait on the host; the other half is for a piece's layer and
+    logits. The budget changes no result.
+    """
     free = free_memory(device)
     return CarryMemory(device, CarryBudget(stack=int(free / 2))) if device.type == "cuda" and free is not None else None
 

@@ -25,8 +25,8 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.files.parts import read_parts, read_row_groups
-from treepack.files.routes import Routes, route_array, route_content
-from treepack.trajectory import Float64, Int32, Int64
+from treepack.files.routes import route_array, route_content
+from treepack.trajectory import Float64, Int32, Int64, Routes
 from treepack.trie.spool import write_table
 from treepack.trie.storage import Storage, disk, map_file
 

@@ -34,7 +34,7 @@ from treepack.rl.advantages.gae import (
     gae,
     is_truncated,
     state_values,
-    whitened,
+    whiten,
 )
 from treepack.rl.advantages.tree import of_trajectories, tree_grpo, tree_grpo_segments, treepo, treerl, treerpo
 from treepack.rl.group_tree import group_codes
@@ -235,7 +235,7 @@ def _along_paths(trie: Trie, reward: Float64, scope: Int64, counted: Estimates, 
     if not all(np.isfinite(column).all() for column in columns.values()):
         raise TreepackError("values of the critic are so large that the returns overflow; inspect the critic")
     if options.whiten != "none":
-        advantage = whitened(advantage, scope[owner], epsilon=options.epsilon)
+        advantage = whiten(advantage, scope[owner], epsilon=options.epsilon)
     return replace(counted, per_token=advantage, columns=columns, num_truncated=int(truncated.sum()))
 
 

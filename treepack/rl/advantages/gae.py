@@ -117,7 +117,7 @@ def is_truncated(trie: Trie, kept: Int64, key: str) -> NDArray[np.bool_]:
     return np.array([value is True or (isinstance(value, str) and value in LIMITS) for value in values], np.bool_)
 
 
-def whitened(advantage: Float64, scope: Int64, *, epsilon: float) -> Float64:
+def whiten(advantage: Float64, scope: Int64, *, epsilon: float) -> Float64:
     """Subtract the mean of the advantages of each scope and divide by their deviation (n - 1) plus `epsilon`.
 
     `scope` int64 [num_trained] has codes from 0. Every trained token counts the same, as in verl's `masked_whiten`. A
