@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -173,7 +174,7 @@ def run_side_by_side(options: argparse.Namespace, task: str, pairs: list[tuple[s
                 process.wait()
             if process.poll() is not None:
                 print(f"{pair[0]} {pair[1]}: ended with {process.returncode}", flush=True)
-                failed += [f"{pair[0]} {pair[1]}"] if process.returncode > 0 else []
+                failed += [f"{pair[0]} {pair[1]}"] if process.returncode not in (0, -signal.SIGTERM) else []
                 del running[pair]
         time.sleep(0.05)
     if failed:

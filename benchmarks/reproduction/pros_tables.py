@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from trace_tables import write_tables
+from trace_tables import read_folder, write_tables
 
 from treepack.errors import TreepackError
 
@@ -32,7 +31,7 @@ COLUMNS = {
 
 def main(arguments: Sequence[str]) -> None:
     """Write and print the table of PROS."""
-    for text in write_tables(Path(arguments[0]), "pros", ARMS, COLUMNS):
+    for text in write_tables(read_folder(arguments), "pros", ARMS, COLUMNS):
         print(text)
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -30,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from probe import commit
 from smollm2_arms import (
     ESTIMATORS,
     INDEPENDENT,
@@ -186,11 +186,9 @@ def with_noise(trees: Sequence[Tree], seed: int) -> Trie:
 def heading(options: argparse.Namespace, sizes: Sizes) -> str:
     """Return the command's options, the machine and the commit."""
     device = torch.cuda.get_device_name() if options.device != "cpu" else "CPU"
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     limit = f"{options.minutes} minutes" if options.minutes is not None else f"{options.steps} steps"
     return (
-        f"SmolLM2-135M-Instruct, {device}, torch {torch.__version__}, commit {commit}; {limit}, seed {options.seed}, "
+        f"SmolLM2-135M-Instruct, {device}, torch {torch.__version__}, commit {commit()}; {limit}, seed {options.seed}, "
         f"{sizes.problems} problems x {sizes.width} leaves, segments of {sizes.segment} tokens, "
         f"{sizes.eval_problems} held-out problems x {sizes.eval_samples} samples."
     )

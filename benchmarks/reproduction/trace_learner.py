@@ -1,4 +1,4 @@
-"""The part that the arms of TRACE and PROS have in common: the policy, its sampler, one optimiser step, an evaluation.
+"""The part that all arms have in common: the policy, its sampler, one optimiser step, an evaluation.
 
     folder of warm_up.py --start_learner--> Learner
     Learner, rollouts --learn--> new weights, from the groups in which some rollouts succeed and others fail

@@ -11,6 +11,7 @@ plots of the same runs are those of `curves.py --report`.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,8 +56,16 @@ class Run:
 
 def main(arguments: Sequence[str]) -> None:
     """Write and print the table of TRACE."""
-    for text in write_tables(Path(arguments[0]), "trace", TRACE_ARMS, TRACE_COLUMNS):
+    for text in write_tables(read_folder(arguments), "trace", TRACE_ARMS, TRACE_COLUMNS):
         print(text)
+
+
+def read_folder(arguments: Sequence[str]) -> Path:
+    """Return the only argument, the folder of the records."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path, help="records of curves.py")
+    folder: Path = parser.parse_args(arguments).folder
+    return folder
 
 
 def write_tables(folder: Path, name: str, arms: Mapping[str, str], columns: Mapping[str, str]) -> list[str]:

@@ -1,5 +1,7 @@
 """Small learners for the tests of the arms: random weights, and a reward that random rollouts get half of the time."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import replace
 from pathlib import Path
