@@ -98,7 +98,7 @@ def _help(command: click.Command, parent: click.Context | None, name: str) -> st
 def filled_page(name: str) -> str:
     """The page `name` with its generated blocks written again."""
     blocks: dict[str, Callable[[], str]] = {
-        "nodes": lambda: _columns(schema.node_columns(schema.NODE_VALUES.names)),
+        "nodes": lambda: _columns(schema.node_columns(schema.NODE_OPTIONAL.names)),
         "trajectories": lambda: _columns(schema.trajectory_columns(schema.OPTIONAL.names)),
         "rows": lambda: _columns(schema.ROWS),
         "terms": lambda: _columns(schema.TERMS),
