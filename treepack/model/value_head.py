@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import disable
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
@@ -43,7 +43,7 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, size, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
 
-    @disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def forward(self, states: Tensor, sources: Tensor) -> Tensor:
         """Return the values [n] of the states [T, D] at the indices `sources` int64 [n], float32 or float64."""
         # Without sources torch.split returns one part of length 0, whose value has a gradient like any other.
