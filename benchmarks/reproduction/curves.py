@@ -154,7 +154,7 @@ def run_side_by_side(options: argparse.Namespace, task: str, pairs: list[tuple[s
     All of them end after `options.minutes`: a run that starts later has less time.
 
     Raises:
-        TreepackError: a run failed; the others go on before that, and the logs of all are in the folder.
+        TreepackError: a run failed; the others continue to their end first, and the logs of all are in the folder.
     """
     deadline = time.monotonic() + 60 * options.minutes
     waiting, running, failed = list(pairs), dict[tuple[str, int], subprocess.Popen[bytes]](), list[str]()

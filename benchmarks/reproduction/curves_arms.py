@@ -40,7 +40,7 @@ class Sizes:
 
 @dataclass(slots=True)
 class State:
-    """What an arm gets: the policy that it trains, and its place in the run.
+    """The argument of an arm: the policy that it trains, and its place in the run.
 
     `step` is 1 at the first step. `memory` is the arm's own, for values that it needs in later steps.
     """

@@ -294,7 +294,7 @@ class DecodeEngine:
         rows.alive.logical_and_(~self._is_stop[new] & (rows.count < rows.limit))
 
     def _move(self, living: Tensor, size: int, cache_size: int) -> None:
-        """Move the rows that go on to the front; the others up to `size` have ended."""
+        """Move the rows that continue to the front; the others up to `size` have ended."""
         num = len(living)
         for part in self._rows.parts():
             part[:num] = part[living]

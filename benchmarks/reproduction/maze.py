@@ -81,7 +81,7 @@ class Maze:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The world after some turns. `outcome` is None while the episode goes on, else the reward."""
+    """The world after some turns. `outcome` is None while the episode continues, else the reward."""
 
     maze: Maze
     place: Place

@@ -1,4 +1,4 @@
-"""PROS and what it is compared with: GRPO on queries of a fixed pool, which start at a prompt or at a reused prefix.
+"""PROS and its baselines: GRPO on queries of a fixed pool, which start at a prompt or at a reused prefix.
 
     State --pros_arm(...)--> (decoded tokens, figures)         arms of curves.py; pros_tables.py makes the table
 

@@ -33,7 +33,7 @@ EVALUATION_SAMPLES_SEED = 11
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """What lives as long as an arm: `policy` is trained in place, and `engine` samples from its weights."""
+    """The parts of an arm that keep a state: `policy` is trained in place, and `engine` samples from its weights."""
 
     task: Task
     policy: Any

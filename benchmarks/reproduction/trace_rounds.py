@@ -62,7 +62,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Actors:
-    """What a round changes: the policy of `learner`, which takes a step of `estimator`, and the predictor."""
+    """The state that a round changes: the policy of `learner`, which takes a step of `estimator`, and the predictor."""
 
     learner: Learner
     predictor: Predictor
@@ -74,7 +74,7 @@ def play_round(
 ) -> dict[str, Any]:
     """Sample the trees of a round, refit the predictor, take one optimiser step, and return figures.
 
-    `active` says for each of the two stages if it uses predictions. Tokens: `step_decoded` were sampled. `reused` are
+    `active` is True for each of the two stages that uses predictions. Tokens: `step_decoded` were sampled. `reused` are
     tokens of the prefixes of continuations after their prompts: an engine that keeps no keys computes them again, once
     for each continued prefix, and none of them is decoded.
     """

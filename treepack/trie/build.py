@@ -68,7 +68,7 @@ def build_trie(
 
 
 def route_costs(sequences: Sequences, *, share: str) -> RouteCosts:
-    """Return what conflicts of the recorded routes of `sequences`, which have some, cost in a trie."""
+    """Return the costs of conflicts between the recorded routes of `sequences`, which have some, in a trie."""
     assert sequences.routes is not None
     routes, layers = sequences.routes, sequences.routes.shape[1]
     order, _, forest = _forest(sequences, share)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RouteCosts:
-    """What conflicts of recorded routes cost.
+    """The costs of conflicts between recorded routes.
 
     Attributes:
         layers: recorded layers.
@@ -87,7 +87,7 @@ def splits_by_routes(trie: Trie) -> bool:
 
 
 def new_positions(offsets: Int64, order: list[int], shared: array[int]) -> Int64:
-    """Return the flat position of each tree token: those that a trajectory does not share with the one before it."""
+    """Return the flat position of each tree token, which its trajectory does not share with the one before it."""
     # offsets [0, 4, 9], order [1, 0], shared [0, 3] -> 4 5 6 7 8, 3
     starts, ends = offsets[:-1][order] + np.array(shared), offsets[1:][order]
     sizes = ends - starts

@@ -107,8 +107,8 @@ def state_values(trie: Trie, trajectory: Int64, position: Int64, kept: Int64) ->
 def is_truncated(trie: Trie, kept: Int64, key: str) -> NDArray[np.bool_]:
     """Return True for each trajectory of `kept` that a limit cut off, bool [num_kept].
 
-    The field `key` of its metadata says so: it is True, or one of `LIMITS`. Every other value, and a missing field, is
-    an end. `key` "none" says that no trajectory was cut off.
+    The field `key` of its metadata is then True, or one of `LIMITS`. Every other value, and a missing field, is an end.
+    With the `key` "none", no trajectory was cut off.
     """
     if key == "none":
         return np.zeros(len(kept), np.bool_)
