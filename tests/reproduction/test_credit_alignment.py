@@ -12,25 +12,15 @@ import pytest
 import torch
 from credit_gradients import ESTIMATORS, estimator_gradient, reference_halves
 from curves_arms import tree_shape
-from policy import make_policy, save_policy
+from policy import make_policy
 from tasks import Task, make_task, sample_trees, tree_rewards
 from trace_learner import Learner, start_learner
 
-from treepack.rollout.episode import Episode, SingleTurn
-from treepack.rollout.query import Query
+from support.reproduction_learners import even_start, save_small_policy
 from treepack.rollout.tree import Tree, leaf_weights
-from treepack.trajectory import Float64, Int32
+from treepack.trajectory import Float64
 
 LEVELS = (2,)
-
-
-async def even_start(query: Query) -> tuple[Int32, Episode]:
-    """Start an episode that about half of all random responses solve: an even last token is right."""
-
-    async def score(response: Int32) -> float:
-        return float(response[-1] % 2 == 0)
-
-    return query.prompt, SingleTurn(score)
 
 
 def short_task() -> Task:
@@ -39,10 +29,7 @@ def short_task() -> Task:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reproduction") / "policy"
-    save_policy(make_policy("test", seed=3), folder)
-    (folder / "warm_up.json").write_text(json.dumps({"task": "steps", "levels": LEVELS, "dial": {}}))
-    return folder
+    return save_small_policy(tmp_path_factory.mktemp("reproduction") / "policy")
 
 
 @pytest.fixture(scope="module")

@@ -12,30 +12,15 @@ import pytest
 import torch
 from curves_arms import Sizes, State
 from curves_statistics import bootstrap_interval, first_crossing, t_interval
-from policy import make_policy, save_policy
 from tasks import make_task
 from trace_learner import start_learner
 
-from treepack.rollout.episode import Episode, SingleTurn
-from treepack.rollout.query import Query
-from treepack.trajectory import Int32
+from support.reproduction_learners import even_start, save_small_policy
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reproduction") / "policy"
-    save_policy(make_policy("test", seed=3), folder)
-    (folder / "warm_up.json").write_text(json.dumps({"task": "steps", "levels": [2], "dial": {}}))
-    return folder
-
-
-async def even_start(query: Query) -> tuple[Int32, Episode]:
-    """Start an episode that about half of all random responses solve: an even last token is right."""
-
-    async def score(response: Int32) -> float:
-        return float(response[-1] % 2 == 0)
-
-    return query.prompt, SingleTurn(score)
+    return save_small_policy(tmp_path_factory.mktemp("reproduction") / "policy")
 
 
 @pytest.mark.parametrize("arm", ["grpo", "treepo", "treerpo", "tree-grpo", "tree-flat"])

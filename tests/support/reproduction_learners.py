@@ -27,6 +27,22 @@ def small_learner(folder: Path, task: str) -> Learner:
     return start_learner(folder, device="cpu", rate=1e-3, rows=32)
 
 
+def save_small_policy(folder: Path) -> Path:
+    """Save a policy with random weights for prompts of two operations; `folder` is new."""
+    save_policy(make_policy("test", seed=3), folder)
+    (folder / "warm_up.json").write_text(json.dumps({"task": "steps", "levels": [2], "dial": {}}))
+    return folder
+
+
+async def even_start(query: Query) -> tuple[Int32, Episode]:
+    """Start an episode that about half of all random responses solve: an even last token is right."""
+
+    async def score(response: Int32) -> float:
+        return float(response[-1] % 2 == 0)
+
+    return query.prompt, SingleTurn(score)
+
+
 def coin_learner(folder: Path) -> Learner:
     """Return a learner of the task steps in which a rollout succeeds if the sum of its token ids is even."""
     learner = small_learner(folder, "steps")
