@@ -164,7 +164,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
 
 
 def carry_memory(device: torch.device) -> CarryMemory | None:
-    """Return the memory of keys and values of rows that run in pieces on a GPU, None if its free memory is unknown.
+    """Return the memory of keys and values of rows in pieces; None on the CPU, or if the free memory is not known.
 
     Keys and values of layers beyond half of the free memory wait on the host; the other half is for a piece's layer and
     logits. The budget changes no result.
