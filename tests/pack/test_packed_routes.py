@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from support.oracle import path_of
 from support.recorded_routes import routed_trajectories
+from support.trie_files import saved
 from treepack.analysis.check import check
 from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
+from treepack.files.location import locate
 from treepack.files.manifest import Provenance, read_manifest
 from treepack.files.routes import route_array
 from treepack.pack.check import check_packed
@@ -28,6 +30,7 @@ from treepack.pack.row import Row, concatenate_rows
 from treepack.trajectory import Routes, Tokens, Trajectory
 from treepack.trie.build import build_trie
 from treepack.trie.files import write_trie
+from treepack.trie.row_groups import read_footers
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import trajectories_of
 
@@ -100,6 +103,12 @@ def test_a_check_compares_the_routes_with_those_of_the_trie(tmp_path: Path) -> N
     for routes in (row.routes[::-1], None):
         with pytest.raises(TreepackError, match="trajectory a differs from the trie's"):
             check_packed([replace(row, routes=routes)], manifest, build)
+
+
+def test_slices_of_a_trie_with_routes_are_refused_with_both_remedies(tmp_path: Path) -> None:
+    trie = saved(build_trie([_simple(np.array([[[0, 1]], [[1, 2]], [[2, 0]]], np.uint8))]), tmp_path / "trie")
+    with pytest.raises(TreepackError, match=r"has recorded routes, .* pack it without --ray and --partitions"):
+        read_footers(locate(trie))
 
 
 def test_a_row_with_too_few_bytes_is_refused() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +25,7 @@ from treepack.files.location import locate
 from treepack.files.manifest import Provenance, read_manifest
 from treepack.trajectory import Float64, Trajectory
 from treepack.trie import files as trie_files
+from treepack.trie import mapped
 from treepack.trie.build import build_trie
 from treepack.trie.check import check_trie
 from treepack.trie.files import read_trie, write_trie
@@ -122,6 +126,21 @@ def test_the_check_notices_a_value_that_is_not_finite() -> None:
     values[2] = np.inf
     with pytest.raises(TreepackError, match="node 1: has a token value that is not finite"):
         check_trie(replace(trie, token_values=values))
+
+
+def test_a_null_among_the_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_null(*arguments: Any) -> Iterator[pa.Table]:
+        for group in file_parts.read_row_groups(*arguments):
+            place = group.column_names.index("token_values") if "token_values" in group.column_names else None
+            if place is not None:
+                lists = [[None, *values[1:]] for values in group["token_values"].to_pylist()]
+                group = group.set_column(place, "token_values", pa.array(lists, pa.list_(pa.float64())))
+            yield group
+
+    out = copied(build_trie([make("a", [1, 2, 3])]), tmp_path)
+    monkeypatch.setattr(mapped, "read_row_groups", with_null)
+    with pytest.raises(TreepackError, match="a node has null among its token_values; write them again"):
+        read_trie(out, token_values=True)
 
 
 def test_a_trie_without_values_has_no_column(tmp_path: Path) -> None:

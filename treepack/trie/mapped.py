@@ -96,7 +96,10 @@ def read_nodes(
         sizes.append(lengths)
         if token_values and "token_values" in group.column_names:
             known = True
-            own, counts = list_content(group["token_values"])
+            column = group["token_values"]
+            if any(chunk.flatten().null_count for chunk in column.chunks):
+                raise TreepackError(f"{directory}: a node has null among its token_values; write them again")
+            own, counts = list_content(column)
             if (counts != lengths).any():
                 node = group["node_id"][int((counts != lengths).argmax())]
                 raise TreepackError(f"{directory}: node {node} has not one of token_values per token; write it again")

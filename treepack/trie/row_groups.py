@@ -129,7 +129,9 @@ def read_footers(location: Location) -> TrieFooters:
             raise TreepackError(f"{location}: its manifest names no {stem} files; write it again")
     names = trajectories[0][1].schema.to_arrow_schema().names
     if "routes" in nodes[0][1].schema.to_arrow_schema().names:
-        raise TreepackError(f"{location}: has recorded routes, which a cluster cannot pack; pack it without --ray")
+        raise TreepackError(
+            f"{location}: has recorded routes, which cannot be packed in slices; pack it without --ray and --partitions"
+        )
     of_nodes = schema.node_columns(nodes[0][1].schema.to_arrow_schema().names)
     expected = {"nodes": of_nodes.names, "trajectories": schema.trajectory_columns(names).names}
     for entry, footer in both:

@@ -94,6 +94,7 @@ def test_rows_of_padding_are_removed() -> None:
         ({"data": "AAAA", "shape": [2, 1, 1], "dtype": "int32"}, "3 bytes of int32, which do not fit"),
         ({"data": "AAAA", "shape": [3, 1, 1], "dtype": "nonsense"}, "do not fit"),
         ([[[40000]]], "has the expert 40000"),
+        ({**as_object(ROUTES), "start": 10**13}, "has the start 10000000000000 for 5 tokens"),
     ],
 )
 def test_other_values_are_refused_with_the_record(value: Any, message: str) -> None:

@@ -49,7 +49,7 @@ def read_routes(value: Any, *, source: str, name: str, num_tokens: int, start: i
     Raises:
         TreepackError: another form, another number of rows, or an entry that is no expert.
     """
-    rows = _decoded(value, source, name)
+    rows = _decoded(value, source, name, stored)
     if rows.ndim == 4 and len(rows) == 1:
         rows = rows[0]
     if rows.ndim != 3 or rows.dtype.kind not in "iu" or 0 in rows.shape[1:]:
@@ -72,16 +72,19 @@ def read_routes(value: Any, *, source: str, name: str, num_tokens: int, start: i
     return routes
 
 
-def _decoded(value: Any, source: str, name: str) -> NDArray[Any]:
+def _decoded(value: Any, source: str, name: str, stored: int) -> NDArray[Any]:
     """Return the entries of a field; an array of objects, or of another shape, if they are not regular.
 
     Raises:
-        TreepackError: text or bytes that are in none of the forms.
+        TreepackError: text or bytes that are in none of the forms, or a start beyond the `stored` tokens.
     """
     if isinstance(value, dict) and "data" in value and "shape" in value:
         kind = str(value.get("dtype") or "int32").removeprefix("torch.").removeprefix("numpy.")
         rows = _of_bytes(_bytes(value["data"], source, name), kind, value["shape"], source, name)
-        return _shifted(rows, value.get("start"))
+        start = value.get("start")
+        if isinstance(start, int) and start > stored:
+            raise TreepackError(f"{source}: {name} has the start {start} for {stored} tokens; expected one of them")
+        return _shifted(rows, start)
     if isinstance(value, str) and value.startswith(_MAGIC):
         # "nrlre1:int16:9x2x2:AAEA" -> int16, [9, 2, 2]
         _, kind, shape, text = (*value.split(":", 3), "", "", "")[:4]
