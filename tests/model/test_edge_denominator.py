@@ -219,6 +219,17 @@ def test_files_and_memory_have_the_same_factors_and_unsuitable_data_is_refused(t
         check_columns(PackedDataset(tmp_path / "without", terms=True), objective)
 
 
+def test_rejected_groups_that_were_kept_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    rewards = {"a": 0.0, "b": 1.0, "c": None, "d": 1.0}
+    members = [make(name, [1, 2 + i], group=f"g{i // 2}", reward=r) for i, (name, r) in enumerate(rewards.items())]
+    trie = build_trie(members)
+    estimates = estimate_advantages(trie, AdvantageOptions("treerpo", edges=True, rejected="zero"))
+    source = saved(with_advantages(trie, estimates, rejected="zero"), tmp_path / "trie")
+    pack_trie(source, tmp_path / "packed", PackOptions(capacity=8))
+    with pytest.raises(TreepackError, match=r"has no term_edge_factor for some trajectories, .*--rejected drop"):
+        check_columns(PackedDataset(tmp_path / "packed", terms=True), choose_objective("grpo", denominator="edge"))
+
+
 def test_the_commands_train_and_verify_with_edges(treepack: Run, tmp_path: Path) -> None:
     trie = build_trie([make(f"t{i}", [1, 2, 3 + i % 2, 4, i], reward=float(i % 3)) for i in range(4)])
     saved(trie, tmp_path / "trie")

@@ -39,6 +39,9 @@ _REMEDIES = {
     "term_return": "run `treepack critic`, then `treepack advantages --estimator gae`, and pack again",
     "term_old_value": "compute all of them with `treepack advantages --estimator gae`, or give --value-clip 0",
 }
+# `treepack advantages --rejected zero` keeps trajectories without these columns.
+_CREDIT = ("term_edge_factor", "term_return", "term_old_value")
+_REMAINING = "leave out groups that cannot be used (`treepack advantages --rejected drop`), and pack again"
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def _check_source(dataset: PackedDataset, objective: Objective) -> None:
         if incomplete.num_rows:
             raise TreepackError(
                 f"{dataset.path}: row {incomplete['row_id'][0]} has no {column} for some trajectories, which the loss "
-                f"{name} needs; {_REMEDIES[column]}"
+                f"{name} needs; {_REMAINING if column in _CREDIT else _REMEDIES[column]}"
             )
     normalize = dataset.manifest["options"]["normalize"]
     if objective.denominator != "token" and normalize != "token" and objective.loss != "dpo":
