@@ -211,6 +211,9 @@ def test_an_objective_with_values_names_what_is_missing(tmp_path: Path) -> None:
     dataset = opened(tmp_path / "packed", rollouts(), [0] * 10)
     with pytest.raises(TreepackError, match=r"has no term_return, .*--estimator gae"):
         check_columns(dataset, choose_objective("value"))
+    for loss, coefficient in (("value", {}), ("ppo", {"value_coef": 0.5})):
+        with pytest.raises(TreepackError, match="no estimator writes edges beside the returns"):
+            choose_objective(loss, denominator="edge", **coefficient)
     with pytest.raises(TreepackError, match="value_clip is about the value loss"):
         choose_objective("ppo", value_clip=0.1)
     register()

@@ -209,7 +209,12 @@ def choose_objective(name: str, **options: Any) -> Objective:
         raise TreepackError(f"{unknown[0]} is no option of the loss {name}; {remedy}")
     if "value_clip" in changes and usual["loss"] != "value" and not changes.get("value_coef"):
         raise TreepackError("value_clip is about the value loss, which has no weight; give value_coef too, or neither")
-    return Objective(**{**usual, **changes}, preset=name)
+    objective = Objective(**{**usual, **changes}, preset=name)
+    if objective.has_values and objective.denominator == "edge":
+        raise TreepackError(
+            "no estimator writes edges beside the returns of values; choose another denominator"
+        )
+    return objective
 
 
 def objective_loss(
