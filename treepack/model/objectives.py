@@ -211,9 +211,7 @@ def choose_objective(name: str, **options: Any) -> Objective:
         raise TreepackError("value_clip is about the value loss, which has no weight; give value_coef too, or neither")
     objective = Objective(**{**usual, **changes}, preset=name)
     if objective.has_values and objective.denominator == "edge":
-        raise TreepackError(
-            "no estimator writes edges beside the returns of values; choose another denominator"
-        )
+        raise TreepackError("no estimator writes edges beside the returns of values; choose another denominator")
     return objective
 
 
