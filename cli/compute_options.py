@@ -1,6 +1,9 @@
-"""Options of commands that run a model: the implementation of attention, and the device."""
+"""Options of commands that run a model: the precision, the implementation of attention, and the device."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import click
 
@@ -12,3 +15,9 @@ attention_option = click.option(
 device_option = click.option(
     "--device", default="auto", show_default=True, help="cpu, cuda or cuda:N; auto is a GPU if there is one."
 )
+
+
+def dtype_option(text: str) -> Callable[[Any], Any]:
+    """Return the option --dtype with its help."""
+    choices = click.Choice(["auto", "fp32", "bf16"])
+    return click.option("--dtype", type=choices, default="auto", show_default=True, help=text)

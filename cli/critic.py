@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .compute_options import attention_option, device_option
+from .compute_options import attention_option, device_option, dtype_option
 from .option_groups import option_group
 from .output import show
 from .paths import READ, WRITE
@@ -42,13 +42,7 @@ _critic_options = option_group(
             help="Put each tree into one row, and run a row of more than N tokens in pieces of at most N, so that each "
             "tree token runs once; auto is 8192, and off runs every row as a whole.",
         ),
-        click.option(
-            "--dtype",
-            type=click.Choice(["auto", "fp32", "bf16"]),
-            default="auto",
-            show_default=True,
-            help="As in treepack train; the value head computes in fp32.",
-        ),
+        dtype_option("As in treepack train; the value head computes in fp32."),
         attention_option,
         device_option,
     ],

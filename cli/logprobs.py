@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .compute_options import attention_option, device_option
+from .compute_options import attention_option, device_option, dtype_option
 from .lora import quantize_option
 from .option_groups import option_group
 from .output import reserve_directory, show
@@ -62,13 +62,7 @@ _score_options = option_group(
             show_default=True,
             help="As in treepack train.",
         ),
-        click.option(
-            "--dtype",
-            type=click.Choice(["auto", "fp32", "bf16"]),
-            default="auto",
-            show_default=True,
-            help="As in treepack train.",
-        ),
+        dtype_option("As in treepack train."),
         attention_option,
         click.option(
             "--loss-chunk",

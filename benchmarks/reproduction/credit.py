@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do what the options say; see `main`."""
+    """Measure the gradients, or write the report, by the options of `main`."""
     if options.report:
         for text in write_report(options.out):
             print(text)

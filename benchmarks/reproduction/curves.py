@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do what the options say; see `main`."""
+    """Train the arms, or write the report, by the options of `main`."""
     if options.report:
         for text in write_report(options.out, target=options.target):
             print(text)

@@ -1,4 +1,4 @@
-"""The arms of the training curves: functions that sample rollouts, train the policy once, and return what they spent.
+"""The arms of the training curves: functions that sample rollouts, train the policy once, and count the tokens.
 
     State --arm--> (decoded tokens, figures of the step)        the weights of state.learner have changed
 

@@ -183,7 +183,7 @@ class MazeEnvironment:
         return [int(token) for token in prompt_ids(self._state.maze)]
 
     async def observe(self, response_ids: list[int]) -> list[int] | None:
-        """Take the action that ends the turn, and return what the policy sees, or None at the end."""
+        """Take the action that ends the turn, and return the next observation, or None at the end."""
         self._state = self._state.after(ACTIONS[STOP_TOKENS.index(response_ids[-1])])
         return None if self._state.outcome is not None else encode(self._state.observation()).tolist()
 
