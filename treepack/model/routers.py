@@ -4,9 +4,10 @@
     switch.set("carry", make_mode)                each forward of the router runs in a mode that make_mode() returns
     switch.set("carry", None)                     the router chooses by itself again
 
-A router is a module whose `forward` calls `torch.topk`, in all versions of transformers that treepack supports, or the
-sparsemixer of PhiMoE, which takes the `max` along a dimension twice. `carry.routes` repeats choices within a row, and
-`model.replay` sets the experts that a sampler recorded. Both may be active: a replayed choice is then recorded.
+A router is a module with a method that calls `torch.topk`, or the sparsemixer of PhiMoE, which takes the `max` along a
+dimension twice. The method is `forward`, or `route_tokens_to_experts` of a whole mixture (GLM-4.5, Hunyuan and
+DeepSeek-V3 in transformers 5.10). `carry.routes` repeats choices within a row, and `model.replay` sets the experts that
+a sampler recorded. Both may be active: a replayed choice is then recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 from treepack.errors import TreepackError
 from treepack.model.layers import find_decoder
 
-# Functions whose call in a module's `forward` makes it a router. sparsemixer is the choice of PhiMoE.
+# Methods that may choose, and functions whose call in one of them makes a module a router. sparsemixer is of PhiMoE.
+_METHODS = ("forward", "route_tokens_to_experts")
 _CHOICES = frozenset({"topk", "sparsemixer"})
 TOPK = (torch.topk, Tensor.topk)
 # Modes in the order in which they are entered: the last one sees a call first.
@@ -66,7 +68,7 @@ def follow_routers(causal: Any, option: str = "--carry") -> list[Switch]:
     """
     decoder = find_decoder(causal)
     modules = [] if decoder is None else list(decoder.modules())
-    routers = [module for module in modules if _is_router(module)]
+    routers = [(module, method) for module in modules if (method := _method_of(module))]
     num_experts = sum(has_experts(module) for module in modules)
     if len(routers) < num_experts:
         raise TreepackError(
@@ -74,20 +76,27 @@ def follow_routers(causal: Any, option: str = "--carry") -> list[Switch]:
             "routers that call torch.topk, so a second forward pass might choose other experts; train this model "
             f"without {option}"
         )
-    return [_follow(router) for router in routers]
+    return [_follow(router, method) for router, method in routers]
 
 
-def _is_router(module: nn.Module) -> bool:
-    # Indexers call topk too, but they do not run under tree attention.
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    names = frozenset() if code is None else frozenset(code.co_names)
-    return bool(names & _CHOICES) and not type(module).__name__.endswith("Indexer")
+def _method_of(module: nn.Module) -> str | None:
+    """Return the name of the method with which a module chooses experts, None if it does not."""
+    if type(module).__name__.endswith("Indexer"):  # indexers call topk too, but they do not run under tree attention
+        return None
+    return next((name for name in _METHODS if _names_in(module, name) & _CHOICES), None)
+
+
+def _names_in(module: nn.Module, method: str) -> frozenset[str]:
+    """Return the names that a method of a module's class uses."""
+    function = getattr(type(module), method, None)
+    code = None if function is None else getattr(inspect.unwrap(function), "__code__", None)
+    return frozenset() if code is None else frozenset(code.co_names)
 
 
 def chooses_one_by_one(router: nn.Module) -> bool:
     """Return True if a router takes one maximum after another, so that the order of its experts matters."""
-    names = frozenset(inspect.unwrap(type(router).forward).__code__.co_names)
-    return "topk" not in names
+    method = _method_of(router)
+    return method is not None and "topk" not in _names_in(router, method)
 
 
 def has_experts(module: nn.Module) -> bool:
@@ -96,13 +105,13 @@ def has_experts(module: nn.Module) -> bool:
     return any(x.ndim == 3 and len(x) == size for x in module.parameters(recurse=False))
 
 
-def _follow(router: nn.Module) -> Switch:
-    """Put a switch in front of the router's `forward`, or return the one that is there."""
-    there = getattr(router.__dict__.get("forward"), "switch", None)
+def _follow(router: nn.Module, method: str) -> Switch:
+    """Put a switch in front of the method that chooses, or return the one that is there."""
+    there = getattr(router.__dict__.get(method), "switch", None)
     if there is not None:
         assert isinstance(there, Switch)
         return there
-    switch, choose = Switch(router), router.forward
+    switch, choose = Switch(router), getattr(router, method)
 
     # A compiled layer breaks its graph here, because what happens changes from pass to pass.
     @_disable_dynamo
@@ -117,9 +126,9 @@ def _follow(router: nn.Module) -> Switch:
             mode.finish(router)
         return result
 
-    forward: Any = follow
-    forward.switch = switch
-    router.forward = forward
+    switched: Any = follow
+    switched.switch = switch
+    setattr(router, method, switched)
     return switch
 
 
