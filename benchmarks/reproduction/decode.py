@@ -8,7 +8,8 @@
 
 `DecodeEngine` is an engine of `treepack.rollout`. It runs the modules of the model that is being trained, so there is
 no copy of the weights; after a step of the optimiser, await `publish`. On a GPU each step is a CUDA graph, one for each
-number of rows (a power of two) and size of the cache (a multiple of 64); on the CPU the same code runs as it is.
+number of rows (a power of two) and size of the cache (a multiple of 64); on the CPU the same code runs as it is. If a
+graph cannot be captured, this is printed once, and all steps run without graphs.
 
 A continuation depends on its ids, seed and number, whatever else is in the batch, except for rounding. probe.py
 measures the speed.
@@ -17,6 +18,7 @@ measures the speed.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -328,27 +330,43 @@ class DecodeEngine:
 
 @dataclass(slots=True)
 class Graphs:
-    """CUDA graphs of steps by (rows, size of the cache), for weights at `addresses`."""
+    """CUDA graphs of steps by (rows, size of the cache), for weights at `addresses`; `is_off` after a failed capture."""
 
     graphs: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     addresses: tuple[int, ...] = ()
+    is_off: bool = False
+    pool: Any = None
 
     def forget_moved(self, causal: Any) -> None:
         """Drop all graphs if weights have moved in memory; changes in place need no new graphs."""
         addresses = tuple(weight.data_ptr() for weight in causal.parameters())
         if addresses != self.addresses:
-            self.graphs.clear()
+            self._drop()
             self.addresses = addresses
+
+    def _drop(self) -> None:
+        self.graphs.clear()
+        self.pool = None  # the memory of a pool ends with its last graph
 
     def run(self, key: tuple[int, int], step: Callable[[], None], state: tuple[Tensor, ...]) -> None:
         """Run `step`, which changes `state` in place, as a graph."""
+        if self.is_off:
+            step()
+            return
         if key not in self.graphs:
             before = [part.clone() for part in state]
             self.rehearse(step)
             # The rehearsal has also written keys and outputs, which the graph writes again.
             for part, value in zip(state, before, strict=True):
                 part.copy_(value)
-            self.graphs[key] = self.capture(step)
+            try:
+                self.graphs[key] = self.capture(step)
+            except RuntimeError as error:
+                print(f"note: the decoder runs without CUDA graphs ({error})", file=sys.stderr, flush=True)
+                self.is_off = True
+                self._drop()
+                step()
+                return
         self.graphs[key]()
 
     def rehearse(self, step: Callable[[], None]) -> None:
@@ -361,8 +379,11 @@ class Graphs:
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Return a function that repeats a step; the step itself does not run."""
+        # Graphs share their memory, because no result of a step stays in it: all are copied to the buffers.
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self.pool):
             step()
         return graph.replay
 

@@ -128,6 +128,22 @@ def test_graphs_of_weights_that_moved_in_memory_are_dropped() -> None:
     assert all(sampler.graphs.graphs[key] is not before[key] for key in before)
 
 
+def test_a_capture_that_fails_is_said_once_and_the_steps_run_without_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+    class Failing(Rehearsed):
+        def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+            if len(self.graphs) > 0:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return step
+
+    sampler = engine(rows=64)
+    sampler.graphs = Failing()
+    for number in (20, 40):
+        request = Request(np.arange(8, dtype=np.int32), number, 20, 1)
+        check_against_forward(POLICY, request, sampler.decode([request])[0])
+    assert capsys.readouterr().err.count("runs without CUDA graphs (operation not permitted") == 1
+    assert sampler.graphs.graphs == {}
+
+
 class Devices(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the devices of all tensors that operators receive and return."""
 
