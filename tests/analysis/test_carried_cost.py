@@ -73,14 +73,16 @@ def test_the_trainer_computes_the_tokens_that_are_forecast(
 ) -> None:
     trie = build_trie(rollouts)
     plan = plan_rows(trie, capacity=capacity, method="contiguous")
-    rows = [plan_row(row.subtree_end, row.parent.astype(np.int64), piece) for row in pack_rows(trie, plan)]
+    packed = list(pack_rows(trie, plan))
+    rows = [plan_row(row.subtree_end, row.parent.astype(np.int64), piece) for row in packed]
     (trunk,) = plan_trunks(trie, plan.row_of, (piece,))
     tokens = sum(row.tokens_backward for row in rows)
     assert sum(row.tokens_forward for row in rows) == tokens + trunk.tokens
-    # Tokens on the stack in each pass, without the gaps between pieces.
+    # Ancestors on the stack in each pass, without the gaps between pieces and the spare tokens after a fork.
     stacks = [
-        sum(end - begin for begin, end, _ in each.stack) + (each.size if each.kind == "push" else 0)
-        for row in rows
+        sum(int((ends[begin:end] > each.begin).sum()) for begin, end, _ in each.stack)
+        + (each.size if each.kind == "push" else 0)
+        for ends, row in zip((row.subtree_end for row in packed), rows, strict=True)
         for each in row.passes
     ]
     assert max(stacks) == trunk.path

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treepack.carry import pieces
 from treepack.carry.pieces import ALIGNMENT, Pass, cut_row, local_ends, plan_row
 from treepack.trajectory import Int64
 
@@ -53,10 +54,10 @@ def test_the_row_of_the_picture() -> None:
 @given(FOREST, st.integers(1, 20))
 def test_pieces_cover_a_row_once_within_their_limit(steps: list[int], limit: int) -> None:
     end, parent = forest(steps)
-    pieces = cut_row(end, parent, limit)
-    assert [piece.begin for piece in pieces] == [0, *(piece.end for piece in pieces[:-1])]
-    assert pieces[-1].end == len(end)
-    for piece in pieces:
+    cut = cut_row(end, parent, limit)
+    assert [piece.begin for piece in cut] == [0, *(piece.end for piece in cut[:-1])]
+    assert cut[-1].end == len(end)
+    for piece in cut:
         tokens = range(piece.begin, piece.end)
         assert 1 <= len(tokens) <= limit
         assert all((end[token] - token > limit) == piece.is_trunk for token in tokens)
@@ -93,22 +94,49 @@ def test_every_token_sees_its_ancestors_and_nothing_else(steps: list[int], limit
 
 def places_of(each: Pass) -> dict[int, int]:
     """The row token at each place of a pass."""
-    pieces = (*each.stack, (each.begin, each.end, each.first))
-    return {at + token - begin: token for begin, end, at in pieces for token in range(begin, end)}
+    ranges = (*each.stack, (each.begin, each.end, each.first))
+    return {at + token - begin: token for begin, end, at in ranges for token in range(begin, end)}
 
 
-@given(FOREST, st.integers(1, 20))
-def test_the_stack_of_a_pushed_piece_is_its_path(steps: list[int], limit: int) -> None:
+@given(FOREST, st.integers(1, 20), st.integers(0, 6))
+def test_the_stack_of_a_pushed_piece_is_its_path_and_few_spare_tokens(steps: list[int], limit: int, spare: int) -> None:
     end, parent = forest(steps)
-    plan = plan_row(end, parent, limit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "SPARE", spare)
+        plan = plan_row(end, parent, limit)
     for each in plan.passes:
         assert each.first % ALIGNMENT == 0
         if each.kind == "push":
-            assert all(end[token] > each.begin for begin, last, _ in each.stack for token in range(begin, last))
-    # No more places than the longest path, with a gap behind each piece.
+            for begin, last, _ in each.stack:
+                ancestors = [token for token in range(begin, last) if end[token] > each.begin]
+                assert ancestors == list(range(begin, begin + len(ancestors)))
+                assert last - begin - len(ancestors) <= spare
+    # No more places than the longest path, with a gap and spare tokens behind each piece.
     deepest = max((len(each.stack) for each in plan.passes), default=0) + 1
-    assert plan.carried <= max(depths(parent)) + deepest * (ALIGNMENT - 1)
+    assert plan.carried <= max(depths(parent)) + deepest * (ALIGNMENT - 1 + spare)
     assert plan.places >= max(each.first + each.size for each in plan.passes)
+
+
+@given(FOREST, st.integers(1, 20))
+def test_spare_tokens_save_pieces_and_compute_nothing_more(steps: list[int], limit: int) -> None:
+    end, parent = forest(steps)
+    merged = plan_row(end, parent, limit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "SPARE", 0)
+        single = plan_row(end, parent, limit)
+    assert len(merged.passes) <= len(single.passes)
+    assert (merged.tokens_forward, merged.tokens_backward) == (single.tokens_forward, single.tokens_backward)
+
+
+def test_a_piece_continues_after_a_fork_by_spare_tokens() -> None:
+    # A root token, from which two of three tokens fork; each ends with a fork of two leaves of 5 tokens.
+    sizes, above = [1, 3, 5, 5, 3, 5, 5], [-1, 0, 1, 1, 0, 4, 4]
+    first = np.cumsum([0, *sizes])
+    parent = np.arange(-1, first[-1] - 1)
+    parent[first[1:-1]] = first[1:][above[1:]] - 1
+    total = np.array([27, 13, 5, 5, 13, 5, 5])
+    end = np.concatenate([np.full(size, first[i] + total[i]) for i, size in enumerate(sizes)])
+    assert [(piece.begin, piece.end) for piece in cut_row(end, parent, 5) if piece.is_trunk] == [(0, 4), (14, 17)]
 
 
 @given(FOREST, st.integers(1, 20))

@@ -20,9 +20,10 @@ a path of the tree.
 No cut into pieces of at most `limit` tokens runs fewer tokens twice: a trunk token has descendants in another piece,
 which need its keys and values before its backward pass.
 
-A trunk piece ends after a token that has two trunk children or more. So when another piece is pushed, all tokens of
-the stack are its ancestors, and the stack is never longer than the longest path and its gaps: each piece begins at a
-multiple of `ALIGNMENT` places.
+A trunk piece ends after a token that has two trunk children or more, or at most `SPARE` tokens later. So when another
+piece is pushed, all tokens of the stack are its ancestors, except for these few, and the stack is hardly longer than
+the longest path and its gaps: each piece begins at a multiple of `ALIGNMENT` places. Without the few, a piece ends at
+every fork, and a pass over three tokens takes as long as one over a thousand.
 
 Everything here is numpy on columns of one row. The only Python loop runs over pieces.
 """
@@ -38,6 +39,8 @@ from treepack.trajectory import Int32, Int64
 
 # Places of the stack at which a piece may begin: multiples of the query blocks of the attention kernels.
 ALIGNMENT = 128
+# Tokens after a fork that may still belong to the trunk piece of the fork.
+SPARE = 1024
 
 Kind = Literal["bundle", "push", "pop"]
 
@@ -136,12 +139,18 @@ def cut_row(subtree_end: Int32 | Int64, parent: Int64, limit: int) -> list[Piece
     # Begins of whole subtrees and of trunk tokens, and the end of the row: the places at which a bundle may end.
     borders = np.append(np.flatnonzero(is_trunk | (before <= index)), count)
     trunk = np.append(np.flatnonzero(is_trunk), count)
-    # The places at which a trunk piece must end: after a fork, or before a token that is not trunk.
-    stops = np.append(np.flatnonzero(forks | (is_trunk & ~np.append(is_trunk[1:], False))) + 1, count)
+    # The places at which a trunk piece may end: after a fork, or before a token that is not trunk, where it must.
+    is_last = is_trunk & ~np.append(is_trunk[1:], False)
+    stops = np.append(np.flatnonzero(forks | is_last) + 1, count)
+    borders_of_trunk = np.append(np.flatnonzero(is_last) + 1, count)
     pieces, begin = [], 0
     while begin < count:
         if is_trunk[begin]:
-            end = min(begin + limit, int(stops[np.searchsorted(stops, begin, side="right")]))
+            first_stop = int(stops[np.searchsorted(stops, begin, side="right")])
+            last = min(begin + limit, int(borders_of_trunk[np.searchsorted(borders_of_trunk, begin, side="right")]))
+            # stops 30 40 2000 of a run that ends at 2000, last 1500 -> 40, which is near enough to 30
+            near = min(last, first_stop + SPARE)
+            end = last if first_stop >= last else int(stops[np.searchsorted(stops, near, side="right") - 1])
         else:
             last = min(begin + limit, int(trunk[np.searchsorted(trunk, begin)]))
             end = int(borders[np.searchsorted(borders, last, side="right") - 1])
