@@ -103,7 +103,7 @@ def reference_halves(
 
 def _minus_baseline(trees: Sequence[Tree], baseline: Float64) -> Trie:
     """Return the rollouts of `trees` with their reward minus the `baseline` of their tree as advantage."""
-    trie = treepack.build_trie(trajectories_of(trees))
+    trie = trie_of(trees)
     of_group = {tree.query.group_id: value for tree, value in zip(trees, baseline.tolist(), strict=True)}
     groups = trie.trajectories["group_id"].to_pylist()
     advantage = trie.trajectories["reward"].to_numpy() - np.array([of_group[group] for group in groups])
@@ -111,21 +111,23 @@ def _minus_baseline(trees: Sequence[Tree], baseline: Float64) -> Trie:
     return treepack.with_advantages(trie, Estimates(kept, advantage, None, Counter(), len(trees), None))
 
 
-def estimator_gradient(
-    policy: Any, trees: Sequence[Tree], estimator: Estimator, *, segment: str, capacity: int
-) -> Tensor:
+def trie_of(trees: Sequence[Tree]) -> Trie:
+    """Return the trie of the rollouts of trees."""
+    return treepack.build_trie(trajectories_of(trees))
+
+
+def estimator_gradient(policy: Any, trie: Trie, estimator: Estimator, *, segment: str, capacity: int) -> Tensor:
     """Return the gradient that an estimator takes from one tree for each prompt, float32 [P].
 
     A tree with equal rewards has advantages of 0 and counts among the prompts; a whole step of such trees gives 0.
 
     Args:
         policy: the loaded model.
-        trees: one for each prompt.
+        trie: the rollouts of one tree for each prompt, as `trie_of` returns them.
         estimator: the estimator.
         segment: segments of estimators on the tree, as in `AdvantageOptions`.
         capacity: tokens of a packed row.
     """
-    trie = treepack.build_trie(trajectories_of(trees))
     reward = trie.trajectories["reward"].to_numpy()
     groups = trie.trajectories["group_id"].to_pylist()
     outcomes: dict[str, set[float]] = {}
@@ -144,7 +146,9 @@ def trie_gradient(
     policy: Any, trie: Trie, objective: Objective, *, capacity: int, leaf_weights: bool = False
 ) -> Tensor:
     """Return minus the gradient of an objective on a trie with advantages, float32 [P]; parameters in model order."""
-    rows = list(treepack.plan_packing(trie, treepack.PackOptions(capacity=capacity, leaf_weights=leaf_weights)))
+    # A search for a better plan would take longer than the passes of so small a model.
+    packing = treepack.PackOptions(capacity=capacity, effort="low", leaf_weights=leaf_weights)
+    rows = list(treepack.plan_packing(trie, packing))
     policy.model.zero_grad(set_to_none=False)
     for row, factors in zip(rows, treepack.row_factors(rows, objective), strict=True):
         batch = treepack.make_batch(row).to(policy.device)

@@ -330,7 +330,10 @@ class DecodeEngine:
 
 @dataclass(slots=True)
 class Graphs:
-    """CUDA graphs of steps by (rows, size of the cache), for weights at `addresses`; `is_off` after a failed capture."""
+    """CUDA graphs of steps by (rows, size of the cache), for weights at `addresses`.
+
+    `is_off` is True after a capture that failed. All graphs share the memory `pool`.
+    """
 
     graphs: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     addresses: tuple[int, ...] = ()

@@ -123,11 +123,9 @@ def learn(learner: Learner, rollouts: Sequence[Trajectory], estimator: str) -> d
         trie, treepack.AdvantageOptions(estimator, segment=segment, edges=is_edge)
     )
     objective = treepack.choose_objective("grpo" if is_edge else "dapo", denominator="edge" if is_edge else "token")
-    rows = list(
-        treepack.plan_packing(
-            treepack.with_advantages(trie, advantages), treepack.PackOptions(capacity=learner.capacity)
-        )
-    )
+    # A search for a better plan would take longer than the passes of so small a model.
+    packing = treepack.PackOptions(capacity=learner.capacity, effort="low")
+    rows = list(treepack.plan_packing(treepack.with_advantages(trie, advantages), packing))
     loss = gap = terms = 0.0
     for row, factors in zip(rows, treepack.row_factors(rows, objective), strict=True):
         batch = treepack.make_batch(row).to(learner.policy.device)

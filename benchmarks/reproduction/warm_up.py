@@ -1,11 +1,12 @@
 """Train a policy from scratch on traces of a task, until it solves a wanted share of the prompts.
 
     python benchmarks/reproduction/warm_up.py --task steps --out FOLDER [--wanted 0.28] [--shape small] [--device cuda]
-                                              [--seed 0] [--max-steps 4000] [--batch 256] [--set error=0.18 ...]
+                                              [--seed 0] [--max-steps 4000] [--minutes 30] [--batch 256]
+                                              [--workers 0] [--set error=0.18 ...]
 
 The folder gets the policy, and warm_up.json with the dial, the training steps, and the pass rate of each level. The
 pass rates are printed as a table. Every `--every` steps the policy answers new prompts, and the training stops when the
-mean over the levels is the wanted one or more.
+mean over the levels is the wanted one or more, or after `--minutes`. `--workers` processes make the traces.
 
 A policy that imitates the traces perfectly solves 0.30 of the chains, as `error` of their dial says.
 
@@ -18,8 +19,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +52,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-steps", type=int, default=4000)
+    parser.add_argument("--minutes", type=float, default=30.0, help="maximum time of the training")
+    parser.add_argument("--workers", type=int, default=0, help="processes that make traces; 0 for this one")
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rate", type=float, default=1e-3)
@@ -72,12 +78,13 @@ def run(options: argparse.Namespace) -> None:
     rates: dict[int, float] = {}
     steps = 0
     for steps in train(model, task, options):
-        if steps % options.every and steps < options.max_steps:
+        is_last = steps == options.max_steps or time.monotonic() - begin > 60 * options.minutes
+        if steps % options.every and not is_last:
             continue
         rates = level_rates(task, engine, num=options.prompts, width=4, seed=EVALUATION_SEED)
         mean = float(np.mean(list(rates.values())))
         print(f"step {steps}: pass rate {mean:.3f}, {time.monotonic() - begin:.0f} s", flush=True)
-        if mean >= options.wanted:
+        if mean >= options.wanted or is_last:
             break
     save_policy(model, options.out)
     record = {
@@ -127,7 +134,7 @@ def load_task(folder: Path) -> Task:
 def train(model: Any, task: Task, options: argparse.Namespace) -> Iterator[int]:
     """Train on new traces, and yield the number of steps after each one."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.98), weight_decay=0.01)
-    for step, (ids, mask) in enumerate(batches(task, options.batch, options.seed), 1):
+    for step, (ids, mask) in enumerate(batches(task, options.batch, options.seed, options.workers), 1):
         # Linear to the full rate in 100 steps, and then constant: the pass rate decides when the training stops.
         optimiser.param_groups[0]["lr"] = options.rate * min(1.0, step / 100)
         # bfloat16 products on a GPU; the weights and the loss stay float32.
@@ -151,13 +158,28 @@ def trace_loss(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     return (losses * mask[:, 1:]).sum() / mask[:, 1:].sum()
 
 
-def batches(task: Task, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of `size` new traces without end: ids and mask, int64 [size, N] each."""
-    for number in range(1 << 62):
-        samples = task.examples(size * SAMPLES_AT_ONCE, seed=seed + 7919 * number)
+def batches(task: Task, size: int, seed: int, workers: int = 0) -> Generator[tuple[Tensor, Tensor], None, None]:
+    """Yield batches of `size` new traces without end: ids and mask, int64 [size, N] each.
+
+    `workers` processes make them in advance; the traces are the same for any number.
+    """
+    for number, samples in enumerate(_traces(task, size * SAMPLES_AT_ONCE, seed, workers)):
         order = np.random.default_rng([seed, number]).permutation(len(samples)).reshape(-1, size)
         for chosen in order:
             yield padded([samples[index] for index in chosen])
+
+
+def _traces(task: Task, num: int, seed: int, workers: int) -> Iterator[list[tuple[Int32, Int32]]]:
+    seeds = range(seed, 1 << 62, 7919)
+    if workers == 0:
+        yield from (task.examples(num, seed=each) for each in seeds)
+        return
+    # Not forked, because a forked process cannot use a GPU that its parent uses.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as executor:
+        waiting = deque(executor.submit(task.examples, num, seed=seeds[number]) for number in range(workers))
+        for each in seeds[workers:]:
+            yield waiting.popleft().result()
+            waiting.append(executor.submit(task.examples, num, seed=each))
 
 
 def padded(samples: list[tuple[Int32, Int32]]) -> tuple[Tensor, Tensor]:

@@ -10,13 +10,14 @@ import credit_tables
 import numpy as np
 import pytest
 import torch
-from credit_gradients import ESTIMATORS, estimator_gradient, reference_halves
+from credit_gradients import ESTIMATORS, estimator_gradient, reference_halves, trie_of
 from curves_arms import tree_shape
 from policy import make_policy
 from tasks import Task, make_task, sample_trees, tree_rewards
 from trace_learner import Learner, start_learner
 
 from support.reproduction_learners import even_start, save_small_policy
+from treepack.errors import TreepackError
 from treepack.rollout.tree import Tree, leaf_weights
 from treepack.trajectory import Float64
 
@@ -61,7 +62,7 @@ def test_a_gradient_from_trees_is_that_of_each_rollout_alone(learner: Learner, w
         weights = leaf_weights(tree)[1] if weighted else np.full(len(reward), 1 / len(reward))
         expected = expected + gradient_alone(tree, weights * (reward - weights @ reward)) / len(trees)
     name = "dr-grpo, leaf weights" if weighted else "dr-grpo"
-    actual = estimator_gradient(learner.policy, trees, ESTIMATORS[name], segment="6", capacity=256)
+    actual = estimator_gradient(learner.policy, trie_of(trees), ESTIMATORS[name], segment="6", capacity=256)
     assert torch.count_nonzero(actual) > 0
     # float32 has a precision of 6e-8; sums over some hundred terms of both signs lose two digits.
     assert (actual - expected).norm() < 1e-5 * actual.norm()
@@ -105,15 +106,28 @@ def test_the_limits_have_no_bias_from_noise() -> None:
     assert variance == pytest.approx(4.0, abs=0.2)  # 4000 * 0.16 / (4000 * 0.04)
 
 
-def test_a_run_writes_products_of_every_estimator_and_its_report(learner: Learner, tmp_path: Path) -> None:
+def test_a_run_that_was_cut_continues_with_the_missing_estimators(learner: Learner, tmp_path: Path) -> None:
     sizes = dataclasses.replace(credit.DRY_SIZES, rollouts=8, trees=2)
-    records = list(credit.measure(learner, sizes, list(ESTIMATORS)))
-    assert [record["estimator"] for record in records[1:]] == list(ESTIMATORS)
-    assert np.isfinite([record["gram"] for record in records[1:]]).all()
-    (tmp_path / "credit-steps.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    path, names = tmp_path / "credit-steps.jsonl", list(ESTIMATORS)
+    reference, known = credit.start_record(path, learner, sizes)
+    assert known == set()
+    records = list(credit.measure(learner, reference, sizes, names))
+    assert [record["estimator"] for record in records] == names
+    assert np.isfinite([record["gram"] for record in records]).all()
+    lines = [json.dumps(record) + "\n" for record in records]
+    with path.open("a") as file:
+        file.writelines([*lines[:5], lines[5][:40]])
+    reference, known = credit.start_record(path, learner, sizes)
+    assert known == set(names[:5])
+    again = list(credit.measure(learner, reference, sizes, names[5:]))
+    assert [record["dots"] for record in again] == [record["dots"] for record in records[5:]]
+    with path.open("a") as file:
+        file.writelines(lines[5:])
     (text,) = credit_tables.write_report(tmp_path)
     assert all(f"| {name} |" in text for name in ESTIMATORS)
     assert (tmp_path / "credit-steps.svg").read_text().startswith("<?xml")
+    with pytest.raises(TreepackError, match="was measured with the sizes"):
+        credit.start_record(path, learner, dataclasses.replace(sizes, trees=3))
 
 
 def test_a_policy_that_solves_nothing_is_one_sentence(

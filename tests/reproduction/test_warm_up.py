@@ -45,6 +45,23 @@ def test_a_warm_up_learns_the_traces_and_writes_what_is_needed_to_go_on(
     assert losses[1] < 2.6
 
 
+def test_traces_are_the_same_for_any_number_of_workers() -> None:
+    task = make_task("steps", levels=[2], modulus=5)
+    alone, together = (warm_up.batches(task, 2, 3, workers) for workers in (0, 1))
+    for _ in range(warm_up.SAMPLES_AT_ONCE + 1):
+        for one, other in zip(next(alone), next(together), strict=True):
+            assert torch.equal(one, other)
+    together.close()
+
+
+def test_a_warm_up_ends_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = "--shape test --device cpu --batch 4 --prompts 2 --levels 2 --minutes 0 --every 1000".split()
+    run(monkeypatch, "--task", "steps", "--out", tmp_path / "policy", *sizes)
+    record = json.loads((tmp_path / "policy" / "warm_up.json").read_text())
+    assert record["steps"] == 1
+    assert record["pass_rates"].keys() == {"2"}
+
+
 def test_padding_changes_no_loss() -> None:
     model = make_policy("test", seed=1)
     samples = make_task("steps").examples(3, seed=1, levels=[2, 5, 9])
