@@ -17,7 +17,7 @@ which the GPU machine may lack. Columns are computed without a Python step for e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -112,9 +112,12 @@ WORKLOADS: dict[str, Callable[[str], Workload]] = {
 
 
 def whole_rows(source: str, vocabulary: int) -> list[Batch]:
-    """Return the rows of a workload with random tokens, or those of a file of `training_rows.py`."""
+    """Return the rows of a workload with random tokens, or those of a file of `training_rows.py`.
+
+    Ids of a file that are beyond the vocabulary become others: 7 of 5 words -> 2.
+    """
     if source not in WORKLOADS:
-        return load_rows(Path(source))
+        return [replace(row, input_ids=row.input_ids % vocabulary) for row in load_rows(Path(source))]
     work = WORKLOADS[source](source)
     ids = np.random.default_rng(0).integers(0, vocabulary, work.tokens)
     leaves = np.flatnonzero(work.subtree_end == np.arange(1, work.tokens + 1))

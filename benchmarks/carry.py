@@ -1,25 +1,33 @@
 """Training steps on one GPU: rows in pieces against rows of a capacity, the same trees on every side, by turns.
 
     python benchmarks/carry.py SOURCE ... [--ways recomputed:65536,offload:262144,auto:65536,carry:auto]
-        [--model qwen3-1.7b] [--layers N] [--optimizer adamw|sgd] [--repeats N] [--gpu-gb N] [--host-gb N]
+        [--model qwen3-1.7b] [--layers N] [--divide N] [--optimizer adamw|sgd] [--repeats N] [--gpu-gb N] [--host-gb N]
+        [--seconds N] [--then SOURCE ...]
     python benchmarks/carry.py --dry-run      a tiny model and tree on the CPU
 
 A source is a workload of `carried_rows.py`, or a file that `training_rows.py` wrote from rows of whole trees. A way is
 one of these, with the tokens of its rows, or of its pieces:
 
-    recomputed    every layer is recomputed in the backward pass (--gradient-checkpointing)
+    recomputed    every layer is recomputed in the backward pass (--gradient-checkpointing), or so many of them that a
+                  second number gives: recomputed:65536:4
     offload       and its input and attention output wait in host memory (--offload-checkpoints)
     auto          as few layers are recomputed as memory demands (--checkpoint-layers auto)
     carry         whole trees in pieces of so many tokens; auto chooses them by memory (--carry)
 
-Each turn times one optimiser step of each way, with learning rate 0. All losses must agree, or the run fails. `gain` is
-the median over turns of the seconds of the first way over those of this way. GiB are the peak of torch's allocator, and
-host memory that is pinned. `forward` and `backward` count tokens that run through the layers, without recomputation.
---gpu-gb and --host-gb limit the memory as if the machine had no more. Needs torch, triton, numpy and transformers.
+Each turn times one optimiser step of each way, with learning rate 0, and prints a line of JSON at once. All losses must
+agree, or the run fails. `gain` is the median over turns of the seconds of the first way over those of this way. GiB are
+the peak of torch's allocator, and host memory that is pinned. `forward` and `backward` count tokens that run through
+the layers, without recomputation. `compiled` counts graphs and kernels that compiled inside the timed steps: a time is
+one of the step only if both are 0. Needs torch, triton, numpy and transformers.
+
+--divide N        divides the layers and the words of the model, so that all parts of a step shrink alike
+--gpu-gb, --host-gb    limit the memory as if the machine had no more
+--seconds N       starts no further turn that would end later than this after the start of the process
+--then            begins another run with options of its own, in the same process, which compiles each layer once
 
     carry.py forks-32k                                          random forks, 64 sequences of 32k
     carry.py tau.npz                                            rows of tau-bench by turns, from training_rows.py
-    carry.py forks-128k --layers 4 --ways recomputed:131072,carry:auto                       a deep search
+    carry.py forks-128k --divide 28 --ways recomputed:131072,carry:32768                     a deep search
     carry.py wide-256k wide-1m --layers 2 --ways carry:8192 --repeats 1                      peaks of two trees
     carry.py long-200k --ways carry:auto --gpu-gb 80 --host-gb 100 --repeats 1               one long sample
     carry.py long-350k --ways carry:auto --gpu-gb 80 --host-gb 100 --repeats 1               a longer one
@@ -29,50 +37,47 @@ host memory that is pinned. `forward` and `backward` count tokens that run throu
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
-import tempfile
+import sys
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from carried_model import STATE_BYTES, Bench, load, num_layers, set_layers
 from carried_rows import WORKLOADS, cut_rows, whole_rows
+from compilations import Compilations, count_compilations
 from experts import seconds_of
 
 from treepack.analysis.model_cost import PRESETS
 from treepack.carry.backward import CarryOptions, backward_row
-from treepack.carry.limit import USABLE, CarryCosts, CarryPlan, choose_limit, measure_costs
+from treepack.carry.limit import CarryCosts, CarryPlan, choose_limit, measure_costs
 from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.data.batch import Batch
-from treepack.files.memory import available_memory
 from treepack.model.forward import prepare_batch, row_loss
-from treepack.model.layer_memory import fewest_recomputed, head_bytes, host_pages, measure_layers, update_bytes
-from treepack.model.layers import adapt_layers, adapted_layers
-from treepack.model.load import load_model
-from treepack.model.loaded import LoadedModel
+from treepack.model.layer_memory import fewest_recomputed, head_bytes, host_pages, measure_layers
 from treepack.model.loss import CHUNK
 from treepack.model.memory import is_memory_error
 from treepack.model.offload import Offload
 
-TINY: dict[str, Any] = {
-    "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-}  # fmt: skip
-POSITIONS = {"max_position_embeddings": 1 << 20}
 WAYS = "recomputed:65536,offload:262144,auto:65536,carry:auto"
-STATE_BYTES = {"adamw": 8, "sgd": 0}
 # bfloat16 rounds a logit by 0.4 %, and a loss is a mean over many.
 LARGEST_DIFFERENCE = 1e-3
+STARTED = time.perf_counter()
 # Of the dry run, which measures nothing.
 CPU_COSTS = CarryCosts(num_layers=3, fixed=0, piece=1, keys_values=1, sums=1, output=1)
 
 
 @dataclass
 class Way:
-    """A way to train the trees of a source, and its measurements; `obstacle` is the reason why it cannot run."""
+    """A way to train the trees of a source, and its measurements.
+
+    `obstacle` is the reason why it cannot run, and `pages` the host memory that its pieces are expected to pin.
+    """
 
     name: str
     rows: list[Batch]
@@ -84,6 +89,9 @@ class Way:
     loss: float = 0.0
     tokens: tuple[int, int] = (0, 0)
     peak: float = 0.0
+    pages: int = 0
+    retries: int = 0
+    compiled: Compilations = field(default_factory=lambda: Compilations(0, 0))
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -94,38 +102,9 @@ class Way:
         return 0 if self.carry is None or self.carry.memory is None else self.carry.memory.num_bytes
 
 
-@dataclass(frozen=True)
-class Bench:
-    """The model, and the memory that may be used."""
-
-    loaded: LoadedModel
-    optimiser: torch.optim.Optimizer
-    options: argparse.Namespace
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        return self.loaded.device
-
-    def free_bytes(self) -> int:
-        """Return what gradients, the optimiser's states and activations may still take on the GPU."""
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(self.device)[0]
-        if self.options.gpu_gb is not None:
-            free = min(free, int(self.options.gpu_gb * 1e9) - torch.cuda.memory_reserved(self.device))
-        state = 0 if self.optimiser.state else STATE_BYTES[self.options.optimizer]
-        return int(USABLE * free) - update_bytes(self.loaded.model, state_bytes=state)
-
-    def host_bytes(self) -> int:
-        """Return what may be pinned."""
-        if self.options.host_gb is not None:
-            return int(self.options.host_gb * 1e9)
-        return int(USABLE * available_memory())
-
-
 def make_way(bench: Bench, text: str, rows: list[Batch]) -> Way:
     """Return the way that `text` names, such as carry:8192."""
-    kind, _, size = text.partition(":")
+    kind, size, *rest = text.split(":")
     layers = num_layers(bench.loaded)
     if kind == "carry":
         plan = plan_pieces(bench, rows, None if size == "auto" else int(size))
@@ -134,12 +113,15 @@ def make_way(bench: Bench, text: str, rows: list[Batch]) -> Way:
         carry = CarryOptions(plan.limit, memory=memory, autocast=autocast)
         outputs = "kept" if plan.keep_outputs else "computed again"
         note = f"{plan.resident_layers} of {layers} layers on the GPU, outputs of trunk {outputs}"
-        return Way(f"carry:{plan.limit}", rows, 0, carry=carry, note=note)
+        pages = plan.peak.host // memory.pages.size
+        return Way(f"carry:{plan.limit}", rows, 0, carry=carry, note=note, pages=pages)
     cut = cut_rows(rows, int(size))
     if kind == "offload":
         return Way(text, cut, layers, offload=Offload(bench.device))
     if kind == "recomputed":
-        return Way(text, cut, layers)
+        count = int(rest[0]) if rest else layers
+        assert count <= layers, f"{text}: the model has {layers} layers"
+        return Way(text, cut, count, note=f"{count} of {layers} layers recomputed" if rest else "")
     assert kind == "auto", f"ways are recomputed, offload, auto and carry, not {kind}"
     count = count_recomputed(bench, cut)
     return Way(text, cut, count, note=f"{count} of {layers} layers recomputed")
@@ -171,20 +153,6 @@ def count_recomputed(bench: Bench, rows: list[Batch]) -> int:
     return fewest_recomputed(layer, num_layers(loaded), longest, room)
 
 
-def num_layers(loaded: LoadedModel) -> int:
-    """Return the number of layers."""
-    adapted = adapted_layers(loaded.causal)
-    assert adapted is not None
-    return len(adapted.modules)
-
-
-def set_layers(loaded: LoadedModel, recomputed: int, offload: Offload | None) -> None:
-    """Recompute the first layers from now on, with their inputs in host memory or not."""
-    adapted = adapted_layers(loaded.causal)
-    assert adapted is not None
-    adapted.recomputed, adapted.offload = recomputed, offload
-
-
 def step(bench: Bench, way: Way) -> None:
     """Run one optimiser step; write loss and tokens to the way."""
     loaded, device = bench.loaded, bench.device
@@ -207,23 +175,56 @@ def step(bench: Bench, way: Way) -> None:
     way.loss, way.tokens = float(total), (forward, backward)
 
 
-def measure(bench: Bench, ways: list[Way]) -> None:
-    """Time all ways by turns; a way that lacks memory gets an obstacle."""
-    for _ in range(bench.options.repeats):
+def measure(bench: Bench, source: str, ways: list[Way]) -> None:
+    """Time all ways by turns; a way that lacks memory gets an obstacle, and one that lacks time has fewer turns."""
+    for turn in range(bench.options.repeats):
         for way in [way for way in ways if way.obstacle is None]:
-            if bench.device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            try:
-                way.seconds.append(seconds_of(bench.device, partial(step, bench, way)))
-            except RuntimeError as error:
-                if not is_memory_error(error):
-                    raise
-                way.obstacle = "out of memory"
-                bench.optimiser.zero_grad(set_to_none=True)
-            if bench.device.type == "cuda":
-                way.peak = torch.cuda.max_memory_allocated() / 2**30
-            print(f"# {way.name}: {way.obstacle or f'{way.seconds[-1]:.2f} s'}", flush=True)
+            # The first turn of a way has no time of its own yet.
+            known = [*way.seconds, *(other.seconds[0] for other in ways if other.seconds)]
+            if time.perf_counter() - STARTED + (known[0] if known else 0.0) > bench.options.seconds:
+                print(f"# {way.name}: no time for turn {turn}", flush=True)
+                continue
+            time_step(bench, way)
+            figures = {
+                "seconds": None if way.obstacle else round(way.seconds[-1], 3),
+                "loss": way.loss,
+                "tokens": way.tokens,
+                "peak_gib": round(way.peak, 2),
+                "host_gib": round(way.host / 2**30, 2),
+                "allocator_retries": way.retries,
+                "compiled": way.compiled,
+                "obstacle": way.obstacle,
+                "since_start": round(time.perf_counter() - STARTED, 1),
+            }
+            print(json.dumps({"source": source, "way": way.name, "turn": turn, **figures}), flush=True)
+    for way in ways:
+        if not way.seconds and way.obstacle is None:
+            way.obstacle = "no time"
+
+
+def time_step(bench: Bench, way: Way) -> None:
+    """Time one step of a way; write time, peak and counts to it."""
+    on_gpu = bench.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before, retries = count_compilations(), alloc_retries() if on_gpu else 0
+    try:
+        way.seconds.append(seconds_of(bench.device, partial(step, bench, way)))
+    except RuntimeError as error:
+        if not is_memory_error(error):
+            raise
+        way.obstacle = "out of memory"
+        bench.optimiser.zero_grad(set_to_none=True)
+    new = count_compilations() - before
+    way.compiled = Compilations(way.compiled.graphs + new.graphs, way.compiled.kernels + new.kernels)
+    if on_gpu:
+        way.peak, way.retries = torch.cuda.max_memory_allocated() / 2**30, alloc_retries() - retries
+
+
+def alloc_retries() -> int:
+    """Return how many times the allocator gave all free blocks back because none was large enough."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 def table(source: str, ways: list[Way], rows: list[Batch]) -> list[str]:
@@ -236,7 +237,7 @@ def table(source: str, ways: list[Way], rows: list[Batch]) -> list[str]:
     lines = []
     for way in ways:
         if way.obstacle is not None:
-            lines.append(f"| {source} | {way.name} | {len(way.rows)} | | | {way.obstacle} | | | {way.peak:.1f} | |")
+            lines.append(f"| {source} | {way.name} | {len(way.rows)} | | | {way.obstacle} | | | {way.peak:.1f} | | | |")
             continue
         if first.obstacle is None and abs(way.loss / first.loss - 1) > LARGEST_DIFFERENCE:
             raise SystemExit(f"{source}: the loss of {way.name} is {way.loss}, that of {first.name} {first.loss}")
@@ -254,28 +255,11 @@ def table(source: str, ways: list[Way], rows: list[Batch]) -> list[str]:
             gain,
             f"{way.peak:.1f}",
             f"{way.host / 2**30:.1f}",
+            "/".join(map(str, way.compiled)),
             way.note,
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def load(options: argparse.Namespace, device: torch.device) -> Bench:
-    """Return a random model whose layers are compiled and may be recomputed, with its optimiser."""
-    name = options.model
-    config = dict(TINY if options.dry_run else PRESETS.get(name) or json.loads(Path(name).read_text(encoding="utf-8")))
-    config |= POSITIONS | ({} if options.layers is None else {"num_hidden_layers": options.layers})
-    config.pop("layer_types", None)
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "config.json"
-        source.write_text(json.dumps(config))
-        loaded = load_model(source, attention="auto", dtype=torch.float32, autocast=torch.bfloat16, device=device)
-    adapt_layers(loaded.model, checkpointing=True, compiled=device.type == "cuda")
-    loaded.model.train()
-    parameters, fused = loaded.model.parameters(), device.type == "cuda"
-    if options.optimizer == "sgd":
-        return Bench(loaded, torch.optim.SGD(parameters, lr=0.0, fused=fused), options)
-    return Bench(loaded, torch.optim.AdamW(parameters, lr=0.0, fused=fused), options)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -285,55 +269,78 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ways", default=WAYS, help=f"comma separated; default {WAYS}")
     parser.add_argument("--model", default="qwen3-1.7b", help=f"{', '.join(PRESETS)}, or a config.json")
     parser.add_argument("--layers", type=int, help="number of layers; default those of the model")
+    parser.add_argument("--divide", type=int, default=1, help="divide layers and words of the model by this number")
     parser.add_argument("--optimizer", default="adamw", choices=list(STATE_BYTES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--gpu-gb", type=float, help="GB of GPU memory that the process may take")
     parser.add_argument("--host-gb", type=float, help="GB of host memory that pieces may pin")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no turn that would end later than this")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
     if options.dry_run:
-        options.sources, options.repeats, options.model = ["tiny"], 1, "tiny"
-        options.ways = "recomputed:50,offload:100,auto:50,carry:20"
+        options.sources, options.repeats, options.model = options.sources or ["tiny"], 1, "tiny"
+        options.ways = "recomputed:50,offload:100,auto:50,carry:20" if options.ways == WAYS else options.ways
     return options
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure every source, and print the table last."""
-    options = parse(arguments)
+    """Measure every source of every run, and print the table last."""
+    given = sys.argv[1:] if arguments is None else arguments
+    lines = []
+    while True:  # [a, --then, b] -> [a], [b]
+        place = given.index("--then") if "--then" in given else len(given)
+        lines += run(parse(given[:place]))
+        gc.collect()  # the model of the next run takes its memory
+        if place == len(given):
+            break
+        given = given[place + 1 :]
+    print("| source | way | rows | forward | backward | s | k tokens/s | gain | GiB | host GiB | compiled | |")
+    print("|---" * 12 + "|")
+    print("\n".join(lines))
+
+
+def run(options: argparse.Namespace) -> list[str]:
+    """Measure the sources of one run; return the lines of the table."""
     device = torch.device("cpu" if options.dry_run else "cuda")
-    if options.gpu_gb is not None:
+    if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, options.gpu_gb * 1e9 / total))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (options.gpu_gb or 1e9) * 1e9 / total))
     bench = load(options, device)
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     where = "CPU" if options.dry_run else torch.cuda.get_device_name()
-    print(f"{where}, torch {torch.__version__}, commit {commit.stdout.strip()}: {options.model}, "
-          f"{num_layers(bench.loaded)} layers, {bench.loaded.attention} attention, {options.optimizer}")  # fmt: skip
     vocabulary = bench.loaded.causal.config.vocab_size
+    print(f"{where}, torch {torch.__version__}, commit {commit.stdout.strip()}: {options.model}, "
+          f"{num_layers(bench.loaded)} layers, {vocabulary:,} words, {bench.loaded.attention} attention, "
+          f"{options.optimizer}; {time.perf_counter() - STARTED:.0f} s since the start", flush=True)  # fmt: skip
     lines = []
     for source in options.sources:
         rows = whole_rows(source, vocabulary)
         ways = [make_way(bench, each, rows) for each in options.ways.split(",")]
         if device.type == "cuda":
             warm_up(bench, ways)
-        measure(bench, ways)
+        measure(bench, Path(source).stem, ways)
         lines += table(Path(source).stem, ways, rows)
-    print("| source | way | rows | forward | backward | s | k tokens/s | gain | GiB | host GiB | |")
-    print("|---" * 11 + "|")
-    print("\n".join(lines))
+        print("\n".join(lines), flush=True)
+    return lines
 
 
 def warm_up(bench: Bench, ways: list[Way]) -> None:
     """Compile the layers for every way, on a short tree, and pin the pages of offloaded rows."""
     rows = whole_rows("short", bench.loaded.causal.config.vocab_size)
-    # Pieces that push, run and pop, and the same tree as a whole.
-    limit = rows[0].num_tokens // 4
+    # Pieces of every kind, with and without a stack: a graph for equal numbers of queries and keys takes no others.
+    limit = rows[0].num_tokens // 6
     for way in ways:
+        began, before = time.perf_counter(), count_compilations()
         if way.offload is not None:  # a run pins its pages once, for all steps
             longest = max(row.num_tokens for row in way.rows)
             way.offload.pages.reserve(host_pages(bench.loaded, longest, recomputed=way.recomputed, lower=True))
+        if way.carry is not None and way.carry.memory is not None:
+            way.carry.memory.pages.reserve(way.pages)
         carry = None if way.carry is None else CarryOptions(limit, autocast=way.carry.autocast)
         step(bench, Way(way.name, rows, way.recomputed, way.offload, carry))
+        new = count_compilations() - before
+        print(f"# {way.name}: warm-up {time.perf_counter() - began:.1f} s, {new}, {way.host / 2**30:.1f} GiB pinned",
+              flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

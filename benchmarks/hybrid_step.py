@@ -37,13 +37,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from compilations import made_on
 from experts import seconds_of
 from flat_sequences import FlatModel, flash_attention_4, refusal_lifted
 from torch import Tensor
 from training_rows import count_work, flat_rows, load_rows, tree_rows
 from workloads import WORKLOADS, make_workload, star
 
-import treepack.model.load as load_module
 from attention import matmul_rate
 from treepack.analysis.model_cost import PRESETS, ModelShape, operations, shape_of
 from treepack.data.batch import Batch
@@ -97,23 +97,6 @@ def read_config(options: argparse.Namespace) -> dict[str, Any]:
     else:
         config["num_hidden_layers"] = options.layers
     return {**config, "max_position_embeddings": 1 << 20}
-
-
-@contextmanager
-def made_on(device: torch.device) -> Iterator[None]:
-    """Draw random weights on the device: on the CPU this takes a minute for the tables of a large vocabulary."""
-    module: Any = load_module
-    original = module.model_from_config
-
-    def make(*arguments: Any, **choices: Any) -> Any:
-        with device:
-            return original(*arguments, **choices)
-
-    module.model_from_config = make
-    try:
-        yield
-    finally:
-        module.model_from_config = original
 
 
 def load(config: dict[str, Any], options: argparse.Namespace, device: torch.device) -> LoadedModel:

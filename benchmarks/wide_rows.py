@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from compilations import made_on
 from train_step import DRY_RUN_MODEL, POSITIONS, timed
 from training_rows import tree_rows
 from workloads import Workload, make_workload, row_of_ends, star
@@ -195,7 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "config.json"
         source.write_text(json.dumps({**config, **POSITIONS}))
-        loaded = load_model(source, attention="auto", dtype=torch.float32, autocast=torch.bfloat16, device=device)
+        with made_on(device):
+            loaded = load_model(source, attention="auto", dtype=torch.float32, autocast=torch.bfloat16, device=device)
     offload = Offload(device)
     adapt_layers(
         loaded.causal, checkpointing=True, compiled=not (options.no_compile or options.dry_run), offload=offload

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -63,10 +65,29 @@ def test_sequences_that_no_row_holds_are_refused() -> None:
 
 
 def test_a_dry_run_has_one_line_for_each_way(capsys: pytest.CaptureFixture[str]) -> None:
-    carry.main(["--dry-run"])
-    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| tiny")]
-    assert [line[2].strip() for line in lines] == ["recomputed:50", "offload:100", "auto:50", "carry:20"]
+    carry.main(["--dry-run", "--ways", "recomputed:50,offload:100,recomputed:50:1,carry:20"])
+    text = capsys.readouterr().out.splitlines()
+    names = ["recomputed:50", "offload:100", "recomputed:50:1", "carry:20"]
+    # A line as soon as a step ends, so that a run which is stopped has said what it measured.
+    turns = [json.loads(line) for line in text if line.startswith("{")]
+    assert [turn["way"] for turn in turns] == names
+    assert all(turn["seconds"] > 0 and turn["compiled"] == [0, 0] for turn in turns)
+    lines = [line.split("|") for line in text[-4:]]
+    assert [line[2].strip() for line in lines] == names
     tokens = [[int(cell.replace(",", "")) for cell in line[4:6]] for line in lines]
     # Rows of a capacity repeat prefixes. Pieces run each token backward once, and trunk forward twice.
     assert tokens[0][0] == tokens[0][1] > tokens[3][1]
     assert tokens[3][0] > tokens[3][1]
+
+
+@pytest.mark.slow
+def test_a_run_follows_another_with_a_smaller_model_and_stops_before_its_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ways = ["--ways", "carry:20"]
+    carry.main(["--dry-run", "--then", "--dry-run", "--divide", "3", *ways, "--then", "--dry-run", "--seconds", "0"])
+    text = capsys.readouterr().out
+    assert [size in text for size in ("3 layers, 300 words", "1 layers, 100 words")] == [True, True]
+    cells = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()[-9:]]
+    assert [cell[2] for cell in cells[:5]] == ["recomputed:50", "offload:100", "auto:50", "carry:20", "carry:20"]
+    assert all(cell[6] == "no time" for cell in cells[5:])
