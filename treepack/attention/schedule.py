@@ -77,6 +77,7 @@ class Schedule:
     key_tiles       [tiles]       query tiles of each key block as their first tokens, the masked ones first; None if
                                   start is None
     first           the token of the first query, a multiple of 128
+    pieces, turns   [n, 5] and [n, band], the work of a backward in one pass (`bands`); None if it makes two passes
 
     The length of every section of `granules` is a multiple of 4, so kernels may take 1, 2 or 4 granules at a time.
     """
@@ -93,6 +94,8 @@ class Schedule:
     start: Tensor | None = None
     key_tiles: Tensor | None = None
     first: int = 0
+    pieces: Tensor | None = None
+    turns: Tensor | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Schedule:
         """Return the same schedule on `device`."""
