@@ -41,8 +41,9 @@ from recurrent_checks import RECURRENT_CHECKS
 
 from treepack.attention.flex import BLOCK
 from treepack.data.batch import Batch, make_batch
+from treepack.model.head_chunks import ChunkTargets
 from treepack.model.load import load_model
-from treepack.model.token_statistics import LogitMap, TokenStatistics
+from treepack.model.token_statistics import LogitMap, Slopes, torch_gradients, torch_statistics
 from treepack.model.verify import verify_gradients
 
 STATISTICS = "token statistics"
@@ -136,7 +137,7 @@ def check_model(name: str, device: torch.device) -> list[Result]:
 
 def check_statistics(device: torch.device, *, quick: bool) -> list[Result]:
     """Check log-probabilities, entropies and their gradients of a vocabulary against torch in float64."""
-    from treepack.model.fused_statistics import FusedStatistics
+    from treepack.model.fused_statistics import fused_gradients, fused_statistics
 
     results = []
     generator = torch.Generator(device).manual_seed(0)
@@ -145,13 +146,22 @@ def check_statistics(device: torch.device, *, quick: bool) -> list[Result]:
     unit = {torch.float32: 2.0**-15, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
     for words, spread in itertools.product((1000, 3000) if quick else (1000, 151_936), (1.0, 20.0)):
         for dtype, cap, tempered in itertools.product(unit, (None, 30.0), (False, True)):
-            x = (torch.randn(64, words, generator=generator, device=device) * spread).to(dtype)
+            x = (torch.randn(32, words, generator=generator, device=device) * spread).to(dtype)
             labels = torch.randint(words, (64,), generator=generator, device=device)
             temperature = torch.linspace(0.3, 2, 64, device=device) if tempered else None
-            outputs = [
-                _statistics(function, each, labels, temperature, LogitMap(1.0, cap), True)
-                for function, each in ((FusedStatistics, x), (TokenStatistics, x.double()))
-            ]
+            # Each state predicts two targets.
+            places, rows = torch.arange(0, 65, 2, device=device), torch.arange(64, device=device) // 2
+            slopes = torch.linspace(-1, 2, 64, device=device)
+            targets = ChunkTargets(places[:-1] // 2, rows.int(), places.int(), labels, temperature)
+            case_map, outputs = LogitMap(1.0, cap), []
+            logits = x.clone()
+            found = fused_statistics(logits, targets, case_map)
+            fused_gradients(logits, targets, case_map, found, Slopes(slopes, slopes))
+            outputs.append((found.logprobs, found.entropies, logits))
+            logits = x.double()
+            found = torch_statistics(logits, targets, case_map, with_entropies=True)
+            torch_gradients(logits, targets, case_map, found, Slopes(slopes, slopes))
+            outputs.append((found.logprobs, found.entropies, logits))
             errors = tuple(
                 float((ours.double() - exact).abs().max() / exact.abs().max())
                 for ours, exact in zip(*outputs, strict=True)
@@ -159,15 +169,6 @@ def check_statistics(device: torch.device, *, quick: bool) -> list[Result]:
             case = f"{words} words, {str(dtype)[6:]}, spread {spread:g}, cap {cap}, {'several' if tempered else 'no'} T"
             results.append(Result(STATISTICS, case, "triton", errors, (1e-5, 1e-5, unit[dtype])))
     return results
-
-
-def _statistics(function: Any, x: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
-    x.requires_grad_()
-    outputs = function.apply(x, *arguments)
-    factors = torch.linspace(-1, 2, len(x), device=x.device)
-    torch.autograd.backward(outputs, [factors.to(output.dtype) for output in outputs])
-    assert x.grad is not None
-    return [*(output.detach() for output in outputs), x.grad]
 
 
 def model_names(*, quick: bool) -> list[str]:

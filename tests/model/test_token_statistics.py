@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from treepack.model.token_statistics import LogitMap, TokenStatistics, token_statistics
+from treepack.model.head_chunks import ChunkTargets
+from treepack.model.token_statistics import LogitMap, Slopes, token_statistics, torch_gradients, torch_statistics
 
 fused = pytest.importorskip("treepack.model.fused_statistics", reason="needs triton")
 
@@ -19,8 +20,8 @@ WORDS, BLOCK = 40, 16
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "FORWARD_BLOCK", BLOCK)
-    monkeypatch.setattr(fused, "BACKWARD_BLOCK", BLOCK)
+    monkeypatch.setattr(fused, "STATISTICS_BLOCK", BLOCK)
+    monkeypatch.setattr(fused, "GRADIENT_BLOCK", BLOCK)
 
 
 def rows(spread: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,66 +31,107 @@ def rows(spread: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
     return x, torch.tensor([0, 39, 15, 16, 3, 32]), torch.tensor([1.0, 0.7, 0.1, 2.0, 1.3, 1.0])
 
 
-def statistics(function: Any, x: Tensor, *arguments: Any, used: tuple[int, ...] = (0, 1)) -> list[Tensor]:
-    """Return log-probabilities, entropies and the gradient of x."""
-    x = x.clone().requires_grad_()
-    outputs = function.apply(x, *arguments)
-    factors = [torch.linspace(-1, 2, len(x)), torch.linspace(3, -1, len(x))]
-    torch.autograd.backward([outputs[i] for i in used], [factors[i].to(outputs[i].dtype) for i in used])
-    assert x.grad is not None
-    return [*outputs, x.grad]
+def plain(labels: Tensor, temperature: Tensor | None = None) -> ChunkTargets:
+    """Return targets that each have a state of their own."""
+    every = torch.arange(len(labels) + 1, dtype=torch.int32)
+    return ChunkTargets(every[:-1].long(), every[:-1], every, labels, temperature)
 
 
+def shared(labels: Tensor, temperature: Tensor | None = None) -> ChunkTargets:
+    """Return six targets of three states, with 3, 1 and 2 targets."""
+    rows, first = torch.tensor([0, 0, 0, 1, 2, 2]), torch.tensor([0, 3, 4, 6])
+    return ChunkTargets(torch.arange(3), rows.int(), first.int(), labels, temperature)
+
+
+def kernels(x: Tensor, targets: ChunkTargets, logit_map: LogitMap, used: tuple[int, ...] = (0, 1)) -> list[Tensor]:
+    """Return log-probabilities, entropies and the gradient of x, of the kernels."""
+    x = x.clone()
+    found = fused.fused_statistics(x, targets, logit_map)
+    fused.fused_gradients(x, targets, logit_map, found, slopes(torch.float32, used))
+    return [found.logprobs, found.entropies, x]
+
+
+def in_torch(x: Tensor, targets: ChunkTargets, logit_map: LogitMap, used: tuple[int, ...] = (0, 1)) -> list[Tensor]:
+    """Return the same in torch."""
+    x = x.clone()
+    found = torch_statistics(x, targets, logit_map, with_entropies=True)
+    torch_gradients(x, targets, logit_map, found, slopes(found.logprobs.dtype, used))
+    return [found.logprobs, found.entropies, x]
+
+
+def slopes(dtype: torch.dtype, used: tuple[int, ...]) -> Slopes:
+    """Return slopes of six targets; different ones, so that they cannot cancel or be swapped."""
+    both = [torch.linspace(-1, 2, 6, dtype=dtype), torch.linspace(3, -1, 6, dtype=dtype)]
+    return Slopes(*(each if i in used else None for i, each in enumerate(both)))
+
+
+@pytest.mark.parametrize("targets_of", [plain, shared])
+@pytest.mark.parametrize("logit_map", MAPS)
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_gradients_in_torch_are_those_of_autograd(
+    targets_of: Callable[..., ChunkTargets], logit_map: LogitMap, used: tuple[int, ...]
+) -> None:
+    x, labels, temperature = rows(3.0, torch.float64)
+    targets = targets_of(labels, temperature)
+    x = x[: len(targets.states)].requires_grad_()
+    y = x * logit_map.scale if logit_map.cap is None else logit_map.cap * (x * logit_map.scale / logit_map.cap).tanh()
+    logs = (y[targets.rows] / temperature[:, None].double()).log_softmax(-1)
+    outputs = logs[range(6), labels], -(logs.exp() * logs).sum(-1)
+    factors = slopes(torch.float64, used)
+    torch.autograd.backward([outputs[i] for i in used], [factors[i] for i in used])
+    for ours, theirs in zip(in_torch(x.detach(), targets, logit_map, used), [*outputs, x.grad], strict=True):
+        assert theirs is not None
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("targets_of", [plain, shared])
 @pytest.mark.parametrize("logit_map", MAPS)
 @pytest.mark.parametrize("tempered", [False, True])
 @pytest.mark.parametrize("spread", [1e-3, 3.0, 200.0])
-def test_the_kernels_equal_torch(logit_map: LogitMap, tempered: bool, spread: float) -> None:
+def test_the_kernels_equal_torch(
+    targets_of: Callable[..., ChunkTargets], logit_map: LogitMap, tempered: bool, spread: float
+) -> None:
     x, labels, temperature = rows(spread)
-    rest = labels, temperature if tempered else None, logit_map, True
-    actual = statistics(fused.FusedStatistics, x, *rest)
-    exact = statistics(TokenStatistics, x.double(), *rest)
-    for ours, theirs in zip(actual, exact, strict=True):
+    targets = targets_of(labels, temperature if tempered else None)
+    x = x[: len(targets.states)]
+    for ours, theirs in zip(kernels(x, targets, logit_map), in_torch(x.double(), targets, logit_map), strict=True):
         # relative to the largest logit after the temperature, whose rounding is in every value
-        size = max(1.0, float(theirs.detach().abs().max()))
+        size = max(1.0, float(theirs.abs().max()))
         torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=2e-6 * size)
 
 
 @pytest.mark.parametrize("used", [(0,), (1,)])
 def test_the_gradient_of_one_output_alone(used: tuple[int, ...]) -> None:
     x, labels, temperature = rows(2.0)
-    rest = labels, temperature.clamp(min=0.7), LogitMap(), True
-    ours, theirs = (
-        statistics(function, each, *rest, used=used)[2]
-        for function, each in ((fused.FusedStatistics, x), (TokenStatistics, x.double()))
-    )
+    targets = plain(labels, temperature.clamp(min=0.7))
+    ours, theirs = kernels(x, targets, LogitMap(), used)[2], in_torch(x.double(), targets, LogitMap(), used)[2]
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_entropies_of_nearly_certain_words_keep_their_digits() -> None:
     x = torch.zeros(1, WORDS)
     x[0, 20] = 18.0  # 39 words share a probability of 6e-7, and the entropy is 1.1e-5
-    exact = TokenStatistics.apply(x.double(), torch.tensor([20]), None, LogitMap(), True)[1]  # type: ignore[no-untyped-call]
-    ours = fused.FusedStatistics.apply(x, torch.tensor([20]), None, LogitMap(), True)[1]
+    targets = plain(torch.tensor([20]))
+    exact = torch_statistics(x.double(), targets, LogitMap(), with_entropies=True).entropies
+    ours = fused.fused_statistics(x, targets, LogitMap()).entropies
     torch.testing.assert_close(ours.double(), exact, rtol=0, atol=1e-8)
 
 
 def test_words_that_cannot_be_chosen_get_no_gradient() -> None:
-    x, labels, _ = rows(2.0)
+    x, _, _ = rows(2.0)
     x[:, 16:32] = float("-inf")  # a whole block
     x[1, :16] = float("-inf")  # the first blocks of a row
-    labels = torch.tensor([0, 39, 15, 1, 3, 32])
-    rest = labels, None, LogitMap(), True
-    actual, exact = statistics(fused.FusedStatistics, x, *rest), statistics(TokenStatistics, x.double(), *rest)
+    targets = plain(torch.tensor([0, 39, 15, 1, 3, 32]))
+    actual, exact = kernels(x, targets, LogitMap()), in_torch(x.double(), targets, LogitMap())
     assert bool((actual[2][x == float("-inf")] == 0).all())
-    for ours, theirs in zip(actual[:2], exact[:2], strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(actual[2].double(), exact[2].nan_to_num(), rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(actual, exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.nan_to_num(), rtol=1e-5, atol=1e-6)
 
 
 def test_half_precision_is_read_as_it_is_and_gradients_have_its_dtype() -> None:
     x, labels, temperature = rows(2.0, torch.float16)
-    rest = labels, temperature, LogitMap(), True
-    actual, exact = statistics(fused.FusedStatistics, x, *rest), statistics(TokenStatistics, x.double(), *rest)
+    targets = plain(labels, temperature)
+    actual, exact = kernels(x, targets, LogitMap()), in_torch(x.double(), targets, LogitMap())
     assert [each.dtype for each in actual] == [torch.float32, torch.float32, torch.float16]
     for ours, theirs in zip(actual[:2], exact[:2], strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
@@ -98,20 +140,17 @@ def test_half_precision_is_read_as_it_is_and_gradients_have_its_dtype() -> None:
 
 def test_a_label_outside_the_vocabulary_gives_nan() -> None:
     x, _, _ = rows(1.0)
-    logprobs = fused.FusedStatistics.apply(x, torch.full((6,), WORDS), None, LogitMap(), True)[0]
-    assert bool(logprobs.isnan().all())
+    assert bool(fused.fused_statistics(x, plain(torch.full((6,), WORDS)), LogitMap()).logprobs.isnan().all())
 
 
-def test_unwanted_entropies_are_nan_and_need_no_gradient() -> None:
+def test_unwanted_entropies_are_nan_in_torch() -> None:
     x, labels, _ = rows(1.0)
-    for function in (fused.FusedStatistics, TokenStatistics):
-        entropies = function.apply(x.clone().requires_grad_(), labels, None, LogitMap(), False)[1]
-        assert bool(entropies.isnan().all())
-        assert not entropies.requires_grad
+    found = torch_statistics(x, plain(labels), LogitMap(), with_entropies=False)
+    assert bool(found.entropies.isnan().all())
 
 
 def test_on_a_cpu_the_statistics_are_those_of_torch_in_float32() -> None:
     x, labels, temperature = rows(1.0, torch.bfloat16)
-    ours = token_statistics(x, labels, temperature, LogitMap(), True)
-    theirs: Any = TokenStatistics.apply(x.float(), labels, temperature, LogitMap(), True)  # type: ignore[no-untyped-call]
+    ours = token_statistics(x, plain(labels, temperature), LogitMap(), with_entropies=True)
+    theirs = torch_statistics(x.float(), plain(labels, temperature), LogitMap(), with_entropies=True)
     assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))

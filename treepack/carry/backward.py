@@ -30,6 +30,7 @@ from treepack.errors import TreepackError
 from treepack.model.forward import (
     Reads,
     Scores,
+    TermObjective,
     hidden_states,
     loss_temperature,
     require_value_head,
@@ -264,19 +265,24 @@ def _scores(row: CarriedRow, options: CarryOptions, wanted: _Wanted) -> Scores:
 
 def _piece_scores(piece: PieceRow, loaded: LoadedModel, wanted: _Wanted, options: CarryOptions) -> Scores:
     """Return the numbers about the targets that a piece predicts, in the order of `wanted.targets`."""
-    targets, temperature = wanted.targets, wanted.temperature
-    span = targets.of_piece(piece)
-    labels, sources = targets.labels[span], targets.sources[span] - piece.begin
-    if isinstance(temperature, Tensor):
-        places = torch.from_numpy(targets.order[span]).to(temperature.device)
-        temperature = temperature.index_select(0, places).to(labels.device)
-    columns = torch.arange(len(labels), device=labels.device), labels, sources
+    columns, temperature = _piece_targets(piece, wanted)
 
     def compute(states: Tensor, layer: OutputLayer) -> Scores:
         return score(loaded, wanted.reads, states, layer, columns, temperature=temperature, chunk=options.chunk)
 
     scores: Scores = run_with_head(loaded, piece.batch, compute, **piece.options)
     return scores
+
+
+def _piece_targets(piece: PieceRow, wanted: _Wanted) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | float]:
+    """Return the targets that a piece predicts, as `TermObjective` has them, and their temperature."""
+    targets, temperature = wanted.targets, wanted.temperature
+    span = targets.of_piece(piece)
+    labels, sources = targets.labels[span], targets.sources[span] - piece.begin
+    if isinstance(temperature, Tensor):
+        places = torch.from_numpy(targets.order[span]).to(temperature.device)
+        temperature = temperature.index_select(0, places).to(labels.device)
+    return (torch.arange(len(labels), device=labels.device), labels, sources), temperature
 
 
 class _Part:
@@ -323,9 +329,17 @@ class _TermLoss(_Part):
         self._terms = SortedTerms.of(row.batch.terms, self._wanted.targets)
 
     def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs, entropies, values = _piece_scores(piece, self._loaded, self._wanted, self._options)
-        terms = self._terms.of_piece(piece, self._wanted.targets.of_piece(piece))
-        return objective_loss(logprobs, entropies, terms, self._factors, self._objective, values=values)
+        columns, temperature = _piece_targets(piece, self._wanted)
+        part = TermObjective(
+            objective=self._objective,
+            terms=self._terms.of_piece(piece, self._wanted.targets.of_piece(piece)),
+            factors=self._factors,
+            targets=columns,
+            temperature=temperature,
+            chunk=self._options.chunk,
+        )
+        loss, sums = run_with_head(self._loaded, piece.batch, partial(part.loss, self._loaded), **piece.options)
+        return loss, sums
 
 
 class _Slopes(_Part):

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from treepack.attention import IMPLEMENTATIONS, Kept, Schedules, TreePass
@@ -28,10 +30,12 @@ from treepack.model.head import OutputLayer, head_replaced
 from treepack.model.layers import find_decoder, recomputes
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK, filled_temperature
-from treepack.model.objectives import Objective, objective_loss
+from treepack.model.objectives import Objective, name_sums, objective_loss, weigh_terms
 from treepack.model.replay import check_routes, use_routes
+from treepack.model.term_prices import prices_of_terms
 from treepack.model.text_half import check_text
 from treepack.model.value_head import ValueHead
+from treepack.model.value_loss import value_loss
 
 
 def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
@@ -158,14 +162,16 @@ def row_objective(
     """
     terms = batch.terms
     assert terms is not None, "open the dataset with terms=True"
-    targets = terms.tokens, batch.input_ids, batch.parent
-    temperature = loss_temperature(terms, objective)
-
-    def compute(states: Tensor, layer: OutputLayer) -> Scores:
-        return score(loaded, Reads.of(objective), states, layer, targets, temperature=temperature, chunk=chunk)
-
-    logprobs, entropies, values = run_with_head(loaded, batch, compute)
-    return objective_loss(logprobs, entropies, terms, factors, objective, values=values)
+    part = TermObjective(
+        objective=objective,
+        terms=terms,
+        factors=factors,
+        targets=(terms.tokens, batch.input_ids, batch.parent),
+        temperature=loss_temperature(terms, objective),
+        chunk=chunk,
+    )
+    loss, sums = run_with_head(loaded, batch, partial(part.loss, loaded))
+    return loss, sums
 
 
 def row_values(loaded: LoadedModel, batch: Batch, tokens: Tensor) -> Tensor:
@@ -235,6 +241,57 @@ def score(
         # The value before a token is that of the state after its parent.
         values = require_value_head(loaded)(states, parent.index_select(0, tokens))
     return Scores(logprobs, entropies, values)
+
+
+@dataclass(frozen=True)
+class TermObjective:
+    """An objective over the terms of a row or piece.
+
+    Attributes:
+        objective: any but sft.
+        terms: the terms, about the tokens in `targets`.
+        factors: float64 [num_trajectories], from `denominators.step_factors`.
+        targets: int64 tokens [n], input_ids [T] and parent [T], see `loss.tree_logprobs`.
+        temperature: one for all tokens, or one for each.
+        chunk: tokens whose logits are in memory at a time.
+    """
+
+    objective: Objective
+    terms: TermTensors
+    factors: Tensor
+    targets: tuple[Tensor, Tensor, Tensor]
+    temperature: Tensor | float
+    chunk: int
+
+    def loss(self, loaded: LoadedModel, states: Tensor, layer: OutputLayer) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return loss and sums, see `objectives.objective_loss`, from the states [T, D] of the row or piece.
+
+        An objective with `is_tokenwise` computes its gradients through the output layer here, so only one backward pass
+        may go through the loss.
+
+        Raises:
+            TreepackError: the model has no value head and values are read, or a column is missing.
+        """
+        if not (self.objective.is_tokenwise and len(self.targets[0]) and torch.is_grad_enabled()):
+            options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.chunk}
+            scores = score(loaded, Reads.of(self.objective), states, layer, self.targets, **options)
+            logprobs, entropies, values = scores
+            return objective_loss(logprobs, entropies, self.terms, self.factors, self.objective, values=values)
+        terms = weigh_terms(self.terms, self.objective)
+        loss, numbers = layer.priced(
+            states,
+            self.targets,
+            lambda order: prices_of_terms(terms, self.factors, self.objective, order, chunk=self.chunk),
+            temperature=self.temperature,
+            chunk=self.chunk,
+        )
+        sums = name_sums(terms, numbers, self.objective)
+        if not self.objective.has_values:
+            return loss, sums
+        tokens, _, parent = self.targets
+        values = require_value_head(loaded)(states, parent.index_select(0, tokens))
+        value_part, more = value_loss(values, terms, self.factors, clip=self.objective.value_clip)
+        return loss + self.objective.value_coef * value_part, {**sums, **more}
 
 
 def loss_temperature(terms: TermTensors, objective: Objective) -> Tensor | float:

@@ -26,7 +26,7 @@ from torch.compiler import disable
 from torch.nn.functional import linear
 
 from treepack.errors import TreepackError
-from treepack.model.loss import tree_logprobs, weighted_nll
+from treepack.model.loss import priced_terms, tree_logprobs, weighted_nll
 from treepack.model.token_statistics import LogitMap
 
 # Maximum relative difference between the logits that a model makes of known numbers and those of its `LogitMap`, if the
@@ -62,6 +62,13 @@ class OutputLayer:
         """Return `loss.tree_logprobs` of the states [T, D]; `options` are temperature, with_entropies and chunk."""
         layer: Any = {"bias": self.bias, "logit_map": self.logit_map}
         return tree_logprobs(states, self.weight, tokens, input_ids, parent, **layer, **options)
+
+    def priced(
+        self, states: Tensor, targets: tuple[Tensor, Tensor, Tensor], prices: Callable[[Tensor], Any], **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return `loss.priced_terms` of the states [T, D]; `options` are temperature, with_entropies and chunk."""
+        layer: Any = {"bias": self.bias, "logit_map": self.logit_map}
+        return priced_terms(states, self.weight, targets, prices, **layer, **options)
 
 
 @dataclass

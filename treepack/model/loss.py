@@ -15,18 +15,24 @@ the sum of loss_weight over all rows of the step. A mean per row would give a me
 `tree_logprobs` divides the logits by the temperature at which a token was sampled, because ratios and gradients of
 reinforcement learning are about the distribution that was sampled. `weighted_nll` has no temperature.
 
-Targets are processed in chunks of `chunk` under checkpointing: only the logits of one chunk are in memory at a
-time, in forward and in backward.
+Targets are processed in chunks of `chunk`: only the logits of one chunk are in memory at a time, in forward and in
+backward, and a state with several children has its logits computed once. `weighted_nll` and `priced_terms`, an
+objective whose slope at a token depends on that token alone, compute their gradients in the forward pass, from the same
+logits. `tree_logprobs` serves every other objective, and computes the logits again in the backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import linear
 
-from treepack.model.token_statistics import LogitMap, token_statistics
+from treepack.model.head_chunks import ChunkTargets, invert, split_targets
+from treepack.model.head_gradients import HeadOptions, Price, Priced, priced_loss, token_scores
+from treepack.model.token_statistics import LogitMap, Slopes, Statistics
 
 # Targets whose logits are in memory at a time: enough rows for a fast product, 1.2 GB in float32 with 151,936 words.
 CHUNK = 2048
@@ -61,29 +67,56 @@ def weighted_nll(
         IndexError, RuntimeError: if a root has weight; the type depends on the device.
     """
     input_ids, parent, loss_weight = targets
-    # loss_weight [0, 1, 2, 0, .5] -> chosen [1, 2, 4]; with parent [-1, 0, 1, 0, 3] -> sources [0, 1, 3]
-    chosen = loss_weight.nonzero().squeeze(-1)
-    sources = parent.index_select(0, chosen)
-    # Without targets the 0 must still depend on `hidden`, so that backward gives zero gradients instead of an error.
-    total = hidden.sum(dtype=torch.float64) * 0 if len(chosen) == 0 else hidden.new_zeros((), dtype=torch.float64)
-    for part, source in zip(torch.split(chosen, chunk), torch.split(sources, chunk), strict=True):
-        layer, chosen_part = (weight, bias, logit_map), (input_ids[part], loss_weight[part])
-        total = total + checkpoint(_chunk_nll, hidden, source, layer, *chosen_part, use_reentrant=False)
-    return total
+    # loss_weight [0, 1, 2, 0, .5] -> tokens [1, 2, 4]; with parent [-1, 0, 1, 0, 3] -> sources [0, 1, 3]
+    tokens = loss_weight.nonzero().squeeze(-1)
+    if len(tokens) == 0:
+        # The 0 must still depend on `hidden`, so that backward gives zero gradients instead of an error.
+        return hidden.sum(dtype=torch.float64) * 0
+
+    def prices(order: Tensor) -> Price:
+        parts = torch.split(loss_weight.index_select(0, tokens[order]), chunk)
+        return lambda number, statistics: _price_weights(parts[number], statistics)
+
+    options: Any = {"bias": bias, "logit_map": logit_map, "with_entropies": False, "chunk": chunk}
+    return priced_terms(hidden, weight, (tokens, input_ids, parent), prices, **options)[0]
 
 
-def _chunk_nll(
-    hidden: Tensor, source: Tensor, layer: tuple[Tensor, Tensor | None, LogitMap], labels: Tensor, weights: Tensor
-) -> Tensor:
-    weight, bias, logit_map = layer
-    # [n, D] x [D, V] -> [n, V]. If a root has weight by mistake, `source` contains its parent -1: index_select then
-    # fails, while hidden[source] would take the last token of the row without an error.
-    x = linear(hidden.index_select(0, source), weight, bias)
-    if x.is_cuda and x.dtype != torch.float64:  # one kernel in each direction, without logits in float32
-        nll = -token_statistics(x, labels, None, logit_map, with_entropies=False)[0]
-    else:
-        nll = cross_entropy(logit_map(x if x.dtype == torch.float64 else x.float()), labels, reduction="none")
-    return (nll.double() * weights).sum()
+def _price_weights(weights: Tensor, statistics: Statistics) -> Priced:
+    loss = -(statistics.logprobs.double() * weights).sum()
+    return Priced(loss, loss.new_zeros(0), Slopes(-weights, None))
+
+
+def priced_terms(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: tuple[Tensor, Tensor, Tensor],
+    prices: Callable[[Tensor], Price],
+    *,
+    bias: Tensor | None = None,
+    temperature: Tensor | float = 1.0,
+    logit_map: LogitMap = LogitMap(),  # noqa: B008  # a frozen value
+    with_entropies: bool = True,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Return a loss that knows its slopes chunk by chunk, and its further sums; one backward pass may go through it.
+
+    Args:
+        hidden: [T, D], after the model's final norm.
+        weight: [V, D], the output embedding.
+        targets: int64 tokens [n], at least one, input_ids [T] and parent [T], as in `tree_logprobs`.
+        prices: gets the numbers of the tokens in the order of the chunks, int64 [n], and returns their price.
+        bias: [V], if the output layer has one.
+        temperature: as in `tree_logprobs`.
+        logit_map: the change that the model makes to the result of its output layer.
+        with_entropies: False if the price reads no entropies.
+        chunk: tokens of a chunk.
+
+    Returns:
+        a float64 scalar, attached to `hidden` and the weights, and float64 [k] without a graph.
+    """
+    tokens, input_ids, parent = targets
+    order, chunks = _split(tokens, input_ids, parent, temperature, chunk)
+    return priced_loss(hidden, weight, bias, HeadOptions(chunks, logit_map, with_entropies), prices(order))
 
 
 def tree_logprobs(
@@ -119,50 +152,29 @@ def tree_logprobs(
     Returns:
         log-probabilities [n] and entropies [n], in nats; attached to `hidden` even if n is 0.
     """
-    sources, labels = parent.index_select(0, tokens), input_ids.index_select(0, tokens)
     if len(tokens) == 0:
         # [0, D] -> [0, V] -> [0], still attached to `hidden` and the weights: FSDP needs gradients from every rank.
         empty = linear(hidden[:0], weight, bias).sum(-1)
         empty = empty if empty.dtype == torch.float64 else empty.float()
         return empty, empty
-    divisors = None
+    order, chunks = _split(tokens, input_ids, parent, temperature, chunk)
+    logprobs, entropies = token_scores(hidden, weight, bias, HeadOptions(chunks, logit_map, with_entropies))
+    places = invert(order)
+    return logprobs.index_select(0, places), entropies.index_select(0, places)
+
+
+def _split(
+    tokens: Tensor, input_ids: Tensor, parent: Tensor, temperature: Tensor | float, chunk: int
+) -> tuple[Tensor, list[ChunkTargets]]:
+    """Return `split_targets` of tokens of a row."""
     if isinstance(temperature, Tensor):
-        divisors = torch.split(temperature, chunk)
-    elif temperature != 1:
-        divisors = torch.split(hidden.new_full((len(tokens),), temperature, dtype=torch.float64), chunk)
-    layer = weight, bias, logit_map
-    parts = [
-        checkpoint(
-            _chunk_logprobs,
-            hidden,
-            source,
-            layer,
-            label,
-            None if divisors is None else divisors[i],
-            with_entropies,
-            use_reentrant=False,
-        )
-        for i, (source, label) in enumerate(zip(torch.split(sources, chunk), torch.split(labels, chunk), strict=True))
-    ]
-    # [(logprobs, entropies) of chunk 0, ... of chunk 1] -> one tuple of each
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+        divisors: Tensor | None = temperature
+    else:
+        divisors = None if temperature == 1 else tokens.new_full((len(tokens),), temperature, dtype=torch.float64)
+    return split_targets(parent.index_select(0, tokens), input_ids.index_select(0, tokens), divisors, chunk)
 
 
 def filled_temperature(temperature: Tensor | None, missing: float | None) -> Tensor | float:
     """Return `temperature` with `missing` in place of NaN, or `missing` if there is none; 1 if `missing` is None."""
     fill = 1.0 if missing is None else missing
     return fill if temperature is None else torch.nan_to_num(temperature, nan=fill)
-
-
-def _chunk_logprobs(
-    hidden: Tensor,
-    source: Tensor,
-    layer: tuple[Tensor, Tensor | None, LogitMap],
-    labels: Tensor,
-    temperature: Tensor | None,
-    with_entropies: bool,
-) -> tuple[Tensor, Tensor]:
-    weight, bias, logit_map = layer
-    x = linear(hidden.index_select(0, source), weight, bias)
-    return token_statistics(x, labels, temperature, logit_map, with_entropies)

@@ -60,6 +60,7 @@ from torch.utils.checkpoint import checkpoint
 
 from treepack.data.batch import TermTensors
 from treepack.errors import TreepackError
+from treepack.model.policy_terms import TERM_MEANS, gather_logprobs, term_sums
 from treepack.model.preferences import PAIR_MEANS, dpo_loss
 from treepack.model.term_slices import TERM_CHUNK, term_slices
 from treepack.model.value_loss import VALUE_SUMS, explain_variance, value_loss
@@ -106,9 +107,6 @@ _TERM_REMEDIES = {
     "term_edge_factor": ("edge_factor", "run `treepack advantages --estimator treerpo --edges` and pack again"),
     "term_return": ("returns", "run `treepack critic`, then `treepack advantages --estimator gae`, and pack again"),
 }
-
-# Names of the sums that `objective_loss` returns besides "weight"; `_term_sums` computes them in this order.
-_MEANS = ("ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "kl", "entropy", "importance", "truncated")
 
 
 @dataclass(frozen=True)
@@ -167,6 +165,11 @@ class Objective:
     def is_policy(self) -> bool:
         """True if the loss is about the sampled distribution: it reads advantages, and old log-probabilities if any."""
         return self.loss in ("ppo", "grpo", "gspo", "cispo")
+
+    @property
+    def is_tokenwise(self) -> bool:
+        """True if the slope of the loss by a log-probability depends on that log-probability and its entropy alone."""
+        return self.loss in ("ppo", "grpo", "cispo")
 
     @property
     def has_values(self) -> bool:
@@ -247,9 +250,7 @@ def objective_loss(
         TreepackError: if the terms lack a column of the objective.
     """
     assert objective.loss != "sft", "sft is loss.weighted_nll"
-    _check_terms(terms, objective)
-    if objective.denominator == "edge" and terms.edge_factor is not None:
-        terms = replace(terms, weight=terms.weight * terms.edge_factor)
+    terms = weigh_terms(terms, objective)
     if objective.loss == "value":
         assert values is not None, "the loss value needs values"
         loss, sums = value_loss(values, terms, factors, clip=objective.value_clip, chunk=chunk)
@@ -281,26 +282,36 @@ def _policy_loss(
         with torch.no_grad():
             log_ratios = _sequence_log_ratios(logprobs, terms, len(factors), chunk)
     total = logprobs.sum(dtype=torch.float64) * 0  # depends on `logprobs` even for a row of padding, which has no term
-    sums = torch.zeros(len(_MEANS), dtype=torch.float64, device=logprobs.device)
+    sums = torch.zeros(len(TERM_MEANS), dtype=torch.float64, device=logprobs.device)
     for part in term_slices(terms, chunk):
         loss, part_sums = checkpoint(
-            _term_sums, logprobs, entropies, part, factors, log_ratios, objective, use_reentrant=False
+            term_sums, logprobs, entropies, part, factors, log_ratios, objective, use_reentrant=False
         )
         total, sums = total + loss, sums + part_sums
-    sum_of = dict(zip(_MEANS, sums.unbind(), strict=True))
-    return total, {"weight": terms.weight.sum(), **{name: sum_of[name] for name in _policy_means(objective)}}
+    return total, name_sums(terms, sums, objective)
 
 
-def _check_terms(terms: TermTensors, objective: Objective) -> None:
-    """Refuse terms without a column of the objective; a row of padding has no terms and needs none.
+def name_sums(terms: TermTensors, sums: Tensor, objective: Objective) -> dict[str, Tensor]:
+    """Return the sums of `objective_loss` of a policy loss, from those of `term_sums`."""
+    sum_of = dict(zip(TERM_MEANS, sums.unbind(), strict=True))
+    return {"weight": terms.weight.sum(), **{name: sum_of[name] for name in _policy_means(objective)}}
+
+
+def weigh_terms(terms: TermTensors, objective: Objective) -> TermTensors:
+    """Return the terms with the weights that the objective gives them.
+
+    A row of padding has no terms, and needs no columns.
 
     Raises:
-        TreepackError: naming the column.
+        TreepackError: a column of the objective is missing; the message names it.
     """
     for column in objective.columns:
         name, remedy = _TERM_REMEDIES[column]
         if len(terms.index) and getattr(terms, name) is None:
             raise TreepackError(f"the rows have no {column}, which the loss {objective.name} needs; {remedy}")
+    if objective.denominator == "edge" and terms.edge_factor is not None:
+        return replace(terms, weight=terms.weight * terms.edge_factor)
+    return terms
 
 
 def sum_names(objective: Objective) -> tuple[str, ...]:
@@ -316,14 +327,7 @@ def sum_names(objective: Objective) -> tuple[str, ...]:
 def _policy_means(objective: Objective) -> tuple[str, ...]:
     absent = set() if objective.kl else {"kl"}
     absent |= set() if objective.importance_cap is not None else {"importance", "truncated"}
-    return tuple(name for name in _MEANS if name not in absent)
-
-
-def _gather_logprobs(logprobs: Tensor, part: TermTensors) -> tuple[Tensor, Tensor]:
-    """Return current and old log-probabilities of the terms, float64; old equals current if the data has none."""
-    # logprobs [-1, -2, -3] of 3 tokens, index [0, 1, 0, 2] -> [-1, -2, -1, -3] of 4 terms
-    current = logprobs.index_select(0, part.index).double()
-    return current, current.detach() if part.old_logprob is None else part.old_logprob.double()
+    return tuple(name for name in TERM_MEANS if name not in absent)
 
 
 def _sequence_log_ratios(logprobs: Tensor, terms: TermTensors, num_trajectories: int, chunk: int) -> Tensor:
@@ -331,68 +335,7 @@ def _sequence_log_ratios(logprobs: Tensor, terms: TermTensors, num_trajectories:
     # [0] sums of logp - old, [1] numbers of trained tokens; both over all chunks, because a trajectory may span two
     sums = torch.zeros(2, num_trajectories, dtype=torch.float64, device=logprobs.device)
     for part in term_slices(terms, chunk):
-        current, old = _gather_logprobs(logprobs, part)
+        current, old = gather_logprobs(logprobs, part)
         trained = (part.weight > 0).double()
         sums.index_add_(1, part.trajectory, torch.stack([(current - old) * trained, trained]))
     return sums[0] / sums[1].clamp(min=1)
-
-
-def _term_sums(
-    logprobs: Tensor,
-    entropies: Tensor,
-    part: TermTensors,
-    factors: Tensor,
-    log_ratios: Tensor | None,
-    objective: Objective,
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of f w l over some terms, and the sums of w times each value of `_MEANS`."""
-    # All tensors of this function are [number of terms] until the sums at the end.
-    current, old = _gather_logprobs(logprobs, part)
-    entropy = entropies.index_select(0, part.index).double()
-    if log_ratios is None:
-        ratio = (current - old).exp()
-    else:
-        # gspo: current - current.detach() is 0, so the value is s_i, but the gradient goes to the log-probability here.
-        ratio = (log_ratios.index_select(0, part.trajectory) + current - current.detach()).exp()
-    assert part.advantage is not None
-    loss = -_surrogate(ratio, current, part.advantage, objective)
-    importance = torch.ones_like(old)
-    if objective.importance_cap is not None:
-        assert part.sampling_logprob is not None
-        importance = (old - part.sampling_logprob.double()).exp()
-        loss = loss * importance.clamp(max=objective.importance_cap)
-    kl = torch.zeros_like(current)
-    if objective.kl:
-        assert part.ref_logprob is not None
-        kl = _kl(part.ref_logprob.double() - current, objective.kl_estimator)
-        loss = loss + objective.kl * kl
-    if objective.entropy:
-        loss = loss - objective.entropy * entropy
-    with torch.no_grad():
-        low, high = ratio < 1 - objective.clip_low, ratio > 1 + objective.clip_high
-        # min(r A, clip(r) A) takes the clipped value only if it is smaller: a high r if A > 0, a low r if A < 0.
-        if objective.loss != "cispo":
-            low, high = low & (part.advantage < 0), high & (part.advantage > 0)
-        drift = current - old  # x of old_kl = exp(x) - 1 - x, which is k3
-        cap = math.inf if objective.importance_cap is None else objective.importance_cap
-        columns = [ratio, low, high, drift.exp() - 1 - drift, kl, entropy, importance.clamp(max=cap), importance > cap]
-        sums = torch.stack([(part.weight * column).sum() for column in columns])
-    return (factors.index_select(0, part.trajectory) * part.weight * loss).sum(), sums
-
-
-def _surrogate(ratio: Tensor, current: Tensor, advantage: Tensor, objective: Objective) -> Tensor:
-    """Return the quantity to maximise for each term: -l without kl and entropy."""
-    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    if objective.loss == "cispo":
-        return clipped.detach() * advantage * current
-    smaller = torch.minimum(ratio * advantage, clipped * advantage)
-    if objective.dual_clip is None:
-        return smaller
-    # A = -1, dual_clip 3, ratio 10: max(-10, -3) = -3, a constant, so a huge ratio gets no gradient
-    return torch.where(advantage < 0, torch.maximum(smaller, objective.dual_clip * advantage), smaller)
-
-
-def _kl(x: Tensor, estimator: str) -> Tensor:
-    if estimator == "k1":
-        return -x
-    return x.square() / 2 if estimator == "k2" else x.exp() - 1 - x

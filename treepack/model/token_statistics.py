@@ -1,18 +1,24 @@
-"""Log-probability of a label and entropy of the distribution of each row of logits, with their gradients.
+"""Log-probability of each label and entropy of its distribution, from the logits of a chunk, and their gradients.
 
-    x [n, V], the output layer's result --LogitMap, / temperature--> z --softmax--> log p[label] [n], entropy [n]
+    x [m, V], the output layer's result --LogitMap, / temperature--> z --softmax--> log p[label] [n], entropy [n]
 
-`TokenStatistics` computes them in torch, at any precision and on any device. On a GPU `fused_statistics` does the same
-in two kernels, which read the logits once each and never store them in float32.
+State rows[t] predicts target t. With z = logit_map(x) / T, p = softmax(z), l = log p[label] and H = -sum p log p:
+
+    dl/dz = onehot(label) - p        dH/dz = -p (log p + H)        dz/dx = logit_map'(x) / T
+
+The functions here are in torch, at any precision and on any device. On a GPU `fused_statistics` does the same in two
+kernels, which read the logits once each and never store them in float32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from treepack.model.head_chunks import ChunkTargets
 
 
 @dataclass(frozen=True)
@@ -37,80 +43,114 @@ class LogitMap:
         return self.scale if self.cap is None else (1 - (logits / self.cap).square_()).mul_(self.scale)
 
 
-def token_statistics(
-    x: Tensor, labels: Tensor, temperature: Tensor | None, logit_map: LogitMap, with_entropies: bool
-) -> tuple[Tensor, Tensor]:
-    """Return log p[label] and the entropy of softmax(logit_map(x) / temperature) for each row of `x`.
+class Statistics(NamedTuple):
+    """Numbers about n targets, [n] each: float64 for float64 logits, else float32.
+
+    `totals` are log sum exp z. Entropies are NaN if they are not wanted.
+    """
+
+    logprobs: Tensor
+    totals: Tensor
+    entropies: Tensor
+
+
+class Slopes(NamedTuple):
+    """The derivatives of a loss by the log-probabilities and by the entropies of n targets, [n] each; None for 0."""
+
+    logprobs: Tensor | None
+    entropies: Tensor | None
+
+
+def token_statistics(x: Tensor, targets: ChunkTargets, logit_map: LogitMap, *, with_entropies: bool) -> Statistics:
+    """Return the statistics of the targets of a chunk.
 
     Args:
-        x: [n, V].
-        labels: int64 [n].
-        temperature: float [n], above 0; None for 1.
+        x: [m, V], stride 1 in the last dimension.
+        targets: the targets.
         logit_map: the model's last step.
         with_entropies: False puts NaN in place of the entropies.
-
-    Returns:
-        two tensors [n], in nats: float64 for float64 `x`, else float32.
     """
-    function: Any = TokenStatistics
-    if x.is_cuda and x.dtype != torch.float64:
-        from treepack.model.fused_statistics import FusedStatistics  # imports triton
+    if _runs_kernels(x):
+        from treepack.model.fused_statistics import fused_statistics  # imports triton
 
-        function = FusedStatistics
-    elif x.dtype != torch.float64:
-        x = x.float()
-    statistics: tuple[Tensor, Tensor] = function.apply(x, labels, temperature, logit_map, with_entropies)
-    return statistics
+        return fused_statistics(x, targets, logit_map)
+    return torch_statistics(x, targets, logit_map, with_entropies=with_entropies)
 
 
-class TokenStatistics(torch.autograd.Function):
-    """The statistics in torch; the logits are the only [n, V] tensor that it saves.
+def turn_into_gradients(
+    x: Tensor, targets: ChunkTargets, logit_map: LogitMap, statistics: Statistics, slopes: Slopes
+) -> None:
+    """Overwrite the logits `x` [m, V] with the derivatives of a loss by them.
 
-    With z = logit_map(x) / T, p = softmax(z), l = log p[label] and H = -sum p log p:
-
-        dl/dz = onehot(label) - p        dH/dz = -p (log p + H)        dz/dx = logit_map'(x) / T
+    Args:
+        x: as in `token_statistics`.
+        targets: the targets.
+        logit_map: the model's last step.
+        statistics: of `token_statistics`; with entropies if their slopes are given.
+        slopes: of the loss; at least one of the two.
     """
+    if _runs_kernels(x):
+        from treepack.model.fused_statistics import fused_gradients  # imports triton
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, labels: Tensor, temperature: Tensor | None, logit_map: LogitMap, with_entropies: bool
-    ) -> tuple[Tensor, Tensor]:
-        z = logit_map(x)
-        if temperature is not None:
-            temperature = temperature.to(x.dtype)[:, None]
-            z = z / temperature if z is x else z.div_(temperature)
-        total = z.logsumexp(-1)  # [n]
+        fused_gradients(x, targets, logit_map, statistics, slopes)
+    else:
+        torch_gradients(x, targets, logit_map, statistics, slopes)
+
+
+def _runs_kernels(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64
+
+
+def torch_statistics(x: Tensor, targets: ChunkTargets, logit_map: LogitMap, *, with_entropies: bool) -> Statistics:
+    """Compute `token_statistics` in torch."""
+    z = _tempered(x, targets, logit_map)
+    totals = z.logsumexp(-1)  # [n]
+    entropies = torch.full_like(totals, torch.nan)
+    if with_entropies:
         # entr(p) = -p log p, with 0 for p = 0; exp_ works in place to allocate one [n, V] tensor less
-        entropies = torch.full_like(total, torch.nan)
-        if with_entropies:
-            entropies = torch.special.entr((z - total[:, None]).exp_()).sum(-1)
-        else:
-            ctx.mark_non_differentiable(entropies)
-        ctx.save_for_backward(z, labels, total, entropies, temperature)
-        ctx.logit_map = logit_map
-        ctx.set_materialize_grads(False)  # an unused output has the gradient None, which saves its share of backward
-        return z.gather(-1, labels[:, None]).squeeze(-1) - total, entropies
+        entropies = torch.special.entr((z - totals[:, None]).exp_()).sum(-1)
+    return Statistics(z.gather(-1, targets.labels[:, None]).squeeze(-1) - totals, totals, entropies)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
-        z, labels, total, entropies, temperature = ctx.saved_tensors
-        logprob_grad, entropy_grad = grads
-        if logprob_grad is None and entropy_grad is None:
-            return None, None, None, None, None
-        p = (z - total[:, None]).exp_()  # [n, V], the softmax again
-        if entropy_grad is None:
-            assert logprob_grad is not None
-            result = p.mul_(-logprob_grad[:, None])
-        else:
-            # -p (log p + H) = entr(p) - p H
-            result = (torch.special.entr(p) - p * entropies[:, None]).mul_(entropy_grad[:, None])
-            if logprob_grad is not None:
-                result.addcmul_(p, logprob_grad[:, None], value=-1)
-        if logprob_grad is not None:
-            # the onehot(label) part: one element of each row
-            result.scatter_add_(-1, labels[:, None], logprob_grad[:, None])
-        if temperature is not None:
-            result.div_(temperature)
-        if ctx.logit_map != LogitMap():
-            result.mul_(ctx.logit_map.slope(z if temperature is None else z * temperature))
-        return result, None, None, None, None
+
+def torch_gradients(
+    x: Tensor, targets: ChunkTargets, logit_map: LogitMap, statistics: Statistics, slopes: Slopes
+) -> None:
+    """Compute `turn_into_gradients` in torch."""
+    z = _tempered(x, targets, logit_map)
+    divisor = None if targets.temperature is None else targets.temperature.to(z.dtype)[:, None]
+    # [n, V]: the derivative of the map. That of a cap needs z, whose place the softmax takes; z may be x itself.
+    slope = logit_map.scale if logit_map.cap is None else logit_map.slope(z if divisor is None else z * divisor)
+    p = z.sub_(statistics.totals[:, None]).exp_()
+    own = None if slopes.logprobs is None else slopes.logprobs.to(z.dtype)[:, None]
+    if slopes.entropies is None:
+        assert own is not None, "a loss has a slope"
+        result = p.mul_(-own)
+    else:
+        # -p (log p + H) = entr(p) - p H
+        result = torch.special.entr(p) - p * statistics.entropies[:, None]
+        result.mul_(slopes.entropies.to(z.dtype)[:, None])
+        if own is not None:
+            result.addcmul_(p, own, value=-1)
+    if own is not None:
+        # the onehot(label) part: one element of each row
+        result.scatter_add_(-1, targets.labels[:, None], own)
+    if divisor is not None:
+        result.div_(divisor)
+    if logit_map != LogitMap():
+        result.mul_(slope)
+    if not targets.is_plain:
+        # rows [0 0 1]: the gradients of two targets are added for state 0
+        result = torch.zeros_like(x, dtype=result.dtype).index_add_(0, targets.rows, result)
+    if result is not x:
+        x.copy_(result)
+
+
+def _tempered(x: Tensor, targets: ChunkTargets, logit_map: LogitMap) -> Tensor:
+    """Return z [n, V]; it is `x` itself only if nothing changes."""
+    z = logit_map(x if x.dtype == torch.float64 else x.float())
+    if not targets.is_plain:
+        z = z.index_select(0, targets.rows)
+    if targets.temperature is None:
+        return z
+    divisor = targets.temperature.to(z.dtype)[:, None]
+    return z / divisor if z is x else z.div_(divisor)

@@ -1,0 +1,76 @@
+"""Loss and slopes of an objective of single tokens, chunk by chunk of the tokens.
+
+    terms of a row --prices_of_terms--> a price for `loss.priced_terms`: statistics of a chunk -> loss, sums, slopes
+
+The terms of a chunk are gathered when its log-probabilities are there; no column is sorted as a whole. The gradient by
+the log-probabilities is that of `policy_terms.term_sums`, computed by autograd on tensors of one chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from treepack.data.batch import PER_TERM, TermTensors
+from treepack.model.head_chunks import invert
+from treepack.model.head_gradients import Price, Priced
+from treepack.model.objectives import Objective
+from treepack.model.policy_terms import TERM_MEANS, term_sums
+from treepack.model.term_slices import TERM_CHUNK
+from treepack.model.token_statistics import Slopes, Statistics
+
+
+def prices_of_terms(
+    terms: TermTensors,
+    factors: Tensor,
+    objective: Objective,
+    order: Tensor,
+    *,
+    chunk: int,
+    term_chunk: int = TERM_CHUNK,
+) -> Price:
+    """Return the price of each chunk of tokens; its sums are those of `policy_terms.term_sums`. Waits for the GPU.
+
+    Args:
+        terms: the terms of the tokens, as `objectives.weigh_terms` returns them.
+        factors: float64 [K], f of the trajectories.
+        objective: with `is_tokenwise`.
+        order: int64 [n], the number of each token in the order of the chunks.
+        chunk: tokens of a chunk.
+        term_chunk: terms whose values are in memory at a time.
+    """
+    assert objective.is_tokenwise, "the slopes of this loss depend on other tokens"
+    # order [2 0 1], index [0 0 1 2] -> places [1 1 2 0], terms sorted by place [3 0 1 2]
+    places = invert(order).index_select(0, terms.index)
+    by_place = places.argsort(stable=True)
+    places = places.index_select(0, by_place)
+    # Sorted places [0 1 1 2], chunk 2 -> starts [0 2 4], edges [0 3 4]: chunk 0 has the first three terms
+    starts = torch.arange(0, len(order) + chunk, chunk, device=places.device)
+    edges = torch.searchsorted(places, starts).tolist()
+
+    def price(number: int, statistics: Statistics) -> Priced:
+        logprobs = statistics.logprobs.detach().requires_grad_()
+        entropies = statistics.entropies.detach().requires_grad_(objective.entropy > 0)
+        read = [logprobs, entropies] if objective.entropy else [logprobs]
+        slopes = [torch.zeros_like(each) for each in read]
+        loss = logprobs.new_zeros((), dtype=torch.float64)
+        sums = logprobs.new_zeros(len(TERM_MEANS), dtype=torch.float64)
+        for begin in range(edges[number], edges[number + 1], term_chunk):
+            span = slice(begin, min(begin + term_chunk, edges[number + 1]))
+            part = replace(_select(terms, by_place[span]), index=places[span] - number * chunk)
+            with torch.enable_grad():
+                part_loss, part_sums = term_sums(logprobs, entropies, part, factors, None, objective)
+            for slope, own in zip(slopes, torch.autograd.grad(part_loss, read), strict=True):
+                slope += own
+            loss, sums = loss + part_loss.detach(), sums + part_sums
+        return Priced(loss, sums, Slopes(slopes[0], slopes[1] if objective.entropy else None))
+
+    return price
+
+
+def _select(terms: TermTensors, numbers: Tensor) -> TermTensors:
+    """Return some of the terms; what is about tokens and trajectories stays."""
+    columns = {name: getattr(terms, name) for name in PER_TERM}
+    return replace(terms, **{name: each.index_select(0, numbers) for name, each in columns.items() if each is not None})
