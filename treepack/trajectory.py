@@ -141,6 +141,39 @@ def missing_route(routes: Routes) -> int:
     return int(np.iinfo(routes.dtype).max)
 
 
+def as_routes(rows: NDArray[Any], num_tokens: int, *, source: str, name: str) -> Routes:
+    """Return recorded experts as uint8 or uint16 [num_tokens, layers, k], with `missing_route` where there are none.
+
+    Args:
+        rows: integers [n, layers, k] of the first n <= `num_tokens` tokens. A sampler never computes the last one.
+            Experts below 0 are not recorded, and neither are k experts of which two are equal, such as zeros.
+        num_tokens: tokens of the trajectory.
+        source: the trajectory, in errors.
+        name: the field, in errors.
+
+    Raises:
+        TreepackError: another shape or type, more rows than tokens, or an expert above 32,767.
+    """
+    if rows.ndim != 3 or rows.dtype.kind not in "iu" or 0 in rows.shape[1:]:
+        raise TreepackError(
+            f"{source}: {name} has the shape {list(rows.shape)} of {rows.dtype}; expected integers [tokens, layers, k]"
+        )
+    if len(rows) > num_tokens:
+        raise TreepackError(
+            f"{source}: {name} has {len(rows)} rows for {num_tokens} tokens; expected at most one per token"
+        )
+    last = int(rows.max()) if rows.size else 0
+    if last > np.iinfo(np.int16).max:  # torch has no full support of uint16
+        raise TreepackError(f"{source}: {name} has the expert {last}; expected at most {np.iinfo(np.int16).max}")
+    # Rows [3, 3] of equal experts record nothing: sorted neighbours are equal.
+    ordered = np.sort(rows, axis=-1)
+    unknown = (ordered[..., 0] < 0) | (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+    kind = np.uint8 if last < np.iinfo(np.uint8).max else np.uint16
+    routes = np.full((num_tokens, *rows.shape[1:]), np.iinfo(kind).max, kind)
+    routes[: len(rows)] = np.where(unknown[..., None], np.iinfo(kind).max, rows)
+    return routes
+
+
 def spans_of_mask(weights: Float64) -> tuple[Int32, Int32, Float64]:
     """Return starts, ends and weights of the maximal runs of equal non-zero weight in `weights` [num_tokens]."""
     if len(weights) == 0:
@@ -288,6 +321,7 @@ def trajectories_from_arrays(
     old_logprobs: Sequence[NDArray[Any]] | None = None,
     ref_logprobs: Sequence[NDArray[Any]] | None = None,
     temperatures: Sequence[float] | Sequence[NDArray[Any]] | None = None,
+    routes: Sequence[NDArray[Any] | None] | None = None,
 ) -> list[Trajectory]:
     """Return trajectories from token ids in memory, for `build_trie`.
 
@@ -301,6 +335,7 @@ def trajectories_from_arrays(
         sampling_logprobs, old_logprobs, ref_logprobs: log-probability of each token, [num_tokens]; only those of
             trained tokens are kept.
         temperatures: temperature of the sampler for each trajectory, or one per token, [num_tokens].
+        routes: experts that the sampler's routers chose, [n, layers, k] with n <= num_tokens; see `as_routes`.
 
     Raises:
         TreepackError: naming the trajectory by its index, if lengths differ, a value is not finite, or none is trained.
@@ -327,7 +362,9 @@ def trajectories_from_arrays(
             raise TreepackError(f"{source}: loss_mask trains no token, or has a weight that is not {WEIGHTS}")
         trained = positions(starts, ends)
         per_token = {name: _trained_values(values, i, tokens, trained, name) for name, values in lists.items()}
-        content = Tokens(tokens, starts, ends, span_weights, **per_token)
+        own = None if routes is None or (rows := routes[i]) is None else np.asarray(rows)
+        recorded = None if own is None else as_routes(own, len(tokens), source=source, name="routes")
+        content = Tokens(tokens, starts, ends, span_weights, **per_token, routes=recorded)
         if per_token["temperatures"] is not None:
             check_temperatures(per_token["temperatures"], source=source, name="a temperature")
         scalars: dict[str, Any] = {

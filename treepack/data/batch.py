@@ -186,13 +186,13 @@ def make_batch(row: Row, *, multiple: int = 1) -> Batch:
         num_tokens=length,
         total_weight=float(row.loss_weight.sum()),
         tokens_flat=int(row.scale.sum()),
-        routes=None if row.routes is None else _route_tensor(row.routes, padding),
+        routes=None if row.routes is None else route_tensor(row.routes, padding),
         terms=None if row.terms is None else _make_terms(row.terms, row.trajectory_groups, length),
         **tensors,
     )
 
 
-def _route_tensor(routes: Routes, padding: int) -> Tensor:
+def route_tensor(routes: Routes, padding: int = 0) -> Tensor:
     """Return routes as a tensor, with none for `padding` tokens; 65535 of uint16 is -1 of int16."""
     tail = np.full((padding, *routes.shape[1:]), missing_route(routes), routes.dtype)
     joined = np.concatenate([routes, tail])

@@ -26,6 +26,7 @@ from treepack.model.dropout import check_dropout
 from treepack.model.first_batch import check_first_batch
 from treepack.model.head import OutputLayer, head_replaced
 from treepack.model.loss import CHUNK, filled_temperature
+from treepack.model.replay import check_routes, missing_route, use_routes
 
 _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight")
 
@@ -39,7 +40,8 @@ def collate(batches: Sequence[Batch]) -> dict[str, Any]:
         input_ids, position_ids and parent int64 [B, T], with parents as indices within the row; subtree_end and scale
         int32 [B, T]; loss_weight float64 [B, T]; row_id int64 [B]; trajectory_ids, one tuple of names per row. If the
         rows have terms, also "terms": one `TermTensors` for all rows. Its `tokens` are indices into the B * T tokens of
-        the batch. Its trajectories come in the order of the rows, as in `trajectory_ids`.
+        the batch. Its trajectories come in the order of the rows, as in `trajectory_ids`. If a row has recorded
+        experts, also "routes" [B * T, layers, k], which the losses of this file replay.
 
     Raises:
         TreepackError: if `batches` is empty.
@@ -52,7 +54,23 @@ def collate(batches: Sequence[Batch]) -> dict[str, Any]:
     inputs["trajectory_ids"] = [batch.trajectory_ids for batch in batches]
     if any(batch.terms is not None for batch in batches):
         inputs["terms"] = _concatenate_terms([batch.terms or _empty_terms() for batch in batches], length)
+    if any(batch.routes is not None for batch in batches):
+        inputs["routes"] = _concatenate_routes(batches, length)
     return inputs
+
+
+def _concatenate_routes(batches: Sequence[Batch], length: int) -> Tensor:
+    """Concatenate the recorded experts of rows of `length` tokens each; rows and padding without some have none."""
+    given = [batch.routes for batch in batches if batch.routes is not None]
+    # uint8 beside int16 -> int16, whose entry for experts that were not recorded is another one.
+    kind = next((routes.dtype for routes in given if routes.dtype != torch.uint8), torch.uint8)
+    shape = (len(batches), length, *given[0].shape[1:])
+    joined = torch.full(shape, missing_route(kind), dtype=kind, device=given[0].device)
+    for row, batch in zip(joined, batches, strict=True):
+        if (routes := batch.routes) is not None:
+            known = routes.to(kind)
+            row[: len(routes)] = torch.where(routes == missing_route(routes.dtype), missing_route(kind), known)
+    return joined.flatten(0, 1)
 
 
 def _pad(batch: Batch, name: str, length: int) -> Tensor:
@@ -175,6 +193,11 @@ def _run(model: Any, inputs: dict[str, Any], compute: Callable[[Tensor, OutputLa
     columns = {name: inputs[name] for name in ("input_ids", "position_ids", "subtree_end")}
     # Layers make their schedules in it when they need them, once for all layers of a kind.
     columns["schedule"] = Schedules(inputs["subtree_end"])
+    source = f"{type(causal).__name__} (model type {causal.config.get_text_config().model_type})"
+    routes = inputs.get("routes")
+    if routes is not None:
+        check_routes(causal, source, routes)
+    use_routes(causal, source, routes)
     check_first_batch(
         model, causal, inputs["position_ids"], lambda record: model(**columns, use_cache=False, record=record)
     )

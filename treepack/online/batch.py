@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treepack.data.batch import Batch, TermTensors, scored_tokens
+from treepack.data.batch import Batch, TermTensors, route_tensor, scored_tokens
 from treepack.errors import TreepackError
 from treepack.online.options import DEFAULT_CAPACITY, OnlineOptions
 from treepack.online.planning import SortedForest, plan_forest, sort_forest
@@ -101,6 +101,7 @@ def plan_batch(
     options: OnlineOptions = OnlineOptions(),  # noqa: B008  a frozen value
     *,
     temperature: Any = 1.0,
+    routes: Any = None,
 ) -> OnlineBatch:
     """Plan the rows of a batch, on the CPU. No model is needed, and the same batch serves any number of passes.
 
@@ -115,12 +116,15 @@ def plan_batch(
         options: how rows are planned.
         temperature: of the sampler: one number, one for each sequence [B], or one for each token in the form of
             `input_ids`.
+        routes: experts that the sampler's routers chose, for the model to use again (`model.replay`): integers
+            [B, L, layers, k], a nested tensor [B, *, layers, k], or a list of [n, layers, k] with at most one row for
+            each token, or None. `trajectory.as_routes` says which are not recorded.
 
     Raises:
         TreepackError: an argument has another shape or type, or a value that cannot be used.
     """
-    sequences = read_sequences(input_ids, attention_mask, scored, temperature)
-    forest = sort_forest(sequences)
+    sequences = read_sequences(input_ids, attention_mask, scored, temperature, routes)
+    forest = sort_forest(sequences, route_conflicts=options.route_conflicts)
     capacity = DEFAULT_CAPACITY if options.capacity is None else options.capacity
     maker = _RowMaker(sequences, forest)
     rows = [maker.row(i, members) for i, members in enumerate(plan_forest(forest, options, capacity))]
@@ -192,6 +196,7 @@ class _RowMaker:
             total_weight=float(len(index)),
             tokens_flat=int(columns["scale"].sum(dtype=np.int64)),
             terms=terms,
+            routes=None if self.forest.routes is None else route_tensor(self.forest.routes[nodes.source]),
         )
 
     def _temperature(self, ids: list[int]) -> Float32 | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from treepack.errors import TreepackError
+from treepack.ingest.options import ROUTE_CONFLICTS
 from treepack.model.loss import CHUNK
 from treepack.pack.options import EFFORTS
 
@@ -26,6 +27,8 @@ class OnlineOptions:
         chunk: tokens whose logits are in memory at a time.
         recompute: True keeps the activations of one row for the backward pass and computes the other rows again. False
             keeps those of all rows.
+        route_conflicts: for recorded routes, see `plan_batch`: "split" does not share tokens with other experts, which
+            is exact; "first" shares them, with the experts of the first sequence in the order of the trie.
 
     Raises:
         TreepackError: if a value is not one of these.
@@ -37,9 +40,15 @@ class OnlineOptions:
     with_entropies: bool = True
     chunk: int = CHUNK
     recompute: bool = True
+    route_conflicts: str = "split"
 
     def __post_init__(self) -> None:
-        for name, value, known in (("method", self.method, METHODS), ("effort", self.effort, EFFORTS)):
+        choices = (
+            ("method", self.method, METHODS),
+            ("effort", self.effort, EFFORTS),
+            ("route_conflicts", self.route_conflicts, ROUTE_CONFLICTS),
+        )
+        for name, value, known in choices:
             if value not in known:
                 raise TreepackError(f"OnlineOptions: {name} is {value!r}; expected one of {', '.join(known)}")
         for name, number in (("capacity", self.capacity), ("chunk", self.chunk)):

@@ -20,8 +20,9 @@ from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.methods.contiguous import cut_in_order
 from treepack.pack.plan.problem import Limits, Search, path_pairs
 from treepack.pack.plan.unions import RowSizes
-from treepack.trajectory import Int32, Int64
+from treepack.trajectory import Int32, Int64, Routes
 from treepack.trie.nodes import NodeArrays, forest_of, shared_with_previous, sorted_by_tokens
+from treepack.trie.route_symbols import route_symbols, shared_routes
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class SortedForest:
     """The trie of a batch: the fields of `Trie` that rows need, and the sequences in its order.
 
     `order` int64 [num_sorted] are the sequences that are not empty, sorted by their tokens. `shared` int64 [num_sorted]
-    are the tokens that each shares with the one before, and `lengths` int64 [num_sorted] its tokens.
+    are the tokens that each shares with the one before, and `lengths` int64 [num_sorted] its tokens. `routes` are the
+    recorded experts of `tokens`, None if there are none.
     """
 
     tokens: Int32
@@ -37,6 +39,7 @@ class SortedForest:
     order: Int64
     shared: Int64
     lengths: Int64
+    routes: Routes | None = None
 
     @property
     def node_start(self) -> Int64:
@@ -55,24 +58,28 @@ class SortedForest:
         return self.nodes.end_node
 
 
-def sort_forest(sequences: FlatSequences) -> SortedForest:
+def sort_forest(sequences: FlatSequences, *, route_conflicts: str = "split") -> SortedForest:
     """Build the trie of the sequences, which may be empty. O(N_flat), plus the comparisons of the sort."""
-    tokens, offsets = sequences.tokens, sequences.offsets
+    tokens, offsets, routes = sequences.tokens, sequences.offsets, sequences.routes
+    # Tokens with other experts are other letters, so the trie splits there.
+    letters = tokens if routes is None or route_conflicts == "first" else route_symbols(tokens, routes)
     partition = np.zeros(len(offsets) - 1, np.int64)
     filled = np.flatnonzero(np.diff(offsets)).tolist()
-    order = sorted_by_tokens(tokens, offsets, partition, filled)
-    shared = shared_with_previous(tokens, offsets, partition, order)
+    order = sorted_by_tokens(letters, offsets, partition, filled)
+    shared = shared_with_previous(letters, offsets, partition, order)
     starts = offsets.tolist()
     parts = [tokens[starts[i] + shared[k] : starts[i + 1]] for k, i in enumerate(order)]
     ranks = np.array(order, np.int64)
     lengths = np.diff(offsets)[ranks]
     lists = array("q", lengths.tobytes())
+    nodes = forest_of(shared, lists)
     return SortedForest(
         np.concatenate(parts) if parts else tokens[:0],
-        forest_of(shared, lists),
+        nodes,
         ranks,
         np.array(shared, np.int64),
         lengths,
+        None if routes is None else shared_routes(routes, offsets, order, nodes)[0],
     )
 
 
@@ -154,7 +161,8 @@ def _search(forest: SortedForest, leaves: Int64, options: OnlineOptions, capacit
     none: Int32 = np.zeros(0, np.int32)
     trajectories = []
     for number, path in enumerate(paths(forest.end_node[leaves], forest.node_start, forest.depth)):
-        content = Tokens(forest.tokens[path], none, none, np.zeros(0))
+        routes = None if forest.routes is None else forest.routes[path]
+        content = Tokens(forest.tokens[path], none, none, np.zeros(0), routes=routes)
         trajectories.append(Trajectory(str(number), "batch", content))
     trie = build_trie(trajectories)
     plan = plan_rows(trie, capacity=capacity, method=options.method, search=Search(options.effort))

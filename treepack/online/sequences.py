@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treepack.errors import TreepackError
-from treepack.trajectory import Float32, Int32, Int64
+from treepack.trajectory import Float32, Int32, Int64, Routes, as_routes
 
 Bools = NDArray[np.bool_]
 Ids = Tensor | NDArray[Any] | Sequence[Tensor | NDArray[Any]]  # a batch of token ids, in one of the three forms
@@ -56,7 +56,8 @@ class FlatSequences:
 
     Sequence i has the tokens `tokens[offsets[i] : offsets[i + 1]]`; it may be empty. `tokens` int32 [N_flat], `offsets`
     int64 [num + 1], `places` int64 [N_flat]. `scored` int64 [N] are the indices of scored tokens, ascending, never the
-    first token of a sequence. `temperature` is one for all, or float32 [N], one for each of `scored`.
+    first token of a sequence. `temperature` is one for all, or float32 [N], one for each of `scored`. `routes`
+    [N_flat, layers, k] are recorded experts, see `trajectory.missing_route`; None if there are none.
     """
 
     form: Form
@@ -65,9 +66,12 @@ class FlatSequences:
     places: Int64
     scored: Int64
     temperature: float | Float32
+    routes: Routes | None = None
 
 
-def read_sequences(input_ids: Ids, attention_mask: Flags, scored: Flags, temperature: Any) -> FlatSequences:
+def read_sequences(
+    input_ids: Ids, attention_mask: Flags, scored: Flags, temperature: Any, routes: Any = None
+) -> FlatSequences:
     """Read a batch; `plan_batch` describes the arguments.
 
     Raises:
@@ -100,7 +104,10 @@ def read_sequences(input_ids: Ids, attention_mask: Flags, scored: Flags, tempera
     chosen[offsets[:-1][lengths > 0]] = False  # nothing predicts a first token
     indices = np.flatnonzero(chosen)
     temperatures = _temperature(temperature, form, offsets, places, indices)
-    return FlatSequences(form, tokens.astype(np.int32, copy=False), offsets, places, indices, temperatures)
+    flat = tokens.astype(np.int32, copy=False)
+    has_routes = any(each is not None for each in routes) if isinstance(routes, list | tuple) else routes is not None
+    recorded = _routes(routes, form, offsets, places) if has_routes else None
+    return FlatSequences(form, flat, offsets, places, indices, temperatures, recorded)
 
 
 def _flatten(input_ids: Ids) -> tuple[Form, NDArray[Any], Int64]:
@@ -197,6 +204,56 @@ def _temperature(values: Any, form: Form, offsets: Int64, places: Int64, scored:
             chosen = _like(values, form, "temperature")[places[scored]]
     _check_temperatures(chosen)
     return chosen.astype(np.float32)
+
+
+def _routes(values: Any, form: Form, offsets: Int64, places: Int64) -> Routes:
+    """Return the recorded experts of all tokens, [N_flat, layers, k].
+
+    Raises:
+        TreepackError: they are not of the form of the batch, or no experts.
+    """
+    is_list = isinstance(values, list | tuple)
+    if is_list and form.shape is None and form.jagged is None and len(values) == len(offsets) - 1:
+        parts = [_array(each) for each in values]
+        known = [part for part in parts if part.ndim == 3]
+        shape = known[0].shape[1:] if known else (1, 1)
+        sizes = np.diff(offsets).tolist()
+        # A sequence without routes has the entry None, an array without dimensions.
+        parts = [part if part.ndim == 3 else np.full((0, *shape), -1) for part in parts]
+        for i, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+            if part.shape[1:] != shape or len(part) > size:
+                raise TreepackError(
+                    f"plan_batch: routes of sequence {i} have the shape {list(part.shape)}; expected at most {size} "
+                    f"tokens, and {shape[0]} layers with {shape[1]} experts as in other sequences"
+                )
+        # Rows may be missing at the end: 2 rows for 3 tokens -> one row of -1.
+        tails = [np.full((size - len(part), *shape), -1) for part, size in zip(parts, sizes, strict=True)]
+        pairs = [each for pair in zip(parts, tails, strict=True) for each in pair]
+        rows = np.concatenate(pairs) if pairs else np.full((0, *shape), -1)
+    else:
+        rows = _rows_like(values, form)[places]
+    return as_routes(rows, len(places), source="plan_batch", name="routes")
+
+
+def _rows_like(values: Any, form: Form) -> NDArray[Any]:
+    """Return the experts at all places of a padded or jagged batch, [size, layers, k].
+
+    Raises:
+        TreepackError: they have another shape.
+    """
+    rows: NDArray[Any] = np.zeros(0)
+    if form.shape is not None and not isinstance(values, list | tuple):
+        rows = _array(values)
+        rows = rows.reshape(-1, *rows.shape[2:]) if rows.shape[:2] == form.shape else rows[:0]
+    elif form.jagged is not None and isinstance(values, Tensor) and values.is_nested:
+        nested: Any = values
+        # The offsets of two nested tensors may be different objects, but must have the same numbers.
+        rows = _array(nested.values()) if nested.offsets().tolist() == form.jagged[0].tolist() else rows
+    if rows.ndim != 3 or len(rows) != form.size:
+        raise TreepackError(
+            "plan_batch: routes are not of the shape of input_ids; give it experts [layers, k] for each token"
+        )
+    return rows
 
 
 def _check_temperatures(values: NDArray[Any]) -> None:

@@ -38,12 +38,13 @@ def tree_logprobs_like(
     options: OnlineOptions = OnlineOptions(),  # noqa: B008  a frozen value
     *,
     temperature: Any = 1.0,
+    routes: Any = None,
 ) -> tuple[Any, Any]:
     """Return log-probabilities and entropies of the scored tokens, each shared prefix computed once.
 
     It is `plan_batch` and `batch_statistics`; their arguments and errors are the same.
     """
-    batch = plan_batch(input_ids, attention_mask, scored, options, temperature=temperature)
+    batch = plan_batch(input_ids, attention_mask, scored, options, temperature=temperature, routes=routes)
     return batch_statistics(model, batch.to(next(model.parameters()).device), options)
 
 

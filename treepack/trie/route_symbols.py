@@ -59,7 +59,8 @@ def route_symbols(tokens: Int32, routes: Routes) -> Int32:
 
     O(N log N) comparisons of rows.
     """
-    rows = np.sort(routes, axis=-1).reshape(len(tokens), -1).view(np.uint8)
+    layers, experts = routes.shape[1:]
+    rows = np.sort(routes, axis=-1).reshape(len(tokens), layers * experts).view(np.uint8)
     # Big-endian bytes compare as the numbers do, so the order of tokens stays.
     names = np.concatenate([tokens.astype(">i4").view(np.uint8).reshape(-1, 4), rows], axis=1)
     keys = np.ascontiguousarray(names).view(np.dtype((np.void, names.shape[1]))).reshape(-1)

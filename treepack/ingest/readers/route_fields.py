@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import ReadOptions
-from treepack.trajectory import Routes
+from treepack.trajectory import Routes, as_routes
 
 NAMES = ("routed_experts", "rollout_routed_experts", "rollout_expert_indices")
 _MAGIC = "nrlre1:"
@@ -56,20 +56,7 @@ def read_routes(value: Any, *, source: str, name: str, num_tokens: int, start: i
         raise TreepackError(f"{source}: {name} has the shape {list(rows.shape)} of {rows.dtype}; {_FORMS}")
     if len(rows) == stored and stored > num_tokens:
         rows = rows[start : start + num_tokens]
-    if len(rows) > num_tokens:
-        raise TreepackError(
-            f"{source}: {name} has {len(rows)} rows for {num_tokens} tokens; expected at most one per token"
-        )
-    most = np.iinfo(np.int16).max  # torch has no full support of uint16
-    if rows.size and int(rows.max()) > most:
-        raise TreepackError(f"{source}: {name} has the expert {rows.max()}; expected at most {most}")
-    # Rows [3, 3] of equal experts record nothing: sorted neighbours are equal.
-    ordered = np.sort(rows, axis=-1)
-    unknown = (ordered[..., 0] < 0) | (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
-    kind = np.uint8 if not rows.size or int(rows.max()) < np.iinfo(np.uint8).max else np.uint16
-    routes = np.full((num_tokens, *rows.shape[1:]), np.iinfo(kind).max, kind)
-    routes[: len(rows)] = np.where(unknown[..., None], np.iinfo(kind).max, rows)
-    return routes
+    return as_routes(rows, num_tokens, source=source, name=name)
 
 
 def _decoded(value: Any, source: str, name: str, stored: int) -> NDArray[Any]:
