@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--estimators", nargs="+", choices=ESTIMATORS, default=list(ESTIMATORS), metavar="NAME")
     parser.add_argument("--dry-run", action="store_true", help="small numbers, for a CPU")
+    parser.add_argument("--any-rate", action="store_true", help="take prompts of any pass rate, for a dry run")
     parser.add_argument("--report", action="store_true")
     for name in Sizes.__slots__:
         parser.add_argument(f"--{name}", type=int, help="by default that of Sizes")
@@ -95,7 +96,8 @@ def run(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"credit-{load_task(options.policy).name}.jsonl"
     learner = start_learner(options.policy, device=options.device, rate=0.0, rows=1024)
-    reference, known = start_record(path, learner, sizes)
+    wanted = (0.0, 1.0) if options.any_rate else (LOW, HIGH)
+    reference, known = start_record(path, learner, sizes, wanted=wanted)
     left = [name for name in options.estimators if name not in known]
     print(f"{path}: {len(options.estimators) - len(left)} of {len(options.estimators)} estimators exist", flush=True)
     with path.open("a") as file:
@@ -113,15 +115,18 @@ class Reference:
     halves: Tensor
 
 
-def start_record(path: Path, learner: Learner, sizes: Sizes) -> tuple[Reference, set[str]]:
+def start_record(
+    path: Path, learner: Learner, sizes: Sizes, *, wanted: tuple[float, float] = (LOW, HIGH)
+) -> tuple[Reference, set[str]]:
     """Start or continue a record, and return the reference and the names of the estimators that it has.
 
-    Its first line has `halves`, the products of the two halves [2, 2], and the pass rates of the prompts.
+    `wanted` are the smallest and the largest pass rate of the prompts in the screening. The record's first line has
+    `halves`, the products of the two halves [2, 2], and the pass rates of the prompts.
 
     Raises:
         TreepackError: the record has other sizes, or too few prompts can be used.
     """
-    queries = screened(learner, sizes)
+    queries = screened(learner, sizes, *wanted)
     saved = path.with_name(f"halves-{learner.task.name}.pt")
     names = {"task": learner.task.name, "sizes": {name: getattr(sizes, name) for name in Sizes.__slots__}}
     if path.exists() and saved.exists():
@@ -168,18 +173,18 @@ def measure(
         }
 
 
-def screened(learner: Learner, sizes: Sizes) -> list[Query]:
-    """Return the first prompts of the pool that the policy sometimes solves.
+def screened(learner: Learner, sizes: Sizes, low: float, high: float) -> list[Query]:
+    """Return the first prompts of the pool with a pass rate from `low` to `high`.
 
     Raises:
         TreepackError: there are too few.
     """
     pool = learner.task.queries(sizes.pool, seed=PROMPT_SEED)
     rates = pass_rates(sample_trees(learner.task, pool, learner.engine, learner.task.independent(sizes.screen), seed=1))
-    chosen = [query for query, rate in zip(pool, rates.tolist(), strict=True) if LOW <= rate <= HIGH][: sizes.prompts]
+    chosen = [query for query, rate in zip(pool, rates.tolist(), strict=True) if low <= rate <= high][: sizes.prompts]
     if len(chosen) < sizes.prompts:
         raise TreepackError(
-            f"only {len(chosen)} of {sizes.pool} prompts have a pass rate from {LOW} to {HIGH}; lower --prompts, raise "
+            f"only {len(chosen)} of {sizes.pool} prompts have a pass rate from {low} to {high}; lower --prompts, raise "
             "--pool, or train the policy longer with warm_up.py"
         )
     return chosen

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from curves_statistics import Line, bootstrap_interval, draw
+from curves_statistics import Line, bootstrap_interval, can_draw, draw
 from curves_tables import read_records
 
 from treepack.errors import TreepackError
@@ -39,7 +39,7 @@ class Products:
 
 
 def write_report(folder: Path) -> list[str]:
-    """Write the table and the plot of each task beside the records, and return the tables.
+    """Write the table of each task beside the records, and its plot if matplotlib is installed; return the tables.
 
     Raises:
         TreepackError: there is no record of an estimator.
@@ -62,8 +62,9 @@ def write_report(folder: Path) -> list[str]:
         head = f"{len(rates)} prompts with pass rates {rates.min():.2f} to {rates.max():.2f}; sizes {sizes}.\n\n"
         text = head + report(halves, estimators)
         path.with_suffix(".md").write_text(text)
-        across, up = "decoded tokens per prompt", f"cosine with the reference, {reference['task']}"
-        draw(lines(halves, estimators), path.with_suffix(".svg"), across=across, up=up, log=True)
+        if can_draw():
+            across, up = "decoded tokens per prompt", f"cosine with the reference, {reference['task']}"
+            draw(lines(halves, estimators), path.with_suffix(".svg"), across=across, up=up, log=True)
         texts.append(f"{reference['task']}\n\n{text}")
     if not texts:
         raise TreepackError(f"{folder}: contains no record of an estimator; run credit.py first")
@@ -124,8 +125,8 @@ def report(halves: Float64, estimators: dict[str, Products]) -> str:
     text = (
         f"Cosine of the halves of the reference: {halves_cosine(halves):.3f}; the exact gradient would have "
         f"{ceiling(halves):.3f} with the whole reference. Intervals of 95 % by bootstrap over blocks of trees.\n\n"
-        f"| estimator | tokens / tree | {' | '.join(f'cosine, {size} trees' for size in sizes)} "
-        f"| against {base}, {sizes[-1]} trees | cosine in the limit | scale | relative variance |\n"
+        f"| estimator | tokens / tree | {' | '.join(f'cosine, trees: {size}' for size in sizes)} "
+        f"| against {base}, trees: {sizes[-1]} | cosine in the limit | scale | relative variance |\n"
         + "|---" * (6 + len(sizes))
         + "|\n"
     )

@@ -11,7 +11,7 @@ The policy comes from warm_up.py. Every run starts from its weights. Runs of one
 order; all runs have the same held-out prompts, and the same random numbers in their evaluations. A run ends after
 `--tokens` decoded tokens, or after `--minutes`. It appends a line after each step, so a run that is cut keeps what it
 has, and the report compares the runs up to the smallest number of tokens that all have reached. Tokens of evaluations
-do not count. A file that exists is kept, and its run is not started again.
+do not count. A run that has been evaluated after its start is kept, and not started again.
 
 Expected minutes on one H200 for ten runs side by side, for counts and not measured: 4e6 tokens are about 200 steps of
 512 rollouts of 40 tokens, and 11 evaluations of 4,096 rollouts are 1.8e6 tokens more, so ten runs decode 58e6 tokens.
@@ -39,7 +39,7 @@ import pros_arms
 import torch
 import trace_arms
 from curves_arms import Arm, Sizes, State
-from curves_tables import write_report
+from curves_tables import is_evaluated, write_report
 from trace_learner import evaluate, evaluation_queries, start_learner
 from warm_up import load_task
 
@@ -47,6 +47,7 @@ from treepack.errors import TreepackError
 
 ARMS: dict[str, Arm] = {
     "grpo": curves_arms.grpo,
+    "grpo-narrow": curves_arms.grpo_narrow,
     "treepo": curves_arms.treepo,
     "treerpo": curves_arms.treerpo,
     "tree-grpo": curves_arms.tree_grpo,
@@ -96,13 +97,15 @@ def run(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.one:
         path = record_path(options.out, task, options.arms[0], options.seeds[0])
-        with path.open("x") as file:
+        if is_evaluated(path):
+            raise TreepackError(f"{path}: exists; remove it, or give a new --out")
+        with path.open("w") as file:
             for record in train(options):
                 file.write(json.dumps(record) + "\n")
                 file.flush()
         return
     pairs = [(arm, seed) for seed in options.seeds for arm in options.arms]
-    known = [pair for pair in pairs if record_path(options.out, task, *pair).exists()]
+    known = [pair for pair in pairs if is_evaluated(record_path(options.out, task, *pair))]
     for arm, seed in known:
         print(f"{record_path(options.out, task, arm, seed)}: exists and is kept", flush=True)
     run_side_by_side(options, task, [pair for pair in pairs if pair not in known])

@@ -5,6 +5,7 @@
     grpo     independent rollouts, advantages of GRPO            the others sample TreePO's trees of as many leaves,
     treepo   advantages of TreePO, equation 5                    which decode fewer tokens, so at equal decoded tokens
     treerpo  TreeRPO with its own objective (TRACE, eq. 47)      they take more steps
+    grpo-narrow   fewer independent rollouts, so that it takes as many steps as treepo
     tree-grpo, tree-flat   Tree-GRPO; GRPO's advantages on trees: sampling alone
 
 An arm of another file is a function of the same form, with a line in `curves.ARMS`.
@@ -25,6 +26,8 @@ from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.tree import Tree
 
+# Tokens of a leaf of TreePO's trees as a share of those of an independent rollout, before the training.
+TREE_SHARE = {"steps": 9 / 16, "maze": 10 / 16}
 TOKENS_OF_SEGMENT = 6  # of the task steps: a line, 1/13 of the longest response; the maze forks after turns
 
 
@@ -72,6 +75,12 @@ def tree_shape(task: Task, width: int) -> TreeOptions:
 def grpo(state: State) -> tuple[int, dict[str, float]]:
     """Train on independent rollouts."""
     return _train(state, state.learner.task.independent(state.sizes.width), "grpo")
+
+
+def grpo_narrow(state: State) -> tuple[int, dict[str, float]]:
+    """Train on fewer independent rollouts: about as many tokens in a step, and so as many steps, as with trees."""
+    width = max(2, round(TREE_SHARE[state.learner.task.name] * state.sizes.width))
+    return _train(state, state.learner.task.independent(width), "grpo")
 
 
 def treepo(state: State) -> tuple[int, dict[str, float]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ def first_crossing(x: Float64, y: Float64, target: float) -> float:
                 return float(x[i])
             return float(x[i - 1] + (target - y[i - 1]) / (y[i] - y[i - 1]) * (x[i] - x[i - 1]))
     return float("nan")
+
+
+def can_draw() -> bool:
+    """Return True if matplotlib is installed."""
+    return find_spec("matplotlib") is not None
 
 
 def draw(lines: Mapping[str, Line], out: Path, *, across: str, up: str, log: bool = False) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from curves_statistics import Line, draw, first_crossing, t_interval
+from curves_statistics import Line, can_draw, draw, first_crossing, t_interval
 
 from treepack.errors import TreepackError
 from treepack.trajectory import Float64
@@ -43,7 +43,7 @@ Runs = dict[str, dict[int, Curve]]
 
 
 def write_report(folder: Path, *, target: float | None) -> list[str]:
-    """Write the table and the plot of each task beside the records, and return the tables.
+    """Write the table of each task beside the records, and its plot if matplotlib is installed; return the tables.
 
     Args:
         folder: the records.
@@ -57,8 +57,9 @@ def write_report(folder: Path, *, target: float | None) -> list[str]:
     for task, runs in sorted(read_runs(folder).items()):
         text, lines = report(runs, target=target)
         (folder / f"curves-{task}.md").write_text(text)
-        draw(lines, folder / f"curves-{task}.svg", across="decoded tokens", up=f"held-out pass rate, {task}")
         texts.append(f"{task}\n\n{text}")
+        if can_draw():
+            draw(lines, folder / f"curves-{task}.svg", across="decoded tokens", up=f"held-out pass rate, {task}")
     if not texts:
         raise TreepackError(f"{folder}: contains no run with an evaluation after its start; run curves.py first")
     return texts
@@ -87,6 +88,11 @@ def read_runs(folder: Path) -> dict[str, Runs]:
         )
         tasks.setdefault(first["task"], {}).setdefault(first["arm"], {})[first["seed"]] = curve
     return tasks
+
+
+def is_evaluated(path: Path) -> bool:
+    """Return True if a run exists and has been evaluated after its start, so that it counts."""
+    return path.exists() and sum("pass_rate" in record for record in read_records(path)) > 1
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
