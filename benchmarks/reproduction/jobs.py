@@ -100,6 +100,8 @@ def run_jobs(
                 if minutes is None or minutes * 60 >= SHORTEST:
                     waiting.remove(job)
                     running[job.name] = _Running(_start(job, minutes, folder, environment))
+        if not running:
+            break  # nothing can start any more
         _collect(running, ended, folder)
         if time.monotonic() > told + TELL:
             told = time.monotonic()
