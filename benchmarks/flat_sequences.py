@@ -9,7 +9,7 @@ subtree_end. These kernels do not run on the CPU, so there it calls transformers
 sequence after the other: the slow twin, for dry runs.
 
 flash-linear-attention refuses the backward of its gated kernels on Hopper with Triton 3.4 to 3.7.0, which compile one
-of them to wrong gradients. `refusal_lifted` lets it run, for times only.
+of them to wrong gradients. `refusal_lifted` lets it run, for times only. `fewer_shapes` shortens its tuning.
 """
 
 from __future__ import annotations
@@ -78,6 +78,31 @@ def refusal_lifted(wanted: bool) -> Iterator[None]:
         yield
     finally:
         module.TRITON_ABOVE_3_7_1 = before
+
+
+def fewer_shapes(most: int) -> int:
+    """Leave each kernel of flash-linear-attention at most `most` of the shapes that it tries; return their number.
+
+    A kernel with more of them keeps those of 4 warps, Triton's own choice, and of many those at even distances.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    for name in ("fla.ops.gated_delta_rule", "fla.ops.simple_gla", "fla.modules.causal_conv1d"):
+        importlib.import_module(name)
+    tuners: dict[int, Any] = {}
+    for module in [each for name, each in sys.modules.items() if name.startswith("fla.") and each is not None]:
+        for value in vars(module).values():
+            kernel: Any = value
+            while kernel is not None and not isinstance(kernel, Autotuner):  # perhaps in a wrapper
+                kernel = vars(kernel).get("fn") if hasattr(kernel, "__dict__") else None
+            if kernel is not None:
+                tuners[id(kernel)] = kernel
+    for tuner in tuners.values():
+        if len(tuner.configs) > most:
+            shapes = [each for each in tuner.configs if each.num_warps == 4] or tuner.configs
+            # 9 shapes, most 2 -> 0 and 4
+            tuner.configs = [shapes[i * len(shapes) // most] for i in range(most)] if len(shapes) > most else shapes
+    return most
 
 
 @contextmanager

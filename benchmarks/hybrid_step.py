@@ -1,7 +1,7 @@
 """Training steps of a hybrid model on one GPU, packed as a tree against flat sequence packing, side by side in one run.
 
     python benchmarks/hybrid_step.py [--model qwen3.5-4b] [--layers 8] [--workloads agent-64k,caterpillar]
-        [--rows ROWS.npz ...] [--repeats N] [--flat-row TOKENS] [--no-compile] [--unchecked-fla]
+        [--rows ROWS.npz ...] [--repeats N] [--flat-row TOKENS] [--no-compile] [--unchecked-fla] [--fla-shapes N]
     python benchmarks/hybrid_step.py --dry-run      a tiny model and tiny rows on the CPU
 
 A random model with the shape of the preset, and the first `--layers` of its layers, trains on the same tokens in both
@@ -14,8 +14,13 @@ ideal        floating-point operations of the model on the row, flat over tree (
 efficiency   measured speed-up over the ideal one
 MFU          operations of forward and backward, nothing recomputed counted, per second of the step, over the measured
              rate of 8192 x 8192 x 8192 bfloat16 products
-parts        milliseconds of GPU kernels by kind, of one more step under the profiler; `ideal` there is the ratio of
-             tokens for recurrent layers, that of score pairs for attention
+compiled     graphs and kernels that compiled inside the timed steps, tree / flat; times are of steps if all are 0
+parts        milliseconds of GPU kernels by kind, of the first row of each way under the profiler, multiplied by the
+             score pairs of all rows over those of this row for attention, and by tokens for the rest; `ideal` there
+             is the ratio of these counts
+
+A line of JSON follows each step, so that a run which is stopped has said what it measured. flash-linear-attention tunes
+its kernels at their first call, for about two minutes; `--fla-shapes N` leaves it N shapes for each kernel.
 
 Needs torch, triton, numpy, transformers and flash-linear-attention, nothing else. On Hopper, flash-linear-attention
 refuses to run with Triton 3.4 to 3.7.0; `--unchecked-fla` takes its times all the same, and its gradients may be wrong.
@@ -37,9 +42,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from compilations import made_on
+from compilations import Compilations, count_compilations, made_on
 from experts import seconds_of
-from flat_sequences import FlatModel, flash_attention_4, refusal_lifted
+from flat_sequences import FlatModel, fewer_shapes, flash_attention_4, refusal_lifted
 from torch import Tensor
 from training_rows import count_work, flat_rows, load_rows, tree_rows
 from workloads import WORKLOADS, make_workload, star
@@ -79,6 +84,7 @@ class Result(NamedTuple):
     gib: tuple[float, float]
     difference: float
     parts: tuple[dict[str, float], dict[str, float]]
+    compiled: tuple[Compilations, Compilations]
 
 
 class Way(NamedTuple):
@@ -153,28 +159,34 @@ def measure(
     optimiser = torch.optim.AdamW(loaded.model.parameters(), lr=0.0, fused=device.type == "cuda")
     losses: dict[str, float] = {}
     times: dict[str, list[float]] = {way: [] for way in ways}
-    memory = dict.fromkeys(ways, 0.0)
+    memory, compiled = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, Compilations(0, 0))
     for turn in range(options.repeats + 1):
         for name_of_way, whole in ways.items():
-            # The first turn compiles and tunes, for which one row is enough.
-            way = whole if turn else whole._replace(rows=whole.rows[:1])
+            # The first turn compiles and tunes: flash-linear-attention tunes again for the last row, which is shorter.
+            way = whole if turn else whole._replace(rows=[*whole.rows[:1], *whole.rows[1:][-1:]])
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             values: list[float] = []
+            before = count_compilations()
             spent = seconds_of(
                 device, lambda way=way, values=values: values.append(make_step(loaded, optimiser, way))  # type: ignore[misc]
             )  # fmt: skip
             losses[name_of_way] = values[0]
+            new = count_compilations() - before
+            print(json.dumps({"workload": name, "way": name_of_way, "turn": turn, "rows": len(way.rows),
+                              "seconds": round(spent, 3), "loss": values[0], "compiled": new}), flush=True)  # fmt: skip
             if device.type == "cuda":
                 memory[name_of_way] = torch.cuda.max_memory_allocated() / 2**30
-            if turn:  # the first turn compiles
+            if turn:
                 times[name_of_way].append(spent)
+                known = compiled[name_of_way]
+                compiled[name_of_way] = Compilations(known.graphs + new.graphs, known.kernels + new.kernels)
     if abs(losses["tree"] / losses["flat"] - 1) > 1e-3:
         raise SystemExit(f"{name}: the tree's loss is {losses['tree']}, the flat one's {losses['flat']}")
     difference = math.nan if options.unchecked_fla else compare_gradients(loaded, optimiser, ways)
     if difference > LARGEST_DIFFERENCE[device.type]:
         raise SystemExit(f"{name}: the gradients of tree and sequences differ by {difference:.1%}")
-    parts = [profile_parts(device, lambda way=way: make_step(loaded, optimiser, way)) for way in ways.values()]  # type: ignore[misc]
+    parts = [row_parts(loaded, optimiser, way) for way in ways.values()]
     work = [count_work(way.rows) for way in ways.values()]
     return Result(
         workload=name,
@@ -185,6 +197,7 @@ def measure(
         gib=(memory["tree"], memory["flat"]),
         difference=difference,
         parts=(parts[0], parts[1]),
+        compiled=(compiled["tree"], compiled["flat"]),
     )
 
 
@@ -195,15 +208,24 @@ def compare_gradients(loaded: LoadedModel, optimiser: torch.optim.Optimizer, way
     """
     autocast = loaded.device.type == "cuda"
     make_step(loaded, optimiser, ways["flat"], autocast=autocast)
-    flat = [None if each.grad is None else each.grad.cpu() for each in loaded.model.parameters()]
+    flat = [None if each.grad is None else each.grad.clone() for each in loaded.model.parameters()]
     make_step(loaded, optimiser, ways["tree"], autocast=autocast)
-    squares = torch.zeros(2, dtype=torch.float64)
+    squares = torch.zeros(2, dtype=torch.float64, device=loaded.device)
     for parameter, expected in zip(loaded.model.parameters(), flat, strict=True):
         if expected is not None:
             assert parameter.grad is not None
-            found = parameter.grad.cpu()
-            squares += torch.stack([(found - expected).double().square().sum(), expected.double().square().sum()])
+            found = parameter.grad
+            squares += torch.stack([x.square().sum(dtype=torch.float64) for x in (found - expected, expected)])
     return float((squares[0] / squares[1]).sqrt())
+
+
+def row_parts(loaded: LoadedModel, optimiser: torch.optim.Optimizer, way: Way) -> dict[str, float]:
+    """Return the milliseconds of GPU kernels of a way by part, from those of its first row."""
+    first = way._replace(rows=way.rows[:1])
+    parts = profile_parts(loaded.device, lambda: make_step(loaded, optimiser, first))
+    work, whole = count_work(first.rows), count_work(way.rows)
+    tokens, pairs = whole.tokens / work.tokens, whole.pairs / work.pairs
+    return {part: ms * (pairs if part == "attention" else tokens) for part, ms in parts.items()}
 
 
 def profile_parts(device: torch.device, run: Callable[[], Any]) -> dict[str, float]:
@@ -252,9 +274,9 @@ def kernel_names(*prefixes: str) -> set[str]:
 def table(results: list[Result], rate: float) -> Iterator[str]:
     """Yield the lines of both tables."""
     yield "| workload | tokens tree / flat | flat, s | tree, s | speed-up | ideal | efficiency | MFU tree | flat " + (
-        "| GiB tree / flat | gradients differ |"
+        "| GiB tree / flat | gradients differ | compiled |"
     )
-    yield "|---" * 11 + "|"
+    yield "|---" * 12 + "|"
     for result in results:
         speedup, ideal = result.seconds[1] / result.seconds[0], result.operations[1] / result.operations[0]
         use = [work / spent / rate for work, spent in zip(result.operations, result.seconds, strict=True)]
@@ -270,6 +292,7 @@ def table(results: list[Result], rate: float) -> Iterator[str]:
             f"{use[1]:.0%}",
             f"{result.gib[0]:.1f} / {result.gib[1]:.1f}",
             f"{result.difference:.1e}",
+            " / ".join(f"{graphs}, {kernels}" for graphs, kernels in result.compiled),
         ]
         yield f"| {' | '.join(cells)} |"
     yield "\n| workload | part | flat, ms | tree, ms | speed-up | ideal |\n|---|---|---|---|---|---|"
@@ -294,8 +317,9 @@ def checked_fla(options: argparse.Namespace) -> Iterator[str]:
     reason = obstacle_of_fla()
     if reason is not None and not options.unchecked_fla:
         raise SystemExit(f"flash-linear-attention {reason}; or pass --unchecked-fla to take its times only")
+    few = "" if options.fla_shapes is None else f", {fewer_shapes(options.fla_shapes)} shapes of kernels"
     with refusal_lifted(reason is not None):
-        yield "flash-linear-attention" + (" (refused, so its gradients may be wrong)" if reason else "")
+        yield "flash-linear-attention" + few + (" (refused, so its gradients may be wrong)" if reason else "")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -310,6 +334,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--flat-row", type=int, default=65_536, help="tokens of a flat row")
     parser.add_argument("--no-compile", action="store_true", help="run every layer as transformers wrote it")
     parser.add_argument("--unchecked-fla", action="store_true", help="lift the refusal of flash-linear-attention")
+    parser.add_argument("--fla-shapes", type=int, help="shapes that flash-linear-attention may try for each kernel")
     parser.add_argument("--dry-run", action="store_true")
     return parser.parse_args(arguments)
 
