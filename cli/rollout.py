@@ -85,6 +85,8 @@ def rollout(
     sampling = _with_stop_tokens(sampling, engine, tokenizer)  # from here on, a model imports torch
     start = None if function is None else _start(world, function, tokenizer, sampling)
     settings = {"sampler": sampler, "step": prompt.step, **asdict(world)}
+    if engine.keep_routes:
+        settings["keep_routes"] = True
     with progress_bars() as progress:
 
         async def sample() -> RolloutSummary:
@@ -239,6 +241,8 @@ async def _open(options: EngineOptions, sampling: Sampling, tokenizer: Any) -> t
             api_key=_api_key(options.api_key_env),
             sample_text=_sample_text(tokenizer),
             seeded=not options.unseeded,
+            keep_routes=options.keep_routes,
+            route_layers=options.route_layers,
         )
         return server, server.found.model or options.engine
     import torch

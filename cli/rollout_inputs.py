@@ -23,8 +23,17 @@ class EngineOptions:
     model: str | None
     api_key_env: str | None
     unseeded: bool
+    keep_routes: bool
+    route_layers: int | None
     dtype: str
     device: str
+
+    def __post_init__(self) -> None:
+        """Refuse options that need each other."""
+        if self.keep_routes and not self.is_server:
+            raise click.UsageError("--keep-routes reads the experts of a server; give its address as --engine")
+        if self.route_layers is not None and not self.keep_routes:
+            raise click.UsageError("--route-layers is about kept routes; give --keep-routes too")
 
     @property
     def is_server(self) -> bool:
@@ -81,6 +90,18 @@ engine_options = option_group(
             "--unseeded",
             is_flag=True,
             help="Send no seeds to a server: rollouts are not repeatable, and vLLM samples many requests faster.",
+        ),
+        click.option(
+            "--keep-routes",
+            is_flag=True,
+            help="Keep the experts that the routers of a server's model choose; the server needs "
+            "--enable-return-routed-experts.",
+        ),
+        click.option(
+            "--route-layers",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="With --keep-routes and SGLang: layers of the model, which SGLang does not send.",
         ),
         click.option(
             "--dtype",

@@ -182,6 +182,19 @@ def test_without_log_probabilities_of_the_server_there_are_none(run: Callable[..
     assert "rollout_log_probs" not in batch.batch
 
 
+def test_verl_gets_the_experts_of_the_server(run: Callable[..., Any], rollouts: Any) -> None:
+    from support.engine_server import experts_of
+
+    batch, _ = run(server=rollouts.LawServer(has_routes=True))
+    recorded = batch.batch["routed_experts"]
+    assert recorded.shape[:2] == batch.batch["input_ids"].shape
+    mask = batch.batch["attention_mask"].bool()
+    for ids, experts, real in zip(sequences(batch), recorded, mask, strict=True):
+        assert experts[real][:-1].tolist() == experts_of(ids[:-1], 2).tolist()
+        assert not experts[~real].any()
+        assert not experts[real][-1].any()
+
+
 def test_a_shape_that_may_stay_narrow_is_refused(run: Callable[..., Any]) -> None:
     with pytest.raises(TreepackError, match="fewer leaves than the number of rollouts, which is 6"):
         run(LOOPS.replace("max_repeats: 0", "fallback: none"))

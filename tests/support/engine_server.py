@@ -11,6 +11,8 @@ those of a SimulatedEngine with the same law.
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -49,6 +51,7 @@ class EngineServer:
 
     `raw` answers with log-probabilities of temperature 1 whatever the request's is, as vLLM does by default.
     `statuses` are those of the next answers, before any is a success; `finish` replaces the finish reason.
+    `route_layers` are the layers whose experts it returns, see `experts_of`, 0 for none.
     """
 
     law: MarkovLaw = field(default_factory=random_law)
@@ -63,6 +66,7 @@ class EngineServer:
     truncate: int | None = None
     pause: float = 0.0
     finish: str | None = None
+    route_layers: int = 0
     version: str = "default"
     statuses: list[int] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -122,10 +126,22 @@ class EngineServer:
         prompt = ids[: self.truncate]
         if self.api == "sglang":
             choices = [self._sglang_choice(segment, len(prompt), likely) for segment in segments]
+            if body.get("return_routed_experts") and self.route_layers:
+                for choice, rows in zip(choices, self._experts(ids, segments), strict=True):
+                    choice["meta_info"]["routed_experts"] = base64.b64encode(rows.astype("<i4").tobytes()).decode()
             return web.json_response(choices if len(choices) > 1 or isinstance(ids, tuple) else choices[0])
         choices = [self._choice(segment, number, likely) for number, segment in enumerate(segments)]
+        if self.route_layers:
+            for choice, rows in zip(choices, self._experts(ids, segments), strict=True):
+                file = io.BytesIO()
+                np.save(file, rows.astype(np.uint8))
+                choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": len(ids) // 16 * 16}}
         return web.json_response({"choices": choices[::-1], "usage": usage})
+
+    def _experts(self, ids: Any, segments: list[Segment]) -> list[Any]:
+        paths = [np.concatenate([np.array(ids), segment.tokens])[:-1] for segment in segments]
+        return [experts_of(path, self.route_layers) for path in paths]
 
     def _wish(self, body: dict[str, Any]) -> tuple[Any, dict[str, Any], int, int]:
         """Return the prompt, the sampling parameters, the number of continuations and the seed."""
@@ -170,6 +186,12 @@ class EngineServer:
             "output_top_logprobs": [[[value, token, None] for token, value in likely]] * len(tokens),
         }
         return {"text": "", "meta_info": meta} | ({"output_ids": tokens} if self.has_ids else {})
+
+
+def experts_of(ids: Any, layers: int) -> Any:
+    """The two experts of each of `ids` in each layer, [len(ids), layers, 2]; they depend on the token and its place."""
+    first = (np.array(ids)[:, None] + np.arange(len(ids))[:, None] + np.arange(layers)) % 7
+    return np.stack([first, first + 1], axis=-1)
 
 
 def values(segment: Segment) -> tuple[list[int], list[float]]:

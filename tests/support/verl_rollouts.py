@@ -21,6 +21,7 @@ from verl.protocol import DataProto
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from support.engine_server import experts_of
 from support.wide_law import wide_law
 
 PROMPT, RESPONSE = 24, 40  # verl's widths of prompts and responses
@@ -30,7 +31,8 @@ RUNS = 3  # verl's global_steps of the servers' weights
 class LawServer:
     """What a server of verl does: pops the limit of tokens, and says completed for a stop and for the limit."""
 
-    def __init__(self, aborts: int = 0) -> None:
+    def __init__(self, aborts: int = 0, *, has_routes: bool = False) -> None:
+        self.has_routes = has_routes
         self.law = wide_law()
         self.requests: list[dict[str, Any]] = []
         self.aborts = aborts
@@ -51,6 +53,7 @@ class LawServer:
             token_ids=tokens.tolist(),
             log_probs=logprobs.tolist() if sampling_params["logprobs"] else None,
             stop_reason="completed",
+            routed_experts=experts_of([*prompt_ids, *tokens.tolist()][:-1], 2) if self.has_routes else None,
             extra_fields={"global_steps": RUNS, "num_cached_tokens": 0},
         )
 

@@ -40,11 +40,38 @@ def by_id(trie: Trie) -> dict[str, list[Row]]:
     return {each.trajectory_id: sets_of(each) for each in trajectories_of(trie)}
 
 
+NONE: Row = ((), ())
+
+
 @given(routed=routed_trajectories())
 def test_a_split_trie_gives_each_trajectory_its_own_routes(routed: list[Trajectory]) -> None:
     trie = build_trie(routed)
     check_trie(trie)
-    assert by_id(trie) == {each.trajectory_id: sets_of(each) for each in routed}
+    found = by_id(trie)
+    for each in routed:
+        own, other = sets_of(each), found[each.trajectory_id]
+        # A last token without experts has those of another trajectory if that one goes on with this token.
+        assert own[:-1] == other[:-1]
+        assert own[-1] in (NONE, other[-1])
+
+
+def test_a_last_token_without_experts_is_shared_with_the_first_one_that_has_some() -> None:
+    rows = np.array([ROWS[0], ROWS[0], ROWS[0], ROWS[0]], np.uint8)
+    others, last = rows.copy(), rows[:3].copy()
+    others[2] = ROWS[2]
+    last[2] = 255
+    turns = [
+        with_routes(make("a", [1, 2, 3]), last),
+        with_routes(make("b", [1, 2, 3, 4]), others),
+        with_routes(make("c", [1, 2, 3, 4]), rows),
+        with_routes(make("d", [1, 2, 3]), rows[:3]),
+        with_routes(make("e", [1, 2, 3, 5]), np.concatenate([last, rows[:1]])),
+    ]
+    trie = build_trie(turns)
+    assert trie.trajectories["trajectory_id"].to_pylist() == ["a", "b", "d", "c", "e"]
+    assert trie.tokens.tolist() == [1, 2, 3, 4, 3, 4, 3, 5]
+    assert by_id(trie)["a"] == by_id(trie)["b"][:3]
+    assert build_trie(turns, share="none").tokens_tree == 3 + 4 + 4 + 3 + 4
 
 
 @given(routed=routed_trajectories())
@@ -55,6 +82,21 @@ def test_a_split_trie_shares_all_that_has_equal_routes(routed: list[Trajectory])
         assert isinstance(each.content, Tokens)
         letters = zip(each.content.tokens.tolist(), sets_of(each), strict=True)
         paths.append([numbers.setdefault(letter, len(numbers)) for letter in letters])
+    # A last token without experts costs nothing after a prefix that goes on with this token and some experts.
+    for path, each in zip(paths, routed, strict=True):
+        assert isinstance(each.content, Tokens)
+        if sets_of(each)[-1] == NONE:
+            token = each.content.tokens[-1]
+            longer = [
+                other[len(path) - 1]
+                for other, its in zip(paths, routed, strict=True)
+                if other[: len(path) - 1] == path[:-1]
+                and len(other) >= len(path)
+                and isinstance(its.content, Tokens)
+                and its.content.tokens[len(path) - 1] == token
+                and sets_of(its)[len(path) - 1] != NONE
+            ]
+            path[-1] = min(longer, default=path[-1])
     expected = count_tokens(dict_trie(paths))
     assert build_trie(routed).tokens_tree == expected
     assert route_costs(collect(routed), share="all").tokens_split == expected

@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from treepack.errors import TreepackError
 from treepack.rollout.engine import Engine
 from treepack.rollout.environment import EnvironmentFactory, start_episode
 from treepack.rollout.episode import Episode, SingleTurn
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
-from treepack.rollout.records import tree_records
+from treepack.rollout.records import path_routes, tree_records
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.tree import Node, Tree
 
@@ -52,8 +55,9 @@ class SampledLeaf:
 
     `response` are its token ids after the prompt, `mask` is 1 for each sampled one and 0 for each one of the
     environment. `logprobs` are nats at the temperature of the sampling, 0 for tokens of the environment, and None if
-    the engine gives none. `versions` names the policy of each of its segments, in their order. `fields` are
-    plain numbers, strings and lists, the same names for every leaf:
+    the engine gives none. `routes` [n, layers, k] are the experts of all tokens of prompt and response but the last
+    one, None if the engine gives none. `versions` names the policy of each of its segments, in their order. `fields`
+    are plain numbers, strings and lists, the same names for every leaf:
 
     - segments: tokens of prompt and response before each segment, the first one is the length of the prompt
     - segment_ids: one number per segment, equal in two leaves of a tree if it is the same sampled segment
@@ -69,6 +73,7 @@ class SampledLeaf:
     num_turns: int
     versions: list[str]
     fields: dict[str, Any]
+    routes: NDArray[np.integer[Any]] | None = None
 
 
 def read_leaves(tree: Tree) -> list[SampledLeaf]:
@@ -94,6 +99,7 @@ def _read_leaf(record: dict[str, Any], leaf: Node) -> SampledLeaf:
             "leaf_weight_before_fallback": record.get("leaf_weight_before_fallback", record["leaf_weight"]),
             "finish": record["finish"],
         },
+        routes=path_routes(leaf),
     )
 
 

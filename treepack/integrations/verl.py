@@ -9,6 +9,9 @@
     micro-batch, jagged ids        --forward_step----->    one row, its log-probabilities and entropies, jagged
     losses, KL, rollout correction, metrics, optimiser, checkpoints, weights for the rollouts: verl's
 
+With `router_replay.mode=R3` in the actor's fsdp_config, tokens of a mixture go to the experts that the rollout used.
+verl puts these into the column routed_experts (rollout.enable_rollout_routing_replay=True); see `model.replay`.
+
 The log-probability of token j is at place j - 1, as in verl. The last place of a sequence is 0; verl has a value there
 that no loss uses.
 """
@@ -35,6 +38,8 @@ from treepack.errors import TreepackError
 from treepack.integrations.tree_model import check_model, use_tree_attention
 from treepack.online import OnlineOptions, batch_statistics, plan_batch
 from treepack.pack.micro_batches import micro_batches
+from treepack.trajectory import as_routes
+from treepack.trie.route_symbols import route_symbols
 
 # Options of a batch that need more than log-probabilities and entropies.
 _NOT_COMPUTED = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "use_fused_kernels")
@@ -74,7 +79,7 @@ class _TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         tensordict_utils.assign_non_tensor(
             data, sp_size=1, dp_size=self.get_data_parallel_size(), batch_num_tokens=num_tokens.item()
         )
-        batches = _cut(data, group)
+        batches = _cut(data, group, routes=self._routes(data))
         outputs = []
         for i, indices in enumerate(batches):
             is_last = i == len(batches) - 1
@@ -90,13 +95,30 @@ class _TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         # Without `use_dynamic_bsz` verl assumes that micro-batches are in the order of the data.
         return postprocess_batch_func(output_lst=outputs, indices=batches, data=TensorDict({}, batch_size=[]))
 
+    def _routes(self, data: TensorDict) -> list[Tensor] | None:
+        """Return the recorded experts of each sequence, [tokens, layers, k]; None if they are not replayed.
+
+        Raises:
+            TreepackError: they are to be replayed, and the batch has none.
+        """
+        if self.engine_config.router_replay.mode == "disabled":
+            return None
+        recorded = data.get("routed_experts", None)
+        if recorded is None:
+            raise TreepackError(
+                "verl: router_replay.mode is R3, but the batch has no routed_experts; set "
+                "rollout.enable_rollout_routing_replay=True"
+            )
+        return list(recorded.unbind())
+
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> tuple[Tensor, Any]:
         """Return the loss of a micro-batch, and what verl's engine returns beside it."""
         with_entropies = tensordict_utils.get_non_tensor_data(micro_batch, "calculate_entropy", False)
         sequences = _read_sequences(micro_batch)
         capacity = max(1, sum(len(each) for each in sequences))  # one row, whose backward pass needs no second forward
         options = OnlineOptions(capacity=capacity, with_entropies=with_entropies)
-        rows = plan_batch(sequences, options=options, temperature=micro_batch["temperature"])
+        routes = self._routes(micro_batch)
+        rows = plan_batch(sequences, options=options, temperature=micro_batch["temperature"], routes=routes)
         micro_batch, rows = micro_batch.to(get_device_id()), rows.to(get_device_name())
         offsets = micro_batch["input_ids"].offsets()
         dtype = self._autocast_dtype
@@ -152,6 +174,11 @@ def _check_options(model_config: Any, engine_config: Any) -> None:
         "fsdp_config.pad_to_length": engine_config.pad_to_length,
         "fsdp_config.qat.enable": engine_config.qat.enable,
     }
+    if engine_config.router_replay.mode == "R2":
+        raise TreepackError(
+            "verl: router_replay.mode R2 records the trainer's own experts, which strategy=treepack does not; use R3, "
+            "which replays those of the rollout"
+        )
     for name, value in refused.items():
         if value:
             raise TreepackError(f"verl: {name} is not supported by strategy=treepack; set it to False")
@@ -194,10 +221,11 @@ def _to_predecessors(values: list[Tensor], offsets: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(torch.cat(values).roll(-1), offsets)
 
 
-def _cut(data: TensorDict, group: Any) -> list[list[int]]:
+def _cut(data: TensorDict, group: Any, *, routes: list[Tensor] | None = None) -> list[list[int]]:
     """Return the indices of the sequences of each micro-batch; siblings together, equally many on every rank.
 
-    verl's limit of tokens holds for the row of a micro-batch, where a shared prefix counts once.
+    verl's limit of tokens holds for the row of a micro-batch, where a shared prefix counts once. A prefix is not shared
+    where its `routes` differ.
 
     Raises:
         TreepackError: on all ranks, if one of them has fewer sequences than another has micro-batches.
@@ -208,6 +236,11 @@ def _cut(data: TensorDict, group: Any) -> list[list[int]]:
             "verl: force_group_size fixes the micro-batches; strategy=treepack cuts them itself, set it to 1"
         )
     values, offsets = (each.cpu().numpy() for each in (data["input_ids"].values(), data["input_ids"].offsets()))
+    if routes is not None:
+        joined = torch.cat(routes).cpu().numpy()
+        values = route_symbols(
+            values.astype(np.int32), as_routes(joined, len(values), source="verl", name="routed_experts")
+        )
     if get(data, "use_dynamic_bsz", True):
         batches = micro_batches((values, offsets), int(data["max_token_len_per_gpu"]))
     else:

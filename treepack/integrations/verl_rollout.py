@@ -242,7 +242,9 @@ class ServerEngine:
         step = output.extra_fields.get("max_global_steps")
         self._count_steps(output.extra_fields)
         cached = output.extra_fields.get("num_cached_tokens")
-        return Segment(tokens, logprobs, finish, "" if step is None else str(step), cached)
+        # Only with rollout.enable_rollout_routing_replay.
+        routes = None if output.routed_experts is None else np.asarray(output.routed_experts)
+        return Segment(tokens, logprobs, finish, "" if step is None else str(step), cached, routes)
 
     def _count_steps(self, fields: dict[str, Any]) -> None:
         first, last = fields.get("min_global_steps"), fields.get("max_global_steps")
@@ -264,6 +266,7 @@ def _output(leaf: SampledLeaf, prompt: Int32, engine: ServerEngine, seconds: flo
         response_ids=leaf.response,
         response_mask=leaf.mask,
         response_logprobs=leaf.logprobs,
+        routed_experts=None if leaf.routes is None else leaf.routes.astype(np.int16),
         reward_score=leaf.reward,
         num_turns=2 * leaf.num_turns,  # a turn of the user before each turn of the model
         metrics=AgentLoopMetrics(generate_sequences=seconds),

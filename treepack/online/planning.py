@@ -22,7 +22,9 @@ from treepack.pack.plan.problem import Limits, Search, path_pairs
 from treepack.pack.plan.unions import RowSizes
 from treepack.trajectory import Int32, Int64, Routes
 from treepack.trie.nodes import NodeArrays, forest_of, shared_with_previous, sorted_by_tokens
-from treepack.trie.route_symbols import route_symbols, shared_routes
+from treepack.trie.route_order import RoutedTokens, routed_order
+from treepack.trie.route_symbols import shared_routes
+from treepack.trie.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,13 @@ class SortedForest:
 def sort_forest(sequences: FlatSequences, *, route_conflicts: str = "split") -> SortedForest:
     """Build the trie of the sequences, which may be empty. O(N_flat), plus the comparisons of the sort."""
     tokens, offsets, routes = sequences.tokens, sequences.offsets, sequences.routes
-    # Tokens with other experts are other letters, so the trie splits there.
-    letters = tokens if routes is None or route_conflicts == "first" else route_symbols(tokens, routes)
     partition = np.zeros(len(offsets) - 1, np.int64)
     filled = np.flatnonzero(np.diff(offsets)).tolist()
-    order = sorted_by_tokens(letters, offsets, partition, filled)
-    shared = shared_with_previous(letters, offsets, partition, order)
+    if routes is None or route_conflicts == "first":
+        order = sorted_by_tokens(tokens, offsets, partition, filled)
+        shared = shared_with_previous(tokens, offsets, partition, order)
+    else:
+        order, shared = routed_order(RoutedTokens(tokens, offsets, routes, partition), filled)
     starts = offsets.tolist()
     parts = [tokens[starts[i] + shared[k] : starts[i + 1]] for k, i in enumerate(order)]
     ranks = np.array(order, np.int64)
@@ -79,7 +82,7 @@ def sort_forest(sequences: FlatSequences, *, route_conflicts: str = "split") -> 
         ranks,
         np.array(shared, np.int64),
         lengths,
-        None if routes is None else shared_routes(routes, offsets, order, nodes)[0],
+        None if routes is None else shared_routes(routes, offsets, order, nodes, Storage())[0],
     )
 
 

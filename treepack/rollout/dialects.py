@@ -33,7 +33,8 @@ class Wish:
 
     `seed` is None to leave the choice to the server. `salt` keeps cached keys of other policies apart, "" for none.
     `alternatives` is the number of most likely tokens whose log-probabilities are wanted too. A `probed_id` makes a
-    server refuse the request if its vocabulary does not contain the id.
+    server refuse the request if its vocabulary does not contain the id. With `routes`, the experts of all tokens are
+    wanted too, see `server_routes`.
     """
 
     ids: Int32
@@ -45,6 +46,7 @@ class Wish:
     salt: str = ""
     alternatives: int = 0
     probed_id: int | None = None
+    routes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class Dialect:
 
     `segments` raises KeyError, TypeError, IndexError or ValueError if the answer has another form. `first` returns the
     log-probabilities of the likely first tokens, for a request with `alternatives`. `num_prompt` returns the number of
-    prompt tokens that the server counted, None if it does not say.
+    prompt tokens that the server counted, None if it does not say. `routes` returns the experts of each of the
+    `segments` as the server has encoded them, None where there are none.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Dialect:
     segments: Callable[[Any], list[Segment]]
     first: Callable[[Any], dict[int, float]]
     num_prompt: Callable[[Any], int | None]
+    routes: Callable[[Any], list[Any]]
 
 
 def _sampling_fields(wish: Wish) -> Json:
@@ -121,6 +125,8 @@ def _sglang_body(wish: Wish) -> Json:
         seeds = [fields | {"sampling_seed": wish.seed + number} for number in range(wish.count)]
         body = {"input_ids": [ids] * wish.count, "sampling_params": seeds}
     body |= {"return_logprob": True, "top_logprobs_num": wish.alternatives}
+    # vLLM decides at its start if it returns experts, so its requests have no field for it.
+    body |= {"return_routed_experts": True} if wish.routes else {}
     return body | ({"extra_key": wish.salt} if wish.salt else {})
 
 
@@ -194,6 +200,14 @@ def _sglang_num_prompt(answer: Any) -> int | None:
     return number
 
 
+def _vllm_routes(answer: Any) -> list[Any]:
+    return [choice.get("routed_experts") for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+
+
+def _sglang_routes(answer: Any) -> list[Any]:
+    return [choice["meta_info"].get("routed_experts") for choice in _sglang_answers(answer)]
+
+
 def _generate_first(answer: Any) -> dict[int, float]:
     likely = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     return {entry["token_id"]: entry["logprob"] for entry in likely}
@@ -211,10 +225,11 @@ def _sglang_first(answer: Any) -> dict[int, float]:
 
 
 # In the order of the attempts. SGLang has /v1/completions too, so its own API is tried before it.
+_VLLM = {"num_prompt": _vllm_num_prompt, "routes": _vllm_routes}
 DIALECTS = (
-    Dialect("vLLM", "/inference/v1/generate", _generate_body, _generate_segments, _generate_first, _vllm_num_prompt),
-    Dialect("SGLang", "/generate", _sglang_body, _sglang_segments, _sglang_first, _sglang_num_prompt),
-    Dialect("vLLM", "/v1/completions", _completions_body, _completions_segments, _completions_first, _vllm_num_prompt),
+    Dialect("vLLM", "/inference/v1/generate", _generate_body, _generate_segments, _generate_first, **_VLLM),
+    Dialect("SGLang", "/generate", _sglang_body, _sglang_segments, _sglang_first, _sglang_num_prompt, _sglang_routes),
+    Dialect("vLLM", "/v1/completions", _completions_body, _completions_segments, _completions_first, **_VLLM),
 )
 
 UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.trajectory import Float32, Int32
@@ -63,7 +64,8 @@ class Segment:
     `tokens` int32 [n] includes the stop token. `logprobs` float32 [n] are log-probabilities in nats at the temperature
     of the sampling, or None. `finish` is "stop" (a stop token), "length" (`max_tokens` reached) or "abort" (the engine
     gave up). `version` names the policy that sampled it, "" if the engine does not know. `num_cached` is the number of
-    request tokens whose keys came from the engine's cache, None if unknown.
+    request tokens whose keys came from the engine's cache, None if unknown. `routes` [m, layers, k] are the experts
+    that a mixture's routers chose for the m tokens of request and continuation but the last one, None if unknown.
     """
 
     tokens: Int32
@@ -71,6 +73,7 @@ class Segment:
     finish: str
     version: str = ""
     num_cached: int | None = None
+    routes: NDArray[np.integer[Any]] | None = None
 
 
 class Engine(Protocol):

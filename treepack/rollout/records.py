@@ -14,11 +14,13 @@ docs/rollouts.md lists the fields.
 
 from __future__ import annotations
 
+import base64
 import functools
 from typing import Any
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from treepack.ingest.readers import token_fields as tf
 from treepack.ingest.readers.fields import GROUPS, IDS, MAX_METADATA, METADATA_DICTS, REWARDS, SAMPLING_DICTS, STEPS
@@ -30,7 +32,7 @@ from treepack.trajectory import Trajectory
 OWN_FIELDS = (
     "rollout_id group_id step prompt_token_ids response_ids response_mask rollout_log_probs temperature reward "
     "segments segment_ids leaf_weight leaf_weight_before_fallback finish fallback policy_version metadata "
-    "parent_rollout parent_tokens num_leaves weight"
+    "parent_rollout parent_tokens num_leaves weight routed_experts"
 ).split()
 
 
@@ -86,7 +88,7 @@ def tree_trajectories(tree: Tree) -> list[Trajectory]:
     read = [
         item
         for record in tree_records(tree)
-        for item in tokens.read(Record(record["rollout_id"], tree.query.source, record), ReadOptions())
+        for item in tokens.read(Record(record["rollout_id"], tree.query.source, record), ReadOptions(keep_routes=True))
     ]
     trajectories = [item for item in read if isinstance(item, Trajectory)]
     assert len(trajectories) == len(tree.leaves)  # every path has a sampled token, so the reader skips none
@@ -107,12 +109,23 @@ def _path_fields(leaf: Node, query: Query) -> dict[str, Any]:
     fields: dict[str, Any] = {"response_ids": np.concatenate(ids), "response_mask": np.concatenate(mask)}
     if all(node.logprobs is not None for node in nodes):
         fields["rollout_log_probs"] = np.concatenate(logprobs).astype(np.float32)
+    if (routes := path_routes(leaf)) is not None:
+        data = base64.b64encode(routes.astype(routes.dtype.newbyteorder("<")).tobytes()).decode()
+        fields["routed_experts"] = {"data": data, "shape": list(routes.shape), "dtype": routes.dtype.name}
     # A continuation of a rollout without recorded segments has none either: a group has them for all or for none.
     if query.parent_rollout is None or query.cuts:
         fields["segments"] = [*query.cuts, *(node.start for node in nodes)]
         if len(query.cut_ids) == len(query.cuts):
             fields["segment_ids"] = [*query.cut_ids, *(_segment_id(node, query) for node in nodes)]
     return fields | _versions(nodes)
+
+
+def path_routes(leaf: Node) -> NDArray[np.integer[Any]] | None:
+    """Return the experts of the tokens of a path but the last sampled one, [n, layers, k]; None if some are unknown."""
+    routes = [node.routes for node in leaf.path()[1:]]
+    # Types may differ: experts up to 255 are uint8, and those of another segment uint16.
+    known = [each for each in routes if each is not None]
+    return np.concatenate(known) if known and len(known) == len(routes) else None
 
 
 def _segment_id(node: Node, query: Query) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 
 from treepack.rollout.branching import fallback_forks, level_forks
 from treepack.rollout.endings import ending, limit
-from treepack.rollout.engine import STOP, Engine, Segment, check_segments, derived_seed
+from treepack.rollout.engine import STOP, Engine, EngineError, Segment, check_segments, derived_seed
 from treepack.rollout.episode import Episode
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
@@ -93,6 +93,7 @@ class _Growth:
                     depth=node.depth + 1,
                     version=segment.version,
                     is_fallback=is_fallback,
+                    routes=None if segment.routes is None else segment.routes[node.num_computed :],
                 )
                 self.num_nodes += 1
                 node.children.append(child)
@@ -110,6 +111,13 @@ class _Growth:
         seed = derived_seed(self.seed, self.query.key, node.number, len(node.children))
         segments = await self.engine.extend(ids, count=count, max_tokens=size, seed=seed)
         check_segments(segments, count=count, max_tokens=size)
+        for segment in segments:
+            expected = len(ids) + len(segment.tokens) - 1
+            if segment.routes is not None and len(segment.routes) != expected:
+                raise EngineError(
+                    f"the engine answered the experts of {len(segment.routes)} tokens; expected {expected}, all but "
+                    "the last; check its version"
+                )
         self.usage = self.usage.plus(len(ids), segments)
         return segments
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from treepack.rollout.dialects import DIALECTS, UNREADABLE, Dialect, Wish, read
-from treepack.rollout.engine import EngineError, Sampling, Segment, TemporaryError
+from treepack.rollout.engine import ABORT, EngineError, Sampling, Segment, TemporaryError
 from treepack.rollout.http_client import Client
+from treepack.rollout.server_routes import read_routes
 from treepack.trajectory import Int32
 
 ALTERNATIVES = 5  # most likely tokens that the check of the temperature compares; servers allow 20 by default
@@ -39,12 +40,17 @@ class SampleText:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The API of a server, the name of its model, and the longest sequence that it takes; None if it does not say."""
+    """The API of a server, the name of its model, and the longest sequence that it takes; None if it does not say.
+
+    `route_layers` are the layers of the model, if the experts of its routers are kept and the server does not say.
+    """
 
     dialect: Dialect
     model: str | None
     max_len: int | None
     is_seeded: bool
+    keeps_routes: bool = False
+    route_layers: int | None = None
 
 
 async def connect(
@@ -55,6 +61,8 @@ async def connect(
     api_key: str | None = None,
     sample_text: SampleText | None = None,
     seeded: bool = True,
+    keep_routes: bool = False,
+    route_layers: int | None = None,
 ) -> ServerEngine:
     """Connect to the server at `url`, check that its answers can be used, and return it as an engine.
 
@@ -66,10 +74,12 @@ async def connect(
         sample_text: a text and its ids, to notice that the server has another tokenizer.
         seeded: send a seed with each request, so that a run is repeatable. vLLM draws the random numbers of seeded
             requests one by one, which costs time if many run.
+        keep_routes: keep the experts that the routers of a mixture choose, see `Segment.routes`.
+        route_layers: layers of the model, which SGLang does not send beside the experts.
 
     Raises:
         TreepackError: the server is unreachable, has none of the APIs, answers without token ids, has another
-            tokenizer or model, or returns log-probabilities of another temperature.
+            tokenizer or model, returns log-probabilities of another temperature, or no experts if they are to be kept.
     """
     client = Client(url, api_key=api_key)
     try:
@@ -79,11 +89,13 @@ async def connect(
             await _check_temperature(client, dialect, name, sampling)
         if sample_text is not None:
             await _check_tokenizer(client, name, sample_text)
+        if keep_routes:
+            await _check_routes(client, dialect, name, route_layers)
         is_seeded = seeded and await _uses_seeds(client, dialect)
     except BaseException:
         await client.close()
         raise
-    return ServerEngine(client, Found(dialect, name, max_len, is_seeded), sampling)
+    return ServerEngine(client, Found(dialect, name, max_len, is_seeded, keep_routes, route_layers), sampling)
 
 
 class ServerEngine:
@@ -132,6 +144,7 @@ class ServerEngine:
             seed=seed if self.found.is_seeded else None,
             model=self.found.model,
             salt=version,
+            routes=self.found.keeps_routes,
         )
         answer = await self._client.post(dialect.path, dialect.body(wish))
         value = self._client.checked(answer, dialect.path)
@@ -141,7 +154,13 @@ class ServerEngine:
                 f"{self.url}: the server continued {num_prompt} tokens and got {len(ids)}; "
                 "switch off truncation and special tokens in its settings"
             )
-        return [replace(segment, version=segment.version or version) for segment in segments]
+        named = [replace(segment, version=segment.version or version) for segment in segments]
+        # A continuation that the server aborted has no experts, and is asked for again.
+        if not self.found.keeps_routes or any(segment.finish == ABORT for segment in named):
+            return named
+        sizes = [len(ids) + len(segment.tokens) - 1 for segment in named]
+        routes = read_routes(dialect, value, sizes=sizes, layers=self.found.route_layers, url=self.url)
+        return [replace(segment, routes=rows) for segment, rows in zip(named, routes, strict=True)]
 
     async def _check_ids(self, ids: Int32) -> None:
         """Ask the server once for each new largest id, because a wrong one can kill its engine."""
@@ -259,6 +278,13 @@ async def _check_tokenizer(client: Client, model: str | None, sample: SampleText
             f"{client.url}: has another tokenizer: {sample.text!r} has the ids {list(tokens)[:8]} there and "
             f"{list(sample.ids)[:8]} here; pass the tokenizer of the server's model"
         )
+
+
+async def _check_routes(client: Client, dialect: Dialect, model: str | None, layers: int | None) -> None:
+    """Check that the server returns the experts of a short request."""
+    wish = Wish(np.array([1, 2], np.int32), 1, 1, Sampling(), model=model, routes=True)
+    answer = client.checked(await client.post(dialect.path, dialect.body(wish)), dialect.path)
+    read_routes(dialect, answer, sizes=[2], layers=layers, url=client.url)
 
 
 async def _uses_seeds(client: Client, dialect: Dialect) -> bool:

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treepack.rollout.engine import Sampling, Segment
 from treepack.rollout.episode import Episode
@@ -35,7 +37,9 @@ class Node:
 
     `start` is the number of tokens on the path before it, `number` its position in the order of sampling, 0 at the
     root, which is the prompt. `turn` int32 are the tokens of the policy's turn that is not finished yet, those of this
-    node included. `finish` is None unless the node is a leaf.
+    node included. `finish` is None unless the node is a leaf. `routes` [n, layers, k] are the experts of the tokens
+    that the engine computed first for this node, up to its last one but one: those of `tokens`, and before them the
+    prompt, or the last token and the observation of the parent.
     """
 
     parent: Node | None
@@ -52,6 +56,7 @@ class Node:
     finish: str | None = None
     reward: float | None = None
     children: list[Node] = field(default_factory=list)
+    routes: NDArray[np.integer[Any]] | None = None
 
     def __repr__(self) -> str:
         """Without parent and children, because asyncio prints the results of its tasks: a whole tree takes seconds."""
@@ -61,6 +66,11 @@ class Node:
     def end(self) -> int:
         """Number of tokens on the path, this node included."""
         return self.start + len(self.tokens) + len(self.observation)
+
+    @property
+    def num_computed(self) -> int:
+        """Number of tokens on the path that the engine has computed; it never computes the last sampled one."""
+        return 0 if self.parent is None else self.start + len(self.tokens) - 1
 
     def path(self) -> list[Node]:
         """Return the nodes from the root to this node."""

@@ -29,21 +29,28 @@ from treepack.files import schema
 from treepack.ingest.options import ROUTE_CONFLICTS, SHARES
 from treepack.trajectory import Int32, Int64, Trajectory, missing_route
 from treepack.trie.nodes import NodeArrays, forest_of, shared_with_previous, sorted_by_tokens
-from treepack.trie.route_symbols import RouteCosts, new_positions, route_symbols, shared_routes
+from treepack.trie.route_order import ROWS_AT_ONCE, RoutedTokens, routed_order
+from treepack.trie.route_symbols import RouteCosts, new_positions, shared_routes
+from treepack.trie.storage import Storage
 from treepack.trie.trie import Trie
 
 Partition = tuple[tuple[bool, int], str]  # ((has a step, the step), the group)
 
 
 def build_trie(
-    trajectories: Iterable[Trajectory] | Sequences, *, share: str = "all", route_conflicts: str = "split"
+    trajectories: Iterable[Trajectory] | Sequences,
+    *,
+    share: str = "all",
+    route_conflicts: str = "split",
+    storage: Storage = Storage(),  # noqa: B008 (immutable)
 ) -> Trie:
     """Build the forest of prefix tries of tokenised `trajectories`.
 
     `share` "all" shares prefixes between all trajectories of a training step, "group" only inside a group, and "none"
     shares nothing. Duplicates and trajectories that are prefixes of others are kept. With `route_conflicts` "split",
-    tokens with other recorded routes are not shared; with "first" they are, and the first routes count; see
-    `route_symbols`. O(N_flat), plus the comparisons of the sort.
+    tokens with other recorded routes are not shared, except a last token without any; with "first" they are, and the
+    first routes count; see `route_order` and `route_symbols`. Routes of the trie that are large for `storage` are in a
+    mapped file. O(N_flat), plus the comparisons of the sort.
 
     Raises:
         TreepackError: no trajectory, or one that is not tokenised.
@@ -52,36 +59,51 @@ def build_trie(
         if value not in known:
             raise TreepackError(f"{name} is {value!r}; expected one of {', '.join(known)}")
     sequences = trajectories if isinstance(trajectories, Sequences) else collect(trajectories)
-    routes, letters = sequences.routes, sequences
-    if routes is not None and route_conflicts == "split":
-        letters = replace(sequences, tokens=route_symbols(sequences.tokens, routes))
-    order, shared, forest = _forest(letters, share)
+    routes = sequences.routes
+    order, shared, forest = _forest(sequences, share, splits=route_conflicts == "split")
+    storage.release()
     if routes is None:
         offsets = sequences.offsets.tolist()
         pieces = [sequences.tokens[offsets[i] + shared[k] : offsets[i + 1]] for k, i in enumerate(order)]
         tokens = np.concatenate(pieces)
     else:
         tokens = sequences.tokens[new_positions(sequences.offsets, order, shared)]
-        routes, _ = shared_routes(routes, sequences.offsets, order, forest)
+        routes, _, storage = shared_routes(routes, sequences.offsets, order, forest, storage)
     table = with_places(take_rows(sequences.table, np.array(order)), forest.tree_id[forest.end_node], forest.end_node)
-    return replace(forest.trie(tokens, table, share=share), routes=routes)
+    return replace(forest.trie(tokens, table, share=share), routes=routes, storage=storage)
 
 
-def route_costs(sequences: Sequences, *, share: str) -> RouteCosts:
+def route_costs(
+    sequences: Sequences,
+    *,
+    share: str,
+    storage: Storage = Storage(),  # noqa: B008 (immutable)
+) -> RouteCosts:
     """Return the costs of conflicts between the recorded routes of `sequences`, which have some, in a trie."""
     assert sequences.routes is not None
     routes, layers = sequences.routes, sequences.routes.shape[1]
     order, _, forest = _forest(sequences, share)
-    _, differing = shared_routes(routes, sequences.offsets, order, forest)
-    _, _, split = _forest(replace(sequences, tokens=route_symbols(sequences.tokens, routes)), share)
-    recorded = (routes[..., 0] != missing_route(routes)).any(axis=1).sum()
+    _, differing, _ = shared_routes(routes, sequences.offsets, order, forest, storage)
+    _, _, split = _forest(sequences, share, splits=True)
+    pieces = (routes[i : i + ROWS_AT_ONCE, :, 0] for i in range(0, len(routes), ROWS_AT_ONCE))
+    recorded = sum(int((first != missing_route(routes)).any(axis=1).sum()) for first in pieces)
+    storage.release()
     sizes = int(forest.node_start[-1]), int(split.node_start[-1])
-    return RouteCosts(layers, routes.shape[2], int(recorded), differing, *sizes)
+    return RouteCosts(layers, routes.shape[2], recorded, differing, *sizes)
 
 
-def _forest(sequences: Sequences, share: str) -> tuple[list[int], array[int], NodeArrays]:
-    """Return the order of the trajectories, the tokens that each shares with the one before it, and the nodes."""
+def _forest(sequences: Sequences, share: str, *, splits: bool = False) -> tuple[list[int], array[int], NodeArrays]:
+    """Return the order of the trajectories, the tokens that each shares with the one before it, and the nodes.
+
+    With `splits`, tokens with other recorded routes are not shared.
+    """
     partition, _ = partitions(sequences.table, share=share)
+    if splits and sequences.routes is not None:
+        given = RoutedTokens(sequences.tokens, sequences.offsets, sequences.routes, partition)
+        order, shared = routed_order(given, _by_id(sequences.table), shares_last=share != "none")
+        if share == "none":
+            shared = array("q", [0]) * len(order)
+        return order, shared, forest_of(shared, array("q", np.diff(sequences.offsets)[order].tobytes()))
     order = _sorted_order(sequences, partition)
     if share == "none":
         partition = np.arange(len(partition))
@@ -105,9 +127,12 @@ def partitions(table: pa.Table, *, share: str) -> tuple[Int64, list[Partition]]:
 
 def _sorted_order(sequences: Sequences, partition: Int64) -> list[int]:
     """Return the order of the trajectories by partition, tokens, id and source."""
-    ids = list(zip(sequences.table["trajectory_id"].to_pylist(), sequences.table["source"].to_pylist(), strict=True))
-    by_id = sorted(range(len(ids)), key=ids.__getitem__)
-    return sorted_by_tokens(sequences.tokens, sequences.offsets, partition, by_id)
+    return sorted_by_tokens(sequences.tokens, sequences.offsets, partition, _by_id(sequences.table))
+
+
+def _by_id(table: pa.Table) -> list[int]:
+    ids = list(zip(table["trajectory_id"].to_pylist(), table["source"].to_pylist(), strict=True))
+    return sorted(range(len(ids)), key=ids.__getitem__)
 
 
 def with_places(table: pa.Table, tree_id: Int32, node_id: Int32) -> pa.Table:

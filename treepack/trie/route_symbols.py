@@ -23,9 +23,13 @@ from numpy.typing import NDArray
 
 from treepack.trajectory import Int32, Int64, Routes, missing_route
 from treepack.trie.nodes import NodeArrays, paths
+from treepack.trie.storage import PageReleaser, Storage
 
 if TYPE_CHECKING:
     from treepack.trie.trie import Trie
+
+
+ROUTES_AT_ONCE = 1 << 17  # tokens whose routes are written or read before mapped pages are released: some 50 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +100,34 @@ def new_positions(offsets: Int64, order: list[int], shared: array[int]) -> Int64
     return np.repeat(starts - begins, sizes) + np.arange(sizes.sum())
 
 
-def shared_routes(routes: Routes, offsets: Int64, order: list[int], forest: NodeArrays) -> tuple[Routes, int]:
+def shared_routes(
+    routes: Routes, offsets: Int64, order: list[int], forest: NodeArrays, storage: Storage
+) -> tuple[Routes, int, Storage]:
     """Return the routes of each tree token, of the first trajectory with recorded experts, and the rows that differ.
+
+    The result is in a mapped file if it is large for `storage`, which is returned with the map.
 
     Args:
         routes: [N_flat, layers, k], of all trajectories in arrival order.
         offsets: int64 [num_trajectories + 1], of the trajectories in `routes`.
         order: the order of the trajectories in the trie.
         forest: the nodes of the trie.
+        storage: of the result, and with the map of `routes` if they are in a file.
     """
     missing = missing_route(routes)
-    tree = np.full((int(forest.node_start[-1]), *routes.shape[1:]), missing, routes.dtype)
-    differing = 0
+    shape = (int(forest.node_start[-1]), *routes.shape[1:])
+    flat, storage = storage.zeros(int(np.prod(shape)), routes.dtype.type)
+    tree = flat.reshape(shape)
+    for begin in range(0, len(tree), ROUTES_AT_ONCE):
+        tree[begin : begin + ROUTES_AT_ONCE] = missing
+        storage.release()
+    differing, releaser = 0, PageReleaser(storage, ROUTES_AT_ONCE)
     for i, path in zip(order, paths(forest.end_node, forest.node_start, forest.depth), strict=True):
         own, there = routes[offsets[i] : offsets[i + 1]], tree[path]
         known = own[..., :1] != missing
         tree[path] = there = np.where(known & (there[..., :1] == missing), own, there)
         others = known[..., 0] & (np.sort(own, axis=-1) != np.sort(there, axis=-1)).any(axis=-1)
         differing += int(others.any(axis=-1).sum())
-    return tree, differing
+        releaser.count(len(path))
+    storage.release()
+    return tree, differing, storage

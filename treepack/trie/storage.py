@@ -91,14 +91,14 @@ class Storage:
 class PageReleaser:
     """Releases the mapped pages of a storage during a pass over many tokens."""
 
-    def __init__(self, storage: Storage) -> None:
-        """Count nothing yet."""
-        self._storage, self._num_tokens = storage, 0
+    def __init__(self, storage: Storage, most: int = RELEASE_TOKENS) -> None:
+        """Count nothing yet; pages are released after `most` tokens."""
+        self._storage, self._num_tokens, self._most = storage, 0, most
 
     def count(self, num_tokens: int) -> None:
-        """Count tokens that were read, and release the pages when they are `RELEASE_TOKENS`."""
+        """Count tokens that were read, and release the pages when they are enough."""
         self._num_tokens += num_tokens
-        if self._num_tokens >= RELEASE_TOKENS:
+        if self._num_tokens >= self._most:
             self._storage.release()
             self._num_tokens = 0
 
