@@ -16,13 +16,13 @@ which the GPU machine may lack. Columns are computed without a Python step for e
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from training_rows import load_rows
+from training_rows import load_columns
 from workloads import Int64, Workload, depths, row_of_nodes, star
 
 from treepack.data.batch import Batch
@@ -117,7 +117,8 @@ def whole_rows(source: str, vocabulary: int) -> list[Batch]:
     Ids of a file that are beyond the vocabulary become others: 7 of 5 words -> 2.
     """
     if source not in WORKLOADS:
-        return [replace(row, input_ids=row.input_ids % vocabulary) for row in load_rows(Path(source))]
+        columns = enumerate(load_columns(Path(source)))
+        return [row_of_columns(i, ids % vocabulary, end, ends, weight > 0) for i, (ids, end, ends, weight) in columns]
     work = WORKLOADS[source](source)
     ids = np.random.default_rng(0).integers(0, vocabulary, work.tokens)
     leaves = np.flatnonzero(work.subtree_end == np.arange(1, work.tokens + 1))
@@ -185,13 +186,28 @@ class _Piece:
     tokens: int
 
 
-def cut_rows(rows: list[Batch], capacity: int) -> list[Batch]:
+def cut_rows(rows: list[Batch], capacity: int, *, plans: Path | None = None) -> list[Batch]:
     """Return rows of at most `capacity` tokens with the same trajectories; shared prefixes are repeated.
+
+    Args:
+        rows: rows of whole trees.
+        capacity: tokens.
+        plans: file of the planner's results, which are read if the file exists and written otherwise: planning takes
+            many seconds, and time on a GPU counts.
 
     Raises:
         SystemExit: a sequence is longer than the capacity.
     """
-    pieces = [piece for number, row in enumerate(rows) for piece in _pieces(number, row, capacity)]
+    known: list[Int64] = []
+    if plans is not None and plans.exists():
+        with np.load(plans) as arrays:
+            known = [arrays[name] for name in arrays.files]
+    made_plans: list[Int64] = []
+    trees = iter(known)
+    pieces = [piece for number, row in enumerate(rows) for piece in _pieces(number, row, capacity, trees, made_plans)]
+    if plans is not None and not plans.exists():
+        plans.parent.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(plans, *made_plans)
     tokens = np.array([piece.tokens for piece in pieces])
     sizes = RowSizes(tokens, tokens, np.ones_like(tokens))
     row_of = merge_rows(sizes, np.zeros(len(pieces), np.int64), Limits(capacity))
@@ -202,8 +218,12 @@ def cut_rows(rows: list[Batch], capacity: int) -> list[Batch]:
     return made
 
 
-def _pieces(number: int, row: Batch, capacity: int) -> list[_Piece]:
-    """Return the parts of a row's trees that fit into `capacity`."""
+def _pieces(number: int, row: Batch, capacity: int, known: Iterator[Int64], plans: list[Int64]) -> list[_Piece]:
+    """Return the parts of a row's trees that fit into `capacity`.
+
+    The row of each leaf comes from `known` plans, in the order of the trees, or from the planner; it is added to
+    `plans`.
+    """
     end, position = row.subtree_end.numpy().astype(np.int64), row.position_ids.numpy()
     leaves = np.flatnonzero(end == np.arange(1, len(end) + 1))
     roots = np.flatnonzero(row.parent.numpy() < 0)
@@ -215,9 +235,13 @@ def _pieces(number: int, row: Batch, capacity: int) -> list[_Piece]:
         if end[first] - first <= capacity:
             found.append(_Piece(number, mine, int(end[first] - first)))
             continue
-        tree = _plan_tree(row, first)
-        plan = contiguous(tree, Limits(capacity), Search()).row_of_leaf
-        plan = anneal(tree, Limits(capacity), plan, steps_per_leaf=STEPS_PER_LEAF)
+        plan = next(known, None)
+        if plan is None:
+            tree = _plan_tree(row, first)
+            plan = contiguous(tree, Limits(capacity), Search()).row_of_leaf
+            plan = anneal(tree, Limits(capacity), plan, steps_per_leaf=STEPS_PER_LEAF)
+        assert len(plan) == len(mine), "the plan is one of another tree; delete its file"
+        plans.append(plan)
         for each in range(int(plan.max()) + 1):
             chosen = mine[plan == each]
             found.append(_Piece(number, chosen, len(_tokens_above(end, chosen))))

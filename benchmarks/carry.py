@@ -2,7 +2,7 @@
 
     python benchmarks/carry.py SOURCE ... [--ways recomputed:65536,offload:262144,auto:65536,carry:auto]
         [--model qwen3-1.7b] [--layers N] [--divide N] [--optimizer adamw|sgd] [--repeats N] [--gpu-gb N] [--host-gb N]
-        [--seconds N] [--then SOURCE ...]
+        [--plans FOLDER] [--seconds N] [--then SOURCE ...]
     python benchmarks/carry.py --dry-run      a tiny model and tree on the CPU
 
 A source is a workload of `carried_rows.py`, or a file that `training_rows.py` wrote from rows of whole trees. A way is
@@ -22,6 +22,7 @@ one of the step only if both are 0. Needs torch, triton, numpy and transformers.
 
 --divide N        divides the layers and the words of the model, so that all parts of a step shrink alike
 --gpu-gb, --host-gb    limit the memory as if the machine had no more
+--plans FOLDER    reads the rows that were planned before, and writes the others there
 --seconds N       starts no further turn that would end later than this after the start of the process
 --then            begins another run with options of its own, in the same process, which compiles each layer once
 
@@ -102,8 +103,8 @@ class Way:
         return 0 if self.carry is None or self.carry.memory is None else self.carry.memory.num_bytes
 
 
-def make_way(bench: Bench, text: str, rows: list[Batch]) -> Way:
-    """Return the way that `text` names, such as carry:8192."""
+def make_way(bench: Bench, source: str, text: str, rows: list[Batch]) -> Way:
+    """Return the way that `text` names, such as carry:8192, for the rows of a source."""
     kind, size, *rest = text.split(":")
     layers = num_layers(bench.loaded)
     if kind == "carry":
@@ -115,7 +116,8 @@ def make_way(bench: Bench, text: str, rows: list[Batch]) -> Way:
         note = f"{plan.resident_layers} of {layers} layers on the GPU, outputs of trunk {outputs}"
         pages = plan.peak.host // memory.pages.size
         return Way(f"carry:{plan.limit}", rows, 0, carry=carry, note=note, pages=pages)
-    cut = cut_rows(rows, int(size))
+    folder = bench.options.plans
+    cut = cut_rows(rows, int(size), plans=None if folder is None else folder / f"{Path(source).stem}-{size}.npz")
     if kind == "offload":
         return Way(text, cut, layers, offload=Offload(bench.device))
     if kind == "recomputed":
@@ -274,6 +276,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--gpu-gb", type=float, help="GB of GPU memory that the process may take")
     parser.add_argument("--host-gb", type=float, help="GB of host memory that pieces may pin")
+    parser.add_argument("--plans", type=Path, help="folder of plans, which are read, or written if they are missing")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no turn that would end later than this")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
@@ -315,7 +318,7 @@ def run(options: argparse.Namespace) -> list[str]:
     lines = []
     for source in options.sources:
         rows = whole_rows(source, vocabulary)
-        ways = [make_way(bench, each, rows) for each in options.ways.split(",")]
+        ways = [make_way(bench, source, each, rows) for each in options.ways.split(",")]
         if device.type == "cuda":
             warm_up(bench, ways)
         measure(bench, Path(source).stem, ways)

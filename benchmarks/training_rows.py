@@ -126,11 +126,16 @@ def save_rows(packed: Path, count: int, out: Path) -> list[int]:
 
 def load_rows(path: Path) -> list[Batch]:
     """Return the rows in a file of `save_rows`."""
+    return [make_row(i, *columns) for i, columns in enumerate(load_columns(path))]
+
+
+def load_columns(path: Path) -> list[tuple[Int64, Int64, Int64, Int64]]:
+    """Return ids, subtree_end, ends and weight of the rows in a file of `save_rows`; the weights keep their type."""
     with np.load(path) as arrays:
         columns = [[arrays[f"{name}_{i}"] for name in _COLUMNS] for i in range(len(arrays) // len(_COLUMNS))]
     return [
-        make_row(i, ids.astype(np.int64), end.astype(np.int64), ends.astype(np.int64), weight)
-        for i, (ids, end, ends, weight) in enumerate(columns)
+        (ids.astype(np.int64), end.astype(np.int64), ends.astype(np.int64), weight)
+        for ids, end, ends, weight in columns
     ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,6 +59,17 @@ def test_rows_of_a_capacity_have_every_path_once(works: list[Workload], room: in
         path for row in rows for path in paths_of(row)
     )
     assert sum(row.total_weight for row in cut) == sum(row.total_weight for row in rows)
+
+
+@given(st.lists(TREES, min_size=1, max_size=3))
+def test_plans_of_a_file_make_the_same_rows(works: list[Workload]) -> None:
+    rows = [tokens_of(work) for work in works]
+    capacity = max(int(row.position_ids.max()) + 1 for row in rows)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plans" / "trees.npz"
+        planned, known = (cut_rows(rows, capacity, plans=file) for _ in range(2))
+    assert [row.input_ids.tolist() for row in planned] == [row.input_ids.tolist() for row in known]
+    assert [row.subtree_end.tolist() for row in planned] == [row.subtree_end.tolist() for row in known]
 
 
 def test_sequences_that_no_row_holds_are_refused() -> None:
