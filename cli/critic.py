@@ -42,6 +42,13 @@ _critic_options = option_group(
             help="Put each tree into one row, and run a row of more than N tokens in pieces of at most N, so that each "
             "tree token runs once; auto is 8192, and off runs every row as a whole.",
         ),
+        click.option(
+            "--routes",
+            type=click.Choice(["replay", "ignore"]),
+            default="replay",
+            show_default=True,
+            help="As in treepack train.",
+        ),
         dtype_option("As in treepack train; the value head computes in fp32."),
         attention_option,
         device_option,

@@ -11,12 +11,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from support.command_line import Run
 from support.oracle_model import VOCABULARY, tiny_model
+from support.recorded_routes import with_routes
 from support.strategies import make
-from support.value_models import critic, plain
+from support.tiny_families import tiny_family
+from support.value_models import critic, plain, with_head
+from treepack.attention import IMPLEMENTATIONS, register
+from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
+from treepack.model.loaded import LoadedModel
 from treepack.model.value_head import add_value_head, value_head_of, write_value_head
 from treepack.pack.plan.planning import plan_rows
 from treepack.train.critic import Critic, CriticOptions, critic_values, write_values
@@ -130,3 +136,48 @@ def test_a_model_without_a_head_and_options_that_exclude_each_other_are_refused(
     (model / "value_head.safetensors").unlink()
     done = treepack("critic", directory, "--model", model, "--device", "cpu", "--out", tmp_path / "a")
     assert (done.status, "has no value_head.safetensors, so it is no critic" in done.err) == (1, True)
+
+
+def test_recorded_experts_are_replayed_and_a_model_without_routers_refuses_them() -> None:
+    rng = np.random.default_rng(0)
+    of_prefix: dict[tuple[int, ...], NDArray[np.uint8]] = {}
+    token_ids = [(1, 2, 3, 4), (1, 2, 5), (1, 6, 2, 3)]
+    trajectories = []
+    for number, path in enumerate(token_ids):
+        # Routes of shared tokens are equal.
+        rows = [
+            of_prefix.setdefault(path[:end], rng.random((2, 4)).argsort(-1)[:, :2].astype(np.uint8))
+            for end in range(1, len(path) + 1)
+        ]
+        trajectories.append(with_routes(make(f"t{number}", list(path), reward=0.0), np.array(rows)))
+    register()
+    mixture = with_head(tiny_family("qwen3_moe", attention=IMPLEMENTATIONS["reference"], norm_topk_prob=True))
+    loaded = LoadedModel(mixture, "mixture", "reference", ())
+
+    def values(trie: Trie, routes: str, carry: int | None = None) -> Float64:
+        assert trie.routes is not None
+        members = plan_rows(trie, capacity=64, method="contiguous").members()
+        computed = np.full(trie.tokens_tree, np.nan)
+        for places, own in critic_values(Critic(trie, members, loaded, CriticOptions(carry=carry, routes=routes))):
+            computed[places] = own
+        return computed
+
+    trie = build_trie(trajectories, share="all")
+    together = values(trie, "replay")
+    for path, each in zip(paths(trie.end_node, trie.node_start, trie.depth), trajectories, strict=True):
+        alone = values(build_trie([each]), "replay")
+        np.testing.assert_allclose(together[path], alone, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(values(trie, "replay", carry=3), together, rtol=1e-9, atol=1e-9)
+    assert np.abs(values(trie, "ignore") - together).max() > 1e-3
+    batch = Critic(trie, [np.arange(3)], critic("qwen3"), CriticOptions())
+    with pytest.raises(TreepackError, match=r"routes ignore"):
+        next(critic_values(batch))
+
+
+def test_a_model_that_does_not_exist_is_said_as_by_the_other_commands(
+    treepack: Run, directory: Path, tmp_path: Path
+) -> None:
+    name = tmp_path / "nosuch"
+    done = treepack("critic", directory, "--model", name, "--device", "cpu", "--out", tmp_path / "a")
+    assert done.status == 1
+    assert f"{name}: no such file or folder; give the folder of a model" in done.err

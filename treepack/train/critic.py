@@ -39,9 +39,10 @@ from treepack.ingest.readers.inputs import displayed
 from treepack.model.adapter import base_of
 from treepack.model.compatibility import check_fits
 from treepack.model.forward import prepare_batch, row_values
-from treepack.model.load import load_model
+from treepack.model.load import load_model, read_config
 from treepack.model.loaded import LoadedModel
 from treepack.model.memory import LOADING, memory_errors
+from treepack.model.replay import check_routes
 from treepack.model.value_head import VALUE_FILE, read_value_head
 from treepack.pack.capacity import usual_capacities
 from treepack.pack.placement import RowPlacer
@@ -67,6 +68,7 @@ class CriticOptions:
         capacity: maximum number of tokens in a row without `carry`; None for the default of `treepack pack`.
         carry: rows of more than this number of tokens run in pieces of at most that many, and each tree is in one row;
             "auto" is `logprobs.AUTO_PIECE`, and None runs every row as a whole.
+        routes: "replay" the recorded experts of a mixture, or "ignore" them.
         dtype: as in `train.options.TrainOptions`, like the next two.
         attention: the implementation of attention.
         device: the device that computes.
@@ -74,6 +76,7 @@ class CriticOptions:
 
     capacity: int | None = None
     carry: int | str | None = None
+    routes: str = "replay"
     dtype: str = "auto"
     attention: str = "auto"
     device: str = "auto"
@@ -84,8 +87,9 @@ class CriticOptions:
         Raises:
             TreepackError: with the name of the option.
         """
-        if self.dtype not in _DTYPES:
-            raise TreepackError(f"dtype is {self.dtype!r}; expected one of {', '.join(_DTYPES)}")
+        for name, choices in (("dtype", _DTYPES), ("routes", ("replay", "ignore"))):
+            if getattr(self, name) not in choices:
+                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
         if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
             raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
         if self.capacity is not None and self.capacity < 1:
@@ -136,13 +140,15 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
 
     Raises:
         TreepackError: the device is missing, a trajectory is longer than the capacity, the model has no saved value
-            head, or it does not fit the trie.
+            head, it does not fit the trie, or it cannot replay the recorded experts.
     """
     device = find_device(options.device)
     options = replace(options, dtype=find_dtype(options.dtype, device))
     autocast = torch.bfloat16 if options.dtype == "bf16" else None
     check_attention(options.attention, device, autocast or torch.float32)
-    if all(read_value_head(source) is None for source in (model, base_of(model, None)[0])):
+    base = base_of(model, None)[0]
+    if all(read_value_head(source) is None for source in (model, base)):
+        read_config(base)  # refuses what is no model at all
         raise TreepackError(
             f"{model}: has no {VALUE_FILE}, so it is no critic; train one with `treepack train --loss value` or "
             "--value-coef"
@@ -150,6 +156,8 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
     members = plan_rows(trie, capacity=_capacity(trie, options), method="contiguous").members()
     with memory_errors(*LOADING):
         loaded = load_model(model, attention=options.attention, autocast=autocast, device=device, value_head=True)
+    if options.routes == "replay" and trie.routes is not None:
+        check_routes(loaded.causal, loaded.source, torch.from_numpy(np.asarray(trie.routes[:1])))
     memory = None
     if options.carry is not None:
         check_carry(loaded)
@@ -184,6 +192,7 @@ def critic_values(critic: Critic) -> Iterator[tuple[Int64, Float64]]:
         TreepackError: a value is not finite, or memory is too small.
     """
     placer, loaded, options = RowPlacer(critic.trie), critic.loaded, critic.options
+    routes = critic.trie.routes if options.routes == "replay" else None
     for number, members in enumerate(critic.members):
         nodes = placer.place(members)
         size = len(nodes.source)
@@ -194,6 +203,7 @@ def critic_values(critic: Critic) -> Iterator[tuple[Int64, Float64]]:
             trajectory_ids=[],
             trajectory_groups=[],
             terms=None,
+            routes=None if routes is None else routes[nodes.source],
             **placer.columns(nodes),
         )
         batch = make_batch(row, multiple=row_multiple(loaded.attention))
@@ -276,4 +286,6 @@ def _recorded(critic: Critic) -> dict[str, Any]:
     """Return the entry of the manifest: the model, and options that change the rounding of values."""
     options, loaded = critic.options, critic.loaded
     record = {"model": loaded.source, "dtype": options.dtype, "attention": loaded.attention}
+    if options.routes != "replay" and critic.trie.routes is not None:
+        record["routes"] = options.routes
     return record if options.carry is None else {**record, "carry": options.piece_size}
