@@ -1,7 +1,7 @@
 """One recurrent layer on one GPU: convolution and scan on a tree against flat sequences, errors first, then times.
 
     python benchmarks/recurrent_layers.py [--layers qwen3.5-4b,nemotron-h-8b] [--workloads star-4k,agent-64k,...]
-        [--rows ROWS.npz ...] [--implementations fla,triton] [--repeats 5] [--unchecked-fla]
+        [--rows ROWS.npz ...] [--implementations fla,triton] [--repeats 5] [--unchecked-fla] [--fla-shapes N]
     TRITON_INTERPRET=1 python benchmarks/recurrent_layers.py --dry-run      tiny sizes on the CPU
 
 A layer is what a model computes between its projections: a convolution of x with silu, then the scan of its parts q, k
@@ -16,7 +16,8 @@ times    milliseconds of forward and backward; convolution and scan are also tim
          and `efficiency` the speed-up over it.
 
 Needs torch, triton, numpy, transformers and flash-linear-attention, nothing else. On Hopper, flash-linear-attention
-refuses to run with Triton 3.4 to 3.7.0; `--unchecked-fla` takes its times all the same, without its errors.
+refuses to run with Triton 3.4 to 3.7.0; `--unchecked-fla` takes its times all the same, without its errors. It tunes
+its kernels at their first call, for minutes; `--fla-shapes N` leaves it N shapes for each kernel.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from candidates import mend_interpreter
-from flat_sequences import fla_convolve, fla_scan, refusal_lifted
+from flat_sequences import fewer_shapes, fla_convolve, fla_scan, refusal_lifted
 from layer_sizes import LAYERS, Layer
 from torch import Tensor
 from training_rows import load_rows, parents_of
@@ -330,6 +331,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--flat-row", type=int, default=65_536, help="tokens of a flat row")
     parser.add_argument("--unchecked-fla", action="store_true", help="lift the refusal of flash-linear-attention")
+    parser.add_argument("--fla-shapes", type=int, help="shapes that flash-linear-attention may try for each kernel")
     parser.add_argument("--dry-run", action="store_true")
     return parser.parse_args(arguments)
 
@@ -362,6 +364,8 @@ def main(arguments: list[str] | None = None) -> None:
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     name = "CPU" if options.dry_run else torch.cuda.get_device_name()
     remark = f"; flash-linear-attention {reason}: times without errors" if reason else ""
+    if options.fla_shapes is not None and not options.dry_run:
+        remark += f"; flash-linear-attention tries {fewer_shapes(options.fla_shapes)} shapes of each kernel"
     print(f"{name}, torch {torch.__version__}, commit {commit.stdout.strip()}{remark}\n", flush=True)
     layers, tree, workloads = read_cases(options)
     for layer_name, layer in layers.items():
