@@ -197,3 +197,17 @@ def test_logits_are_computed_once_and_the_weight_is_cast_once_for_all_chunks_and
     # The weight to bfloat16. The rest are chunks of logits, to float32, and products that are added to the sum.
     logits = sum(2 * (min(chunk, length - 1 - begin) * words >= peak.large) for begin in range(0, length - 1, chunk))
     assert peak.casts - 2 * logits == 1
+
+
+def test_a_chunk_needs_the_memory_of_its_logits_once_beside_one_sum_of_the_weight() -> None:
+    generator = torch.Generator().manual_seed(0)
+    length, chunk, words, size = 65, 16, 4000, 16
+    hidden = torch.randn(length, size, generator=generator, requires_grad=True)
+    weight = nn.Parameter(torch.randn(words, size, generator=generator))
+    targets = torch.randint(words, (length,), generator=generator), torch.arange(length) - 1, torch.ones(length)
+    targets[2][0] = 0
+    with Peak() as peak:
+        torch.autograd.backward(weighted_nll(hidden, weight, targets, chunk=chunk))
+    logits, layer = 4 * chunk * words, 4 * words * size
+    # The weight, its gradient, and the logits of a chunk; states and numbers of tokens are far smaller than these.
+    assert 2 * layer + logits < peak.bytes < 2 * layer + logits + logits / 4

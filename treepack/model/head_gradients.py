@@ -27,16 +27,16 @@ from treepack.model.head_chunks import ChunkTargets
 from treepack.model.token_statistics import LogitMap, Slopes, Statistics, token_statistics, turn_into_gradients
 
 
-class Priced(NamedTuple):
-    """The loss of a chunk's targets, float64; further sums of them, float64 [k]; and the slopes of the loss."""
+class Price(NamedTuple):
+    """A loss of n targets in the order of the chunks, whose slopes at a target depend on that target alone.
 
-    loss: Tensor
-    sums: Tensor
-    slopes: Slopes
+    Attributes:
+        slopes: the slopes at the targets of a chunk, from its number and statistics.
+        value: the loss, float64, and further sums, float64 [k], from log-probabilities and entropies [n].
+    """
 
-
-# Gets the number of a chunk, and the statistics of its targets, without a graph.
-Price = Callable[[int, Statistics], Priced]
+    slopes: Callable[[int, Statistics], Slopes]
+    value: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def token_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: H
 def priced_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions, price: Price
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of a loss over all chunks, and the sum of its further sums, which has no graph.
+    """Return a loss, attached to the three tensors, and its further sums, which have no graph.
 
     One backward pass may go through the loss: its gradients exist once. Arguments as in `token_scores`.
     """
@@ -136,22 +136,21 @@ class _PricedLoss(torch.autograd.Function):
         layer = _cast(weight, bias, _autocast_dtype(hidden))
         needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
         ctx.sums = _Sums((hidden, weight, bias), needs)
-        losses, sums = [], []
+        found = []
         with _exact_dtypes(hidden):
             for number, targets in enumerate(options.chunks):
                 states = _states(hidden, targets, layer)
                 x = linear(states, *layer)
                 statistics = token_statistics(x, targets, options.logit_map, with_entropies=options.with_entropies)
-                priced = price(number, statistics)
-                losses.append(priced.loss)
-                sums.append(priced.sums)
+                found.append((statistics.logprobs, statistics.entropies))
                 if any(needs):
-                    turn_into_gradients(x, targets, options.logit_map, statistics, priced.slopes)
+                    slopes = price.slopes(number, statistics)
+                    turn_into_gradients(x, targets, options.logit_map, statistics, slopes)
                     ctx.sums.add(x, states, targets, layer)
                 del x  # before the next chunk
-        total = torch.stack(sums).sum(0)
-        ctx.mark_non_differentiable(total)
-        return torch.stack(losses).sum(), total
+        loss, sums = price.value(*(torch.cat(each) for each in zip(*found, strict=True)))
+        ctx.mark_non_differentiable(sums)
+        return loss, sums
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:

@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from treepack.model.head_chunks import ChunkTargets, invert, split_targets
-from treepack.model.head_gradients import HeadOptions, Price, Priced, priced_loss, token_scores
-from treepack.model.token_statistics import LogitMap, Slopes, Statistics
+from treepack.model.head_gradients import HeadOptions, Price, priced_loss, token_scores
+from treepack.model.token_statistics import LogitMap, Slopes
 
 # Targets whose logits are in memory at a time: enough rows for a fast product, 1.2 GB in float32 with 151,936 words.
 CHUNK = 2048
@@ -74,16 +74,16 @@ def weighted_nll(
         return hidden.sum(dtype=torch.float64) * 0
 
     def prices(order: Tensor) -> Price:
-        parts = torch.split(loss_weight.index_select(0, tokens[order]), chunk)
-        return lambda number, statistics: _price_weights(parts[number], statistics)
+        weights = loss_weight.index_select(0, tokens[order])
+        parts = torch.split(weights, chunk)
+        return Price(
+            # In the dtype of the log-probabilities, into which the subtraction casts the weights.
+            lambda number, found: Slopes(torch.zeros_like(found.logprobs).sub_(parts[number]), None),
+            lambda logprobs, _: (-(logprobs.double() * weights).sum(), weights.new_zeros(0)),
+        )
 
     options: Any = {"bias": bias, "logit_map": logit_map, "with_entropies": False, "chunk": chunk}
     return priced_terms(hidden, weight, (tokens, input_ids, parent), prices, **options)[0]
-
-
-def _price_weights(weights: Tensor, statistics: Statistics) -> Priced:
-    loss = -(statistics.logprobs.double() * weights).sum()
-    return Priced(loss, loss.new_zeros(0), Slopes(-weights, None))
 
 
 def priced_terms(
@@ -115,7 +115,7 @@ def priced_terms(
         a float64 scalar, attached to `hidden` and the weights, and float64 [k] without a graph.
     """
     tokens, input_ids, parent = targets
-    order, chunks = _split(tokens, input_ids, parent, temperature, chunk)
+    order, chunks = _split((tokens, input_ids, parent), _divisors(hidden, len(tokens), temperature), chunk)
     return priced_loss(hidden, weight, bias, HeadOptions(chunks, logit_map, with_entropies), prices(order))
 
 
@@ -157,21 +157,26 @@ def tree_logprobs(
         empty = linear(hidden[:0], weight, bias).sum(-1)
         empty = empty if empty.dtype == torch.float64 else empty.float()
         return empty, empty
-    order, chunks = _split(tokens, input_ids, parent, temperature, chunk)
+    order, chunks = _split((tokens, input_ids, parent), _divisors(hidden, len(tokens), temperature), chunk)
     logprobs, entropies = token_scores(hidden, weight, bias, HeadOptions(chunks, logit_map, with_entropies))
     places = invert(order)
     return logprobs.index_select(0, places), entropies.index_select(0, places)
 
 
 def _split(
-    tokens: Tensor, input_ids: Tensor, parent: Tensor, temperature: Tensor | float, chunk: int
+    targets: tuple[Tensor, Tensor, Tensor], divisors: Tensor | None, chunk: int
 ) -> tuple[Tensor, list[ChunkTargets]]:
     """Return `split_targets` of tokens of a row."""
-    if isinstance(temperature, Tensor):
-        divisors: Tensor | None = temperature
-    else:
-        divisors = None if temperature == 1 else tokens.new_full((len(tokens),), temperature, dtype=torch.float64)
+    tokens, input_ids, parent = targets
     return split_targets(parent.index_select(0, tokens), input_ids.index_select(0, tokens), divisors, chunk)
+
+
+def _divisors(hidden: Tensor, count: int, temperature: Tensor | float) -> Tensor | None:
+    """Return a temperature for each of `count` tokens; None if it is 1 for all."""
+    if isinstance(temperature, Tensor):
+        return temperature
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    return None if temperature == 1 else hidden.new_full((count,), temperature, dtype=dtype)
 
 
 def filled_temperature(temperature: Tensor | None, missing: float | None) -> Tensor | float:

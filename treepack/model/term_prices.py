@@ -1,6 +1,6 @@
 """Loss and slopes of an objective of single tokens, chunk by chunk of the tokens.
 
-    terms of a row --prices_of_terms--> a price for `loss.priced_terms`: statistics of a chunk -> loss, sums, slopes
+    terms of a row --prices_of_terms--> the price for `loss.priced_terms`: statistics of a chunk -> slopes
 
 The terms of a chunk are gathered when its log-probabilities are there; no column is sorted as a whole. The gradient by
 the log-probabilities is that of `policy_terms.term_sums`, computed by autograd on tensors of one chunk.
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from treepack.data.batch import PER_TERM, TermTensors
 from treepack.model.head_chunks import invert
-from treepack.model.head_gradients import Price, Priced
+from treepack.model.head_gradients import Price
 from treepack.model.objectives import Objective
 from treepack.model.policy_terms import TERM_MEANS, term_sums
-from treepack.model.term_slices import TERM_CHUNK
+from treepack.model.term_slices import TERM_CHUNK, term_slices
 from treepack.model.token_statistics import Slopes, Statistics
 
 
@@ -31,7 +31,7 @@ def prices_of_terms(
     chunk: int,
     term_chunk: int = TERM_CHUNK,
 ) -> Price:
-    """Return the price of each chunk of tokens; its sums are those of `policy_terms.term_sums`. Waits for the GPU.
+    """Return the price of the terms of a row; its sums are those of `policy_terms.term_sums`. Waits for the GPU.
 
     Args:
         terms: the terms of the tokens, as `objectives.weigh_terms` returns them.
@@ -43,31 +43,39 @@ def prices_of_terms(
     """
     assert objective.is_tokenwise, "the slopes of this loss depend on other tokens"
     # order [2 0 1], index [0 0 1 2] -> places [1 1 2 0], terms sorted by place [3 0 1 2]
-    places = invert(order).index_select(0, terms.index)
+    rank = invert(order)
+    places = rank.index_select(0, terms.index)
     by_place = places.argsort(stable=True)
     places = places.index_select(0, by_place)
     # Sorted places [0 1 1 2], chunk 2 -> starts [0 2 4], edges [0 3 4]: chunk 0 has the first three terms
     starts = torch.arange(0, len(order) + chunk, chunk, device=places.device)
     edges = torch.searchsorted(places, starts).tolist()
 
-    def price(number: int, statistics: Statistics) -> Priced:
+    def slopes(number: int, statistics: Statistics) -> Slopes:
         logprobs = statistics.logprobs.detach().requires_grad_()
         entropies = statistics.entropies.detach().requires_grad_(objective.entropy > 0)
         read = [logprobs, entropies] if objective.entropy else [logprobs]
-        slopes = [torch.zeros_like(each) for each in read]
-        loss = logprobs.new_zeros((), dtype=torch.float64)
-        sums = logprobs.new_zeros(len(TERM_MEANS), dtype=torch.float64)
+        totals = [torch.zeros_like(each) for each in read]
         for begin in range(edges[number], edges[number + 1], term_chunk):
             span = slice(begin, min(begin + term_chunk, edges[number + 1]))
             part = replace(_select(terms, by_place[span]), index=places[span] - number * chunk)
             with torch.enable_grad():
-                part_loss, part_sums = term_sums(logprobs, entropies, part, factors, None, objective)
-            for slope, own in zip(slopes, torch.autograd.grad(part_loss, read), strict=True):
-                slope += own
-            loss, sums = loss + part_loss.detach(), sums + part_sums
-        return Priced(loss, sums, Slopes(slopes[0], slopes[1] if objective.entropy else None))
+                loss, _ = term_sums(logprobs, entropies, part, factors, None, objective)
+            for total, slope in zip(totals, torch.autograd.grad(loss, read), strict=True):
+                total += slope
+        return Slopes(totals[0], totals[1] if objective.entropy else None)
 
-    return price
+    def value(logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+        # In the order of the terms, so that the size of a chunk changes no bit.
+        logprobs, entropies = logprobs.index_select(0, rank), entropies.index_select(0, rank)
+        loss = logprobs.new_zeros((), dtype=torch.float64)
+        sums = logprobs.new_zeros(len(TERM_MEANS), dtype=torch.float64)
+        for part in term_slices(terms, term_chunk):
+            part_loss, part_sums = term_sums(logprobs, entropies, part, factors, None, objective)
+            loss, sums = loss + part_loss, sums + part_sums
+        return loss, sums
+
+    return Price(slopes, value)
 
 
 def _select(terms: TermTensors, numbers: Tensor) -> TermTensors:

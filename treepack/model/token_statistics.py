@@ -55,7 +55,10 @@ class Statistics(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """The derivatives of a loss by the log-probabilities and by the entropies of n targets, [n] each; None for 0."""
+    """The derivatives of a loss by the log-probabilities and by the entropies of n targets, [n] each; None for 0.
+
+    Their dtype is that of the statistics.
+    """
 
     logprobs: Tensor | None
     entropies: Tensor | None
@@ -105,11 +108,13 @@ def torch_statistics(x: Tensor, targets: ChunkTargets, logit_map: LogitMap, *, w
     """Compute `token_statistics` in torch."""
     z = _tempered(x, targets, logit_map)
     totals = z.logsumexp(-1)  # [n]
+    logprobs = z.gather(-1, targets.labels[:, None]).squeeze(-1) - totals
     entropies = torch.full_like(totals, torch.nan)
     if with_entropies:
-        # entr(p) = -p log p, with 0 for p = 0; exp_ works in place to allocate one [n, V] tensor less
-        entropies = torch.special.entr((z - totals[:, None]).exp_()).sum(-1)
-    return Statistics(z.gather(-1, targets.labels[:, None]).squeeze(-1) - totals, totals, entropies)
+        # In the memory of z, unless this is x, which is still needed; entr(p) = -p log p, with 0 for p = 0
+        p = (z - totals[:, None] if z is x else z.sub_(totals[:, None])).exp_()
+        entropies = torch.special.entr(p, out=p).sum(-1)
+    return Statistics(logprobs, totals, entropies)
 
 
 def torch_gradients(
@@ -121,14 +126,14 @@ def torch_gradients(
     # [n, V]: the derivative of the map. That of a cap needs z, whose place the softmax takes; z may be x itself.
     slope = logit_map.scale if logit_map.cap is None else logit_map.slope(z if divisor is None else z * divisor)
     p = z.sub_(statistics.totals[:, None]).exp_()
-    own = None if slopes.logprobs is None else slopes.logprobs.to(z.dtype)[:, None]
+    own = None if slopes.logprobs is None else slopes.logprobs[:, None]
     if slopes.entropies is None:
         assert own is not None, "a loss has a slope"
         result = p.mul_(-own)
     else:
         # -p (log p + H) = entr(p) - p H
         result = torch.special.entr(p) - p * statistics.entropies[:, None]
-        result.mul_(slopes.entropies.to(z.dtype)[:, None])
+        result.mul_(slopes.entropies[:, None])
         if own is not None:
             result.addcmul_(p, own, value=-1)
     if own is not None:
