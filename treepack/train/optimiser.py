@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from treepack.train.run import TrainingRun
 
 
+# Devices with one kernel for the whole update; elsewhere torch chooses.
+FUSED_DEVICES = {"cpu", "cuda"}
+
+
 def check_optimizer(options: TrainOptions, ranks: Ranks) -> None:
     """Refuse an optimiser that cannot run, before a model is loaded.
 
@@ -50,5 +54,6 @@ def make_optimiser(run: TrainingRun) -> torch.optim.Optimizer:
 
         eight_bits: torch.optim.Optimizer = AdamW8bit(groups, lr=options.lr, betas=options.betas)
         return eight_bits
-    fused = run.loaded.device.type == "cuda" and not options.cpu_offload
-    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=fused)
+    # One kernel reads and writes every number once, on a GPU and on the CPU, where --cpu-offload updates the weights.
+    devices = {parameter.device.type for parameter in parameters}
+    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=devices <= FUSED_DEVICES or None)
