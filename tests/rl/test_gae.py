@@ -19,6 +19,7 @@ from support.sampled_trees import sample_trees, three_tokens
 from support.strategies import make, trajectories
 from support.trie_files import saved
 from treepack.analysis.check import check
+from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
 from treepack.pack.files import read_rows
 from treepack.rl.advantages.directory import write_advantages
@@ -120,6 +121,15 @@ def test_the_metadata_says_if_the_value_after_the_end_counts(
     estimates = estimate_advantages(trie, AdvantageOptions("gae", truncated=key, lam=1.0))
     assert estimates.num_truncated == int(truncated)
     close(estimates.columns["returns"], [1.0 + value_after([1, 2, 3]) * truncated] * 2)
+
+
+def test_a_field_of_truncation_that_no_trajectory_has_is_refused() -> None:
+    metadata: list[dict[str, Any]] = [{"stop_reason": "length"}, {}]
+    made = [make(f"t{i}", [1, 2, 3 + i], reward=1.0, metadata=each) for i, each in enumerate(metadata)]
+    trie = with_values(build_trie(made))
+    assert estimate_advantages(trie, AdvantageOptions("gae", truncated="stop_reason")).num_truncated == 1
+    with pytest.raises(TreepackError, match="truncated is 'stop', but no trajectory has this field"):
+        estimate_advantages(trie, AdvantageOptions("gae", truncated="stop"))
 
 
 @given(rewarded(), st.sampled_from(["group", "batch"]))

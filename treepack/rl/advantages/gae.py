@@ -109,11 +109,19 @@ def is_truncated(trie: Trie, kept: Int64, key: str) -> NDArray[np.bool_]:
 
     The field `key` of its metadata is then True, or one of `LIMITS`. Every other value, and a missing field, is an end.
     With the `key` "none", no trajectory was cut off.
+
+    Raises:
+        TreepackError: `key` was chosen, and no trajectory has such a field.
     """
     if key == "none":
         return np.zeros(len(kept), np.bool_)
     texts = trie.trajectories["metadata"].to_pylist()
-    values = [json.loads(texts[i]).get(key) for i in kept.tolist()]
+    records = [json.loads(texts[i]) for i in kept.tolist()]
+    if records and key != TRUNCATED_KEY and not any(key in record for record in records):
+        raise TreepackError(
+            f"truncated is {key!r}, but no trajectory has this field in its metadata; name a field that exists, or none"
+        )
+    values = [record.get(key) for record in records]
     return np.array([value is True or (isinstance(value, str) and value in LIMITS) for value in values], np.bool_)
 
 
