@@ -100,15 +100,12 @@ def join_routes(parts: list[tuple[Routes | None, int]]) -> Routes | None:
     Raises:
         TreepackError: the routes have different layers, or numbers of experts per token.
     """
-    shapes = {routes.shape[1:] for routes, _ in parts if routes is not None}
-    if len(shapes) > 1:
-        texts = " and ".join(f"{layers} layers with {k} experts" for layers, k in sorted(shapes)[:2])
-        raise TreepackError(f"some rollouts have recorded routes of {texts}; build the trie of one model at a time")
-    if not shapes:
+    shape = route_shape([None if routes is None else routes.shape[1:] for routes, _ in parts])
+    if shape is None:
         return None
     kind = np.result_type(*{routes.dtype for routes, _ in parts if routes is not None})
     missing = np.iinfo(kind).max
-    joined = np.full((sum(size for _, size in parts), *shapes.pop()), missing, kind)
+    joined = np.full((sum(size for _, size in parts), *shape), missing, kind)
     begin = 0
     for routes, size in parts:
         if routes is not None:
@@ -116,6 +113,19 @@ def join_routes(parts: list[tuple[Routes | None, int]]) -> Routes | None:
             joined[begin : begin + size] = np.where(routes == missing_route(routes), missing, routes)
         begin += size
     return joined
+
+
+def route_shape(shapes: Iterable[tuple[int, ...] | None]) -> tuple[int, int] | None:
+    """Return the layers and experts per token of recorded routes, None if all of `shapes` are None.
+
+    Raises:
+        TreepackError: they differ.
+    """
+    known = sorted({shape for shape in shapes if shape is not None})
+    if len(known) > 1:
+        texts = " and ".join(f"{layers} layers with {k} experts" for layers, k in known[:2])
+        raise TreepackError(f"some rollouts have recorded routes of {texts}; build the trie of one model at a time")
+    return (known[0][0], known[0][1]) if known else None
 
 
 def concatenate(tables: list[pa.Table]) -> pa.Table:

@@ -161,7 +161,7 @@ def build_trie_on(
     if (num_ranges is not None and num_ranges < 1) or part_bytes < 1:
         raise TreepackError(f"num_ranges is {num_ranges} and part_bytes is {part_bytes}; expected at least 1 of each")
     if options.keep_routes:
-        raise TreepackError("keep_routes builds the trie in one process; build it without a cluster (--ray)")
+        raise TreepackError("keep_routes builds the trie on one machine; build it without a cluster (--ray)")
     out, names = as_output(out), [str(path) for path in inputs]
     refuse_existing(out, overwrite=overwrite, inputs=names)
     watch = Stopwatch()

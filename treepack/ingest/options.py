@@ -48,7 +48,7 @@ class BuildOptions:
         workers: processes that read, tokenise, sort and write; the result is the same for any number. They start if
             there are at least 32 MB of token ids, or any text to tokenise. Each takes about 0.6 s to start.
         keep_routes: keep the experts that the routers of a mixture chose when the rollouts were sampled, for training
-            with the same ones. The trie is built in memory, by one process.
+            with the same ones. Tokens and columns are in memory, and routes in files if they are large.
         route_conflicts: where trajectories share tokens with other experts: "split" does not share them, which is
             exact, and "first" shares them with the experts of the first trajectory.
 
@@ -87,8 +87,6 @@ class BuildOptions:
             raise TreepackError(f"max_record_size is {self.max_record_size}; expected at least {MIN_RECORD_SIZE} bytes")
         if self.workers < 1:
             raise TreepackError(f"workers is {self.workers}; expected at least 1")
-        if self.keep_routes and self.workers > 1:
-            raise TreepackError("keep_routes builds the trie in one process; set workers to 1 (--workers 1)")
         if not self.keep_routes and self.route_conflicts != "split":
             raise TreepackError("route_conflicts is about kept routes; set keep_routes (--keep-routes)")
         if self.strict and self.skip_bad:

@@ -41,6 +41,7 @@ from treepack.trie.merged import MergedRuns, RunsOfRange, merge_range, merge_run
 from treepack.trie.out_of_core import RUN_BYTES, mapped_trie, run_size, sequences_in_memory
 from treepack.trie.parts import NodesPart, TrajectoriesPart, WrittenPart, part_tasks, write_part
 from treepack.trie.route_symbols import RouteCosts
+from treepack.trie.routed_store import RoutedStore, StoredBatch, join_stored
 from treepack.trie.run_merge import Merged
 from treepack.trie.spool import RunStore, Spool, StoredRun, disk
 from treepack.trie.storage import Storage
@@ -56,6 +57,7 @@ class _WorkerJob:
     spools: list[Spool]  # of all workers
     number: int  # of this worker, and of the spool that it writes
     run_bytes: int
+    keeps_routes: bool
 
 
 class _Worker:
@@ -64,7 +66,9 @@ class _Worker:
     def __init__(self, job: _WorkerJob) -> None:
         self.columns = ColumnsWork(job.job)
         self.spools = job.spools
-        self.store = RunStore(job.spools[job.number], number=job.number, share=job.share, run_bytes=job.run_bytes)
+        spool = job.spools[job.number]
+        self.runs = RunStore(spool, number=job.number, share=job.share, run_bytes=job.run_bytes)
+        self.routed = RoutedStore(spool, number=job.number) if job.keeps_routes else None
 
 
 class TrieBuilder:
@@ -92,9 +96,12 @@ class TrieBuilder:
         self._spools = [self._stack.enter_context(Spool(folder)) for _ in range(options.workers)]
         self._keeps_routes, self._conflicts = options.keep_routes, options.route_conflicts
         self.route_costs: RouteCosts | None = None
-        all_bytes = self._memory // 8 if options.keep_routes else min(RUN_BYTES, run_size(self._memory))
+        all_bytes = min(RUN_BYTES, run_size(self._memory))
         run_bytes = min(all_bytes, max(MIN_RUN_BYTES, all_bytes // options.workers))
-        jobs = [_WorkerJob(job, options.share, self._spools, i, run_bytes) for i in range(options.workers)]
+        jobs = [
+            _WorkerJob(job, options.share, self._spools, i, run_bytes, options.keep_routes)
+            for i in range(options.workers)
+        ]
         self._team = self._stack.enter_context(Team(_worker, jobs))
 
     def __enter__(self) -> TrieBuilder:
@@ -120,17 +127,11 @@ class TrieBuilder:
         )
         for _ in reading:
             pass
+        if self._keeps_routes:
+            return self._routed_trie()
         here = self._team.here
-        if here is not None and not here.store.runs:
-            sequences = sequences_in_memory(here.store.pending)
-            if sequences.routes is not None:
-                self.route_costs = route_costs(sequences, share=self._share)
-            elif self._keeps_routes:
-                raise TreepackError(
-                    f"no rollout has recorded routes in {', '.join(NAMES)}; record them when you sample, or build "
-                    "without --keep-routes"
-                )
-            return build_trie(sequences, share=self._share, route_conflicts=self._conflicts)
+        if here is not None and not here.runs.runs:
+            return build_trie(sequences_in_memory(here.runs.pending), share=self._share)
         runs = [run for runs in self._team.each(_finish) for run in runs]
         with disk(self._folder):
             return merge_runs(
@@ -140,6 +141,24 @@ class TrieBuilder:
                 num_ranges=self._team.size,
                 merge_ranges=lambda tasks: self._team.in_order(_merge, tasks),
             )
+
+    def _routed_trie(self) -> Trie:
+        """Return the trie of all rollouts with their routes, which are in mapped files if they are large.
+
+        Raises:
+            TreepackError: no trajectory, no routes, routes of different models, or the disk fails.
+        """
+        stored = [batch for batches in self._team.each(_finish_routed) for batch in batches]
+        sequences, storage = join_stored(self._spools, stored, Storage(self._memory, self._folder))
+        if sequences.routes is None:
+            raise TreepackError(
+                f"no rollout has recorded routes in {', '.join(NAMES)}; record them when you sample, or build without "
+                "--keep-routes"
+            )
+        self.route_costs = route_costs(sequences, share=self._share, storage=storage)
+        trie = build_trie(sequences, share=self._share, route_conflicts=self._conflicts, storage=storage)
+        # The first map contains the routes of all trajectories, which the trie does not need any more.
+        return replace(trie, storage=replace(trie.storage, maps=trie.storage.maps[len(storage.maps) :]))
 
     def _batches(self, log: ReadLog) -> Iterator[int]:
         """Yield the tokens of each part that has a trajectory."""
@@ -154,7 +173,9 @@ class TrieBuilder:
     def mapped(self, trie: Trie | MergedRuns) -> Trie:
         """Return `trie` as arrays, which are mapped files if it is large."""
         storage = Storage(self._memory, self._folder)
-        return replace(trie, storage=storage) if isinstance(trie, Trie) else mapped_trie(trie, storage)
+        if isinstance(trie, Trie):
+            return replace(trie, storage=replace(storage, maps=trie.storage.maps))
+        return mapped_trie(trie, storage)
 
     def write(self, trie: Trie | MergedRuns, directory: Path, provenance: Provenance) -> Manifest:
         """Write `trie` into an existing empty `directory`, with its manifest last; return the manifest."""
@@ -194,13 +215,18 @@ def _read(worker: _Worker, item: tuple[int, Part]) -> tuple[ReadLog, int | None]
         batch, log_of_part = worker.columns(part)
         log.merge(log_of_part)
         if batch is not None:
-            worker.store.add(batch, number)
+            (worker.runs if worker.routed is None else worker.routed).add(batch, number)
             num_tokens = (num_tokens or 0) + len(batch.tokens)
     return log, num_tokens
 
 
 def _finish(worker: _Worker, _: None) -> list[StoredRun]:
-    return worker.store.finish()
+    return worker.runs.finish()
+
+
+def _finish_routed(worker: _Worker, _: None) -> list[StoredBatch]:
+    assert worker.routed is not None
+    return worker.routed.finish()
 
 
 def _merge(worker: _Worker, task: RunsOfRange) -> Merged:

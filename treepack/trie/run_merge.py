@@ -21,8 +21,10 @@ import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treepack.trajectory import Int32, Int64
 
@@ -76,10 +78,14 @@ class SortedRun:
         return low
 
 
-def read_into(values: Int32, descriptor: int, offset: int) -> None:
+def read_into(values: NDArray[Any], descriptor: int, offset: int) -> None:
     """Fill `values` with the bytes of a file from `offset` on."""
-    count = os.preadv(descriptor, [values.data], offset) if len(values) else 0
-    assert count == values.nbytes, "the run ends too early"
+    # The system reads at most 2 GB at once.
+    rest, at = memoryview(values).cast("B") if len(values) else memoryview(b""), offset
+    while len(rest):
+        count = os.preadv(descriptor, [rest], at)
+        assert count, "the run ends too early"
+        rest, at = rest[count:], at + count
 
 
 def _integers() -> array[int]:

@@ -84,7 +84,7 @@ class Spool:
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self.tokens, self.tables = SpoolFile(folder), SpoolFile(folder)
+        self.tokens, self.tables, self.routes = SpoolFile(folder), SpoolFile(folder), SpoolFile(folder)
 
     def __enter__(self) -> Spool:
         return self
@@ -92,6 +92,7 @@ class Spool:
     def __exit__(self, *_: object) -> None:
         self.tokens.close()
         self.tables.close()
+        self.routes.close()
 
 
 @contextmanager

@@ -232,7 +232,6 @@ def test_rollouts_without_routes_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep_routes": True, "workers": 2}, "builds the trie in one process"),
         ({"route_conflicts": "first"}, "is about kept routes"),
         ({"keep_routes": True, "route_conflicts": "last"}, "expected one of split, first"),
     ],
