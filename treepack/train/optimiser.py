@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from treepack.errors import TreepackError, install_hint
 from treepack.train.options import TrainOptions
@@ -39,11 +41,15 @@ def check_optimizer(options: TrainOptions, ranks: Ranks) -> None:
 
 
 def make_optimiser(run: TrainingRun) -> torch.optim.Optimizer:
-    """Return AdamW over all trained parameters, without weight decay for those of one dimension (biases and norms).
+    """Return AdamW over all trained parameters of the run's model."""
+    return make_adamw([p for p in run.loaded.model.parameters() if p.requires_grad], run.options)
+
+
+def make_adamw(parameters: Sequence[nn.Parameter], options: TrainOptions) -> torch.optim.Optimizer:
+    """Return AdamW, without weight decay for parameters of one dimension (biases and norms).
 
     With "adamw-8bit" the states of a parameter of 4,096 values or more have 8 bits (arXiv 2110.02861).
     """
-    options, parameters = run.options, [p for p in run.loaded.model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -55,5 +61,5 @@ def make_optimiser(run: TrainingRun) -> torch.optim.Optimizer:
         eight_bits: torch.optim.Optimizer = AdamW8bit(groups, lr=options.lr, betas=options.betas)
         return eight_bits
     # One kernel reads and writes every number once, on a GPU and on the CPU, where --cpu-offload updates the weights.
-    devices = {parameter.device.type for parameter in parameters}
-    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=devices <= FUSED_DEVICES or None)
+    fused = {parameter.device.type for parameter in parameters} <= FUSED_DEVICES
+    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=fused or None)
