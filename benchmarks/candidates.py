@@ -6,7 +6,9 @@ On the tree [1, H, T, D]:
 
     triton            treepack's kernels, as `tree_attention(impl="triton")` chooses them
     triton-one-pass   the same, with the backward in one pass where Hopper kernels run
-    triton-portable   the same, always the portable ones
+    triton-key-bands  the same with two passes, of which that for dk and dv runs over the pieces of the one pass
+    triton-all-heads  triton, with the programs of all key heads at one time for dk and dv
+    triton-portable   triton, always the portable ones
     auto              `tree_attention(impl="auto")`, prepared as the trainer does
     flex              FlexAttention, compiled for this shape
     flex-autotune     the same under max-autotune
@@ -196,6 +198,36 @@ def portable_kernels() -> Iterator[None]:
         kernel.backend = original
 
 
+@contextmanager
+def changed(module: str, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace a name of a module of the Hopper kernels while this context is active."""
+    home = importlib.import_module(f"treepack.attention.hopper.{module}")
+    original = getattr(home, name)
+    setattr(home, name, change(original))
+    try:
+        yield
+    finally:
+        setattr(home, name, original)
+
+
+def prepare_key_bands(case: Case) -> Candidate:
+    """Prepare the kernels with two passes, of which that for dk and dv runs over pieces of key blocks."""
+
+    def around() -> AbstractContextManager[None]:
+        return changed("fused_launch", "backward", lambda backward: partial(backward, one_pass=False))
+
+    return replace(prepare_triton(case, one_pass=True), name="triton-key-bands", around=around)
+
+
+def prepare_all_heads(case: Case) -> Candidate:
+    """Prepare the kernels with the programs of all key heads at one time for dk and dv."""
+
+    def around() -> AbstractContextManager[None]:
+        return changed("launch", "KEY_CACHE_BYTES", lambda _: 1 << 60)
+
+    return replace(prepare_triton(case), name="triton-all-heads", around=around)
+
+
 def prepare_portable(case: Case) -> Candidate:
     """Prepare the project's own portable kernels."""
     plain = prepare_triton(case)
@@ -281,6 +313,8 @@ def prepare_flat_fa4(case: Case) -> Candidate:
 CANDIDATES: dict[str, Callable[[Case], Candidate]] = {
     "triton": prepare_triton,
     "triton-one-pass": partial(prepare_triton, one_pass=True),
+    "triton-key-bands": prepare_key_bands,
+    "triton-all-heads": prepare_all_heads,
     "triton-portable": prepare_portable,
     "auto": prepare_auto,
     "flex": prepare_flex,

@@ -44,7 +44,6 @@ def trace_arm(*, active_roots: bool, active_prefixes: bool) -> Arm:
                 Path(learner.policy.source),
                 device=learner.policy.device.type,
                 segment=learner.segment,
-                capacity=learner.capacity,
                 seed=state.seed,
             )
             state.memory["actors"] = Actors(learner, predictor)

@@ -35,7 +35,9 @@ from treepack.train.predictor.rows import AnchorRow, anchor_prefixes, anchor_row
 from treepack.trajectory import Float64
 from treepack.trie.trie import Trie
 
-ROWS_PER_STEP = 4  # packed rows of one update
+# An update has few and short rows: with long ones a round would have one or two updates, and a predictor that starts
+# without a head could not follow the policy.
+CAPACITY, ROWS_PER_STEP = 2048, 2
 SOURCE = "the predictor of the arm"  # in messages
 
 
@@ -43,12 +45,14 @@ SOURCE = "the predictor of the arm"  # in messages
 class Fitting:
     """How the predictor is fitted after each round: epochs, learning rate, and the share of prefixes in a batch.
 
-    Epochs and share are those of TRACE, appendix E.6. Its rate of 3e-5 belongs to a model of 0.6 billion parameters.
+    The epochs are those of TRACE, appendix E.6. Its rate of 3e-5 belongs to a model of 0.6 billion parameters, and its
+    share of 0.06 to steps with many prompts: here it would be three prefixes a round, and values of prefixes would
+    stay those of the first rounds while the policy moves.
     """
 
     epochs: int = 2
     rate: float = 3e-4
-    prefix_share: float = 0.06
+    prefix_share: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +63,13 @@ class Predictor:
     optimiser: torch.optim.Optimizer
     fitting: Fitting
     segment: str
-    capacity: int
 
 
-def start_predictor(
-    folder: Path, *, device: str, segment: str, capacity: int, seed: int, fitting: Fitting = Fitting()
-) -> Predictor:
+def start_predictor(folder: Path, *, device: str, segment: str, seed: int, fitting: Fitting = Fitting()) -> Predictor:
     """Return a predictor with the policy's weights and a new head, which gives every prompt the value 0.5."""
     model = start_values(folder, "fp32", "auto", torch.device(device), seed)
     parameters = [*model.loaded.causal.model.parameters(), *model.head.parameters()]
-    return Predictor(
-        model, torch.optim.AdamW(parameters, lr=fitting.rate, weight_decay=0.0), fitting, segment, capacity
-    )
+    return Predictor(model, torch.optim.AdamW(parameters, lr=fitting.rate, weight_decay=0.0), fitting, segment)
 
 
 def prompt_values(predictor: Predictor, queries: Sequence[Query]) -> Float64:
@@ -81,7 +80,7 @@ def prompt_values(predictor: Predictor, queries: Sequence[Query]) -> Float64:
             [query.prompt for query in queries], [np.ones(len(query.prompt), np.int32) for query in queries]
         )
     )
-    rows = treepack.plan_packing(trie, treepack.PackOptions(capacity=predictor.capacity))
+    rows = treepack.plan_packing(trie, treepack.PackOptions(capacity=CAPACITY))
     # A trajectory is named by its number, and its last token is the end of its prompt.
     ends = [
         AnchorRow(row, np.array(row.trajectory_ids, np.int64), row.trajectory_ends.astype(np.int64)) for row in rows
@@ -93,7 +92,7 @@ def predictions(predictor: Predictor, trie: Trie) -> Predictions:
     """Return the predicted values of the prompts of `trie` and of every prefix of its rollouts."""
     ends = anchors(trie, segment=predictor.segment)
     prefixes = anchor_prefixes(trie, ends)
-    rows = anchor_rows(prefixes, np.arange(ends.tree.num_inner), capacity=predictor.capacity)
+    rows = anchor_rows(prefixes, np.arange(ends.tree.num_inner), capacity=CAPACITY)
     values = node_values(predictor.model, rows, num_inner=ends.tree.num_inner)
     lines = prediction_table(trie, ends, values).to_pylist()
     roots = sorted((line["group_id"], line["value"]) for line in lines if line["turn"] is None)
@@ -120,7 +119,7 @@ def refit(predictor: Predictor, trie: Trie, *, seed: int) -> float:
     target = recursive_targets(ends.tree, reward, leaf_weights(trie))[0]
     prefixes = anchor_prefixes(trie, ends)
     nodes = draw_nodes(prefixes, prefix_share=predictor.fitting.prefix_share, seed=seed)
-    rows = anchor_rows(prefixes, nodes, capacity=predictor.capacity)
+    rows = anchor_rows(prefixes, nodes, capacity=CAPACITY)
     rng, loaded = np.random.default_rng(seed), predictor.model.loaded
     parameters = [part for group in predictor.optimiser.param_groups for part in group["params"]]
     losses: list[float] = []

@@ -102,6 +102,7 @@ def test_an_option_of_a_batch_that_is_not_computed_is_refused_by_name(option: st
     [
         ({"engine": {"ulysses_sequence_parallel_size": 2}}, "ulysses_sequence_parallel_size"),
         ({"engine": {"pad_to_length": True}}, "fsdp_config.pad_to_length"),
+        ({"engine": {"router_replay": {"mode": "R2"}}}, "R2 records the trainer's own experts"),
         ({"model": {"use_fused_kernels": True}}, "model.use_fused_kernels"),
         ({"model": {"enable_activation_offload": True}}, "model.enable_activation_offload"),
     ],
@@ -111,6 +112,13 @@ def test_an_option_of_the_engine_that_is_not_computed_is_refused_by_name(
 ) -> None:
     with pytest.raises(TreepackError, match=name):
         engines.tree_engine_class("language_model")(**engines.engine_configs(folder / "model", **changes))
+
+
+def test_recorded_experts_are_replayed_as_in_each_sequence_alone(records: Any) -> None:
+    for found in records["replay"]:
+        assert (found["R3"] - found["alone"]).abs().max() < 2e-4
+        assert (found["disabled"] - found["alone"]).abs().max() > 1e-2
+        assert "enable_rollout_routing_replay=True" in found["refusal"]
 
 
 def test_a_critic_is_refused(engines: Any, records: Any, folder: Path) -> None:

@@ -83,6 +83,40 @@ def test_each_half_of_the_reference_has_the_baseline_of_the_other(learner: Learn
         assert (actual[number] - expected).norm() < 1e-5 * actual[number].norm()
 
 
+@pytest.mark.slow
+def test_the_limits_are_those_of_the_exact_gradient_of_a_choice_of_one_token(learner: Learner) -> None:
+    task = dataclasses.replace(short_task(), max_tokens=1)
+    chooser = dataclasses.replace(learner, task=task)
+    (query,) = task.queries(1, seed=5)
+    model = make_policy("test", seed=3)
+    probabilities = model(input_ids=torch.from_numpy(query.prompt.astype(np.int64))[None]).logits[0, -1].softmax(-1)
+    # The expected reward: an even token is right.
+    probabilities[::2].sum().backward()
+    exact = torch.cat([each.grad.flatten() for each in model.parameters()])
+    one, other = (sample_trees(task, [query], chooser.engine, task.independent(1024), seed=seed) for seed in (1, 2))
+    halves, _ = reference_halves(learner.policy, iter([(one, other)]), capacity=16_384)
+    vectors = torch.stack([halves.mean(0), exact])
+    assert float(torch.cosine_similarity(vectors[0], vectors[1], dim=0)) > 0.95
+    samples = [
+        sample_trees(task, [query], chooser.engine, task.independent(4), seed=100 + seed)[0] for seed in range(256)
+    ]
+    estimated = torch.stack(
+        [
+            estimator_gradient(
+                learner.policy, trie_of([tree]), ESTIMATORS["independent, dr-grpo"], segment="6", capacity=256
+            )
+            for tree in samples
+        ]
+    )
+    products = credit_tables.Products(
+        (estimated @ estimated.T).double().numpy(), (halves @ estimated.T).double().numpy(), 4.0
+    )
+    cosine, scale, _ = credit_tables.limits((halves @ halves.T).double().numpy(), products)
+    # Standard errors are 0.04 and 0.1. The baseline of a group of 4 contains the rollout itself.
+    assert cosine == pytest.approx(1.0, abs=0.15)
+    assert scale == pytest.approx(1 - 1 / 4, abs=0.25)
+
+
 def test_the_figures_from_products_are_those_of_the_vectors() -> None:
     rng = np.random.default_rng(0)
     halves, vectors = rng.normal(size=(2, 50)) + 1, rng.normal(size=(8, 50)) + 0.5

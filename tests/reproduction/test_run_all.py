@@ -67,7 +67,7 @@ def test_the_deadline_ends_all_and_a_job_without_time_does_not_start(scripts: Pa
 
 
 def test_waiting_jobs_share_the_time_that_is_left(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     work = [Job(f"{number}", ["good.py"], has_share=True) for number in range(9)]
     assert jobs._share(work, Limits(3, 200.0, last=10.0)) == pytest.approx(30.0)
     assert jobs._share(work[:2], Limits(3, 200.0, last=10.0)) == pytest.approx(90.0)

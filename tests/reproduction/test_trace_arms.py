@@ -36,9 +36,7 @@ def test_continuations_spend_the_budget_and_continue_their_rollouts_in_the_same_
 ) -> None:
     learner = small_learner(tmp_path / "policy", task)
     trees, trie = bare_trees(learner, num=2, width=2)
-    predictor = start_predictor(
-        tmp_path / "policy", device="cpu", segment=learner.segment, capacity=learner.capacity, seed=0
-    )
+    predictor = start_predictor(tmp_path / "policy", device="cpu", segment=learner.segment, seed=0)
     if is_active:
         lines = active_lines(trie, predictions(predictor, trie), 2, learner.segment)
     else:
@@ -75,7 +73,6 @@ def test_the_predictor_learns_the_shares_of_successes_and_values_a_prompt_alone_
         tmp_path / "policy",
         device="cpu",
         segment=learner.segment,
-        capacity=learner.capacity,
         seed=0,
         fitting=Fitting(rate=3e-3),
     )

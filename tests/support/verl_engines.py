@@ -145,10 +145,14 @@ def engine_configs(
 ) -> dict[str, Any]:
     """Return the arguments of an engine in float32 that does not change its weights, with changed options of verl."""
     from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.config import EngineRouterReplayConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
     whole = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
-    options = {"mixed_precision": whole, "use_torch_compile": False, "use_orig_params": True} | (engine or {})
+    options: dict[str, Any] = {"mixed_precision": whole, "use_torch_compile": False, "use_orig_params": True} | (
+        engine or {}
+    )
+    if "router_replay" in options:
+        options["router_replay"] = EngineRouterReplayConfig(**options["router_replay"])
     return {
         "model_config": HFModelConfig(path=str(path), load_tokenizer=False, **model or {}),
         "engine_config": FSDPEngineConfig(**options),
@@ -264,6 +268,51 @@ def refusals(engine: Any, rank: int) -> dict[str, str]:
     return messages
 
 
+def replay(folder: Path, rank: int) -> dict[str, Any]:
+    """Return the log-probabilities of a mixture with recorded experts: of the engine, of each sequence alone, and free.
+
+    Equal prefixes have equal experts, except that of the first sequence, which has its own.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from verl.workers.config import EngineRouterReplayConfig
+
+    from treepack.attention import register
+    from treepack.online import tree_logprobs_like
+
+    path = folder / "mixture"
+    case = Case(batch={"temperature": 1.0})
+    engine = make_engine(path, case, on_trees=True)
+    data = make_rollouts(rank, (3, 3), case.batch)
+    sequences = list(data["input_ids"].unbind())
+    routes = [torch.stack([ids % 4, (ids + 1 + (i == 0)) % 4], -1)[:, None] for i, ids in enumerate(sequences)]
+    offsets = data["input_ids"].offsets()
+    recorded = torch.cat(routes).expand(-1, 2, -1).to(torch.int16).contiguous()
+    recorded[offsets[1:] - 1] = 0  # no sampler computes a last token
+    found: dict[str, Any] = {}
+    for mode in ("disabled", "R3"):
+        config = EngineRouterReplayConfig(mode=mode)
+        object.__setattr__(engine.engine_config, "router_replay", config)
+        if mode == "R3":
+            try:
+                with engine.eval_mode():
+                    engine.infer_batch(make_rollouts(rank, (3, 3), case.batch))
+            except TreepackError as error:
+                found["refusal"] = str(error)
+        batch = make_rollouts(rank, (3, 3), case.batch)
+        batch["routed_experts"] = torch.nested.nested_tensor_from_jagged(recorded, offsets)
+        with engine.eval_mode():
+            found[mode] = engine.infer_batch(batch)["model_output"]["log_probs"].values()
+    register()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, config=AutoConfig.from_pretrained(path), attn_implementation="treepack_reference", dtype=torch.float32
+    )
+    with torch.no_grad():
+        rows = torch.tensor_split(recorded, offsets[1:-1].tolist())
+        alone = [tree_logprobs_like(model, [ids], routes=[own])[0][0] for ids, own in zip(sequences, rows, strict=True)]
+    found["alone"] = torch.cat(alone).roll(-1)
+    return found
+
+
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=RANKS)
@@ -280,17 +329,31 @@ def main(rank: int, folder: Path) -> None:
         records[name] = gathered
         if rank == 0:
             torch.save({"cases": records, "refusals": errors}, folder / "records.pt")
+    gathered = [None] * RANKS
+    distributed.all_gather_object(gathered, replay(folder, rank))
+    if rank == 0:
+        torch.save({"cases": records, "refusals": errors, "replay": gathered}, folder / "records.pt")
     distributed.destroy_process_group()
 
 
 def run_engines(folder: Path) -> Any:
-    """Return `cases`, of each case and rank the records of verl's engine and of treepack's, and `refusals`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Return `cases`, of each case and rank the records of verl's engine and of treepack's, `refusals` and `replay`."""
+    from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(ROOT / "sample_data" / "tiny-qwen3.json")
     config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "initializer_range": 0.5}
+    mixture = Qwen3MoeConfig(vocab_size=config.vocab_size, **sizes, **experts)
+    AutoModelForCausalLM.from_config(mixture).save_pretrained(folder / "mixture")
     program = (
         "import sys; sys.modules['trl'] = None; from pathlib import Path; from support.verl_engines import main; "
         "main(int(sys.argv[1]), Path(sys.argv[2]))"

@@ -164,9 +164,9 @@ def test_recorded_experts_are_replayed_and_a_model_without_routers_refuses_them(
 
     trie = build_trie(trajectories, share="all")
     together = values(trie, "replay")
-    for path, each in zip(paths(trie.end_node, trie.node_start, trie.depth), trajectories, strict=True):
+    for tokens, each in zip(paths(trie.end_node, trie.node_start, trie.depth), trajectories, strict=True):
         alone = values(build_trie([each]), "replay")
-        np.testing.assert_allclose(together[path], alone, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(together[tokens], alone, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(values(trie, "replay", carry=3), together, rtol=1e-9, atol=1e-9)
     assert np.abs(values(trie, "ignore") - together).max() > 1e-3
     batch = Critic(trie, [np.arange(3)], critic("qwen3"), CriticOptions())

@@ -6,22 +6,22 @@ One program takes a piece: the keys of one key block, and the query tiles of one
 dq of its query tiles, and to dk and dv of its keys. Floating-point sums depend on their order, so both have one:
 
 - At a query tile, pieces add in launch order. Turn 0 stores instead of adding.
-- At a key block, the piece of the last band is first, and stores instead of adding.
+- At a key block, the piece of the first band is first, and stores instead of adding.
 
 One chain of 512 tokens has 8 query tiles and 4 key blocks. In bands of 4 tiles:
 
               query tiles               pieces in launch order       turns at their tiles
-    block 0   0 1 2 3 | 4 5 6 7         block 3, tiles 6 7           0 0
-    block 1       2 3 | 4 5 6 7         block 0, tiles 4 5 6 7       0 0 1 1
-    block 2           | 4 5 6 7         block 1, tiles 4 5 6 7       1 1 2 2
-    block 3           |     6 7         block 2, tiles 4 5 6 7       2 2 3 3
-                                        block 1, tiles 2 3           0 0
-                                        block 0, tiles 0 1 2 3       0 0 1 1
+    block 0   0 1 2 3 | 4 5 6 7         block 1, tiles 2 3           0 0
+    block 1       2 3 | 4 5 6 7         block 0, tiles 0 1 2 3       0 0 1 1
+    block 2           | 4 5 6 7         block 3, tiles 6 7           0 0
+    block 3           |     6 7         block 0, tiles 4 5 6 7       0 0 1 1
+                                        block 1, tiles 4 5 6 7       1 1 2 2
+                                        block 2, tiles 4 5 6 7       2 2 3 3
 
 A program visits its tiles from the last one back. It waits only for programs before it in launch order, which is also
 the order in which programs start, so the earliest unfinished program never waits: nothing deadlocks, with any number of
-programs at a time. Waits are rare for two reasons. All pieces of a band are about equally far from their start, and the
-pieces that begin last, which have few tiles and finish soon, come first.
+programs at a time. Waits are rare for two reasons. In a band, the pieces with the fewest tiles come first, and finish
+soon. The first piece of a key block is its shortest one, so the next one does not wait for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from torch import Tensor
 from treepack.attention.schedule import QUERY_TILE, Schedule
 from treepack.errors import TreepackError
 
-BAND = 64  # query tiles
+# Query tiles. In a model of 132 programs, with 2.4 us a step and 1.5 us an addition, the row of an agent (32,239
+# tokens) takes 1.06 times as long as its steps alone, with 32 tiles as with 64, and 1.3 times if blocks are not cut.
+BAND = 64
 
 
 @torch.no_grad()
@@ -58,10 +60,10 @@ def with_bands(schedule: Schedule, *, band: int = BAND) -> Schedule:
     if band < 1:
         raise TreepackError(f"attention: band is {band}; expected at least 1 query tile")
     row, block, at, begin, end, piece = _cut(schedule, band)
-    batch, tiles = len(schedule.end), schedule.end.shape[1] // QUERY_TILE
-    # Last band first, rows side by side, then the pieces that begin last; equal ones keep the order of their blocks.
-    group = (tiles // band - at) * batch + row
-    order = (group * (tiles + 1) + tiles - begin).argsort(stable=True)
+    batch = len(schedule.end)
+    # First band first, rows side by side, then the pieces with the fewest tiles; equal ones keep the order of blocks.
+    group = at * batch + row
+    order = (group * (band + 1) + end - begin).argsort(stable=True)
     pieces = torch.stack([row, block, begin * QUERY_TILE, end * QUERY_TILE, piece], dim=1)[order]
     begin, end, at, group = begin[order], end[order], at[order], group[order]
 
@@ -84,8 +86,8 @@ def _cut(schedule: Schedule, band: int) -> Tensor:
     # first 2, last 8, band 4 -> bands 0 1, 2 pieces; an empty range has 1 piece, which stores zeros
     counts = ((last - 1).maximum(first) // band - first_band + 1) * (schedule.key_granules.flatten(0, 1)[:, 0] >= 0)
     whole = torch.repeat_interleave(torch.arange(batch * blocks, device=ranges.device), counts)
-    # counts 2 1 -> whole 0 0 1, within 0 1 0, number 1 0 0
+    # counts 2 1 -> whole 0 0 1, within 0 1 0
     within = torch.arange(len(whole), device=ranges.device) - (counts.cumsum(0) - counts)[whole]
     at = first_band[whole] + within
     begin, end = first[whole].maximum(at * band), last[whole].minimum((at + 1) * band)
-    return torch.stack([whole // blocks, whole % blocks, at, begin, end, counts[whole] - 1 - within])
+    return torch.stack([whole // blocks, whole % blocks, at, begin, end, within])

@@ -225,11 +225,11 @@ def _sglang_first(answer: Any) -> dict[int, float]:
 
 
 # In the order of the attempts. SGLang has /v1/completions too, so its own API is tried before it.
-_VLLM = {"num_prompt": _vllm_num_prompt, "routes": _vllm_routes}
+_VLLM = (_vllm_num_prompt, _vllm_routes)
 DIALECTS = (
-    Dialect("vLLM", "/inference/v1/generate", _generate_body, _generate_segments, _generate_first, **_VLLM),
+    Dialect("vLLM", "/inference/v1/generate", _generate_body, _generate_segments, _generate_first, *_VLLM),
     Dialect("SGLang", "/generate", _sglang_body, _sglang_segments, _sglang_first, _sglang_num_prompt, _sglang_routes),
-    Dialect("vLLM", "/v1/completions", _completions_body, _completions_segments, _completions_first, **_VLLM),
+    Dialect("vLLM", "/v1/completions", _completions_body, _completions_segments, _completions_first, *_VLLM),
 )
 
 UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)

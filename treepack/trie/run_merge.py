@@ -81,7 +81,7 @@ class SortedRun:
 def read_into(values: NDArray[Any], descriptor: int, offset: int) -> None:
     """Fill `values` with the bytes of a file from `offset` on."""
     # The system reads at most 2 GB at once.
-    rest, at = memoryview(values).cast("B") if len(values) else memoryview(b""), offset
+    rest, at = values.data.cast("B") if len(values) else memoryview(b""), offset
     while len(rest):
         count = os.preadv(descriptor, [rest], at)
         assert count, "the run ends too early"

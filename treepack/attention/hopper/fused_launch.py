@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from treepack.attention.hopper.delta import compute_delta
 from treepack.attention.hopper.fused_backward import fused_kernel
-from treepack.attention.hopper.launch import OPTIONS
+from treepack.attention.hopper.launch import OPTIONS, query_launch
 from treepack.attention.hopper.matrices import matrix_arguments
 from treepack.attention.kernel_launch import LOG2E, Incoming, Inputs, Launch, sink_gradient, token_major
 from treepack.attention.schedule import GRANULE, QUERY_TILE, Schedule
@@ -63,40 +63,47 @@ def backward(
     scale: float,
     *,
     sinks: Tensor | None = None,
+    one_pass: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and sinks, the first three in their dtypes and in memory [B, T, H, D].
 
     Args:
         query, key, value, out, lse, grad, scale, sinks: as in `launch.backward`.
         schedule: the result of `with_bands`.
+        one_pass: if False, dq comes from the kernel of `launch`, and only dk and dv from pieces of key blocks.
     """
     inputs = Inputs(query, key, value, schedule, scale, sinks)
     incoming = Incoming(grad, lse, compute_delta(out, grad, lse))
-    sums = empty_sums(inputs)
-    fused_launch(inputs, incoming, sums).run()
+    sums = empty_sums(inputs, dq=one_pass)
     dq, dk, dv = token_major(query), token_major(key), token_major(value)
-    torch.mul(sums.dq[:, :, : query.shape[2]], scale, out=dq)
+    fused_launch(inputs, incoming, sums, dq=one_pass).run()
+    if one_pass:
+        torch.mul(sums.dq[:, :, : query.shape[2]], scale, out=dq)
+    else:
+        query_launch(inputs, incoming, dq).run()
     torch.mul(sums.dk[:, :, : key.shape[2]], scale, out=dk)
     dv.copy_(sums.dv[:, :, : key.shape[2]])
     dsinks = None if sinks is None else sink_gradient(sinks, lse, incoming.delta, query.shape[2])
     return dq, dk, dv, dsinks
 
 
-def empty_sums(inputs: Inputs) -> Sums:
-    """Return memory for the sums, and flags of zeros."""
+def empty_sums(inputs: Inputs, *, dq: bool = True) -> Sums:
+    """Return memory for the sums, and flags of zeros; without `dq`, its sums are one tile that nothing reads."""
     schedule, device = inputs.schedule, inputs.query.device
     batch, heads, _, width = inputs.query.shape
     kv_heads, padded = inputs.key.shape[1], schedule.end.shape[1]
-    dq = torch.empty(batch, heads, padded - schedule.first, width, dtype=torch.float32, device=device)
+    shape = (batch, heads, padded - schedule.first, width) if dq else (1, 1, QUERY_TILE, width)
+    dq_sums = torch.empty(shape, dtype=torch.float32, device=device)
     dk, dv = (torch.empty(batch, kv_heads, padded, width, dtype=torch.float32, device=device) for _ in range(2))
     sizes = (1, batch * heads * (padded // QUERY_TILE), schedule.key_order.numel() * kv_heads * 2)
     # Each begins at a multiple of 16 bytes, so Triton compiles one kernel: sizes 1 6 8 -> 4 8 8
-    flags = torch.zeros(sum(-(-size // 4) * 4 for size in sizes), dtype=torch.int32, device=device)
-    return Sums(dq, dk, dv, *flags.split([-(-size // 4) * 4 for size in sizes]))
+    aligned = [-(-size // 4) * 4 for size in sizes]
+    flags = torch.zeros(sum(aligned), dtype=torch.int32, device=device)
+    return Sums(dq_sums, dk, dv, *flags.split(aligned))
 
 
-def fused_launch(inputs: Inputs, incoming: Incoming, sums: Sums) -> Launch:
-    """Describe the launch that adds up dq, dk and dv."""
+def fused_launch(inputs: Inputs, incoming: Incoming, sums: Sums, *, dq: bool = True) -> Launch:
+    """Describe the launch that adds up dk, dv and, unless `dq` is false, dq."""
     schedule, width = inputs.schedule, inputs.query.shape[-1]
     pieces, turns = schedule.pieces, schedule.turns
     assert pieces is not None, "the schedule has bands"
@@ -130,7 +137,7 @@ def fused_launch(inputs: Inputs, incoming: Incoming, sums: Sums) -> Launch:
         "tiles": padded // QUERY_TILE,
         "factor": inputs.scale * LOG2E,
     }
-    constants = {"GROUP": inputs.group, "BAND": turns.shape[1], **STAGES[width]}
+    constants = {"GROUP": inputs.group, "BAND": turns.shape[1], **STAGES[width], "DQ": dq}
     return Launch(fused_kernel, len(pieces) * kv_heads, arguments, constants, OPTIONS)
 
 

@@ -40,6 +40,8 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 # Keys and values of the heads that run at one time should stay in the L2 cache, which has 50 MB (H100) or 60 MB (H200).
 CACHE_BYTES = 32_000_000
+# The same for the queries and output gradients that programs of dk and dv read.
+KEY_CACHE_BYTES = CACHE_BYTES
 
 
 def forward(
@@ -144,7 +146,7 @@ def key_launch(inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor) -> La
         "dv_strides": dv.stride()[:3],
         "scale": inputs.scale,
         **key_window(inputs),
-        **key_arguments(inputs, key_heads_per_section(inputs.key, CACHE_BYTES, pairs=inputs.group)),
+        **key_arguments(inputs, key_heads_per_section(inputs.key, KEY_CACHE_BYTES, pairs=inputs.group)),
     }
     programs = shape.kernels.key_programs * batch * kv_heads * inputs.schedule.key_order.shape[1]
     return _launch(shape.kernels.key, programs, arguments, constants)
