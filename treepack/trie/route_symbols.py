@@ -126,7 +126,9 @@ def shared_routes(
         own, there = routes[offsets[i] : offsets[i + 1]], tree[path]
         known = own[..., :1] != missing
         tree[path] = there = np.where(known & (there[..., :1] == missing), own, there)
-        others = known[..., 0] & (np.sort(own, axis=-1) != np.sort(there, axis=-1)).any(axis=-1)
+        # Few rows differ at all, and only these need to be sorted.
+        apart = np.flatnonzero((own != there).any(axis=(1, 2)))
+        others = (np.sort(own[apart], axis=-1) != np.sort(there[apart], axis=-1)).any(axis=-1) & known[apart, :, 0]
         differing += int(others.any(axis=-1).sum())
         releaser.count(len(path))
     storage.release()
