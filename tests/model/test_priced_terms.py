@@ -17,6 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from treepack.data.batch import TermTensors
 from treepack.errors import TreepackError
 from treepack.model.experts.weights import cast_once
+from treepack.model.forward import TermObjective
+from treepack.model.head import OutputLayer
 from treepack.model.head_chunks import invert, split_targets
 from treepack.model.loss import priced_terms, tree_logprobs, weighted_nll
 from treepack.model.objectives import Objective, choose_objective, name_sums, objective_loss, weigh_terms
@@ -211,3 +213,28 @@ def test_a_chunk_needs_the_memory_of_its_logits_once_beside_one_sum_of_the_weigh
     logits, layer = 4 * chunk * words, 4 * words * size
     # The weight, its gradient, and the logits of a chunk; states and numbers of tokens are far smaller than these.
     assert 2 * layer + logits < peak.bytes < 2 * layer + logits + logits / 4
+
+
+def test_float16_keeps_the_slopes_of_a_step_with_many_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    length = 40
+    hidden, weight, bias = (each.detach().float().requires_grad_() for each in random_head(generator, length))
+    input_ids, parent = torch.randint(VOCABULARY, (length,), generator=generator), random_tree(generator, length)
+    terms = random_terms(generator, torch.arange(1, length), tempered=False, with_old=False)
+    objective = choose_objective("grpo")
+    part = TermObjective(
+        objective=objective,
+        terms=terms,
+        factors=torch.full((5,), 1e-7, dtype=torch.float64),
+        targets=(terms.tokens, input_ids, parent),
+        temperature=1.0,
+        chunk=16,
+    )
+    loaded: Any = None  # which only objectives with values read
+    layer = OutputLayer(weight, bias, LogitMap())
+    exact = torch.autograd.grad(part.loss(loaded, hidden, layer)[0], [hidden, weight, bias])
+    with torch.autocast("cpu", torch.float16):
+        loss, _ = part.loss(loaded, hidden, layer)
+    # As torch.amp.GradScaler does.
+    for ours, theirs in zip(torch.autograd.grad(loss * 2**16, [hidden, weight, bias]), exact, strict=True):
+        assert (ours / 2**16 - theirs).norm() < 0.01 * theirs.norm()

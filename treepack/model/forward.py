@@ -27,6 +27,7 @@ from treepack.model.compatibility import one_line
 from treepack.model.dropout import check_dropout
 from treepack.model.first_batch import check_positions
 from treepack.model.head import OutputLayer, head_replaced
+from treepack.model.head_gradients import is_float16
 from treepack.model.layers import find_decoder, recomputes
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK, filled_temperature
@@ -266,13 +267,15 @@ class TermObjective:
     def loss(self, loaded: LoadedModel, states: Tensor, layer: OutputLayer) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and sums, see `objectives.objective_loss`, from the states [T, D] of the row or piece.
 
-        An objective with `is_tokenwise` computes its gradients through the output layer here, so only one backward pass
-        may go through the loss.
+        An objective with `is_tokenwise` computes its gradients through the output layer here, except in float16. So
+        only one backward pass may go through the loss.
 
         Raises:
             TreepackError: the model has no value head and values are read, or a column is missing.
         """
-        if not (self.objective.is_tokenwise and len(self.targets[0]) and torch.is_grad_enabled()):
+        is_priced = self.objective.is_tokenwise and len(self.targets[0]) > 0 and torch.is_grad_enabled()
+        # A loss scale acts behind the loss: too late for the slopes here, of 1 / tokens of a step, if they are float16.
+        if not is_priced or is_float16(states):
             options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.chunk}
             scores = score(loaded, Reads.of(self.objective), states, layer, self.targets, **options)
             logprobs, entropies, values = scores

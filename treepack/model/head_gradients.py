@@ -162,6 +162,11 @@ class _PricedLoss(torch.autograd.Function):
         return (*sums.take(scale=grad), None, None, None)
 
 
+def is_float16(hidden: Tensor) -> bool:
+    """Return True if products with the states `hidden` run in float16, which rounds small gradients to 0."""
+    return (_autocast_dtype(hidden) or hidden.dtype) == torch.float16
+
+
 class _Layer(NamedTuple):
     """Weight [V, D] and bias [V] of an output layer in the dtype of its products."""
 
