@@ -148,6 +148,16 @@ def test_a_second_backward_pass_is_refused() -> None:
         torch.autograd.grad(loss, inputs)
 
 
+def test_second_derivatives_are_refused() -> None:
+    loss, inputs = small_loss()
+    with pytest.raises(TreepackError, match="create_graph"):
+        torch.autograd.grad(loss, inputs, create_graph=True)
+    hidden, weight, _ = inputs
+    logprobs, entropies = tree_logprobs(hidden, weight, torch.tensor([1, 2]), torch.arange(9), torch.arange(9) - 1)
+    with pytest.raises(TreepackError, match="create_graph"):
+        torch.autograd.grad((logprobs + entropies).sum(), inputs[:2], create_graph=True)
+
+
 def test_a_frozen_output_layer_gets_no_gradient_and_no_product() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight, _ = random_head(generator, 9)

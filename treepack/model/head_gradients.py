@@ -102,6 +102,7 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        _refuse_graph()
         hidden, weight, bias, *saved = ctx.saved_tensors
         if all(each is None for each in slopes):
             return None, None, None, None
@@ -154,12 +155,23 @@ class _PricedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_graph()
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise TreepackError(
                 "a second backward pass goes through a loss whose gradients exist once; compute the loss again"
             )
         return (*sums.take(scale=grad), None, None, None)
+
+
+def _refuse_graph() -> None:
+    """Refuse a backward pass with create_graph=True: second derivatives would lack a part without an error.
+
+    Raises:
+        TreepackError: autograd records the backward pass.
+    """
+    if torch.is_grad_enabled():
+        raise TreepackError("the gradients of the output layer have no graph; run backward without create_graph=True")
 
 
 def is_float16(hidden: Tensor) -> bool:
