@@ -104,15 +104,20 @@ def join_routes(parts: list[tuple[Routes | None, int]]) -> Routes | None:
     if shape is None:
         return None
     kind = np.result_type(*{routes.dtype for routes, _ in parts if routes is not None})
-    missing = np.iinfo(kind).max
-    joined = np.full((sum(size for _, size in parts), *shape), missing, kind)
+    joined = np.full((sum(size for _, size in parts), *shape), np.iinfo(kind).max, kind)
     begin = 0
     for routes, size in parts:
         if routes is not None:
-            # The largest value of uint8 becomes that of uint16.
-            joined[begin : begin + size] = np.where(routes == missing_route(routes), missing, routes)
+            fill_routes(joined[begin : begin + size], routes)
         begin += size
     return joined
+
+
+def fill_routes(target: Routes, routes: Routes) -> None:
+    """Write `routes` into `target` of the same shape, whose dtype may be wider: its `missing_route` is another number."""
+    # uint8 [3 255] -> uint16 [3 65535]
+    target[...] = routes
+    target[routes == missing_route(routes)] = missing_route(target)
 
 
 def route_shape(shapes: Iterable[tuple[int, ...] | None]) -> tuple[int, int] | None:

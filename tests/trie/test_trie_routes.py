@@ -172,6 +172,14 @@ def test_a_directory_keeps_routes_in_memory_and_in_mapped_files(
         assert read.tolist() == trie.routes.tolist()
 
 
+def test_experts_that_were_not_recorded_stay_so_beside_a_wider_dtype() -> None:
+    small, wide = np.array([ROWS[0], ROWS[0]], np.uint8), np.array([ROWS[0], [[300, 1], [2, 3]]], np.uint16)
+    small[1] = missing_route(small)
+    routes = collect([with_routes(make("a", [1, 2]), small), with_routes(make("b", [1, 2]), wide)]).routes
+    assert routes is not None
+    assert routes.tolist() == [ROWS[0], [[65535, 65535], [65535, 65535]], ROWS[0], [[300, 1], [2, 3]]]
+
+
 def test_routes_of_another_model_are_refused() -> None:
     rows = np.array([ROWS[0]] * 3, np.uint8)
     a, b = (make(name, [1, 2, 3]) for name in "ab")

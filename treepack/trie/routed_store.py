@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.columns import NO_TRAJECTORY, Sequences, concatenate, route_shape, with_unique_ids
+from treepack.columns import NO_TRAJECTORY, Sequences, concatenate, fill_routes, route_shape, with_unique_ids
 from treepack.errors import TreepackError
 from treepack.trajectory import Int32, Routes, missing_route
 from treepack.trie.route_symbols import ROUTES_AT_ONCE
@@ -122,8 +122,7 @@ def _join_routes(
                 own = np.empty(rows.shape, np.uint8 if batch.routes[2] == 1 else np.uint16)
                 place = batch.routes_start + begin * own[0].nbytes
                 read_into(own.reshape(-1), spools[batch.spool].routes.file.fileno(), place)
-                # The largest value of uint8 becomes that of uint16.
-                rows[:] = np.where(own == missing_route(own), missing, own)
+                fill_routes(rows, own)
         start += batch.num_tokens
         storage.release()
     return joined, storage
