@@ -114,7 +114,7 @@ def join_routes(parts: list[tuple[Routes | None, int]]) -> Routes | None:
 
 
 def fill_routes(target: Routes, routes: Routes) -> None:
-    """Write `routes` into `target` of the same shape, whose dtype may be wider: its `missing_route` is another number."""
+    """Write `routes` into `target` of the same shape, whose dtype may be wider and have another `missing_route`."""
     # uint8 [3 255] -> uint16 [3 65535]
     target[...] = routes
     target[routes == missing_route(routes)] = missing_route(target)
