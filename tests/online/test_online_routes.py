@@ -137,6 +137,8 @@ def test_rows_of_several_lengths_and_types_are_collated() -> None:
         ([RECORDED[0], RECORDED[0]], "routes of sequence 1 have the shape"),
         ([RECORDED[0], RECORDED[1][:, :1]], "routes of sequence 1 have the shape"),
         ([RECORDED[0] + 0.5, None], "expected integers"),
+        ([RECORDED[0], RECORDED[1][0]], r"routes of sequence 1 have the shape \[2, 2\]"),
+        ([RECORDED[0][0], None], r"routes of a sequence have the shape \[2, 2\]; expected integers"),
     ],
 )
 def test_routes_of_another_shape_are_refused(routes: Any, words: str) -> None:

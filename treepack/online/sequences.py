@@ -214,12 +214,16 @@ def _routes(values: Any, form: Form, offsets: Int64, places: Int64) -> Routes:
     """
     is_list = isinstance(values, list | tuple)
     if is_list and form.shape is None and form.jagged is None and len(values) == len(offsets) - 1:
-        parts = [_array(each) for each in values]
-        known = [part for part in parts if part.ndim == 3]
+        parts = [np.zeros(0) if each is None else _array(each) for each in values]
+        known = [part for part in parts if part.ndim == 3 or part.size]
         shape = known[0].shape[1:] if known else (1, 1)
+        if len(shape) != 2:
+            raise TreepackError(
+                f"plan_batch: routes of a sequence have the shape {list(known[0].shape)}; expected integers [tokens, "
+                "layers, k], or None for a sequence without routes"
+            )
         sizes = np.diff(offsets).tolist()
-        # A sequence without routes has the entry None, an array without dimensions.
-        parts = [part if part.ndim == 3 else np.full((0, *shape), -1) for part in parts]
+        parts = [part if part.ndim == 3 or part.size else np.full((0, *shape), -1) for part in parts]
         for i, (part, size) in enumerate(zip(parts, sizes, strict=True)):
             if part.shape[1:] != shape or len(part) > size:
                 raise TreepackError(
@@ -244,7 +248,7 @@ def _rows_like(values: Any, form: Form) -> NDArray[Any]:
     rows: NDArray[Any] = np.zeros(0)
     if form.shape is not None and not isinstance(values, list | tuple):
         rows = _array(values)
-        rows = rows.reshape(-1, *rows.shape[2:]) if rows.shape[:2] == form.shape else rows[:0]
+        rows = rows.reshape(form.size, *rows.shape[2:]) if rows.shape[:2] == form.shape else rows[:0]
     elif form.jagged is not None and isinstance(values, Tensor) and values.is_nested:
         nested: Any = values
         # The offsets of two nested tensors may be different objects, but must have the same numbers.
