@@ -18,6 +18,7 @@ from support.command_line import Run
 from support.engine_server import APIS, EngineServer, experts_of, in_thread, running
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
+from treepack.rollout.dialects import DIALECTS
 from treepack.rollout.engine import EngineError, Sampling, Segment
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import TreeOptions
@@ -25,6 +26,7 @@ from treepack.rollout.query import Query
 from treepack.rollout.records import path_routes, tree_trajectories
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.server import ServerEngine, connect
+from treepack.rollout.server_routes import read_routes
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Int32, Tokens
 from treepack.trie.build import build_trie
@@ -120,6 +122,12 @@ def test_experts_that_are_no_file_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(web, "json_response", damaged)
     with pytest.raises(EngineError, match="in another form"):
         use(EngineServer(), lambda engine: engine.close())
+
+
+def test_an_answer_without_any_expert_is_refused() -> None:
+    dialect = next(each for each in DIALECTS if each.name == "SGLang")
+    with pytest.raises(EngineError, match=r"\[3, 2, 0\] of int32; expected integers"):
+        read_routes(dialect, {"meta_info": {"routed_experts": ""}}, sizes=[3], layers=2, url="http://localhost:1")
 
 
 def test_an_engine_with_too_few_rows_is_refused() -> None:

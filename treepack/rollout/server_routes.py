@@ -10,12 +10,12 @@ because no forward pass has computed it yet. Fields are those of vLLM 0.33 and S
 from __future__ import annotations
 
 import base64
-import io
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from treepack.ingest.readers.route_fields import npy_array
 from treepack.rollout.dialects import Dialect
 from treepack.rollout.engine import EngineError
 
@@ -46,8 +46,8 @@ def read_routes(
 def _read_one(dialect: Dialect, text: str, size: int, layers: int | None, url: str) -> NDArray[np.integer[Any]]:
     try:
         data = base64.b64decode(text, validate=True)
-        rows = np.frombuffer(data, "<i4") if dialect.name == "SGLang" else np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        rows = np.frombuffer(data, "<i4") if dialect.name == "SGLang" else npy_array(data)
+    except ValueError as error:
         raise EngineError(
             f"{url}: {dialect.path} answered routed_experts in another form ({error}); {_START}"
         ) from None
@@ -62,8 +62,10 @@ def _read_one(dialect: Dialect, text: str, size: int, layers: int | None, url: s
                 f"{url}: {rows.size} experts are not those of {size} tokens in {layers} layers; correct --route-layers"
             )
         rows = rows.reshape(size, layers, -1)
-    if rows.ndim != 3 or len(rows) != size or rows.dtype.kind not in "iu" or (rows.size and rows.min() < 0):
+    is_regular = rows.ndim == 3 and 0 not in rows.shape[1:] and rows.dtype.kind in "iu"
+    if not is_regular or len(rows) != size or (rows.size and rows.min() < 0):
         raise EngineError(
-            f"{url}: {dialect.path} answered routed_experts {list(rows.shape)} of {rows.dtype}; expected {size} tokens"
+            f"{url}: {dialect.path} answered routed_experts {list(rows.shape)} of {rows.dtype}; expected integers of "
+            f"at least 0, [tokens, layers, k], for {size} tokens"
         )
     return rows.astype(np.min_scalar_type(int(rows.max(initial=0))))

@@ -31,6 +31,12 @@ def npy(rows: Any) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+def npy_text(shape: str) -> str:
+    """Base64 of a .npy file without data, whose header has this `shape`."""
+    header = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return base64.b64encode(b"\x93NUMPY\x01\x00\x76\x00" + header.encode()).decode()
+
+
 def as_object(rows: Any) -> dict[str, Any]:
     data = base64.b64encode(rows.astype(np.uint8).tobytes()).decode()
     return {"data": data, "shape": list(rows.shape), "dtype": "uint8", "start": 0}
@@ -90,6 +96,9 @@ def test_rows_of_padding_are_removed() -> None:
         ([[[1], [2]], [[3]]], "has the shape"),
         ([[[0.5]]], "of float64"),
         ("AAAA", "is text that is no .npy file"),
+        (npy_text("(99999999999, 2, 2)"), "is text that is no .npy file"),
+        (npy_text("("), "is text that is no .npy file"),
+        ({"data": "", "shape": [[1], 2, 2]}, "do not fit the shape"),
         ("?", "is not base64"),
         ({"data": "AAAA", "shape": [2, 1, 1], "dtype": "int32"}, "3 bytes of int32, which do not fit"),
         ({"data": "AAAA", "shape": [3, 1, 1], "dtype": "nonsense"}, "do not fit"),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -79,13 +80,25 @@ def _decoded(value: Any, source: str, name: str, stored: int) -> NDArray[Any]:
         return _of_bytes(_bytes(text, source, name), kind, sizes, source, name)
     if isinstance(value, str | bytes):
         try:
-            return np.asarray(np.load(io.BytesIO(_bytes(value, source, name)), allow_pickle=False))
-        except (ValueError, EOFError, OSError):
+            return npy_array(_bytes(value, source, name))
+        except ValueError:
             raise TreepackError(f"{source}: {name} is text that is no .npy file; {_FORMS}") from None
     try:
         return np.asarray(_plain(value))
     except (ValueError, OverflowError):
         return np.zeros(0, np.object_)
+
+
+def npy_array(data: bytes) -> NDArray[Any]:
+    """Return the array in the bytes of a .npy file.
+
+    Raises:
+        ValueError: they are no such file.
+    """
+    try:
+        return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    except (EOFError, MemoryError, OSError, SyntaxError, TokenError) as error:  # of damaged headers
+        raise ValueError(str(error)) from None
 
 
 def _shifted(rows: NDArray[Any], start: Any) -> NDArray[Any]:
@@ -112,8 +125,9 @@ def _bytes(value: Any, source: str, name: str) -> bytes:
 
 
 def _of_bytes(data: bytes, kind: str, shape: Any, source: str, name: str) -> NDArray[Any]:
-    sizes = [int(size) for size in shape] if isinstance(shape, list | tuple | np.ndarray) else []
+    sizes: Any = shape
     try:
+        sizes = [int(size) for size in shape] if isinstance(shape, list | tuple | np.ndarray) else []
         return np.frombuffer(data, np.dtype(kind).newbyteorder("<")).reshape(sizes)
     except (TypeError, ValueError):
         raise TreepackError(
