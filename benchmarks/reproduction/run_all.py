@@ -1,7 +1,8 @@
 """All of docs/reproduction.md on one GPU within a given time: probe, warm-ups, credit, and all training curves.
 
     python benchmarks/reproduction/run_all.py --out FOLDER [--minutes 9.5] [--processes 14] [--archive FILE.tar.gz]
-    python benchmarks/reproduction/run_all.py --out FOLDER --dry-run       the same way with small numbers, for a CPU
+    python benchmarks/reproduction/run_all.py --out FOLDER --tiny --processes 2 --minutes 200      for a CPU of two cores
+    python benchmarks/reproduction/run_all.py --out FOLDER --dry-run       the same way with small numbers
 
     probe -> warm-up of each task -> credit of this task, and its runs of curves.py, side by side as processes
 
@@ -39,6 +40,11 @@ PROS = ("pool-grpo", "pool-dynamic", "pool-random", "pros")
 SETS = (("curves", "steps", TREES), ("pros", "steps", PROS), ("trace", "maze", TRACE), ("curves", "maze", TREES))
 TOKENS = {"steps": 1e6, "maze": 3e5}  # decoded tokens of a run
 DIALS = {"steps": ["--wanted", "0.22", "--set", "modulus=47"], "maze": ["--wanted", "0.25"]}
+TINY = "--shape tiny --rate 3e-3 --batch 32"
+TINY_DIALS = {
+    "steps": f"{TINY} --wanted 0.4 --levels 2 3 4 5 6 --set modulus=11".split(),
+    "maze": f"{TINY} --levels 5".split(),
+}
 CURVES = ["--evaluations", "5", "--eval-prompts", "256", "--eval-samples", "4"]
 PROBE = 60.0  # seconds
 LAST = 20.0  # seconds that a run has for its last step and evaluation
@@ -63,6 +69,7 @@ def main() -> None:
     parser.add_argument("--archive", type=Path)
     parser.add_argument("--mps", action="store_true")
     parser.add_argument("--device", help="cuda or cpu; by default what torch finds")
+    parser.add_argument("--tiny", action="store_true", help="short tasks and a policy of 0.1 million parameters")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes - REPORTS
@@ -91,7 +98,7 @@ def all_jobs(options: argparse.Namespace) -> list[Job]:
     for task in options.tasks:
         policy = str(policies / task)
         words = ["--task", task, "--out", policy, "--minutes", f"{0.18 * options.minutes:.3f}", "--workers", "3"]
-        words += [*DIALS[task], *device, *dry["warm-up"]]
+        words += [*(TINY_DIALS if options.tiny else DIALS)[task], *device, *dry["warm-up"]]
         is_enough = (policies / task / "warm_up.json").exists
         warm_ups.append(Job(f"warm-up-{task}", ["warm_up.py", *words], is_enough=is_enough))
         words = ["--policy", policy, "--out", str(options.out / "credit"), *device, *dry["credit"]]
