@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from support.oracle_model import gradients
 from support.tiny_families import NOT_COMPARED, tiny_family
 from treepack.errors import TreepackError
-from treepack.model.replay import check_routes, missing_route, use_routes
+from treepack.model.replay import check_routes, missing_expert, use_routes
 from treepack.model.routers import follow_routers
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
@@ -146,7 +146,7 @@ def test_any_experts_get_the_weights_and_gradients_of_the_router(
 def test_tokens_and_layers_without_record_route_freely(dtype: torch.dtype) -> None:
     model = tiny_family("qwen3_moe")
     chosen = own_routes(model)
-    routes = torch.full_like(chosen, missing_route(dtype), dtype=dtype)
+    routes = torch.full_like(chosen, missing_expert(dtype), dtype=dtype)
     use_routes(model, "m", routes)
     assert torch.equal(own_routes(model), chosen)
     other = (chosen[3, 0] + 1) % 4

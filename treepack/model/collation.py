@@ -26,7 +26,7 @@ from treepack.model.dropout import check_dropout
 from treepack.model.first_batch import check_first_batch
 from treepack.model.head import OutputLayer, head_replaced
 from treepack.model.loss import CHUNK, filled_temperature
-from treepack.model.replay import check_routes, missing_route, use_routes
+from treepack.model.replay import check_routes, missing_expert, use_routes
 
 _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight")
 
@@ -65,11 +65,11 @@ def _concatenate_routes(batches: Sequence[Batch], length: int) -> Tensor:
     # uint8 beside int16 -> int16, whose entry for experts that were not recorded is another one.
     kind = next((routes.dtype for routes in given if routes.dtype != torch.uint8), torch.uint8)
     shape = (len(batches), length, *given[0].shape[1:])
-    joined = torch.full(shape, missing_route(kind), dtype=kind, device=given[0].device)
+    joined = torch.full(shape, missing_expert(kind), dtype=kind, device=given[0].device)
     for row, batch in zip(joined, batches, strict=True):
         if (routes := batch.routes) is not None:
             known = routes.to(kind)
-            row[: len(routes)] = torch.where(routes == missing_route(routes.dtype), missing_route(kind), known)
+            row[: len(routes)] = torch.where(routes == missing_expert(routes.dtype), missing_expert(kind), known)
     return joined.flatten(0, 1)
 
 

@@ -14,7 +14,7 @@ renormalisation and scale are those of the model's code. A mask of groups (DeepS
 recorded experts, because the sampler may have chosen other groups. If the recorded experts are those that the router
 would choose, in its order, then all bits are equal to those without replay.
 
-Entries of `missing_route` are not recorded; the router chooses for them. `routes` stay in use until the next forward
+Entries of `missing_expert` are not recorded; the router chooses for them. `routes` stay in use until the next forward
 pass, because layers that are recomputed run their router again in the backward pass.
 """
 
@@ -66,7 +66,7 @@ class _Replay:
         )
 
 
-def missing_route(dtype: torch.dtype) -> int:
+def missing_expert(dtype: torch.dtype) -> int:
     """Return the entry of experts that were not recorded: 255 in uint8, -1 in int16."""
     return 255 if dtype == torch.uint8 else -1
 
@@ -84,7 +84,7 @@ def check_routes(causal: Any, source: str, routes: Tensor) -> None:
     """
     replay = _replay_of(causal, source)
     replay.layers_of(routes.shape[1])
-    known = routes[routes != missing_route(routes.dtype)]
+    known = routes[routes != missing_expert(routes.dtype)]
     if known.numel() and (last := int(known.max())) >= replay.num_experts:
         raise TreepackError(
             f"{source}: has {replay.num_experts} experts in a layer, but the recorded routes name expert {last}; "
@@ -145,7 +145,7 @@ class _ReplayMode(TorchFunctionMode):
     def __init__(self, replay: _Replay, routes: Tensor) -> None:
         super().__init__()
         self._replay = replay
-        self._is_recorded = routes[:, :1] != missing_route(routes.dtype)  # [T, 1]: all k are recorded, or none
+        self._is_recorded = routes[:, :1] != missing_expert(routes.dtype)  # [T, 1]: all k are recorded, or none
         self._experts = routes.long()  # [T, k]
         self._chosen = 0
 
