@@ -32,6 +32,7 @@ from pathlib import Path
 
 import families as made
 import numpy as np
+from made_tries import forest_of_trees, trie_of
 
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.options import EFFORTS
@@ -118,7 +119,7 @@ def warm_up(method: str) -> None:
     # 12 leaves need the program over sets, 40 the search and the multi-path program.
     for leaves in (12, 40):
         tree = made.make_tree(family, leaves)
-        trie = made.trie_of(made.forest_of_trees([tree]))
+        trie = trie_of(forest_of_trees([tree]))
         plan_rows(trie, capacity=int(1.3 * tree.length.max()), method=method, search=Search("low", time_limit=1.0))
 
 
@@ -129,7 +130,7 @@ def problems(options: argparse.Namespace) -> Iterator[Problem]:
             if not is_chosen(family.name, options.families):
                 continue
             tree = made.make_tree(family, size, seed=options.seed)
-            trie = made.trie_of(made.forest_of_trees([tree]), shuffle=shuffle(options))
+            trie = trie_of(forest_of_trees([tree]), shuffle=shuffle(options))
             longest = int(tree.length.max())
             fixed = [family.capacity] if family.capacity else options.capacities
             scaled = [int(ratio * longest) for ratio in options.capacity_ratio if family.capacity is None]
@@ -140,7 +141,7 @@ def problems(options: argparse.Namespace) -> Iterator[Problem]:
     for name, make in made.forests().items():
         for size in options.sizes:
             if size >= 64 and is_chosen(name, options.families):
-                trie = made.trie_of(make(size, options.seed), shuffle=shuffle(options))
+                trie = trie_of(make(size, options.seed), shuffle=shuffle(options))
                 for capacity in options.capacities:
                     if trie.lengths.max() <= capacity < trie.tokens_tree:
                         yield Problem(name, trie, capacity)
@@ -232,11 +233,11 @@ def print_summary(over: dict[str, list[tuple[str, float]]], worse: int) -> None:
 def large_problem(name: str, size: int, seed: int) -> Problem:
     """Return the problem `name` with `size` trajectories, as one tree or as a forest."""
     if name in made.forests():
-        return Problem(name, made.trie_of(made.forests()[name](size, seed)), 32768)
+        return Problem(name, trie_of(made.forests()[name](size, seed)), 32768)
     family = {family.name: family for family in made.families()}[name]
     tree = made.make_tree(family, size, seed=seed)
     capacity = family.capacity or max(32768, int(1.3 * tree.length.max()))
-    return Problem(name, made.trie_of(made.forest_of_trees([tree])), capacity)
+    return Problem(name, trie_of(forest_of_trees([tree])), capacity)
 
 
 LARGE = ("star, long prompt", "random turns", "sub-agents", "one-token branches", "stars of 16", "mixed trees")

@@ -26,6 +26,7 @@ def plan(leaves: int, effort: str) -> None:
     """Plan all problems by all methods with the treepack that is imported; print a JSON object."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import families as made
+    from made_tries import forest_of_trees, trie_of
 
     from treepack.pack.plan.check import check_plan
     from treepack.pack.plan.planning import plan_rows
@@ -36,7 +37,7 @@ def plan(leaves: int, effort: str) -> None:
     problems += [(family, LARGE_LEAVES) for family in made.families() if family.name in STARS]
     for family, size in problems:
         tree = made.make_tree(family, size)
-        trie = made.trie_of(made.forest_of_trees([tree]), shuffle=0)
+        trie = trie_of(forest_of_trees([tree]), shuffle=0)
         capacity = family.capacity or max(32768, int(1.3 * tree.length.max()))
         result = results.setdefault(f"{family.name}, {size:,}", {})
         for method in METHODS:

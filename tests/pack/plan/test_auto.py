@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_tries import forest_of_trees, trie_of
 
 from support import strategies
 from support.plan_costs import Cost, cost_of
@@ -36,7 +37,7 @@ def test_auto_needs_no_more_tokens_than_any_quick_method(
     methods = ["auto", "contiguous", "heuristic", *(["greedy-online"] if max_steps else [])]
     for leaves, factor in ((5, 1.3), (30, 2.0), (90, 1.0), (90, 3.0)):
         tree = made.make_tree(family, leaves)
-        trie = made.trie_of(made.forest_of_trees([tree]), shuffle=leaves)
+        trie = trie_of(forest_of_trees([tree]), shuffle=leaves)
         capacity = int(factor * tree.length.max())
         plans = {name: plan_rows(trie, capacity=capacity, method=name, search=Search("low")) for name in methods}
         tokens = {name: check_plan(trie, plan).tokens_packed for name, plan in plans.items()}
