@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from experts import seconds_of
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
@@ -138,23 +138,13 @@ def check(device: torch.device, words: int) -> None:
             raise SystemExit(f"{way}: two runs differ")
 
 
-def seconds(device: torch.device, call: Callable[[], Any]) -> float:
-    """Return the seconds of a call, with the device idle before and after it."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else int
-    wait()
-    began = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - began
-
-
 def measure(device: torch.device, way: str, sizes: tuple[int, int, int, int], repeats: int) -> str:
     """Return one line of the table; `sizes` are hidden size, words, targets and chunk."""
     size, words, count, chunk = sizes
     hidden, weight, targets = inputs_of(device, size, words, count)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    times = [seconds(device, lambda: run(way, hidden, weight, targets, chunk)) for _ in range(repeats + 1)]
+    times = [seconds_of(device, lambda: run(way, hidden, weight, targets, chunk)) for _ in range(repeats + 1)]
     spent = statistics.median(times[1:])  # the first compiles
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     rate = 6 * size * words * (count - 1) / spent / 1e12

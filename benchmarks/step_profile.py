@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experts import Way, load
+from experts import Way, load, seconds_of
 from torch import Tensor
 from training_rows import count_work, tree_rows
 from workloads import Workload, make_workload, star
@@ -140,21 +140,11 @@ class Step:
         return float(loss.detach())
 
 
-def timed(device: torch.device, call: Callable[[], Any]) -> float:
-    """Return the seconds of one call, with the device idle before and after it."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else int
-    wait()
-    began = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - began
-
-
 def product_rate(device: torch.device) -> float:
     """Return the operations per second of a large product of bfloat16 numbers."""
     size = 8192 if device.type == "cuda" else 128
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    times = [timed(device, lambda: a @ b) for _ in range(13)][3:]
+    times = [seconds_of(device, lambda: a @ b) for _ in range(13)][3:]
     rate: float = 2 * size**3 / statistics.median(times)
     return rate
 
@@ -165,7 +155,7 @@ def kernels_of(device: torch.device, call: Callable[[], Any]) -> list[Kernel]:
 
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
-        timed(device, call)
+        seconds_of(device, call)
     return [
         Kernel(event.name, event.time_range.start, event.time_range.elapsed_us())
         for event in seen.events()
@@ -182,9 +172,9 @@ def measure(name: str, config: dict[str, Any], row: Batch, arguments: argparse.N
     loss = step()
     compiled = time.perf_counter() - began
     step()
-    times = [timed(device, step) for _ in range(arguments.repeats)]
+    times = [seconds_of(device, step) for _ in range(arguments.repeats)]
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    prepare = timed(device, lambda: prepare_batch(loaded, row))
+    prepare = seconds_of(device, lambda: prepare_batch(loaded, row))
     kernels = kernels_of(device, step)
     spent, work = statistics.median(times), operations(shape_of(config, name=name), count_work([row]))
     return {
