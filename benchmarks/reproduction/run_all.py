@@ -1,7 +1,7 @@
 """All of docs/reproduction.md on one GPU within a given time: probe, warm-ups, credit, and all training curves.
 
     python benchmarks/reproduction/run_all.py --out FOLDER [--minutes 9.5] [--processes 14] [--archive FILE.tar.gz]
-    python benchmarks/reproduction/run_all.py --out FOLDER --tiny --processes 2 --minutes 200      for a CPU of two cores
+    python benchmarks/reproduction/run_all.py --out FOLDER --tiny --processes 2 --minutes 200    for two CPU cores
     python benchmarks/reproduction/run_all.py --out FOLDER --dry-run       the same way with small numbers
 
     probe -> warm-up of each task -> credit of this task, and its runs of curves.py, side by side as processes
