@@ -32,9 +32,9 @@ from credit_gradients import ESTIMATORS, estimator_gradient, reference_halves, t
 from credit_tables import write_report
 from curves_arms import tree_shape
 from curves_tables import read_records
+from learner import Learner, start_learner
 from tasks import pass_rates, sample_trees
 from torch import Tensor
-from trace_learner import Learner, start_learner
 from warm_up import load_task
 
 from treepack.errors import TreepackError

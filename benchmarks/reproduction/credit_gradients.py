@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from learner import trajectories_of
 from tasks import pass_rates
 from torch import Tensor
-from trace_learner import trajectories_of
 
 import treepack
 from treepack.model.objectives import Objective

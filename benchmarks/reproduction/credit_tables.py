@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from curves_statistics import Line, bootstrap_interval, can_draw, draw
+from curves_statistics import DrawnLine, bootstrap_interval, can_draw, draw
 from curves_tables import read_records
 
 from treepack.errors import TreepackError
@@ -141,16 +141,16 @@ def report(halves: Float64, estimators: dict[str, Products]) -> str:
     return text
 
 
-def lines(halves: Float64, estimators: dict[str, Products]) -> dict[str, Line]:
+def lines(halves: Float64, estimators: dict[str, Products]) -> dict[str, DrawnLine]:
     """Return the cosine over decoded tokens per prompt for each estimator, and the ceiling."""
     made = {}
     for name, each in estimators.items():
         sizes = block_sizes(len(each.gram))
         cosines = np.array([block_cosines(halves, each, size).mean() for size in sizes])
-        made[name] = Line(each.tokens * np.array(sizes, np.float64), cosines, dashed="leaf weights" in name)
+        made[name] = DrawnLine(each.tokens * np.array(sizes, np.float64), cosines, dashed="leaf weights" in name)
     every = np.concatenate([line.x for line in made.values()])
     ends = np.array([every.min(), every.max()])
-    return made | {"ceiling": Line(ends, np.full(2, ceiling(halves)), dashed=True)}
+    return made | {"ceiling": DrawnLine(ends, np.full(2, ceiling(halves)), dashed=True)}
 
 
 def _with_interval(values: Float64, sign: str = "") -> str:

@@ -40,7 +40,7 @@ import torch
 import trace_arms
 from curves_arms import Arm, Sizes, State
 from curves_tables import is_evaluated, write_report
-from trace_learner import evaluate, evaluation_queries, start_learner
+from learner import evaluate, evaluation_queries, start_learner
 from warm_up import load_task
 
 from treepack.errors import TreepackError

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from learner import Learner, is_mixed, learn, publish, trajectories_of
 from tasks import Task, pass_rates, sample_trees
-from trace_learner import Learner, is_mixed, learn, publish, trajectories_of
 
 from treepack.rollout.engine import derived_seed
 from treepack.rollout.options import TreeOptions

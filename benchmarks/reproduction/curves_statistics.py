@@ -23,7 +23,7 @@ RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class DrawnLine:
     """A line of a picture: `x` float64 [n], `y` float64 [n], and the bounds of its band if there is one."""
 
     x: Float64
@@ -74,7 +74,7 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def draw(lines: Mapping[str, Line], out: Path, *, across: str, up: str, log: bool = False) -> None:
+def draw(lines: Mapping[str, DrawnLine], out: Path, *, across: str, up: str, log: bool = False) -> None:
     """Draw lines with their bands as an SVG file with the same bytes every time; an existing file is replaced.
 
     Raises:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from curves_statistics import Line, can_draw, draw, first_crossing, t_interval
+from curves_statistics import DrawnLine, can_draw, draw, first_crossing, t_interval
 
 from treepack.errors import TreepackError
 from treepack.trajectory import Float64
@@ -111,7 +111,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def report(runs: Runs, *, target: float | None) -> tuple[str, dict[str, Line]]:
+def report(runs: Runs, *, target: float | None) -> tuple[str, dict[str, DrawnLine]]:
     """Return the Markdown table of one task, and the lines of its plot; see `write_report`."""
     end = min(curve.decoded[-1] for seeds in runs.values() for curve in seeds.values())
     grid = np.linspace(0.0, end, GRID)
@@ -177,10 +177,10 @@ def _reached(tokens: Float64) -> str:
     return f"{tokens[has].mean():,.0f}{share}"
 
 
-def _band(curves: Mapping[int, Curve], grid: Float64) -> Line:
+def _band(curves: Mapping[int, Curve], grid: Float64) -> DrawnLine:
     rates = np.array([curve.at(grid) for curve in curves.values()])
     mean = rates.mean(axis=0)
     if len(rates) < 2:
-        return Line(grid, mean)
+        return DrawnLine(grid, mean)
     half = np.array([t_interval(column)[1] for column in rates.T])
-    return Line(grid, mean, mean - half, mean + half)
+    return DrawnLine(grid, mean, mean - half, mean + half)

@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from curves_arms import Arm, State, sampled_figures
+from learner import Learner, is_mixed, learn, publish, trajectories_of
 from tasks import sample_trees
-from trace_learner import Learner, is_mixed, learn, publish, trajectories_of
 
 import treepack
 from treepack.columns import SpanView

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from learner import Learner, learn, publish, trajectories_of
 from tasks import sample_trees
-from trace_learner import Learner, learn, publish, trajectories_of
 from trace_predictor import SOURCE, Predictor, predictions, prompt_values, refit
 
 import treepack
@@ -51,7 +51,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Continuations:
     """`count` continuations of the first `size` tokens of a rollout, or rollouts of a prompt if `rollout` is None."""
 
     group: str
@@ -107,16 +107,16 @@ def play_round(
     return record
 
 
-def active_lines(trie: Trie, predicted: Predictions, expand: int, segment: str) -> list[Line]:
+def active_lines(trie: Trie, predicted: Predictions, expand: int, segment: str) -> list[Continuations]:
     """Return the continuations that `treepack trace` would choose for the rollouts of `trie`."""
     table, _ = prefix_table(trie, predicted, expand=expand, segment=segment)
     return [
-        Line(line["group_id"], line["trajectory_id"], line["num_tokens"] or 0, line["num_continuations"])
+        Continuations(line["group_id"], line["trajectory_id"], line["num_tokens"] or 0, line["num_continuations"])
         for line in table.to_pylist()
     ]
 
 
-def uniform_lines(trie: Trie, expand: int, segment: str, rng: np.random.Generator) -> list[Line]:
+def uniform_lines(trie: Trie, expand: int, segment: str, rng: np.random.Generator) -> list[Continuations]:
     """Return `expand` continuations of random prefixes of each rollout.
 
     The continuations of rollouts without a prefix become half as many rollouts of their prompt.
@@ -126,7 +126,7 @@ def uniform_lines(trie: Trie, expand: int, segment: str, rng: np.random.Generato
     names, groups = (trie.trajectories[name].to_pylist() for name in ("trajectory_id", "group_id"))
     chosen = np.flatnonzero(count)
     lines = [
-        Line(groups[i], names[i], size, more)
+        Continuations(groups[i], names[i], size, more)
         for i, size, more in zip(
             prefixes.trajectory[chosen].tolist(),
             prefixes.num_tokens[chosen].tolist(),
@@ -137,11 +137,11 @@ def uniform_lines(trie: Trie, expand: int, segment: str, rng: np.random.Generato
     is_bare = np.bincount(prefixes.trajectory, minlength=trie.num_trajectories) == 0
     again: Int64 = np.bincount(prefixes.group[is_bare], minlength=prefixes.tree.num_groups) * expand // 2
     named = zip(group_ids(trie, prefixes), again.tolist(), strict=True)
-    return [*lines, *(Line(group, None, 0, more) for group, more in named if more)]
+    return [*lines, *(Continuations(group, None, 0, more) for group, more in named if more)]
 
 
 def continuation_queries(
-    trie: Trie, lines: Sequence[Line], queries: dict[str, Query], shape: TreeOptions
+    trie: Trie, lines: Sequence[Continuations], queries: dict[str, Query], shape: TreeOptions
 ) -> tuple[list[Query], list[TreeOptions]]:
     """Return the query of each line, and its options: a path has as many tokens in total as one from the prompt."""
     places = {(line.rollout, line.size): SOURCE for line in lines if line.rollout is not None}

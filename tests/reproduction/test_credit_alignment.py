@@ -12,9 +12,9 @@ import pytest
 import torch
 from credit_gradients import ESTIMATORS, estimator_gradient, reference_halves, trie_of
 from curves_arms import tree_shape
+from learner import Learner, start_learner
 from policy import make_policy
 from tasks import Task, make_task, sample_trees, tree_rewards
-from trace_learner import Learner, start_learner
 
 from support.reproduction_learners import even_start, save_small_policy
 from treepack.errors import TreepackError

@@ -12,8 +12,8 @@ import pytest
 import torch
 from curves_arms import Sizes, State
 from curves_statistics import bootstrap_interval, first_crossing, t_interval
+from learner import start_learner
 from tasks import make_task
-from trace_learner import start_learner
 
 from support.reproduction_learners import even_start, save_small_policy
 

@@ -9,8 +9,8 @@ import numpy as np
 import pros_arms
 import pytest
 from curves_arms import Sizes, State
+from learner import learn, trajectories_of
 from tasks import sample_trees
-from trace_learner import learn, trajectories_of
 
 import treepack
 from support.reproduction_learners import coin_learner, small_learner

@@ -11,8 +11,8 @@ import pytest
 import trace_arms
 import trace_tables
 from curves_arms import Sizes, State
+from learner import Learner, trajectories_of
 from tasks import sample_trees
-from trace_learner import Learner, trajectories_of
 from trace_predictor import Fitting, predictions, prompt_values, refit, start_predictor
 from trace_rounds import active_lines, continuation_queries, uniform_lines
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from learner import Learner, start_learner
 from policy import make_policy, save_policy
-from trace_learner import Learner, start_learner
 
 from treepack.rollout.episode import Episode, SingleTurn
 from treepack.rollout.query import Query
