@@ -61,6 +61,8 @@ class Limits:
 
 @dataclass(slots=True)
 class _Running:
+    """A job that runs, and the time of `time.monotonic` at which it began, in seconds."""
+
     process: subprocess.Popen[bytes]
     begin: float = field(default_factory=time.monotonic)
 

@@ -111,7 +111,7 @@ def test_the_stack_of_a_pushed_piece_is_its_path_and_few_spare_tokens(steps: lis
                 ancestors = [token for token in range(begin, last) if end[token] > each.begin]
                 assert ancestors == list(range(begin, begin + len(ancestors)))
                 assert last - begin - len(ancestors) <= spare
-    # No more places than the longest path, with a gap and spare tokens behind each piece.
+    # No more places than the longest path, with a gap and spare tokens after each piece.
     deepest = max((len(each.stack) for each in plan.passes), default=0) + 1
     assert plan.carried <= max(depths(parent)) + deepest * (ALIGNMENT - 1 + spare)
     assert plan.places >= max(each.first + each.size for each in plan.passes)

@@ -92,7 +92,7 @@ def test_experts_that_are_equal_for_equal_tokens_do_not_split_a_tree() -> None:
     tree = sampled("generate")
     trajectories = tree_trajectories(tree)
     split, shared = build_trie(trajectories), build_trie(trajectories, route_conflicts="first")
-    # A leaf that another one goes on from has no experts for its last token.
+    # A leaf that another one continues has no experts for its last token.
     assert len(shared.tokens) <= len(split.tokens) <= len(shared.tokens) + len(tree.leaves)
     assert len(shared.tokens) < sum(
         len(each.content.tokens) for each in trajectories if isinstance(each.content, Tokens)

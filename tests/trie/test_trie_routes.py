@@ -50,7 +50,7 @@ def test_a_split_trie_gives_each_trajectory_its_own_routes(routed: list[Trajecto
     found = by_id(trie)
     for each in routed:
         own, other = sets_of(each), found[each.trajectory_id]
-        # A last token without experts has those of another trajectory if that one goes on with this token.
+        # A last token without experts has those of another trajectory if that one continues with this token.
         assert own[:-1] == other[:-1]
         assert own[-1] in (NONE, other[-1])
 
@@ -82,7 +82,7 @@ def test_a_split_trie_shares_all_that_has_equal_routes(routed: list[Trajectory])
         assert isinstance(each.content, Tokens)
         letters = zip(each.content.tokens.tolist(), sets_of(each), strict=True)
         paths.append([numbers.setdefault(letter, len(numbers)) for letter in letters])
-    # A last token without experts costs nothing after a prefix that goes on with this token and some experts.
+    # A last token without experts costs nothing after a prefix that continues with this token and some experts.
     for path, each in zip(paths, routed, strict=True):
         assert isinstance(each.content, Tokens)
         if sets_of(each)[-1] == NONE:

@@ -274,7 +274,7 @@ class TermObjective:
             TreepackError: the model has no value head and values are read, or a column is missing.
         """
         is_priced = self.objective.is_tokenwise and len(self.targets[0]) > 0 and torch.is_grad_enabled()
-        # A loss scale acts behind the loss: too late for the slopes here, of 1 / tokens of a step, if they are float16.
+        # A loss scale acts after the loss: too late for the slopes here, of 1 / tokens of a step, if they are float16.
         if not is_priced or is_float16(states):
             options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.chunk}
             scores = score(loaded, Reads.of(self.objective), states, layer, self.targets, **options)

@@ -48,7 +48,7 @@ class Sums(NamedTuple):
 
 
 def takes(head_dims: tuple[int, int]) -> bool:
-    """Return whether the backward in one pass computes such heads (dimension of q and k, of v)."""
+    """Return True if the backward in one pass computes such heads (dimension of q and k, of v)."""
     return head_dims[0] == head_dims[1] and head_dims[0] in STAGES
 
 
