@@ -158,6 +158,13 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad((logprobs + entropies).sum(), inputs[:2], create_graph=True)
 
 
+def test_a_weight_that_requires_a_gradient_is_refused() -> None:
+    hidden, weight, _ = random_head(torch.Generator().manual_seed(0), 3)
+    ids, parent = torch.arange(3), torch.arange(3) - 1
+    with pytest.raises(TreepackError, match="detach it"):
+        weighted_nll(hidden, weight, (ids, parent, torch.tensor([0.0, 1.0, 1.0], requires_grad=True)))
+
+
 def test_a_frozen_output_layer_gets_no_gradient_and_no_product() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight, _ = random_head(generator, 9)

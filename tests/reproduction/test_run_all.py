@@ -75,10 +75,10 @@ def test_waiting_jobs_share_the_time_that_is_left(scripts: Path, monkeypatch: py
 
 def options(out: Path, *words: str) -> argparse.Namespace:
     known = {"out": out, "minutes": 9.5, "seeds": [0, 1], "tasks": ["steps", "maze"], "device": None}
-    return argparse.Namespace(**known, dry_run="dry" in words)
+    return argparse.Namespace(**known, dry_run="dry" in words, tiny="tiny" in words)
 
 
-@pytest.mark.parametrize("words", [(), ("dry",)])
+@pytest.mark.parametrize("words", [(), ("dry",), ("tiny",)])
 def test_every_job_comes_after_the_one_that_it_needs_and_every_arm_exists(tmp_path: Path, words: tuple[str]) -> None:
     work = run_all.all_jobs(options(tmp_path, *words))
     names = [job.name for job in work]

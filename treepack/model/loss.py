@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from treepack.errors import TreepackError
 from treepack.model.head_chunks import ChunkTargets, invert, split_targets
 from treepack.model.head_gradients import HeadOptions, Price, priced_loss, token_scores
 from treepack.model.token_statistics import LogitMap, Slopes
@@ -65,8 +66,13 @@ def weighted_nll(
 
     Raises:
         IndexError, RuntimeError: if a root has weight; the type depends on the device.
+        TreepackError: loss_weight requires a gradient.
     """
     input_ids, parent, loss_weight = targets
+    if loss_weight.requires_grad and torch.is_grad_enabled():
+        raise TreepackError(
+            "weighted_nll: loss_weight requires a gradient, which is not computed; detach it, or weigh tree_logprobs"
+        )
     # loss_weight [0, 1, 2, 0, .5] -> tokens [1, 2, 4]; with parent [-1, 0, 1, 0, 3] -> sources [0, 1, 3]
     tokens = loss_weight.nonzero().squeeze(-1)
     if len(tokens) == 0:
