@@ -158,6 +158,15 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad((logprobs + entropies).sum(), inputs[:2], create_graph=True)
 
 
+def test_a_row_without_targets_has_gradients_of_0_for_states_weight_and_bias() -> None:
+    inputs = random_head(torch.Generator().manual_seed(0), 3)
+    hidden, weight, bias = inputs
+    loss = weighted_nll(hidden, weight, (torch.arange(3), torch.arange(3) - 1, torch.zeros(3)), bias=bias)
+    assert loss.item() == 0
+    for gradient, tensor in zip(torch.autograd.grad(loss, inputs), inputs, strict=True):
+        assert gradient.equal(torch.zeros_like(tensor))
+
+
 def test_a_weight_that_requires_a_gradient_is_refused() -> None:
     hidden, weight, _ = random_head(torch.Generator().manual_seed(0), 3)
     ids, parent = torch.arange(3), torch.arange(3) - 1

@@ -62,7 +62,7 @@ def weighted_nll(
         chunk: targets whose logits are in memory at a time.
 
     Returns:
-        a float64 scalar, attached to `hidden`; 0 for a row without targets.
+        a float64 scalar, attached to `hidden` and the weights; 0 for a row without targets.
 
     Raises:
         IndexError, RuntimeError: if a root has weight; the type depends on the device.
@@ -76,8 +76,8 @@ def weighted_nll(
     # loss_weight [0, 1, 2, 0, .5] -> tokens [1, 2, 4]; with parent [-1, 0, 1, 0, 3] -> sources [0, 1, 3]
     tokens = loss_weight.nonzero().squeeze(-1)
     if len(tokens) == 0:
-        # The 0 must still depend on `hidden`, so that backward gives zero gradients instead of an error.
-        return hidden.sum(dtype=torch.float64) * 0
+        # [0, D] -> [0, V] -> 0, still attached to `hidden` and the weights: FSDP needs gradients from every rank.
+        return linear(hidden[:0], weight, bias).sum(dtype=torch.float64)
 
     def prices(order: Tensor) -> Price:
         weights = loss_weight.index_select(0, tokens[order])
