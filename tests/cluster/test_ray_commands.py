@@ -145,6 +145,25 @@ def test_a_client_that_is_refused_leaves_the_process_free_for_a_cluster(
     successful(treepack(*command, cluster))
 
 
+def test_a_client_that_a_busy_cluster_does_not_serve_at_once_tries_again(
+    treepack: Run, client_server: str, rollouts: Path, trie: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.util.client.worker import Worker
+
+    start, attempts = Worker._server_init, []
+
+    def fail_once(*call: Any) -> None:
+        attempts.append(call)
+        if len(attempts) == 1:
+            raise ConnectionAbortedError("Initialization failure from server:\nTraceback:\n  in f\nTimeoutError: late")
+        start(*call)
+
+    monkeypatch.setattr(Worker, "_server_init", fail_once)
+    successful(treepack("build-trie", rollouts, "--out", tmp_path / "trie", "--ray", client_server, "--partitions", 2))
+    assert len(attempts) == 2
+    assert_same_trie(local_tables(trie), local_tables(tmp_path / "trie"))
+
+
 def test_objects_of_a_store_give_the_results_of_files(
     treepack: Run, cluster: str, shared_store: Store, rollouts: Path, trie: Path, packed: Path
 ) -> None:

@@ -149,7 +149,7 @@ class RayScheduler:
             raise
         except self._ray.exceptions.RayError as error:
             raise TreepackError(
-                f"Ray could not finish a task, and {RETRIES} retries failed too ({_first_line(error)}); if memory ran "
+                f"Ray could not finish a task, and {RETRIES} retries failed too ({_cause(error)}); if memory ran "
                 "out, give more --partitions, or machines with more memory per CPU"
             ) from error
 
@@ -208,14 +208,19 @@ def _start(ray: Any, address: str, workers: int) -> None:
     refuse_unreachable(address)
     # Only a cluster that is started here takes CPUs, and only it may have a dashboard.
     own: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if address == "local" else {}
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
-    except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
-        ray.shutdown()  # else a failed ray:// would send every later call of this process to Ray Client
-        raise TreepackError(
-            f"--ray {address}: no connection to a Ray cluster ({_first_line(error)}); check the "
-            "address, that its versions of Ray and Python are those of this machine, and RAY_AUTH_MODE and its token"
-        ) from error
+    for is_last in (False, True):
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
+            return
+        except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
+            ray.shutdown()  # else a failed ray:// would send every later call of this process to Ray Client
+            # Ray Client starts a process for each client. A cluster under load may not do so in time.
+            if isinstance(error, ConnectionAbortedError) and not is_last:
+                continue
+            raise TreepackError(
+                f"--ray {address}: no connection to a Ray cluster ({_cause(error)}); check the address, that "
+                "its versions of Ray and Python are those of this machine, and RAY_AUTH_MODE and its token"
+            ) from error
 
 
 def refuse_unreachable(address: str) -> None:
@@ -266,7 +271,7 @@ def _check_versions(ray: Any) -> None:
         versions = ray.get(probes, timeout=2 * TIMEOUT)
     except ray.exceptions.RayError as error:
         raise TreepackError(
-            f"a machine of the Ray cluster does not run a task ({_first_line(error)}); look at `ray status`"
+            f"a machine of the Ray cluster does not run a task ({_cause(error)}); look at `ray status`"
         ) from error
     for node, there in zip(nodes, versions, strict=True):
         if there != treepack.__version__:
@@ -277,10 +282,11 @@ def _check_versions(ray: Any) -> None:
             )
 
 
-def _first_line(error: BaseException) -> str:
+def _cause(error: BaseException) -> str:
+    """Return the first line of an error, and what failed there: the next line, or the last one of a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].endswith(":"):  # the next one says what failed
-        lines[0] += f" {lines[1]}"
+    if len(lines) > 1 and lines[0].endswith(":"):
+        lines[0] += f" {lines[-1] if lines[1].startswith('Traceback') else lines[1]}"
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
