@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from treepack.model.experts.weights import cast_once
 from treepack.model.head_chunks import split_targets
-from treepack.model.head_gradients import _adds_in_float32
+from treepack.model.head_gradients import adds_in_float32
 from treepack.model.loss import tree_logprobs, weighted_nll
 from treepack.model.token_statistics import LogitMap, Slopes, token_statistics, turn_into_gradients
 
@@ -166,7 +166,7 @@ def main() -> None:
     check(device, 500 if arguments.dry_run else 8192)
     if device.type == "cuda":
         print(
-            f"# bfloat16 products are added to float32 sums in one kernel: {_adds_in_float32(device, torch.bfloat16)}"
+            f"# bfloat16 products are added to float32 sums in one kernel: {adds_in_float32(device, torch.bfloat16)}"
         )
     print("| D | chunk | way | ms | TFLOP/s of three products | peak GiB |\n|---|---|---|---|---|---|", flush=True)
     for size in map(int, sizes.split(",")):

@@ -80,6 +80,8 @@ def priced_loss(
 
 
 class _TokenScores(torch.autograd.Function):
+    """`token_scores`, whose backward computes the logits of each chunk again."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions
@@ -124,6 +126,8 @@ class _TokenScores(torch.autograd.Function):
 
 
 class _PricedLoss(torch.autograd.Function):
+    """`priced_loss`, whose backward scales the gradients that the forward pass has computed."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -250,14 +254,14 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left x right to `total`, whose dtype may be wider."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda and _adds_in_float32(total.device, right.dtype):
+    elif total.is_cuda and adds_in_float32(total.device, right.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
 
 
 @cache
-def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if a product of `dtype` can be added to a float32 sum in one kernel: CUDA can, other GPUs may not."""
     total, small = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
     try:
