@@ -165,9 +165,7 @@ def main() -> None:
     sizes, chunks = ("32,64", "64,300") if arguments.dry_run else (arguments.sizes, arguments.chunks)
     check(device, 500 if arguments.dry_run else 8192)
     if device.type == "cuda":
-        print(
-            f"# bfloat16 products are added to float32 sums in one kernel: {adds_in_float32(device, torch.bfloat16)}"
-        )
+        print(f"# bfloat16 products are added to float32 sums in one kernel: {adds_in_float32(device, torch.bfloat16)}")
     print("| D | chunk | way | ms | TFLOP/s of three products | peak GiB |\n|---|---|---|---|---|---|", flush=True)
     for size in map(int, sizes.split(",")):
         for chunk in map(int, chunks.split(",")):
