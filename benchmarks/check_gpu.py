@@ -162,7 +162,7 @@ def check_statistics(device: torch.device, *, quick: bool) -> list[Result]:
             outputs.append((found.logprobs, found.entropies, logits))
             logits = x.double()
             found = torch_statistics(logits, targets, case_map, with_entropies=True)
-            torch_gradients(logits, targets, case_map, found, Slopes(slopes, slopes))
+            torch_gradients(logits, targets, case_map, found, Slopes(slopes.double(), slopes.double()))
             outputs.append((found.logprobs, found.entropies, logits))
             errors = tuple(
                 float((ours.double() - exact).abs().max() / exact.abs().max())
