@@ -7,7 +7,6 @@ On the tree [1, H, T, D]:
     triton            treepack's kernels, as `tree_attention(impl="triton")` chooses them
     triton-one-pass   the same, with the backward in one pass where Hopper kernels run
     triton-key-bands  the same with two passes, of which that for dk and dv runs over the pieces of the one pass
-    triton-all-heads  triton, with the programs of all key heads at one time for dk and dv
     triton-portable   triton, always the portable ones
     auto              `tree_attention(impl="auto")`, prepared as the trainer does
     flex              FlexAttention, compiled for this shape
@@ -219,15 +218,6 @@ def prepare_key_bands(case: Case) -> Candidate:
     return replace(prepare_triton(case, one_pass=True), name="triton-key-bands", around=around)
 
 
-def prepare_all_heads(case: Case) -> Candidate:
-    """Prepare the kernels with the programs of all key heads at one time for dk and dv."""
-
-    def around() -> AbstractContextManager[None]:
-        return changed("launch", "KEY_CACHE_BYTES", lambda _: 1 << 60)
-
-    return replace(prepare_triton(case), name="triton-all-heads", around=around)
-
-
 def prepare_portable(case: Case) -> Candidate:
     """Prepare the project's own portable kernels."""
     plain = prepare_triton(case)
@@ -314,7 +304,6 @@ CANDIDATES: dict[str, Callable[[Case], Candidate]] = {
     "triton": prepare_triton,
     "triton-one-pass": partial(prepare_triton, one_pass=True),
     "triton-key-bands": prepare_key_bands,
-    "triton-all-heads": prepare_all_heads,
     "triton-portable": prepare_portable,
     "auto": prepare_auto,
     "flex": prepare_flex,

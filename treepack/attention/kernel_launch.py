@@ -187,20 +187,18 @@ def _row_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
     }
 
 
-def key_heads_per_section(key: Tensor, cache_bytes: int, *, pairs: int = 1) -> int:
-    """Return how many key heads to run at one time, so that their tensors stay in the L2 cache.
+def key_heads_per_section(key: Tensor, cache_bytes: int) -> int:
+    """Return how many key heads to run at one time, so that their keys and values stay in the L2 cache.
 
     Args:
         key: [B, H_kv, T, D].
         cache_bytes: bytes of the cache that one section may fill.
-        pairs: tensor pairs of this size that a key head reads again and again: 1 for its keys and values, H / H_kv for
-            the queries and output gradients of its group.
 
     Returns:
         the largest divisor of H_kv that fits, and 1 if none fits.
     """
     batch, heads, length, width = key.shape
-    return _largest_divisor(heads, cache_bytes // (2 * pairs * batch * length * width * key.element_size()))
+    return _largest_divisor(heads, cache_bytes // (2 * batch * length * width * key.element_size()))
 
 
 @functools.cache
