@@ -24,6 +24,7 @@ one of the step only if both are 0. Needs torch, triton, numpy and transformers.
 --gpu-gb, --host-gb    limit the memory as if the machine had no more
 --plans FOLDER    reads the rows that were planned before, and writes the others there
 --seconds N       starts no further turn that would end later than this after the start of the process
+--profile         profiles one more step of each way, and prints the milliseconds of each kind of kernel and the gaps
 --then            begins another run with options of its own, in the same process, which compiles each layer once
 
     carry.py forks-32k                                          random forks, 64 sequences of 32k
@@ -53,12 +54,14 @@ from carried_model import STATE_BYTES, Bench, load, num_layers, set_layers
 from carried_rows import WORKLOADS, cut_rows, whole_rows
 from compilations import Compilations, count_compilations
 from experts import seconds_of
+from step_profile import gaps_of, kernels_of, kinds_of, largest
 
 from treepack.analysis.model_cost import PRESETS
 from treepack.carry.backward import CarryOptions, backward_row
 from treepack.carry.limit import CarryCosts, CarryPlan, choose_limit, measure_costs
 from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.data.batch import Batch
+from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layer_memory import fewest_recomputed, head_bytes, host_pages, measure_layers
 from treepack.model.loss import CHUNK
@@ -157,9 +160,16 @@ def count_recomputed(bench: Bench, rows: list[Batch]) -> int:
 
 def step(bench: Bench, way: Way) -> None:
     """Run one optimiser step; write loss and tokens to the way."""
-    loaded, device = bench.loaded, bench.device
-    set_layers(loaded, way.recomputed, way.offload)
+    set_layers(bench.loaded, way.recomputed, way.offload)
     bench.optimiser.zero_grad(set_to_none=True)
+    with cast_once():
+        way.loss, way.tokens = _backward(bench, way)
+    bench.optimiser.step()
+
+
+def _backward(bench: Bench, way: Way) -> tuple[float, tuple[int, int]]:
+    """Add the gradients of all rows; return the loss and the tokens that ran forward and backward."""
+    loaded, device = bench.loaded, bench.device
     denominator = sum(row.total_weight for row in way.rows)
     total, forward, backward = torch.zeros((), dtype=torch.float64, device=device), 0, 0
     for row in way.rows:
@@ -173,8 +183,7 @@ def step(bench: Bench, way: Way) -> None:
         torch.autograd.backward(loss)
         total += loss.detach()
         forward, backward = forward + row.num_tokens, backward + row.num_tokens
-    bench.optimiser.step()
-    way.loss, way.tokens = float(total), (forward, backward)
+    return float(total), (forward, backward)
 
 
 def measure(bench: Bench, source: str, ways: list[Way]) -> None:
@@ -209,6 +218,9 @@ def time_step(bench: Bench, way: Way) -> None:
     on_gpu = bench.device.type == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()
+        # In a run the allocator has its memory since the first step. Asking the driver takes longer for ways with a
+        # higher peak, so the allocator gets nearly all of it before the time starts.
+        torch.empty(max(0, int(0.95 * bench.free_bytes())), dtype=torch.uint8, device=bench.device)
         torch.cuda.reset_peak_memory_stats()
     before, retries = count_compilations(), alloc_retries() if on_gpu else 0
     try:
@@ -222,6 +234,18 @@ def time_step(bench: Bench, way: Way) -> None:
     way.compiled = Compilations(way.compiled.graphs + new.graphs, way.compiled.kernels + new.kernels)
     if on_gpu:
         way.peak, way.retries = torch.cuda.max_memory_allocated() / 2**30, alloc_retries() - retries
+
+
+def profiles(bench: Bench, ways: list[Way]) -> list[str]:
+    """Profile a step of each way; return a line with the milliseconds of each kind of kernel."""
+    lines = []
+    for way in [way for way in ways if way.obstacle is None]:
+        kernels = kernels_of(bench.device, partial(step, bench, way))
+        parts = kinds_of(kernels) | {"gaps": gaps_of(kernels)}
+        cells = ", ".join(f"{part} {spent:.0f}" for part, spent in parts.items())
+        lines.append(f"# {way.name}: {len(kernels):,} kernels; ms: {cells}")
+        lines += [f"#   {spent:8.1f} ms {calls:6d} x  {name}" for name, calls, spent in largest(kernels, 12)]
+    return lines
 
 
 def alloc_retries() -> int:
@@ -278,6 +302,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-gb", type=float, help="GB of host memory that pieces may pin")
     parser.add_argument("--plans", type=Path, help="folder of plans, which are read, or written if they are missing")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no turn that would end later than this")
+    parser.add_argument("--profile", action="store_true", help="profile one more step of each way")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
     if options.dry_run:
@@ -322,6 +347,8 @@ def run(options: argparse.Namespace) -> list[str]:
         if device.type == "cuda":
             warm_up(bench, ways)
         measure(bench, Path(source).stem, ways)
+        if options.profile:
+            print("\n".join(profiles(bench, ways)), flush=True)
         lines += table(Path(source).stem, ways, rows)
         print("\n".join(lines), flush=True)
     return lines

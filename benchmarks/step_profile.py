@@ -84,10 +84,8 @@ def parts_of(kernels: Iterable[Kernel]) -> dict[str, float]:
     """
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
     spent: dict[str, float] = defaultdict(float)
-    number, busy_until, gaps = 0, ordered[0].start if ordered else 0.0, 0.0
+    number = 0
     for kernel in ordered:
-        gaps += max(0.0, kernel.start - busy_until)
-        busy_until = max(busy_until, kernel.start + kernel.length)
         if MARKER in kernel.name:
             number = min(number + 1, len(SECTIONS) - 1)
             continue
@@ -97,7 +95,24 @@ def parts_of(kernels: Iterable[Kernel]) -> dict[str, float]:
             kind = "AdamW" if "adam" in kernel.name.lower() else "clipping"
         spent[f"{section}: {kind}"] += kernel.length / 1e3
     found = dict(sorted(spent.items(), key=lambda item: -item[1]))
-    return found | {"gaps between kernels": gaps / 1e3}
+    return found | {"gaps between kernels": gaps_of(ordered)}
+
+
+def gaps_of(kernels: Iterable[Kernel]) -> float:
+    """Return the milliseconds from the first kernel to the last in which no kernel runs."""
+    gaps, busy_until = 0.0, None
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        gaps += 0.0 if busy_until is None else max(0.0, kernel.start - busy_until)
+        busy_until = max(busy_until or 0.0, kernel.start + kernel.length)
+    return gaps / 1e3
+
+
+def kinds_of(kernels: Iterable[Kernel]) -> dict[str, float]:
+    """Return the milliseconds of each kind of kernel, the largest first."""
+    spent: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        spent[kind_of(kernel.name)] += kernel.length / 1e3
+    return dict(sorted(spent.items(), key=lambda item: -item[1]))
 
 
 def mark(device: torch.device) -> None:
