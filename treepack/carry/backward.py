@@ -41,6 +41,7 @@ from treepack.model.head import OutputLayer
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK
 from treepack.model.objectives import Objective, objective_loss
+from treepack.model.transfers import sent
 
 # Losses whose value depends on all tokens of a trajectory, which may lie in several pieces.
 TWO_PHASES = ("gspo", "dpo")
@@ -280,9 +281,9 @@ def _piece_targets(piece: PieceRow, wanted: _Wanted) -> tuple[tuple[Tensor, Tens
     span = targets.of_piece(piece)
     labels, sources = targets.labels[span], targets.sources[span] - piece.begin
     if isinstance(temperature, Tensor):
-        places = torch.from_numpy(targets.order[span]).to(temperature.device)
-        temperature = temperature.index_select(0, places).to(labels.device)
-    return (torch.arange(len(labels), device=labels.device), labels, sources), temperature
+        places = sent(torch.from_numpy(targets.order[span]), temperature.device)
+        temperature = sent(temperature.index_select(0, places), labels.device)
+    return (torch.arange(len(labels)), labels, sources), temperature
 
 
 class _Part:
@@ -301,10 +302,11 @@ class _WeightedLoss(_Part):
 
     def __init__(self, row: CarriedRow, options: CarryOptions, denominator: float) -> None:
         self._loaded, self._options, self._denominator = row.loaded, options, denominator
-        weights = row.batch.loss_weight[: row.batch.num_tokens]
+        # On the CPU, like the parents: then a piece does not wait for the GPU.
+        weights = row.batch.loss_weight[: row.batch.num_tokens].cpu()
         tokens = weights.nonzero().squeeze(-1)
         self._targets = Targets.of(row, tokens)
-        self._weights = weights[tokens][torch.from_numpy(self._targets.order).to(tokens.device)]
+        self._weights = weights[tokens][torch.from_numpy(self._targets.order)]
 
     def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
         span = self._targets.of_piece(piece)

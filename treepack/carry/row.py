@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from treepack.attention import Kept, Schedules, TreePass
 from treepack.carry.offload import CarriedBytes, CarryMemory
@@ -35,6 +34,7 @@ from treepack.model.layers import recomputes
 from treepack.model.loaded import LoadedModel
 from treepack.model.replay import check_routes
 from treepack.model.text_half import check_text
+from treepack.model.transfers import sent
 from treepack.trajectory import Int32, Int64
 
 
@@ -106,7 +106,7 @@ class CarriedRow:
             input_ids=batch.input_ids[tokens],
             # A copy: torch.compile makes another version of the layers for a view that starts inside its memory.
             position_ids=batch.position_ids[tokens].clone(),
-            subtree_end=_sent(ends, loaded.device),
+            subtree_end=sent(ends, loaded.device),
             schedule=schedules,
             routes=None if batch.routes is None else batch.routes[tokens],
         )
@@ -152,11 +152,6 @@ def _uncompiled() -> AbstractContextManager[None]:
         return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device; a GPU still runs earlier passes meanwhile, and nobody waits for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def push(row: CarriedRow, each: Pass) -> None:

@@ -22,7 +22,7 @@ class Targets:
         order: int64 [n], indices into the tokens as the caller has them; ascending by parent.
         parents: int64 [n], the parent of each, ascending.
         labels: int64 [n], the token ids, on the model's device.
-        sources: int64 [n], the parents, on the model's device.
+        sources: int64 [n], the parents, on the CPU: pieces that wait for nothing follow each other without a gap.
     """
 
     order: Int64
@@ -40,7 +40,7 @@ class Targets:
         places = torch.from_numpy(order).to(device)
         labels = row.batch.input_ids.index_select(0, tokens.to(device).index_select(0, places))
         sorted_parents = parent[order]
-        return cls(order, sorted_parents, labels, torch.from_numpy(sorted_parents).to(device))
+        return cls(order, sorted_parents, labels, torch.from_numpy(sorted_parents))
 
     def of_piece(self, piece: PieceRow) -> slice:
         """Return the places of the targets that a piece predicts."""

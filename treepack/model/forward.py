@@ -35,6 +35,7 @@ from treepack.model.objectives import Objective, name_sums, objective_loss, weig
 from treepack.model.replay import check_routes, use_routes
 from treepack.model.term_prices import prices_of_terms
 from treepack.model.text_half import check_text
+from treepack.model.transfers import sent
 from treepack.model.value_head import ValueHead
 from treepack.model.value_loss import value_loss
 
@@ -240,7 +241,7 @@ def score(
         entropies = entropies if reads.entropies else None  # they would be NaN
     if reads.values:
         # The value before a token is that of the state after its parent.
-        values = require_value_head(loaded)(states, parent.index_select(0, tokens))
+        values = require_value_head(loaded)(states, sent(parent.index_select(0, tokens), states.device))
     return Scores(logprobs, entropies, values)
 
 
@@ -292,7 +293,7 @@ class TermObjective:
         if not self.objective.has_values:
             return loss, sums
         tokens, _, parent = self.targets
-        values = require_value_head(loaded)(states, parent.index_select(0, tokens))
+        values = require_value_head(loaded)(states, sent(parent.index_select(0, tokens), states.device))
         value_part, more = value_loss(values, terms, self.factors, clip=self.objective.value_clip)
         return loss + self.objective.value_coef * value_part, {**sums, **more}
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from treepack.model.transfers import sent
+
 
 @dataclass(frozen=True)
 class ChunkTargets:
@@ -41,35 +43,36 @@ class ChunkTargets:
 def split_targets(
     sources: Tensor, labels: Tensor, temperature: Tensor | None, chunk: int
 ) -> tuple[Tensor, list[ChunkTargets]]:
-    """Sort targets by their states and cut them into chunks; waits for the GPU.
+    """Sort targets by their states and cut them into chunks; waits for the GPU if `sources` is there.
 
     Args:
-        sources: int64 [n], the row index of the state that predicts each target.
-        labels: int64 [n].
+        sources: int64 [n], the row index of the state that predicts each target; on the CPU or with `labels`.
+        labels: int64 [n], on the device of the states.
         temperature: float [n]; None for 1.
         chunk: targets of a chunk.
 
     Returns:
-        int64 [n], the number of each target in the order of the chunks; and the chunks.
+        int64 [n], the number of each target in the order of the chunks; and the chunks. All on the device of `labels`.
     """
     order = sources.argsort(stable=True)
-    sources, labels = sources[order], labels[order]
-    temperature = None if temperature is None else temperature[order]
+    sources = sources[order]
     # sources [0 0 1 | 1 3], chunk 3 -> is_first [1 0 1 | 1 1], places [0 2 3 4], rows [0 0 1 | 2 3]
     is_first = torch.ones_like(sources, dtype=torch.bool)
     is_first[1:] = sources[1:] != sources[:-1]
     is_first[::chunk] = True
     places, rows = is_first.nonzero().squeeze(-1), is_first.cumsum(0) - 1
     edges = [*rows[::chunk].tolist(), len(places)]
+    order, states, places, rows = (sent(each, labels.device) for each in (order, sources[places], places, rows))
+    labels, temperature = labels[order], None if temperature is None else temperature[order]
     chunks = []
-    for number, begin in enumerate(range(0, len(sources), chunk)):
-        low, high, end = edges[number], edges[number + 1], min(begin + chunk, len(sources))
+    for number, begin in enumerate(range(0, len(labels), chunk)):
+        low, high, end = edges[number], edges[number + 1], min(begin + chunk, len(labels))
         own = places[low:high]  # [0 2], then [3 4]
         first = pad(own - begin, (0, 1), value=end - begin)  # [0 2 3], then [0 1 2]
         targets = slice(begin, end)
         chunks.append(
             ChunkTargets(
-                sources[own],
+                states[low:high],
                 (rows[targets] - low).int(),
                 first.int(),
                 labels[targets],

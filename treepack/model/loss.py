@@ -34,6 +34,7 @@ from treepack.errors import TreepackError
 from treepack.model.head_chunks import ChunkTargets, invert, split_targets
 from treepack.model.head_gradients import HeadOptions, Price, priced_loss, token_scores
 from treepack.model.token_statistics import LogitMap, Slopes
+from treepack.model.transfers import sent
 
 # Targets whose logits are in memory at a time: enough rows for a fast product, 1.2 GB in float32 with 151,936 words.
 CHUNK = 2048
@@ -56,7 +57,8 @@ def weighted_nll(
     Args:
         hidden: [T, D], after the model's final norm.
         weight: [V, D], the output embedding.
-        targets: input_ids int64 [T], parent int64 [T] and loss_weight float [T] of the row.
+        targets: input_ids int64 [T], parent int64 [T] and loss_weight float [T] of the row. If the last two are on the
+            CPU, nothing waits for a GPU.
         bias: [V], if the output layer has one.
         logit_map: the change that the model makes to the result of its output layer.
         chunk: targets whose logits are in memory at a time.
@@ -79,8 +81,10 @@ def weighted_nll(
         # [0, D] -> [0, V] -> 0, still attached to `hidden` and the weights: FSDP needs gradients from every rank.
         return linear(hidden[:0], weight, bias).sum(dtype=torch.float64)
 
+    chosen = sent(loss_weight.index_select(0, tokens), hidden.device)
+
     def prices(order: Tensor) -> Price:
-        weights = loss_weight.index_select(0, tokens[order])
+        weights = chosen.index_select(0, order)
         parts = torch.split(weights, chunk)
         return Price(
             # In the dtype of the log-probabilities, into which the subtraction casts the weights.
@@ -109,7 +113,8 @@ def priced_terms(
     Args:
         hidden: [T, D], after the model's final norm.
         weight: [V, D], the output embedding.
-        targets: int64 tokens [n], at least one, input_ids [T] and parent [T], as in `tree_logprobs`.
+        targets: int64 tokens [n], at least one, input_ids [T] and parent [T], as in `tree_logprobs`. If tokens and
+            parents are on the CPU, nothing waits for a GPU.
         prices: gets the numbers of the tokens in the order of the chunks, int64 [n], and returns their price.
         bias: [V], if the output layer has one.
         temperature: as in `tree_logprobs`.
@@ -148,7 +153,7 @@ def tree_logprobs(
         weight: [V, D], the output embedding.
         tokens: int64 [n], row indices of the chosen tokens; none may be a root. A token may occur several times.
         input_ids: int64 [T].
-        parent: int64 [T].
+        parent: int64 [T]. If tokens and parents are on the CPU, nothing waits for a GPU.
         bias: [V], if the output layer has one.
         temperature: one for all, or float [n], one for each entry of `tokens`; all above 0.
         logit_map: the change that the model makes to the result of its output layer.
@@ -174,7 +179,8 @@ def _split(
 ) -> tuple[Tensor, list[ChunkTargets]]:
     """Return `split_targets` of tokens of a row."""
     tokens, input_ids, parent = targets
-    return split_targets(parent.index_select(0, tokens), input_ids.index_select(0, tokens), divisors, chunk)
+    labels = input_ids.index_select(0, sent(tokens, input_ids.device))
+    return split_targets(parent.index_select(0, tokens), labels, divisors, chunk)
 
 
 def _divisors(hidden: Tensor, count: int, temperature: Tensor | float) -> Tensor | None:
