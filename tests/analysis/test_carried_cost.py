@@ -74,7 +74,7 @@ def test_the_trainer_computes_the_tokens_that_are_forecast(
     trie = build_trie(rollouts)
     plan = plan_rows(trie, capacity=capacity, method="contiguous")
     packed = list(pack_rows(trie, plan))
-    rows = [plan_row(row.subtree_end, row.parent.astype(np.int64), piece) for row in packed]
+    rows = [plan_row(row.subtree_end, row.parent.astype(np.int64), piece, chains=True) for row in packed]
     (trunk,) = plan_trunks(trie, plan.row_of, (piece,))
     tokens = sum(row.tokens_backward for row in rows)
     assert sum(row.tokens_forward for row in rows) == tokens + trunk.tokens

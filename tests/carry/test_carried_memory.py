@@ -146,9 +146,9 @@ def gradients_of_layers(memory: CarryMemory) -> list[Tensor]:
     stack = Stack(plan, memory, num_layers=5, with_gradients=True)
     for each in plan.passes:
         stack.enter(each)
-        local = torch.from_numpy(local_ends(ends, each))
+        local = torch.from_numpy(local_ends(ends, plan.order, each))
         with torch.set_grad_enabled(each.kind != "push"):
-            states = inputs[each.begin : each.end]
+            states = inputs[plan.order[each.begin : each.end]]
             for layer, weight in enumerate(weights):
                 query, key, value = ((states @ w).view(1, -1, heads, width).transpose(1, 2) for w in weight)
                 with stack.joined(layer, key, value) as (keys, values):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,7 +26,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.routers import follow_routers
 
 PUSH, POP = (Pass(kind, 0, 6, 0, ()) for kind in ("push", "pop"))
-PLAN = RowPlan((PUSH, POP), 128, 128)
+PLAN = RowPlan((PUSH, POP), np.arange(6), 128, 128)
 TRUNK = tuple(range(1, 10))
 ROW = make_batch(make_row([Sample((*TRUNK, *tail), (0.0, *[1.0] * 11)) for tail in ((20, 21, 22), (30, 31, 32))]))
 

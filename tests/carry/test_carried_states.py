@@ -79,7 +79,7 @@ def forest(steps: list[int]) -> tuple[Int64, Int64]:
 def in_pieces(layer: Layer, x: Tensor, slopes: Tensor, end: Int64, parent: Int64, limit: int) -> list[Tensor]:
     """Outputs and gradients of x and the parameters, piece by piece; checks that freed states are gone."""
     layer.zero_grad()
-    plan = plan_row(end, parent, limit)
+    plan = plan_row(end, parent, limit, chains=True)
     states, outputs = States(layer, plan, end, parent), torch.zeros_like(slopes)
     x = x.clone().requires_grad_()
     for each in plan.passes:
@@ -122,7 +122,7 @@ def test_pieces_have_the_outputs_and_gradients_of_the_tree(
 def test_a_state_is_kept_for_each_branch_point_until_its_piece_is_popped() -> None:
     # 0 - 1 - 2 - 3 - 4, and 5 and 6 hang on 1: with pieces of 2 tokens, 0 1 2 are trunk
     end, parent = np.array([7, 7, 5, 5, 5, 6, 7]), np.array([-1, 0, 1, 2, 3, 1, 1])
-    plan = plan_row(end, parent, 2)
+    plan = plan_row(end, parent, 2, chains=True)
     layer = Layer(has_key_decays=False)
     states = States(layer, plan, end, parent)
     per_exit = 2 * 8 * (HEADS * KEYS * VALUES + 2 * (TAPS - 1) * 4)  # float64, each with its sum

@@ -232,7 +232,8 @@ def row_values(loaded: LoadedModel, batch: Batch, options: CarryOptions) -> Tens
             tokens = torch.arange(piece.end - piece.begin, device=loaded.device)
             run = partial(run_with_head, loaded, piece.batch, lambda states, _: head(states, tokens), **piece.options)  # noqa: B023
             parts.append(loaded.compute(run))
-    return torch.cat(parts)
+    # By number -> by token
+    return torch.cat(parts).index_select(0, torch.from_numpy(row.numbers).to(loaded.device))
 
 
 @dataclass(frozen=True)

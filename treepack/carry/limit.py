@@ -272,7 +272,9 @@ def plan_with_states(batch: Batch, costs: CarryCosts, choose: Callable[[CarryCos
     while True:
         plan = choose(replace(costs, fixed=costs.fixed + states))
         # Shorter pieces have more branch points between them.
-        needed = costs.state * most_states(parent, plan_row(ends, parent, plan.limit)) if costs.state else 0
+        needed = (
+            costs.state * most_states(parent, plan_row(ends, parent, plan.limit, chains=True)) if costs.state else 0
+        )
         if needed <= states:
             return plan
         states = needed

@@ -20,26 +20,34 @@ a path of the tree.
 No cut into pieces of at most `limit` tokens runs fewer tokens twice: a trunk token has descendants in another piece,
 which need its keys and values before its backward pass.
 
-A trunk piece ends after a token that has two trunk children or more, or at most `SPARE` tokens later. So when another
-piece is pushed, all tokens of the stack are its ancestors, except for these few, and the stack is hardly longer than
-the longest path and its gaps: each piece begins at a multiple of `ALIGNMENT` places. Without the few, a piece ends at
-every fork, and a pass over three tokens takes as long as one over a thousand.
+A trunk piece is a chain up to a fork, a token with two trunk children or more, and small branches of trunk behind it,
+up to `SPARE` tokens. So when another piece is pushed, all tokens of the stack are its ancestors, except for these few,
+and the stack is hardly longer than the longest path and its gaps: each piece begins at a multiple of `ALIGNMENT`
+places. Without the few, every fork would be a piece, and a pass over three tokens takes as long as one over a thousand.
+
+    limit 7      0 - 1 - 2 - 3 .. 9       tokens 0, 1, 2, 10 and 11 are trunk, and token 1 is a fork
+                      \                   trunk piece 0 1 2 10 11 | bundle 3 .. 9 | bundle 12 .. 18
+                       10 - 11 - 12 .. 18
+
+A branch lies behind other tokens of the row, so a row in pieces numbers its tokens anew, piece after piece. Within a
+piece they keep the order of the row.
 
 Everything here is numpy on columns of one row. The only Python loop runs over pieces.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from treepack.trajectory import Int32, Int64
 
 # Places of the stack at which a piece may begin: multiples of the query blocks of the attention kernels.
 ALIGNMENT = 128
-# Tokens after a fork that may still belong to the trunk piece of the fork.
+# Tokens behind forks that may still belong to the trunk piece of the first fork.
 SPARE = 1024
 
 Kind = Literal["bundle", "push", "pop"]
@@ -47,10 +55,9 @@ Kind = Literal["bundle", "push", "pop"]
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens [begin, end) of a row, as a trunk piece or a bundle."""
+    """Tokens of a row, as a trunk piece or a bundle: ranges [begin, end), ascending; a bundle has one."""
 
-    begin: int
-    end: int
+    ranges: tuple[tuple[int, int], ...]
     is_trunk: bool
 
 
@@ -60,8 +67,8 @@ class Pass:
 
     Attributes:
         kind: what happens to the piece.
-        begin: its first token in the row.
-        end: one past its last token.
+        begin: the number of its first token.
+        end: one past the number of its last token.
         first: the place of its first token among keys and values, a multiple of `ALIGNMENT`.
         stack: begin, end and first of the trunk pieces below it, from the root on.
     """
@@ -84,11 +91,13 @@ class RowPlan:
 
     Attributes:
         passes: the passes.
+        order: int64 [T], the tokens of the row by their numbers.
         places: places that keys and values of a layer need at any time, a multiple of `ALIGNMENT`.
         carried: the largest number of places of the stack, without the piece that runs.
     """
 
     passes: tuple[Pass, ...]
+    order: Int64
     places: int
     carried: int
 
@@ -109,7 +118,7 @@ class RowPlan:
 
     def without_backward(self) -> RowPlan:
         """Return the passes that compute every token once, for a forward pass without gradients."""
-        return RowPlan(tuple(each for each in self.passes if each.kind != "pop"), self.places, self.carried)
+        return replace(self, passes=tuple(each for each in self.passes if each.kind != "pop"))
 
 
 def align(places: int) -> int:
@@ -118,20 +127,18 @@ def align(places: int) -> int:
     return -(-places // ALIGNMENT) * ALIGNMENT
 
 
-def cut_row(subtree_end: Int32 | Int64, parent: Int64, limit: int) -> list[Piece]:
-    """Cut a row into pieces of at most `limit` tokens.
+def cut_row(subtree_end: Int32 | Int64, parent: Int64, limit: int, *, chains: bool = False) -> list[Piece]:
+    """Cut a row into pieces of at most `limit` tokens, in the order of their first tokens.
 
     Args:
         subtree_end: [T], one past the last token of each token's subtree.
         parent: [T], the index of each token's parent, -1 for a root.
         limit: at least 1.
+        chains: True for trunk pieces that are chains, whose tokens follow each other in the row.
     """
     count = len(subtree_end)
     index = np.arange(count)
     is_trunk = subtree_end - index > limit
-    # Trunk tokens with two trunk children: parents [-1 0 1 1] of trunk tokens -> children of 0 and 1: 1, 2
-    parents = parent[is_trunk]
-    forks = np.bincount(parents[parents >= 0], minlength=count) > 1
     # A bundle may end at a token before which all of its subtrees have ended.
     # subtree_end [4 4 4 4 6 6], no trunk -> latest [4 4 4 4 6 6] -> tops 0 and 4
     latest = np.maximum.accumulate(np.where(is_trunk, 0, subtree_end))
@@ -139,49 +146,109 @@ def cut_row(subtree_end: Int32 | Int64, parent: Int64, limit: int) -> list[Piece
     # Begins of whole subtrees and of trunk tokens, and the end of the row: the places at which a bundle may end.
     borders = np.append(np.flatnonzero(is_trunk | (before <= index)), count)
     trunk = np.append(np.flatnonzero(is_trunk), count)
-    # The places at which a trunk piece may end: after a fork, or before a token that is not trunk, where it must.
-    is_last = is_trunk & ~np.append(is_trunk[1:], False)
-    stops = np.append(np.flatnonzero(forks | is_last) + 1, count)
-    borders_of_trunk = np.append(np.flatnonzero(is_last) + 1, count)
+    runs = _runs_of_trunk(is_trunk, parent)
+    # Begin and end of the branches of trunk pieces, which the walk along the row meets later.
+    branches = dict[int, int]()
     pieces, begin = [], 0
     while begin < count:
+        if begin in branches:
+            begin = branches[begin]
+            continue
         if is_trunk[begin]:
-            first_stop = int(stops[np.searchsorted(stops, begin, side="right")])
-            last = min(begin + limit, int(borders_of_trunk[np.searchsorted(borders_of_trunk, begin, side="right")]))
-            # stops 30 40 2000 of a run that ends at 2000, last 1500 -> 40, which is near enough to 30
-            near = min(last, first_stop + SPARE)
-            end = last if first_stop >= last else int(stops[np.searchsorted(stops, near, side="right") - 1])
+            ranges = _grow(runs, begin, limit, chains=chains)
+            branches |= ranges[1:]
         else:
             last = min(begin + limit, int(trunk[np.searchsorted(trunk, begin)]))
-            end = int(borders[np.searchsorted(borders, last, side="right") - 1])
-        pieces.append(Piece(begin, end, bool(is_trunk[begin])))
-        begin = end
+            ranges = [(begin, int(borders[np.searchsorted(borders, last, side="right") - 1]))]
+        pieces.append(Piece(tuple(ranges), bool(is_trunk[begin])))
+        begin = ranges[0][1]
     return pieces
 
 
-def plan_row(subtree_end: Int32 | Int64, parent: Int64, limit: int) -> RowPlan:
+@dataclass(frozen=True)
+class _Runs:
+    """Chains of trunk tokens that follow each other in the row, up to a fork.
+
+    Attributes:
+        begins: the first tokens, ascending.
+        ends: one past the last tokens.
+        children: the runs that hang on the last token of each run, ascending.
+    """
+
+    begins: Int64
+    ends: Int64
+    children: dict[int, list[int]]
+
+
+def _runs_of_trunk(is_trunk: npt.NDArray[np.bool_], parent: Int64) -> _Runs:
+    parents = parent[is_trunk]
+    forks = np.bincount(parents[parents >= 0], minlength=len(parent)) > 1
+    # A trunk token is no leaf, so the next token is its child.
+    # trunk [1 1 1 0 1], fork [0 1 0 0 0] -> begins 0 2 4, ends 2 3 5
+    begins = np.flatnonzero(is_trunk & ~np.append(False, is_trunk[:-1] & ~forks[:-1]))
+    ends = np.flatnonzero(is_trunk & ~np.append(is_trunk[1:] & ~forks[:-1], False)) + 1
+    children = dict[int, list[int]]()
+    above = np.searchsorted(begins, parent[begins], side="right") - 1  # -1 for a root
+    for run, over in enumerate(above.tolist()):
+        children.setdefault(over, []).append(run)
+    return _Runs(begins, ends, children)
+
+
+def _grow(runs: _Runs, begin: int, limit: int, *, chains: bool) -> list[tuple[int, int]]:
+    """Return the ranges of the trunk piece that starts at `begin`, in a run or at its begin."""
+    run = int(np.searchsorted(runs.begins, begin, side="right")) - 1
+    end = min(begin + limit, int(runs.ends[run]))
+    ranges = [(begin, end)]
+    room, waiting = min(SPARE, begin + limit - end), [run] if end == runs.ends[run] else []
+    # The nearest branches first: all that hang on a run before those that hang on them.
+    for above in waiting:
+        for child in runs.children.get(above, []):
+            first, last = int(runs.begins[child]), int(runs.ends[child])
+            if last - first <= room and (not chains or first == runs.ends[above]):
+                room -= last - first
+                ranges.append((first, last))
+                waiting.append(child)
+    return _joined(sorted(ranges))
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ascending ranges with those in one that follow each other."""
+    # (0 2) (2 3) (5 7) -> (0 3) (5 7)
+    joined = ranges[:1]
+    for first, last in ranges[1:]:
+        if first == joined[-1][1]:
+            joined[-1] = (joined[-1][0], last)
+        else:
+            joined.append((first, last))
+    return joined
+
+
+def plan_row(subtree_end: Int32 | Int64, parent: Int64, limit: int, *, chains: bool = False) -> RowPlan:
     """Return the passes of a row in pieces of at most `limit` tokens; arguments as in `cut_row`."""
-    passes: list[Pass] = []
-    stack: list[tuple[int, int, int]] = []
-    places = carried = 0
-    for piece in cut_row(subtree_end, parent, limit):
+    passes, order = list[Pass](), list[Int64]()
+    # Of the trunk pieces that wait for their pop: numbers and places, and the first token in the row.
+    stack, roots = list[tuple[int, int, int]](), list[int]()
+    begin = places = carried = 0
+    for piece in cut_row(subtree_end, parent, limit, chains=chains):
+        order += [np.arange(*each) for each in piece.ranges]
+        end = begin + sum(last - first for first, last in piece.ranges)
         first = _next_place(stack)
-        below = tuple(stack)
-        kind: Kind = "push" if piece.is_trunk else "bundle"
-        passes.append(Pass(kind, piece.begin, piece.end, first, below))
-        places = max(places, align(first + piece.end - piece.begin))
+        passes.append(Pass("push" if piece.is_trunk else "bundle", begin, end, first, tuple(stack)))
+        places = max(places, align(first + end - begin))
         if piece.is_trunk:
-            stack.append((piece.begin, piece.end, first))
+            stack.append((begin, end, first))
+            roots.append(piece.ranges[0][0])
             carried = max(carried, _next_place(stack))
-        # The first token of a trunk piece is an ancestor of the others, so its subtree ends last.
-        while stack and subtree_end[stack[-1][0]] <= piece.end:
-            begin, end, at = stack.pop()
-            passes.append(Pass("pop", begin, end, at, tuple(stack)))
+        # All tokens of a trunk piece are in the subtree of its first one. A subtree ends with a leaf, in a bundle.
+        while not piece.is_trunk and roots and subtree_end[roots[-1]] <= piece.ranges[0][1]:
+            roots.pop()
+            passes.append(Pass("pop", *stack.pop(), tuple(stack)))
+        begin = end
     assert not stack, "subtree_end ends beyond the row"
-    return RowPlan(tuple(passes), places, carried)
+    return RowPlan(tuple(passes), np.concatenate(order), places, carried)
 
 
-def local_ends(subtree_end: Int32 | Int64, each: Pass) -> Int32:
+def local_ends(subtree_end: Int32 | Int64, order: Int64, each: Pass) -> Int32:
     """Return `subtree_end` of the local row of a pass, int32 [first + size].
 
     The local row has the stack, and then the tokens of the piece. Gaps between pieces, and places whose tokens are no
@@ -189,16 +256,19 @@ def local_ends(subtree_end: Int32 | Int64, each: Pass) -> Int32:
 
     Args:
         subtree_end: [T] of the row.
+        order: [T], the tokens of the row by their numbers.
         each: the pass.
     """
     ends = np.arange(1, each.first + each.size + 1, dtype=np.int32)
-    # Row tokens 40 ... 49 at first 128; a carried token that ends at 45 -> 133, one that ends at 60 -> 138
-    shift = each.first - each.begin
+    own = order[each.begin : each.end]
     for begin, end, at in (*each.stack, (each.begin, each.end, each.first)):
-        row_ends = subtree_end[begin:end]
+        tokens = order[begin:end]
+        last = subtree_end[tokens]
+        # Ancestors of the piece's first token and of others are before it in the row; its own tokens are in it.
+        is_seen = (last > own[0]) & ((tokens < own[0]) | (at == each.first))
+        # own [40 41 47], first 128: a token whose subtree ends at 45 -> 130, at 60 -> 131
         place = slice(at, at + end - begin)
-        is_seen = row_ends > each.begin
-        ends[place] = np.where(is_seen, np.minimum(row_ends, each.end) + shift, ends[place])
+        ends[place] = np.where(is_seen, each.first + np.searchsorted(own, last), ends[place])
     return ends
 
 

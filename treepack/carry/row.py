@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from treepack.attention import Kept, Schedules, TreePass
@@ -26,7 +27,7 @@ from treepack.carry.pieces import Pass, RowPlan, local_ends, plan_row
 from treepack.carry.refusal import check_carry
 from treepack.carry.routes import Routes
 from treepack.carry.stack import Stack
-from treepack.carry.states import States
+from treepack.carry.states import States, follow_layers
 from treepack.data.batch import Batch
 from treepack.model.first_batch import check_positions
 from treepack.model.forward import hidden_states
@@ -43,8 +44,8 @@ class PieceRow:
     """One pass, ready for the model.
 
     Attributes:
-        begin: its first token in the row.
-        end: one past its last token.
+        begin: the number of its first token, see `pieces`.
+        end: one past the number of its last token.
         batch: its tokens as a row; with `subtree_end` and `schedule` of the local row.
         options: further arguments of the model.
     """
@@ -66,9 +67,14 @@ class CarriedRow:
         # Padding follows the last token and is never computed.
         self._ends: Int32 = batch.subtree_end[: batch.num_tokens].cpu().numpy()
         self.parent: Int64 = batch.parent[: batch.num_tokens].cpu().numpy()
-        plan = plan_row(self._ends, self.parent, limit)
+        # Recurrent layers read states at the ends of chains.
+        plan = plan_row(self._ends, self.parent, limit, chains=bool(follow_layers(loaded.causal)))
         self.plan: RowPlan = plan if with_gradients else plan.without_backward()
+        # order [0 1 4 2 3] -> numbers [0 1 3 4 2]
+        self.numbers: Int64 = np.empty_like(plan.order)
+        self.numbers[plan.order] = np.arange(len(plan.order))
         self.batch = batch.to(loaded.device)
+        self._order = sent(torch.from_numpy(plan.order), loaded.device)
         memory = CarryMemory(loaded.device) if memory is None else memory
         num_layers = len(loaded.kinds) or loaded.causal.config.get_text_config().num_hidden_layers
         self.stack = Stack(self.plan, memory, num_layers=num_layers, with_gradients=with_gradients)
@@ -96,19 +102,19 @@ class CarriedRow:
             self.outputs.leave(each)
 
     def _prepare(self, each: Pass) -> PieceRow:
-        loaded, batch, tokens = self.loaded, self.batch, slice(each.begin, each.end)
-        ends = torch.from_numpy(local_ends(self._ends, each))
+        loaded, batch, tokens = self.loaded, self.batch, self._order[each.begin : each.end]
+        ends = torch.from_numpy(local_ends(self._ends, self.plan.order, each))
         schedules = Schedules(ends, device=loaded.device, first=each.first)
         for kind in set(loaded.kinds):
             schedules.of(loaded.attention, kind.reach)
         piece = replace(
             batch,
-            input_ids=batch.input_ids[tokens],
-            # A copy: torch.compile makes another version of the layers for a view that starts inside its memory.
-            position_ids=batch.position_ids[tokens].clone(),
+            # Copies: torch.compile makes another version of the layers for a view that starts inside its memory.
+            input_ids=batch.input_ids.index_select(0, tokens),
+            position_ids=batch.position_ids.index_select(0, tokens),
             subtree_end=sent(ends, loaded.device),
             schedule=schedules,
-            routes=None if batch.routes is None else batch.routes[tokens],
+            routes=None if batch.routes is None else batch.routes.index_select(0, tokens),
         )
         return PieceRow(each.begin, each.end, piece, {"tree_pass": TreePass(self._kept(each), self.stack)})
 

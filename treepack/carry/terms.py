@@ -19,8 +19,8 @@ class Targets:
     """Tokens of a row whose log-probabilities are computed, in the order of the pieces that predict them.
 
     Attributes:
-        order: int64 [n], indices into the tokens as the caller has them; ascending by parent.
-        parents: int64 [n], the parent of each, ascending.
+        order: int64 [n], indices into the tokens as the caller has them; ascending by the number of the parent.
+        parents: int64 [n], the number of each one's parent, see `pieces`; ascending.
         labels: int64 [n], the token ids, on the model's device.
         sources: int64 [n], the parents, on the CPU: pieces that wait for nothing follow each other without a gap.
     """
@@ -33,7 +33,9 @@ class Targets:
     @classmethod
     def of(cls, row: CarriedRow, tokens: Tensor) -> Targets:
         """Return the targets `tokens`, int64 [n], row indices without roots, in any order."""
-        parent = row.parent[tokens.cpu().numpy()]
+        above = row.parent[tokens.cpu().numpy()]
+        assert (above >= 0).all(), "a root has no token that predicts it"
+        parent = row.numbers[above]
         # parents [0 2 0] -> order [0 2 1], sorted [0 0 2]
         order = np.argsort(parent, kind="stable")
         device = row.batch.input_ids.device
