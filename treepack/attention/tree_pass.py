@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     from treepack.attention.autograd import Kept
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TreePass:
     """The tensors that attention keeps or carries during a pass.
 
     A model passes it through its layers as one argument. torch.compile makes another version of a layer for each set
-    of arguments and for each type among them, so the object is there in every pass, also if both fields are None.
+    of arguments and for each type among them, so the object is there in every pass, also if both fields are None. For
+    the same reason it is not frozen: some versions of torch.compile read all fields of a frozen dataclass.
 
     Attributes:
         kept: outputs of attention for layers that are computed again; None if no layer is.
