@@ -45,9 +45,10 @@ class Bench:
     def free_bytes(self) -> int:
         """Return what gradients, the optimiser's states and activations may still take on the GPU."""
         torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(self.device)[0]
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0] + unused
         if self.options.gpu_gb is not None:
-            free = min(free, int(self.options.gpu_gb * 1e9) - torch.cuda.memory_reserved(self.device))
+            free = min(free, int(self.options.gpu_gb * 1e9) - torch.cuda.memory_allocated(self.device))
         state = 0 if self.optimiser.state else STATE_BYTES[self.options.optimizer]
         return int(USABLE * free) - update_bytes(self.loaded.model, state_bytes=state)
 

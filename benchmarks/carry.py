@@ -319,6 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
         place = given.index("--then") if "--then" in given else len(given)
         lines += run(parse(given[:place]))
         gc.collect()  # the model of the next run takes its memory
+        torch.cuda.empty_cache()
         if place == len(given):
             break
         given = given[place + 1 :]

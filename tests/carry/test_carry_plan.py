@@ -43,7 +43,7 @@ def test_a_plan_fits_and_a_refusal_says_how_much_is_needed(
     assert plan.peak.host <= host
     if limit is None:
         assert plan.limit % 128 == 0
-        assert 1024 <= plan.limit <= 32_768
+        assert 1024 <= plan.limit <= 65_536
     else:
         assert plan.limit == limit
     if row > plan.limit:  # the stack offloads as many layers as the plan says

@@ -30,7 +30,7 @@ from treepack.files.memory import available_memory
 from treepack.model.layer_memory import update_bytes
 from treepack.model.loaded import LoadedModel
 
-SMALLEST, PREFERRED, LARGEST = 1024, 8192, 32_768
+SMALLEST, PREFERRED, LARGEST = 1024, 8192, 65_536
 # Of the free memory: allocators leave gaps, and the peak of a long piece is extrapolated from short ones.
 USABLE = 0.92
 
@@ -96,7 +96,7 @@ def choose_limit(
         costs: bytes per token.
         gpu_bytes: bytes that may be used on the GPU.
         host_bytes: bytes of host memory that may be used.
-        limit: tokens of a piece if they are given; else a multiple of 128 from 1,024 to 32,768.
+        limit: tokens of a piece if they are given; else a multiple of 128 from 1,024 to 65,536.
 
     Raises:
         TreepackError: the rows do not fit with any size of pieces.
