@@ -46,11 +46,16 @@ class Bench:
         """Return what gradients, the optimiser's states and activations may still take on the GPU."""
         torch.cuda.empty_cache()
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        free = torch.cuda.mem_get_info(self.device)[0] + unused
-        if self.options.gpu_gb is not None:
-            free = min(free, int(self.options.gpu_gb * 1e9) - torch.cuda.memory_allocated(self.device))
+        free = self.unreserved_bytes() + unused
         state = 0 if self.optimiser.state else STATE_BYTES[self.options.optimizer]
         return int(USABLE * free) - update_bytes(self.loaded.model, state_bytes=state)
+
+    def unreserved_bytes(self) -> int:
+        """Return what torch's allocator may still take from the GPU."""
+        free = int(torch.cuda.mem_get_info(self.device)[0])
+        if self.options.gpu_gb is None:
+            return free
+        return max(0, min(free, int(self.options.gpu_gb * 1e9) - torch.cuda.memory_reserved(self.device)))
 
     def host_bytes(self) -> int:
         """Return what may be pinned."""

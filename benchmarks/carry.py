@@ -217,10 +217,12 @@ def time_step(bench: Bench, way: Way) -> None:
     """Time one step of a way; write time, peak and counts to it."""
     on_gpu = bench.device.type == "cuda"
     if on_gpu:
-        torch.cuda.empty_cache()
         # In a run the allocator has its memory since the first step. Asking the driver takes longer for ways with a
-        # higher peak, so the allocator gets nearly all of it before the time starts.
-        torch.empty(max(0, int(0.95 * bench.free_bytes())), dtype=torch.uint8, device=bench.device)
+        # higher peak, so the allocator gets nearly all of it before the time starts. Without gradients, no block of the
+        # step before is in the way.
+        bench.optimiser.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        torch.empty(int(0.9 * bench.unreserved_bytes()), dtype=torch.uint8, device=bench.device)
         torch.cuda.reset_peak_memory_stats()
     before, retries = count_compilations(), alloc_retries() if on_gpu else 0
     try:

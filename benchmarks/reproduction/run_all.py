@@ -37,7 +37,14 @@ TASKS = ("steps", "maze")
 TREES = ("grpo", "grpo-narrow", "treepo")
 TRACE = ("trace-uniform", "trace-roots", "trace-prefixes", "trace")
 PROS = ("pool-grpo", "pool-dynamic", "pool-random", "pros")
-SETS = (("curves", "steps", TREES), ("pros", "steps", PROS), ("trace", "maze", TRACE), ("curves", "maze", TREES))
+SETS = (
+    ("curves", "steps", TREES),
+    ("pros", "steps", PROS),
+    ("trace", "maze", TRACE),
+    ("curves", "maze", TREES),
+    ("pros", "maze", PROS),
+    ("trace", "steps", TRACE),
+)
 TOKENS = {"steps": 1e6, "maze": 3e5}  # decoded tokens of a run
 DIALS = {"steps": ["--wanted", "0.22", "--set", "modulus=47"], "maze": ["--wanted", "0.25"]}
 TINY = "--shape tiny --rate 3e-3 --batch 32"
