@@ -37,7 +37,6 @@ NO_INTERFACE = "does not use transformers' attention interface"
 # Model type, options on top of its defaults, and the reason.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bloom", {}, f"{NO_INTERFACE}|makes an attention mask of its own"),
-    ("codegen", {}, NO_INTERFACE),
     ("openai-gpt", {}, NO_INTERFACE),
     ("gpt_neox_japanese", {}, NO_INTERFACE),
     ("stablelm", {}, "does not pass subtree_end on to its attention"),

@@ -99,7 +99,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("minimax", {**GROUPED, "num_hidden_layers": 4}, "layer 1 is 'linear_attention', which carries a state"),
     ("mamba", {"hidden_size": 16, "num_hidden_layers": 2}, "layer 0 is '(linear_attention|mamba)'"),
     ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, "mask of its own|does not use transformers' attention"),
-    ("gptj", {"n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "does not use transformers' attention"),
+    ("openai-gpt", {"n_embd": 16, "n_layer": 2, "n_head": 4}, "does not use transformers' attention"),
     ("bert", SMALL, "not causal|tree attention|alone"),
     ("no_such_model", {}, "cannot load"),
 ]
