@@ -45,7 +45,8 @@ SETS = (
     ("pros", "maze", PROS),
     ("trace", "steps", TRACE),
 )
-TOKENS = {"steps": 1e6, "maze": 3e5}  # decoded tokens of a run
+TOKENS = {"steps": 8e5, "maze": 2.4e5}  # decoded tokens of a run
+TINY_TOKENS = {"steps": 1e6, "maze": 3e5}
 DIALS = {"steps": ["--wanted", "0.22", "--set", "modulus=47"], "maze": ["--wanted", "0.25"]}
 TINY = "--shape tiny --rate 3e-3 --batch 32"
 TINY_DIALS = {
@@ -110,13 +111,13 @@ def all_jobs(options: argparse.Namespace) -> list[Job]:
         warm_ups.append(Job(f"warm-up-{task}", ["warm_up.py", *words], is_enough=is_enough))
         words = ["--policy", policy, "--out", str(options.out / "credit"), *device, *dry["credit"]]
         alignments.append(Job(f"credit-{task}", ["credit.py", *words], needs=f"warm-up-{task}"))
-    runs = []
+    runs, tokens = [], TINY_TOKENS if options.tiny else TOKENS
     for seed in options.seeds:
         for name, task, arms in SETS:
             for arm in arms if task in options.tasks else ():
                 folder = options.out / name
                 words = ["--one", "--policy", str(policies / task), "--out", str(folder), "--arms", arm]
-                words += ["--seeds", str(seed), "--tokens", str(TOKENS[task]), *CURVES, *device, *dry["curves"]]
+                words += ["--seeds", str(seed), "--tokens", str(tokens[task]), *CURVES, *device, *dry["curves"]]
                 is_enough = partial(is_evaluated, folder / f"{task}-{arm}-{seed}.jsonl")
                 runs.append(
                     Job(

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="+", choices=tuple(ESTIMATORS), default=[INDEPENDENT, TREE])
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument("--steps", type=int, default=60, help="steps of the first arm")
-    limit.add_argument("--minutes", type=float, help="minutes of all arms together, without the warm-up")
+    limit.add_argument("--minutes", type=float, help="minutes of equally fast arms together, without the warm-up")
     parser.add_argument("--wanted", type=float, default=WarmUp.wanted, help="pass rate after the warm-up")
     parser.add_argument("--warm-up-steps", type=int, default=WarmUp.steps)
     parser.add_argument("--rate", type=float, default=Sizes.rate, help="learning rate of the arms")
@@ -112,16 +112,17 @@ def run(options: argparse.Namespace) -> str:
     publish(actors, "warm-up")
     trie = rehearse(actors, sizes, held_out, options.seed)
     records = run_arms(actors, options, sizes, held_out)
-    speed = compare(actors.policy, trie, capacity=sizes.capacity)
-    report(f"all: {time.monotonic() - begin:.0f} s")
     parts = [
         heading(options, sizes),
         warm_up_table(rates),
         arm_table(records),
         *(difference_line(records, arm, options.arms[0]) for arm in options.arms[1:]),
         curve_table(records),
-        speed_table(speed),
     ]
+    # Also before the timings, so that a run that ends during them keeps its tables.
+    (options.out / "smollm2.md").write_text("\n\n".join(parts) + "\n")
+    parts.append(speed_table(compare(actors.policy, trie, capacity=sizes.capacity)))
+    report(f"all: {time.monotonic() - begin:.0f} s")
     text = "\n\n".join(parts)
     (options.out / "smollm2.md").write_text(text + "\n")
     return text
