@@ -59,7 +59,7 @@ MAPPED: dict[str, dict[str, Any]] = {
     "gemma3_text": {"final_logit_softcapping": 3.0},
     "gemma2": {"final_logit_softcapping": 3.0},
 }
-# Types that transformers 5.23 cannot make, of which 4 because their code looks up our attention in a table of its own.
+# Types that transformers 5.24 cannot make, of which 4 because their code looks up our attention in a table of its own.
 MAX_UNMADE = 15
 
 

@@ -75,6 +75,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True},
     "xlnet": {"d_head": 8},
     "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
     "inkling2_text": {"unpadded_vocab_size": VOCABULARY},
     "zaya": {"num_experts_per_tok": 1},
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 256},
