@@ -83,7 +83,8 @@ def test_a_step_changes_only_the_text_half_of_the_checkpoint(
     whole, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     text = load_model(tmp_path / "out", attention="reference").model
-    assert torch.equal(logits(whole), logits(text))
+    # The grouped products of transformers' experts add in an order of their own.
+    torch.testing.assert_close(logits(whole), logits(text), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
