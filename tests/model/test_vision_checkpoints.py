@@ -60,6 +60,9 @@ def run(packed: Path, model: Path, out: Path, **changes: Any) -> None:
 
 def logits(model: Any) -> torch.Tensor:
     model.set_attn_implementation("eager")
+    # A weight in a mapped file may begin at any byte, and a product with it then rounds in another way.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
     with torch.no_grad():
         found: torch.Tensor = model(input_ids=TOKENS, use_cache=False).logits
     return found
@@ -83,8 +86,7 @@ def test_a_step_changes_only_the_text_half_of_the_checkpoint(
     whole, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     text = load_model(tmp_path / "out", attention="reference").model
-    # The grouped products of transformers' experts add in an order of their own.
-    torch.testing.assert_close(logits(whole), logits(text), rtol=1e-5, atol=1e-6)
+    assert torch.equal(logits(whole), logits(text))
 
 
 @pytest.mark.parametrize(
