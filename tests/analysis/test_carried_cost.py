@@ -74,15 +74,18 @@ def test_the_trainer_computes_the_tokens_that_are_forecast(
     trie = build_trie(rollouts)
     plan = plan_rows(trie, capacity=capacity, method="contiguous")
     packed = list(pack_rows(trie, plan))
-    rows = [plan_row(row.subtree_end, row.parent.astype(np.int64), piece, chains=True) for row in packed]
+    rows, chains = (
+        [plan_row(row.subtree_end, row.parent.astype(np.int64), piece, chains=chains) for row in packed]
+        for chains in (False, True)
+    )
     (trunk,) = plan_trunks(trie, plan.row_of, (piece,))
     tokens = sum(row.tokens_backward for row in rows)
     assert sum(row.tokens_forward for row in rows) == tokens + trunk.tokens
-    # Ancestors on the stack in each pass, without the gaps between pieces and the spare tokens after a fork.
+    # Ancestors on the stack in each pass of chains, without the gaps between pieces and the spare tokens after a fork.
     stacks = [
         sum(int((ends[begin:end] > each.begin).sum()) for begin, end, _ in each.stack)
         + (each.size if each.kind == "push" else 0)
-        for ends, row in zip((row.subtree_end for row in packed), rows, strict=True)
+        for ends, row in zip((row.subtree_end for row in packed), chains, strict=True)
         for each in row.passes
     ]
     assert max(stacks) == trunk.path
