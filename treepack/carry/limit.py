@@ -272,9 +272,8 @@ def plan_with_states(batch: Batch, costs: CarryCosts, choose: Callable[[CarryCos
     while True:
         plan = choose(replace(costs, fixed=costs.fixed + states))
         # Shorter pieces have more branch points between them.
-        needed = (
-            costs.state * most_states(parent, plan_row(ends, parent, plan.limit, chains=True)) if costs.state else 0
-        )
+        passes = plan_row(ends, parent, plan.limit, chains=True)
+        needed = costs.state * most_states(parent, passes) if costs.state else 0
         if needed <= states:
             return plan
         states = needed

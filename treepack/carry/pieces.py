@@ -32,7 +32,7 @@ places. Without the few, every fork would be a piece, and a pass over three toke
 A branch lies behind other tokens of the row, so a row in pieces numbers its tokens anew, piece after piece. Within a
 piece they keep the order of the row.
 
-Everything here is numpy on columns of one row. The only Python loop runs over pieces.
+Everything here is numpy on columns of one row. Python loops run over pieces and over chains of trunk.
 """
 
 from __future__ import annotations
