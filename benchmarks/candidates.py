@@ -5,8 +5,7 @@
 On the tree [1, H, T, D]:
 
     triton            treepack's kernels, as `tree_attention(impl="triton")` chooses them
-    triton-one-pass   the same, with the backward in one pass where Hopper kernels run
-    triton-key-bands  the same with two passes, of which that for dk and dv runs over the pieces of the one pass
+    triton-stored     the same, with stored score gradients where Hopper kernels run
     triton-portable   triton, always the portable ones
     auto              `tree_attention(impl="auto")`, prepared as the trainer does
     flex              FlexAttention, compiled for this shape
@@ -164,14 +163,14 @@ def mend_interpreter() -> None:
     importlib.import_module("support.interpreter")
 
 
-def prepare_triton(case: Case, *, one_pass: bool = False) -> Candidate:
+def prepare_triton(case: Case, *, stored: bool = False) -> Candidate:
     """Prepare the project's own kernels for this device."""
     from treepack.attention import autograd as kernel
 
     if case.device.type == "cpu":
         mend_interpreter()
     schedule, inputs = prepare(case.end, "triton", start=case.start), leaves(*case.inputs)
-    if one_pass:
+    if stored:
         assert isinstance(schedule, Schedule)
         schedule = with_bands(schedule)
     sinks = None if case.sinks is None else case.sinks.requires_grad_()
@@ -180,7 +179,7 @@ def prepare_triton(case: Case, *, one_pass: bool = False) -> Candidate:
         options: dict[str, Any] = {"schedule": schedule, "start": case.start, "sinks": sinks}
         return tree_attention(*inputs, case.end, impl="triton", **options)
 
-    name = "triton-one-pass" if one_pass else "triton"
+    name = "triton-stored" if stored else "triton"
     return Candidate(name, kernel.backend(inputs[0], inputs[2]), forward, inputs, case.weight, num_bytes(schedule))
 
 
@@ -207,15 +206,6 @@ def changed(module: str, name: str, change: Callable[[Any], Any]) -> Iterator[No
         yield
     finally:
         setattr(home, name, original)
-
-
-def prepare_key_bands(case: Case) -> Candidate:
-    """Prepare the kernels with two passes, of which that for dk and dv runs over pieces of key blocks."""
-
-    def around() -> AbstractContextManager[None]:
-        return changed("fused_launch", "backward", lambda backward: partial(backward, one_pass=False))
-
-    return replace(prepare_triton(case, one_pass=True), name="triton-key-bands", around=around)
 
 
 def prepare_portable(case: Case) -> Candidate:
@@ -302,8 +292,7 @@ def prepare_flat_fa4(case: Case) -> Candidate:
 
 CANDIDATES: dict[str, Callable[[Case], Candidate]] = {
     "triton": prepare_triton,
-    "triton-one-pass": partial(prepare_triton, one_pass=True),
-    "triton-key-bands": prepare_key_bands,
+    "triton-stored": partial(prepare_triton, stored=True),
     "triton-portable": prepare_portable,
     "auto": prepare_auto,
     "flex": prepare_flex,

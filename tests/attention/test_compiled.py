@@ -44,17 +44,6 @@ def test_the_hopper_kernels_keep_their_products_asynchronous_and_fit(table: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "width"), [("bf16", 128), ("fp16", 64)])
-def test_the_backward_in_one_pass_keeps_its_products_asynchronous_and_fits(dtype: str, width: int) -> None:
-    (report,) = compiled("hopper+bands", dtype, 90, width)
-    assert report.wgmma > 0, report
-    assert not any("serialized" in remark for remark in report.remarks), report
-    # Only addresses, each read once a step: dk, dv, S and dP fill 192 of 240 registers. Triton 3.6: 124, 3.9: 196.
-    assert report.spills <= 224, report
-    assert report.shared <= 227 << 10, report
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("table", "dtype", "dims"),
     [

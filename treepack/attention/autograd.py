@@ -171,10 +171,10 @@ def _kernels(name: str, schedule: Schedule, head_dims: tuple[int, int]) -> tuple
     if name == "hopper":
         from treepack.attention.hopper import launch as hopper
 
-        if schedule.pieces is not None:
-            from treepack.attention.hopper import fused_launch
+        if schedule.bands is not None:
+            from treepack.attention.hopper import stored_launch
 
-            return hopper, fused_launch if fused_launch.takes(head_dims) else hopper
+            return hopper, stored_launch if stored_launch.takes(head_dims) else hopper
         return hopper, hopper
     from treepack.attention.portable import backward as portable_backward
     from treepack.attention.portable import forward as portable

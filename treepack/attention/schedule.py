@@ -57,6 +57,41 @@ _PER_QUERY_BLOCK = QUERY_BLOCK // GRANULE
 
 
 @dataclass(frozen=True)
+class Bands:
+    """Work of a backward that stores the gradients of scores, from `bands.with_bands`; tensors are int32.
+
+    Query tiles and query blocks are numbered over all rows, from the first query of each row on.
+
+    pieces         [n, 10]          row, key block, first and last query token (equal if no query sees the block),
+                                    full_begin and full_end as in `Schedule.key_ranges` (equal if a granule is missing),
+                                    number of the block's pieces in earlier and in later bands, the place of its sums,
+                                    and the place of its first tile; band by band, longest piece first
+    entries        [m, 4]           for each query block its pieces: row * nk + key block, the places of the tiles of
+                                    its first and of its second query tile (0 if the piece lacks the tile), and 0
+    entry_offsets  [B * nq + 1]     first entry of each query block, then the end
+    table          [bands, 3]       first piece, number of pieces, and number of tiles of one head, of each band
+    num_pieces     pieces of each band
+    num_places     places of each band, including place 0
+    num_sums       places of sums, of blocks with several pieces; at least 1
+    blocks         query blocks of each band but the last
+    """
+
+    pieces: Tensor
+    entries: Tensor
+    entry_offsets: Tensor
+    table: Tensor
+    num_pieces: tuple[int, ...]
+    num_places: tuple[int, ...]
+    num_sums: int
+    blocks: int
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Bands:
+        """Return the same work with changed tensors, for example moved to a GPU."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Bands(**{name: change(x) if isinstance(x, Tensor) else x for name, x in values.items()})
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Lists of tiles for B rows of T tokens; every tensor is int32.
 
@@ -77,7 +112,7 @@ class Schedule:
     key_tiles       [tiles]       query tiles of each key block as their first tokens, the masked ones first; None if
                                   start is None
     first           the token of the first query, a multiple of 128
-    pieces, turns   [n, 5] and [n, band], the work of a backward in one pass (`bands`); None if it makes two passes
+    bands           the work of a backward that stores the gradients of scores; None if they are computed twice
 
     The length of every section of `granules` is a multiple of 4, so kernels may take 1, 2 or 4 granules at a time.
     """
@@ -94,8 +129,7 @@ class Schedule:
     start: Tensor | None = None
     key_tiles: Tensor | None = None
     first: int = 0
-    pieces: Tensor | None = None
-    turns: Tensor | None = None
+    bands: Bands | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Schedule:
         """Return the same schedule on `device`."""
@@ -108,6 +142,8 @@ class Schedule:
     def _map(self, change: Callable[[Tensor], Tensor]) -> Schedule:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {name: change(x) if isinstance(x, Tensor) else x for name, x in values.items()}
+        if self.bands is not None:
+            moved["bands"] = self.bands.map(change)
         return Schedule(**moved)
 
 
