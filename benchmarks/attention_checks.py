@@ -240,6 +240,10 @@ def check_shapes_of_trees(check: str, device: torch.device, *, quick: bool) -> I
     cases["one-token branches"] = torch.tensor(branches, dtype=torch.int32, device=device)[None]
     edges = star("", 128, 6, 64).subtree_end
     cases["intervals end at block edges"] = torch.tensor(edges, dtype=torch.int32, device=device)[None]
+    if not quick:
+        # The prompt's key blocks are divided into shares.
+        prompt = star("", 1000, 20, 500).subtree_end
+        cases["a prompt with many answers"] = torch.tensor(prompt, dtype=torch.int32, device=device)[None]
     cases["padding only"] = torch.arange(1, 301, dtype=torch.int32, device=device)[None]
     for dtype in (torch.bfloat16, torch.float32):
         for case, end in cases.items():
@@ -263,7 +267,8 @@ def check_determinism(check: str, device: torch.device, *, quick: bool) -> Itera
     """Check that two runs are equal in every bit; the error is the number of elements that differ."""
     for dims, dtype in (*((dims, torch.bfloat16) for dims in HEAD_DIMS), ((128, 128), torch.float32)):
         layout = (14, 2, *dims, None)
-        end = random_forest_ends(300 if quick else 8000, 5).to(device)[None]
+        end = random_forest_ends(300, 5) if quick else torch.from_numpy(star("", 1000, 14, 500).subtree_end).int()
+        end = end.to(device)[None]
         inputs, weight = draw_inputs(end, layout, dtype)
         for name in kernels(inputs[0], inputs[2]):
             first = run(name, end, None, inputs, weight)

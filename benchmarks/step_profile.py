@@ -56,7 +56,7 @@ _KINDS = (
     ("compiled norms, rotations, activations", r"^triton_"),
     ("softmax of the output layer", r"_statistics_kernel|_gradient_kernel"),
     ("experts", r"_(gate_up|gate_back|outer|product|combine)_kernel"),
-    ("attention", r"^_?\w*(forward|key|query|delta|fused|scale|reduce|sum)\w*_(kernel|section)|flash|fmha"),
+    ("attention", r"^_?\w*(forward|key|query|delta|fused|join|scale|reduce|sum)\w*_(kernel|section)|flash|fmha"),
     ("products", r"gemm|nvjet|cutlass|xmma|cublas|splitk"),
     ("copies, casts, additions", r"memcpy|memset|copy|elementwise|reduce|cat|index|fill|scan|sort|gather|scatter"),
 )

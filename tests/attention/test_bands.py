@@ -38,7 +38,7 @@ def banded(row: tuple[Tensor, int], **options: int) -> tuple[Schedule, Bands]:
 
 def pieces_of(bands: Bands) -> list[list[list[int]]]:
     """Return the pieces of each band."""
-    return [part.tolist() for part in bands.pieces.split(list(bands.num_pieces))]
+    return [part.tolist() for part in torch.split(bands.pieces, list(bands.num_pieces))]
 
 
 def tiles_of(schedule: Schedule) -> list[tuple[int, int, int]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.attention_trees import comb, random_tree
+from support.attention_trees import comb, random_tree, star
 from treepack.attention import naive as tiles
 from treepack.attention.reach import Reach, first_visible
 from treepack.attention.reference import reference_attention, visible_pairs
@@ -19,7 +19,9 @@ def rows_of(length: int) -> Tensor:
     return torch.cat([random_tree(length, seed=1), random_tree(length, seed=2)])
 
 
-@pytest.mark.parametrize("end", [rows_of(1), rows_of(130), rows_of(401), comb(70, 40, 6), torch.arange(1, 200)[None]])
+@pytest.mark.parametrize(
+    "end", [rows_of(1), rows_of(130), rows_of(401), comb(70, 40, 6), star(150, 40, 70), torch.arange(1, 200)[None]]
+)
 @pytest.mark.parametrize("granules", [1, 2, 4])
 def test_tiles_are_the_reference_in_output_and_every_gradient(end: Tensor, granules: int) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -147,27 +147,44 @@ def _key_gradients(
     The caller sums over each group. `scores` are scale and softcap.
     """
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    for row in range(len(q)):
-        for block, granules in enumerate(schedule.key_granules[row]):
-            keys, real = _tokens(granules[granules >= 0], schedule.length)
-            keys = keys[real]
-            dk_block, dv_block = torch.zeros_like(k[row, :, keys]), torch.zeros_like(v[row, :, keys])
-            for start, is_full in _query_tiles(schedule, row, block):
-                tokens = torch.arange(start, min(start + QUERY_TILE, schedule.length), device=q.device)
-                rows, seen = tokens - schedule.first, None
-                if not is_full:
-                    seen = _visible_pairs(schedule, row, tokens, keys)
-                p, ds = _weights(q, k, v, do, lse, delta, scores, (row, rows, keys, seen))
-                # [H, keys, queries] @ [H, queries, D] -> [H, keys, D]
-                dv_block += p.mT @ do[row, :, rows]
-                dk_block += ds.mT @ q[row, :, rows]
-            dk[row, :, keys], dv[row, :, keys] = dk_block * scores[0], dv_block
+    started = set()
+    for row, block, ranges in _key_work(schedule):
+        granules = schedule.key_granules[row, block]
+        keys, real = _tokens(granules[granules >= 0], schedule.length)
+        keys = keys[real]
+        dk_part, dv_part = torch.zeros_like(k[row, :, keys]), torch.zeros_like(v[row, :, keys])
+        for start, is_full in _query_tiles(schedule, ranges):
+            tokens = torch.arange(start, min(start + QUERY_TILE, schedule.length), device=q.device)
+            rows, seen = tokens - schedule.first, None
+            if not is_full:
+                seen = _visible_pairs(schedule, row, tokens, keys)
+            p, ds = _weights(q, k, v, do, lse, delta, scores, (row, rows, keys, seen))
+            # [H, keys, queries] @ [H, queries, D] -> [H, keys, D]
+            dv_part += p.mT @ do[row, :, rows]
+            dk_part += ds.mT @ q[row, :, rows]
+        if (row, block) in started:
+            dk[row, :, keys] += dk_part * scores[0]
+            dv[row, :, keys] += dv_part
+        else:
+            dk[row, :, keys], dv[row, :, keys] = dk_part * scores[0], dv_part
+        started.add((row, block))
     return dk, dv
 
 
-def _query_tiles(schedule: Schedule, row: int, block: int) -> Iterator[tuple[int, bool]]:
-    """Yield the first token of each query tile of a key block, and whether the tile needs no mask."""
-    first, full_begin, full_end, last = schedule.key_ranges[row, block].tolist()
+def _key_work(schedule: Schedule) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield row, key block and ranges of every program for keys: key blocks, or their shares if there are any."""
+    if schedule.shares is not None:
+        for row, block, *ranges in schedule.shares.shares[:, :6].tolist():
+            yield row, block, ranges
+    else:
+        for row, blocks in enumerate(schedule.key_ranges.tolist()):
+            for block, ranges in enumerate(blocks):
+                yield row, block, ranges
+
+
+def _query_tiles(schedule: Schedule, ranges: list[int]) -> Iterator[tuple[int, bool]]:
+    """Yield the first token of each query tile in the ranges of a key block, and whether the tile needs no mask."""
+    first, full_begin, full_end, last = ranges
     if schedule.key_tiles is not None:
         for place, start in enumerate(schedule.key_tiles[first:last].tolist(), first):
             yield start, place >= full_begin

@@ -54,6 +54,7 @@ def narrow(whole: Schedule, start: Tensor) -> Schedule:
         key_order=longest_first(key_ranges[..., 3] - key_ranges[..., 0]),
         start=start,
         key_tiles=key_tiles,
+        shares=None,
     )
 
 

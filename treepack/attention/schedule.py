@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from treepack.attention.key_shares import KeyShares, count_shares, key_shares
 from treepack.errors import TreepackError
 
 GRANULE = 32  # at the start and end of a branch, parts of 32 keys instead of 128 are computed without use
@@ -88,7 +89,8 @@ class Bands:
     def map(self, change: Callable[[Tensor], Tensor]) -> Bands:
         """Return the same work with changed tensors, for example moved to a GPU."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Bands(**{name: change(x) if isinstance(x, Tensor) else x for name, x in values.items()})
+        moved: dict[str, Any] = {name: change(x) if isinstance(x, Tensor) else x for name, x in values.items()}
+        return Bands(**moved)
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Schedule:
     key_tiles       [tiles]       query tiles of each key block as their first tokens, the masked ones first; None if
                                   start is None
     first           the token of the first query, a multiple of 128
+    shares          key blocks divided between programs; None if start is not None
     bands           the work of a backward that stores the gradients of scores; None if they are computed twice
 
     The length of every section of `granules` is a multiple of 4, so kernels may take 1, 2 or 4 granules at a time.
@@ -129,6 +132,7 @@ class Schedule:
     start: Tensor | None = None
     key_tiles: Tensor | None = None
     first: int = 0
+    shares: KeyShares | None = None
     bands: Bands | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Schedule:
@@ -142,6 +146,8 @@ class Schedule:
     def _map(self, change: Callable[[Tensor], Tensor]) -> Schedule:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {name: change(x) if isinstance(x, Tensor) else x for name, x in values.items()}
+        if self.shares is not None:
+            moved["shares"] = self.shares.map(change)
         if self.bands is not None:
             moved["bands"] = self.bands.map(change)
         return Schedule(**moved)
@@ -171,9 +177,14 @@ def build_schedule(subtree_end: Tensor, start: Tensor | None = None, *, first: i
     extremes = torch.stack(end.view(len(end), -1, GRANULE).aminmax(dim=-1)).long()
     lists = _place_lists(extremes, first // QUERY_BLOCK)
     granules, ranges, max_blocks = _key_blocks(extremes, length, first // QUERY_TILE)
+    counts = count_shares(granules, ranges)
+    divided = counts > 1
+    shared = torch.stack([counts.sum(), divided.sum(), (counts * divided).sum()])
     # The only wait for the device: every size that depends on the data, in one transfer.
-    *pieces, num_entries, num_blocks = torch.cat([lists.totals, lists.offsets[-1:, -1], max_blocks]).tolist()
+    sizes = torch.cat([lists.totals, lists.offsets[-1:, -1], max_blocks, shared]).tolist()
+    *pieces, num_entries, num_blocks, num_shares, num_joined, num_sums = sizes
     ranges = ranges[:, :num_blocks].int()
+    counts = counts[:, :num_blocks]
     whole = Schedule(
         length=length,
         end=end,
@@ -185,6 +196,7 @@ def build_schedule(subtree_end: Tensor, start: Tensor | None = None, *, first: i
         key_ranges=ranges,
         key_order=longest_first(ranges[..., 3] - ranges[..., 0]),
         first=first,
+        shares=key_shares(ranges, counts, num_shares=num_shares, num_joined=num_joined, num_sums=num_sums),
     )
     if start is None:
         return whole

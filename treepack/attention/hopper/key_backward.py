@@ -1,10 +1,11 @@
 """Gradients of the keys and values on Hopper: one program for 128 gathered keys of one key head.
 
 A program passes over the queries that see any of its keys, of all query heads of the group, from the last query back to
-the first. With windows or chunks these queries are a list of tiles instead of a range. The blocks of one branch end
-together, so programs that start together read the same queries from the L2 cache. Scores are transposed (keys down,
-queries across), which makes P and dS operands in registers. The log-sum-exp is the initial value of the scores'
-accumulator, and delta that of dP's accumulator, so neither takes registers of its own.
+the first. Blocks with very many queries are divided into shares (`key_shares`), one program each, and `join_shares`
+adds up their sums. With windows or chunks the queries are a list of tiles instead of a range, and no block is divided.
+The blocks of one branch end together, so programs that start together read the same queries from the L2 cache. Scores
+are transposed (keys down, queries across), which makes P and dS operands in registers. The log-sum-exp is the initial
+value of the scores' accumulator, and delta that of dP's accumulator, so neither takes registers of its own.
 
 Same inputs and outputs as `portable.backward`.
 """
@@ -57,7 +58,7 @@ class Sources(NamedTuple):
 
 
 class Pointers(NamedTuple):
-    """Pointers into global memory: numbers of the row, lists of the block, numbers and gradients of the group."""
+    """Pointers into global memory: numbers of the row, lists of the block, numbers, gradients and sums of the group."""
 
     ends: gl.tensor
     starts: gl.tensor
@@ -67,13 +68,15 @@ class Pointers(NamedTuple):
     delta: gl.tensor
     dk: gl.tensor
     dv: gl.tensor
+    dk_sums: gl.tensor
+    dv_sums: gl.tensor
 
 
 class KeyWork(NamedTuple):
     """Range of queries, `steps` (its tiles times the heads of the group), and the numbers that a consumer reads.
 
-    If WINDOWED, the range is one of places in the list of query tiles. `origin` is the token of the first row of q and
-    do, and `places` the numbers of lse and delta per head.
+    `sums` is the place of the sums of a share, or -1. If WINDOWED, the range is one of places in the list of query
+    tiles. `origin` is the token of the first row of q and do, and `places` the numbers of lse and delta per head.
     """
 
     steps: gl.tensor
@@ -83,6 +86,7 @@ class KeyWork(NamedTuple):
     length: gl.tensor
     origin: gl.tensor
     places: gl.tensor
+    sums: gl.tensor
     dk_stride: gl.tensor
     dv_stride: gl.tensor
     factor: gl.tensor
@@ -213,7 +217,22 @@ def _consume(
     # [64]
     token = gl.convert_layout(key, row)
     real = gl.convert_layout((granule >= 0) & (key < work.length), row)
-    # [64, D]; the keys and values are no longer needed, so their tiles stage the gradients
+    if WINDOWED:
+        _store(pointers, work, token, real, dk, dv, k, v)
+    else:
+        if work.sums >= 0:
+            # [64, 1] and [1, D] -> [64, D] of [128, D], float32
+            place_of_key = FIRST_ROW + gl.arange(0, 64, row)
+            offsets = place_of_key[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, d_layout))[None, :]
+            gl.store(pointers.dk_sums + offsets, dk)
+            gl.store(pointers.dv_sums + offsets, dv)
+        else:
+            _store(pointers, work, token, real, dk, dv, k, v)
+
+
+@gluon.jit
+def _store(pointers, work, token, real, dk, dv, k, v):
+    """Write dk and dv [64, D]; the keys and values are no longer needed, so their tiles stage the gradients."""
     store_rows(pointers.dk, work.dk_stride, token, real, dk * work.scale, k)
     store_rows(pointers.dv, work.dv_stride, token, real, dv, v)
 
@@ -258,12 +277,15 @@ def key_kernel(
     dk_strides,
     dv_pointer,
     dv_strides,
+    dk_sums,
+    dv_sums,
     ends,
     starts,
     key_granules,
     key_tiles,
     key_ranges,
     key_order,
+    shares,
     length,
     origin,
     padded,
@@ -277,14 +299,26 @@ def key_kernel(
     STAGES: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
-    """Write the gradients dk and dv of 128 keys of one key head; the grid is batch * blocks * kv_heads.
+    """Write the gradients dk and dv of 128 keys of one key head, or the sums of one share of these keys.
 
-    Descriptors read QUERIES rows of q and do and one granule of k and v. The other arguments are as in
+    Descriptors read QUERIES rows of q and do and one granule of k and v. The grid is the number of shares, or if
+    WINDOWED batch * blocks, times kv_heads. The sums are [places, kv_heads, 128, D]. The other arguments are as in
     `forward_kernel`.
     """
     QUERIES: gl.constexpr = q_descriptor.block_type.shape[0]
-    row, group, block = place(gl.program_id(0), section, batch, blocks, key_order)
-    ranges = key_ranges + (row * blocks + block) * 4
+    D: gl.constexpr = q_descriptor.block_type.shape[1]
+    if WINDOWED:
+        row, group, block = place(gl.program_id(0), section, batch, blocks, key_order)
+        ranges = key_ranges + (row * blocks + block) * 4
+        sums = row  # not read
+    else:
+        # Heads vary fastest, as in one section of all heads.
+        group = gl.program_id(0) % kv_heads
+        share = shares + gl.program_id(0) // kv_heads * 8
+        row = gl.load(share)
+        block = gl.load(share + 1)
+        ranges = share + 2
+        sums = gl.load(share + 6)
     first = gl.load(ranges)
     last = gl.load(ranges + 3)
 
@@ -292,6 +326,7 @@ def key_kernel(
 
     places = padded - origin
     of_head = (row.to(gl.int64) * kv_heads + group) * GROUP * places - origin
+    of_sums = (sums.to(gl.int64) * kv_heads + group) * (128 * D)
     pointers = Pointers(
         ends + row * padded,
         starts + row * padded,
@@ -301,12 +336,25 @@ def key_kernel(
         delta_pointer + of_head,
         dk_pointer + row.to(gl.int64) * dk_strides[0] + group * dk_strides[1],
         dv_pointer + row.to(gl.int64) * dv_strides[0] + group * dv_strides[1],
+        dk_sums + of_sums,
+        dv_sums + of_sums,
     )
     steps = (last - first) // (1 if WINDOWED else QUERIES) * GROUP
     full_begin = gl.load(ranges + 1)
     full_end = gl.load(ranges + 2)
     work = KeyWork(
-        steps, full_begin, full_end, last, length, origin, places, dk_strides[2], dv_strides[2], factor, scale
+        steps,
+        full_begin,
+        full_end,
+        last,
+        length,
+        origin,
+        places,
+        sums,
+        dk_strides[2],
+        dv_strides[2],
+        factor,
+        scale,
     )
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from treepack.attention.hopper.delta import compute_delta
+from treepack.attention.hopper.join_shares import join_shares
 from treepack.attention.hopper.matrices import matrix_arguments
 from treepack.attention.hopper.shapes import SHAPES, Shape
 from treepack.attention.kernel_launch import (
@@ -32,7 +33,7 @@ from treepack.attention.kernel_launch import (
     sink_gradient,
     token_major,
 )
-from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedule
+from treepack.attention.schedule import GRANULE, KEY_BLOCK, QUERY_BLOCK, QUERY_TILE, Schedule
 
 # A program starts with 12 warps of 168 registers. The producer keeps 24 and gives the others to the consumers, which
 # then have 240 each: 4 * 24 + 8 * 240 <= 12 * 168.
@@ -81,7 +82,10 @@ def backward(
     incoming = Incoming(grad, lse, compute_delta(out, grad, lse))
     dq, dk, dv = token_major(query), token_major(key), token_major(value)
     query_launch(inputs, incoming, dq).run()
-    key_launch(inputs, incoming, dk, dv).run()
+    sums = empty_sums(inputs)
+    key_launch(inputs, incoming, dk, dv, sums).run()
+    if sums is not None:
+        join_shares(sums, dk, dv, schedule, scale)
     # The weights of the sinks come from lse, so that the two kernels do not see them.
     dsinks = None if sinks is None else sink_gradient(sinks, lse, incoming.delta, query.shape[2])
     return dq, dk, dv, dsinks
@@ -126,10 +130,30 @@ def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor) -> Launch:
     return _launch(shape.kernels.query, _query_programs(inputs), arguments, constants)
 
 
-def key_launch(inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor) -> Launch:
-    """Describe the launch that writes `dk` [B, H_kv, T, D] and `dv` [B, H_kv, T, D_v]."""
+def empty_sums(inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """Return memory for the sums of dk and dv of all shares; None if no key block is divided."""
+    shares = inputs.schedule.shares
+    if not _takes_shares(inputs) or shares is None or not shares.num_sums:
+        return None
+    shape = (shares.num_sums, inputs.key.shape[1], KEY_BLOCK, inputs.key.shape[-1])
+    dk, dv = (torch.empty(shape, dtype=torch.float32, device=inputs.key.device) for _ in range(2))
+    return dk, dv
+
+
+def key_launch(
+    inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor, sums: tuple[Tensor, Tensor] | None = None
+) -> Launch:
+    """Describe the launch that writes `dk` [B, H_kv, T, D] and `dv` [B, H_kv, T, D_v], or `sums` of divided blocks."""
     shape = _shape(inputs)
     batch, kv_heads = inputs.key.shape[:2]
+    of_shares, programs = {}, batch * inputs.schedule.key_order.shape[1]
+    if shape.parts is None:
+        shares = inputs.schedule.shares
+        # Without sums, any tensor of float32 will do, and with windows any of int32.
+        dk_sums, dv_sums = sums if sums is not None else (incoming.lse, incoming.lse)
+        table = inputs.schedule.end if shares is None else shares.shares
+        of_shares = {"dk_sums": dk_sums, "dv_sums": dv_sums, "shares": table}
+        programs = programs if shares is None else len(table)
     constants = {"GROUP": inputs.group, "WINDOWED": inputs.is_windowed, **shape.key}
     arguments = {
         **matrix_arguments("q", inputs.query, QUERY_TILE, shape.parts),
@@ -143,19 +167,23 @@ def key_launch(inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor) -> La
         "dv_pointer": dv,
         "dv_strides": dv.stride()[:3],
         "scale": inputs.scale,
+        **of_shares,
         **key_window(inputs),
         # One section of all heads: the blocks with the most work of every head start first. Programs that wait for the
         # longest block of the last head cost more than the L2 cache saves.
         **key_arguments(inputs, kv_heads),
     }
-    programs = shape.kernels.key_programs * batch * kv_heads * inputs.schedule.key_order.shape[1]
-    return _launch(shape.kernels.key, programs, arguments, constants)
+    return _launch(shape.kernels.key, shape.kernels.key_programs * kv_heads * programs, arguments, constants)
 
 
 def _launch(kernel: Any, programs: int, arguments: dict[str, Any], constants: dict[str, Any]) -> Launch:
     # The descriptor of a part that does not exist is None, a constant.
     present = {name: value for name, value in arguments.items() if value is not None}
     return Launch(kernel, programs, present, constants | dict.fromkeys(arguments.keys() - present.keys()), OPTIONS)
+
+
+def _takes_shares(inputs: Inputs) -> bool:
+    return _shape(inputs).parts is None
 
 
 def _shape(inputs: Inputs) -> Shape:
