@@ -5,7 +5,6 @@
 On the tree [1, H, T, D]:
 
     triton            treepack's kernels, as `tree_attention(impl="triton")` chooses them
-    triton-stored     the same, with stored score gradients where Hopper kernels run
     triton-portable   triton, always the portable ones
     auto              `tree_attention(impl="auto")`, prepared as the trainer does
     flex              FlexAttention, compiled for this shape
@@ -28,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,8 @@ from treepack.attention import (
     takes_chains,
     tree_attention,
 )
-from treepack.attention.bands import with_bands
 from treepack.attention.flash import build_flash_mask
 from treepack.attention.flex import flex_attention as tree_flex
-from treepack.attention.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -163,24 +160,20 @@ def mend_interpreter() -> None:
     importlib.import_module("support.interpreter")
 
 
-def prepare_triton(case: Case, *, stored: bool = False) -> Candidate:
+def prepare_triton(case: Case) -> Candidate:
     """Prepare the project's own kernels for this device."""
     from treepack.attention import autograd as kernel
 
     if case.device.type == "cpu":
         mend_interpreter()
     schedule, inputs = prepare(case.end, "triton", start=case.start), leaves(*case.inputs)
-    if stored:
-        assert isinstance(schedule, Schedule)
-        schedule = with_bands(schedule)
     sinks = None if case.sinks is None else case.sinks.requires_grad_()
 
     def forward() -> Tensor:
         options: dict[str, Any] = {"schedule": schedule, "start": case.start, "sinks": sinks}
         return tree_attention(*inputs, case.end, impl="triton", **options)
 
-    name = "triton-stored" if stored else "triton"
-    return Candidate(name, kernel.backend(inputs[0], inputs[2]), forward, inputs, case.weight, num_bytes(schedule))
+    return Candidate("triton", kernel.backend(inputs[0], inputs[2]), forward, inputs, case.weight, num_bytes(schedule))
 
 
 @contextmanager
@@ -292,7 +285,6 @@ def prepare_flat_fa4(case: Case) -> Candidate:
 
 CANDIDATES: dict[str, Callable[[Case], Candidate]] = {
     "triton": prepare_triton,
-    "triton-stored": partial(prepare_triton, stored=True),
     "triton-portable": prepare_portable,
     "auto": prepare_auto,
     "flex": prepare_flex,

@@ -6,7 +6,7 @@
 
 Needs only torch with CUDA, triton and transformers, not the other requirements of treepack (polars, pyarrow, ...). The
 checks of `attention_checks` (which defines their bounds), of `option_checks`, of `rectangle_checks`, of
-`stored_checks`, of `recurrent_checks`, of `offload_checks`, of `carried_checks` and of four tiny models run at the
+`recurrent_checks`, of `offload_checks`, of `carried_checks` and of four tiny models run at the
 same time, each in its own process, because most of the time is spent on compiling. Prints a table of them: the largest
 error of output, dq, dk, dv and the sinks' gradient (of recurrent layers, of the decays and beta) over all cases, and
 the largest ratio of an error to its bound with its case; per model, the largest relative error of a parameter's
@@ -38,7 +38,6 @@ from offload_checks import OFFLOAD_CHECKS
 from option_checks import OPTION_CHECKS
 from rectangle_checks import RECTANGLE_CHECKS
 from recurrent_checks import RECURRENT_CHECKS
-from stored_checks import STORED_CHECKS
 
 from treepack.attention.flex import BLOCK
 from treepack.data.batch import Batch, make_batch
@@ -55,7 +54,6 @@ QUICK = (
     "4/4/128 bfloat16",
     "options 6/2/64/64 float32",
     "rectangles 6/2/64/64 float32",
-    "stored 4/4/128 float16",
 )
 COMMON: dict[str, Any] = {"vocab_size": 320, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -190,7 +188,6 @@ def run_one(name: str, kind: str, *, quick: bool) -> list[Result]:
         **CHECKS,
         **OPTION_CHECKS,
         **RECTANGLE_CHECKS,
-        **STORED_CHECKS,
         **RECURRENT_CHECKS,
         **HOST_CHECKS,
         **LAST,
@@ -237,7 +234,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="tiny rows on the CPU")
     options = parser.parse_args()
     quick, began = options.quick or options.dry_run, time.time()
-    names = [STATISTICS, *CHECKS, *OPTION_CHECKS, *RECTANGLE_CHECKS, *STORED_CHECKS, *RECURRENT_CHECKS, *HOST_CHECKS]
+    names = [STATISTICS, *CHECKS, *OPTION_CHECKS, *RECTANGLE_CHECKS, *RECURRENT_CHECKS, *HOST_CHECKS]
     names += [*model_names(quick=quick), *LAST]
     if quick:
         names = [name for name in names if "/" not in name or name in QUICK]

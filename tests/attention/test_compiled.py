@@ -27,7 +27,7 @@ def compiled(table: str, dtype: str, capability: int, *widths: int | str) -> lis
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     reports = read(done.stdout)
-    assert len(reports) == (1 if table == "hopper+bands" else 3) * len(widths)
+    assert len(reports) == 3 * len(widths)
     return reports
 
 

@@ -7,8 +7,8 @@ prints one line for each pass (forward, query, key) and head dimension. The kern
 same `Launch` values that the library runs, built here from tensors on the CPU.
 
 Nothing is compiled under TRITON_INTERPRET, so tests start this file as a process of its own, without that variable.
-`table` is hopper for the Gluon kernels, hopper+window for those with a window and sinks, hopper+bands for the backward
-with stored gradients of scores (one line), or HOPPER, PORTABLE or FLOAT32, the shapes in `portable.forward`.
+`table` is hopper for the Gluon kernels, hopper+window for those with a window and sinks, or HOPPER, PORTABLE or
+FLOAT32, the shapes in `portable.forward`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main(table: str, dtype: str, capability: str, *widths: str) -> None:
         # "192/128" -> (192, 128), and "64" -> (64, 64)
         first, _, second = width.partition("/")
         dims = (int(first), int(second or first))
-        for which in ("stored",) if table == "hopper+bands" else ("forward", "query", "key"):
+        for which in ("forward", "query", "key"):
             compilable, options = source(which, table, dtype, dims)
             print(json.dumps(asdict(report(f"{which} {width}", compilable, options, int(capability)))))
 
@@ -121,12 +121,6 @@ def launches(table: str, dtype: str, dims: tuple[int, int]) -> dict[str, Any]:
     sinks = torch.empty(GROUP) if has_window else None
     inputs = Inputs(query, key, value, build_schedule(end, start), scale=1.0, sinks=sinks)
     incoming = Incoming(grad, lse, delta)
-    if table == "hopper+bands":
-        from treepack.attention.bands import with_bands
-        from treepack.attention.hopper.stored_launch import empty_stored, stored_launch
-
-        inputs = inputs._replace(schedule=with_bands(inputs.schedule))
-        return {"stored": stored_launch(inputs, incoming, empty_stored(inputs), (dq, dk, dv))}
     if table.startswith("hopper"):
         from treepack.attention.hopper import launch as hopper
 

@@ -11,6 +11,7 @@ flash          the same block lists through FlexAttention's FlashAttention-4 bac
 chains         rows in which nothing branches, through varlen FlashAttention
 reach          windows and chunks, as the first token that each token sees
 schedule       lists of tiles for the project's own kernels
+key_shares     long key blocks of those lists, divided between programs of the backward
 narrow         those lists for layers with windows and chunks
 naive          those kernels in plain torch, to read and to test against
 portable       those kernels in Triton, for any GPU

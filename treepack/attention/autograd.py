@@ -166,15 +166,11 @@ def has_hopper(device: torch.device) -> bool:
     return hopper and HOPPER_TRITON[0] <= release <= HOPPER_TRITON[1]
 
 
-def _kernels(name: str, schedule: Schedule, head_dims: tuple[int, int]) -> tuple[ModuleType, ModuleType]:
+def _kernels(name: str) -> tuple[ModuleType, ModuleType]:
     """Return the modules with the forward and the backward; imported late, because triton may be missing."""
     if name == "hopper":
         from treepack.attention.hopper import launch as hopper
 
-        if schedule.bands is not None:
-            from treepack.attention.hopper import stored_launch
-
-            return hopper, stored_launch if stored_launch.takes(head_dims) else hopper
         return hopper, hopper
     from treepack.attention.portable import backward as portable_backward
     from treepack.attention.portable import forward as portable
@@ -203,7 +199,7 @@ class _Attention(torch.autograd.Function):
             out, lse = result
         else:
             with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-                module = _kernels(kernels, schedule, (query.shape[-1], value.shape[-1]))[0]
+                module = _kernels(kernels)[0]
                 out, lse = module.forward(query, key, value, schedule, scale, **options)
             if kept is not None and not is_recomputing():
                 kept[0].store(kept[1], out, lse)
@@ -217,7 +213,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         grad = _with_dense_rows(grad)
         options = _options(sinks, ctx.softcap)
-        kernels = _kernels(ctx.kernels, ctx.schedule, (query.shape[-1], value.shape[-1]))[1]
+        kernels = _kernels(ctx.kernels)[1]
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             *gradients, dsinks = kernels.backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale, **options)
         if sinks is not None:

@@ -15,35 +15,14 @@ A prompt of 128 tokens and 40 answers of 128 have 41 blocks and 162 tiles, 82 of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-QUERY_TILE = 64
+from treepack.attention.schedule import QUERY_TILE, KeyShares
+
 # With 8 key heads, the work of one of 132 multiprocessors is 1 / 16.5 of the tiles of one head.
 PARTS_OF_A_ROW = 32
 MIN_TILES = 16  # of a block that is divided: a share takes much longer than reading and writing its sums
-
-
-@dataclass(frozen=True)
-class KeyShares:
-    """Shares of the key blocks of all rows; tensors are int32.
-
-    shares    [n, 8]    row, key block, and first, full_begin, full_end and last as in `Schedule.key_ranges`, the place
-                        of its sums or -1 for a whole block, and 0; the longest share first
-    joined    [m, 4]    row and key block of each block with several shares, its first place of sums, and its shares
-    num_sums  places of sums
-    """
-
-    shares: Tensor
-    joined: Tensor
-    num_sums: int
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> KeyShares:
-        """Return the same shares with changed tensors, for example moved to a GPU."""
-        return KeyShares(change(self.shares), change(self.joined), self.num_sums)
 
 
 def count_shares(granules: Tensor, ranges: Tensor) -> Tensor:

@@ -43,7 +43,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treepack.attention.key_shares import KeyShares, count_shares, key_shares
 from treepack.errors import TreepackError
 
 GRANULE = 32  # at the start and end of a branch, parts of 32 keys instead of 128 are computed without use
@@ -58,39 +57,22 @@ _PER_QUERY_BLOCK = QUERY_BLOCK // GRANULE
 
 
 @dataclass(frozen=True)
-class Bands:
-    """Work of a backward that stores the gradients of scores, from `bands.with_bands`; tensors are int32.
+class KeyShares:
+    """Shares of the key blocks of all rows; tensors are int32.
 
-    Query tiles and query blocks are numbered over all rows, from the first query of each row on.
-
-    pieces         [n, 10]          row, key block, first and last query token (equal if no query sees the block),
-                                    full_begin and full_end as in `Schedule.key_ranges` (equal if a granule is missing),
-                                    number of the block's pieces in earlier and in later bands, the place of its sums,
-                                    and the place of its first tile; band by band, longest piece first
-    entries        [m, 4]           for each query block its pieces: row * nk + key block, the places of the tiles of
-                                    its first and of its second query tile (0 if the piece lacks the tile), and 0
-    entry_offsets  [B * nq + 1]     first entry of each query block, then the end
-    table          [bands, 3]       first piece, number of pieces, and number of tiles of one head, of each band
-    num_pieces     pieces of each band
-    num_places     places of each band, including place 0
-    num_sums       places of sums, of blocks with several pieces; at least 1
-    blocks         query blocks of each band but the last
+    shares    [n, 8]    row, key block, and first, full_begin, full_end and last as in `Schedule.key_ranges`, the place
+                        of its sums or -1 for a whole block, and 0; the longest share first
+    joined    [m, 4]    row and key block of each block with several shares, its first place of sums, and its shares
+    num_sums  places of sums
     """
 
-    pieces: Tensor
-    entries: Tensor
-    entry_offsets: Tensor
-    table: Tensor
-    num_pieces: tuple[int, ...]
-    num_places: tuple[int, ...]
+    shares: Tensor
+    joined: Tensor
     num_sums: int
-    blocks: int
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Bands:
-        """Return the same work with changed tensors, for example moved to a GPU."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {name: change(x) if isinstance(x, Tensor) else x for name, x in values.items()}
-        return Bands(**moved)
+    def map(self, change: Callable[[Tensor], Tensor]) -> KeyShares:
+        """Return the same shares with changed tensors, for example moved to a GPU."""
+        return KeyShares(change(self.shares), change(self.joined), self.num_sums)
 
 
 @dataclass(frozen=True)
@@ -115,7 +97,6 @@ class Schedule:
                                   start is None
     first           the token of the first query, a multiple of 128
     shares          key blocks divided between programs; None if start is not None
-    bands           the work of a backward that stores the gradients of scores; None if they are computed twice
 
     The length of every section of `granules` is a multiple of 4, so kernels may take 1, 2 or 4 granules at a time.
     """
@@ -133,7 +114,6 @@ class Schedule:
     key_tiles: Tensor | None = None
     first: int = 0
     shares: KeyShares | None = None
-    bands: Bands | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Schedule:
         """Return the same schedule on `device`."""
@@ -148,8 +128,6 @@ class Schedule:
         moved: dict[str, Any] = {name: change(x) if isinstance(x, Tensor) else x for name, x in values.items()}
         if self.shares is not None:
             moved["shares"] = self.shares.map(change)
-        if self.bands is not None:
-            moved["bands"] = self.bands.map(change)
         return Schedule(**moved)
 
 
@@ -165,6 +143,10 @@ def build_schedule(subtree_end: Tensor, start: Tensor | None = None, *, first: i
     Raises:
         TreepackError: if `first` is another number.
     """
+    # Both modules need the constants and classes of this one.
+    from treepack.attention.key_shares import count_shares, key_shares
+    from treepack.attention.narrow import narrow
+
     if first % QUERY_BLOCK or not 0 <= first < subtree_end.shape[-1]:
         raise TreepackError(
             f"attention: the schedule of {subtree_end.shape[-1]} tokens begins at query {first}; "
@@ -198,11 +180,7 @@ def build_schedule(subtree_end: Tensor, start: Tensor | None = None, *, first: i
         first=first,
         shares=key_shares(ranges, counts, num_shares=num_shares, num_joined=num_joined, num_sums=num_sums),
     )
-    if start is None:
-        return whole
-    from treepack.attention.narrow import narrow  # which needs the constants and the class of this module
-
-    return narrow(whole, start)
+    return whole if start is None else narrow(whole, start)
 
 
 def longest_first(work: Tensor) -> Tensor:
