@@ -26,6 +26,7 @@ from training_rows import load_columns
 from workloads import Int64, Workload, depths, row_of_nodes, star
 
 from treepack.data.batch import Batch
+from treepack.native.library import is_compiled
 from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.methods.anneal import anneal
 from treepack.pack.plan.methods.contiguous import contiguous
@@ -184,6 +185,21 @@ class _Piece:
     row: int
     leaves: Int64
     tokens: int
+
+
+def planned_rows(folder: Path | None, source: str, capacity: int, rows: list[Batch]) -> list[Batch]:
+    """Return the rows of a capacity, planned before or now.
+
+    Raises:
+        SystemExit: the plan is missing, and planning without the loops in C would take longer than the benchmark.
+    """
+    plans = None if folder is None else folder / f"{Path(source).stem}-{capacity}.npz"
+    if (plans is None or not plans.exists()) and source != "tiny" and not is_compiled():
+        raise SystemExit(
+            f"{source}: rows of {capacity} tokens are not planned, and treepack's loops are not compiled here; pass "
+            "--plans FOLDER with a plan from another machine, where --plan-only wrote it"
+        )
+    return cut_rows(rows, capacity, plans=plans)
 
 
 def cut_rows(rows: list[Batch], capacity: int, *, plans: Path | None = None) -> list[Batch]:

@@ -22,7 +22,8 @@ one of the step only if both are 0. Needs torch, triton, numpy and transformers.
 
 --divide N        divides the layers and the words of the model, so that all parts of a step shrink alike
 --gpu-gb, --host-gb    limit the memory as if the machine had no more
---plans FOLDER    reads the rows that were planned before, and writes the others there
+--plans FOLDER    reads the rows that were planned before, and writes the others there; give it after each --then
+--plan-only       only writes the plans, which needs no GPU; a machine without treepack's loops in C cannot make them
 --seconds N       starts no further turn that would end later than this after the start of the process
 --profile         profiles one more step of each way, and prints the milliseconds of each kind of kernel and the gaps
 --then            begins another run with options of its own, in the same process, which compiles each layer once
@@ -51,7 +52,7 @@ from pathlib import Path
 
 import torch
 from carried_model import STATE_BYTES, Bench, load, num_layers, set_layers
-from carried_rows import WORKLOADS, cut_rows, whole_rows
+from carried_rows import WORKLOADS, planned_rows, whole_rows
 from compilations import Compilations, count_compilations
 from experts import seconds_of
 from step_profile import gaps_of, kernels_of, kinds_of, largest
@@ -119,8 +120,7 @@ def make_way(bench: Bench, source: str, text: str, rows: list[Batch]) -> Way:
         note = f"{plan.resident_layers} of {layers} layers on the GPU, outputs of trunk {outputs}"
         pages = plan.peak.host // memory.pages.size
         return Way(f"carry:{plan.limit}", rows, 0, carry=carry, note=note, pages=pages)
-    folder = bench.options.plans
-    cut = cut_rows(rows, int(size), plans=None if folder is None else folder / f"{Path(source).stem}-{size}.npz")
+    cut = planned_rows(bench.options.plans, source, int(size), rows)
     if kind == "offload":
         return Way(text, cut, layers, offload=Offload(bench.device))
     if kind == "recomputed":
@@ -303,6 +303,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu-gb", type=float, help="GB of GPU memory that the process may take")
     parser.add_argument("--host-gb", type=float, help="GB of host memory that pieces may pin")
     parser.add_argument("--plans", type=Path, help="folder of plans, which are read, or written if they are missing")
+    parser.add_argument("--plan-only", action="store_true", help="write the plans and end; needs no GPU")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no turn that would end later than this")
     parser.add_argument("--profile", action="store_true", help="profile one more step of each way")
     parser.add_argument("--dry-run", action="store_true")
@@ -332,6 +333,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(options: argparse.Namespace) -> list[str]:
     """Measure the sources of one run; return the lines of the table."""
+    if options.plan_only:
+        write_plans(options)
+        return []
     device = torch.device("cpu" if options.dry_run else "cuda")
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -355,6 +359,16 @@ def run(options: argparse.Namespace) -> list[str]:
         lines += table(Path(source).stem, ways, rows)
         print("\n".join(lines), flush=True)
     return lines
+
+
+def write_plans(options: argparse.Namespace) -> None:
+    """Plan the rows of every way that has rows of a capacity; tokens do not matter, so neither does the model."""
+    for source in options.sources:
+        rows = whole_rows(source, 2)
+        for kind, size, *_ in (way.split(":") for way in options.ways.split(",")):
+            if kind != "carry":
+                count = len(planned_rows(options.plans, source, int(size), rows))
+                print(f"{source}: {count} rows of {int(size):,}", flush=True)
 
 
 def warm_up(bench: Bench, ways: list[Way]) -> None:
