@@ -342,6 +342,11 @@ def trajectories_from_arrays(
     """
     if len(input_ids) != len(loss_mask):
         raise TreepackError(f"there are {len(input_ids)} input_ids and {len(loss_mask)} loss masks; give one for each")
+    given = {"group_ids": group_ids, "rewards": rewards, "advantages": advantages, "temperatures": temperatures}
+    given |= {"sampling_logprobs": sampling_logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+    for name, values in (given | {"routes": routes}).items():
+        if values is not None and len(values) != len(input_ids):
+            raise TreepackError(f"there are {len(input_ids)} input_ids and {len(values)} {name}; give one for each")
     lists = {
         "advantages": advantages if advantages is not None and np.ndim(advantages[0]) == 1 else None,
         "sampling_logprobs": sampling_logprobs,
