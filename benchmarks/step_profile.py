@@ -4,10 +4,11 @@
         [--loss-chunk 2048] [--repeats 2] [--top N] [--json FILE]
     python benchmarks/step_profile.py --dry-run      a tiny model on the CPU, through the same code
 
-`qwen3-8b:20` has the first 20 layers. Weights are random, float32 under bfloat16 autocast; layers are compiled and
-recomputed; AdamW is fused. Each step goes through the trainer's own functions: prepare_batch, the loss through the
-output layer, backward, clipping, AdamW. One more step is profiled. Between its sections a marker kernel runs, so that
-each kernel belongs to one section, and a part is a section and a kind of kernel:
+`qwen3-8b:20` has the first 20 layers. A model runs all workloads, such as `agent-32k,short-2k`, before the next one.
+Weights are random, float32 under bfloat16 autocast; layers are compiled and recomputed; AdamW is fused. Each step goes
+through the trainer's own functions: prepare_batch, the loss through the output layer, backward, clipping, AdamW. One
+more step is profiled. Between its sections a marker kernel runs, so that each kernel belongs to one section, and a part
+is a section and a kind of kernel:
 
     section    layers forward | output layer | layers backward (with recomputation) | update
     kind       attention, products, Triton kernels of the compiler, copies and additions, softmax of the output layer
@@ -35,7 +36,7 @@ import torch
 from experts import Way, load, seconds_of
 from torch import Tensor
 from training_rows import count_work, tree_rows
-from workloads import Workload, make_workload, star
+from workloads import make_workload, star
 
 from treepack.analysis.model_cost import PRESETS, operations, shape_of
 from treepack.data.batch import Batch
@@ -252,14 +253,16 @@ def main() -> None:
         config = {**PRESETS[name], "max_position_embeddings": 1 << 17}
         config |= {"num_hidden_layers": int(layers)} if layers else {}
         config |= TINY if arguments.dry_run else {}
-        work: Workload = star("star", 30, 3, 40) if arguments.dry_run else make_workload(arguments.workload)
-        (row,) = tree_rows(work, config["vocab_size"])
-        results.append(measure(name, config, row.to(device), arguments))
-        print(show(results[-1]), flush=True)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        dry = star("star", 30, 3, 40)
+        names = ["star"] if arguments.dry_run else arguments.workload.split(",")
+        for work in (dry if arguments.dry_run else make_workload(each) for each in names):
+            (row,) = tree_rows(work, config["vocab_size"])
+            results.append(measure(name, config, row.to(device), arguments))
+            print(show(results[-1]), flush=True)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
 

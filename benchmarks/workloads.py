@@ -9,6 +9,8 @@ that it sees. Sizes are in tokens.
     star-4k     a prompt of 4,096 and 16 answers of 1,024                       20,480 /  81,920
     star-1k     a prompt of 1,024 and 8 answers of 8,192                        66,560 /  73,728
     star-512    a prompt of 1,024 and 64 answers of 512                         33,792 /  98,304
+    short-2k    a prompt of 512 and 8 answers of 192                             2,048 /   5,632
+    short-8k    a prompt of 2,048 and 12 answers of 512                          8,192 /  30,720
     agent-32k   a trunk of 3,000, nodes of 100 to 1,200, 35 % of them branch    32,239 / 111,199
     agent-64k   the same, larger                                                66,218 / 413,272
     caterpillar a trunk of 2,000, then 40 times a side leaf of 300 and 400 more 30,000 / 422,000
@@ -130,6 +132,8 @@ WORKLOADS: dict[str, Callable[[str], Workload]] = {
     "star-4k": lambda name: star(name, 4096, 16, 1024),
     "star-1k": lambda name: star(name, 1024, 8, 8192),
     "star-512": lambda name: star(name, 1024, 64, 512),
+    "short-2k": lambda name: star(name, 512, 8, 192),
+    "short-8k": lambda name: star(name, 2048, 12, 512),
     "agent-32k": lambda name: agent_tree(name, 32_239, seed=2449),
     "agent-64k": lambda name: agent_tree(name, 66_218, seed=5404),
     "caterpillar": lambda name: caterpillar(name, 40),

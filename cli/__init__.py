@@ -7,12 +7,17 @@ error in the input, and 2 for wrong usage.
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any, TextIO, TypeVar
 
 import click
 
 from treepack.errors import TreepackError
+
+T = TypeVar("T")
 
 SUMMARIES = {
     "advantages": "Compute advantages of a trie from its rewards.",
@@ -72,8 +77,51 @@ def commands() -> None:
     """
 
 
+class _Stdout:
+    """Standard output; a failure to write to it, as on a full disk, is an error of treepack.
+
+    A reader that has closed the pipe is none: click ends the command then.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.has_failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._try(lambda: self._stream.write(text))
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.has_failed = True
+            raise TreepackError(
+                f"standard output: cannot be written ({error.strerror}); send it to a place with room"
+            ) from error
+
+
 def main() -> None:
     """Run the command line; a TreepackError becomes one sentence on stderr and exit status 1."""
+    stream = sys.stdout
+    sys.stdout = output = _Stdout(stream)
+    try:
+        _run()
+    finally:
+        sys.stdout = stream
+        if output.has_failed:
+            # What is still in the buffer goes nowhere; otherwise Python would try again at its end, with a traceback.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _run() -> None:
     try:
         commands()
     except TreepackError as error:

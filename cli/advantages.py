@@ -187,7 +187,7 @@ def advantages(
 
     The first four estimators, treepo and tree-grpo give one advantage per trajectory. treerpo, treerl, --per-segment
     and gae give one per trained token. gae also writes the returns and old values that a critic is trained with. A
-    group with a missing reward, or with a single trajectory to compare, is rejected as a whole and counted. Pack the
+    group with a missing reward, or with a single rollout to compare, is rejected as a whole and counted. Pack the
     result, and train with --loss grpo or a similar loss.
     """
     from treepack.rl.advantages.directory import write_advantages
@@ -231,12 +231,13 @@ def show_advantages(trie: AnyPath, summary: AdvantagesSummary, options: Advantag
     show(
         {
             "trajectories": summary.num_trajectories,
+            **({"rollouts compared": estimates.num_rollouts} if estimates.num_rollouts < len(estimates.kept) else {}),
             "groups compared": estimates.num_groups,
             **{f"groups rejected: {reason}": count for reason, count in estimates.rejected.items()},
             f"trajectories {'left out' if options.rejected == 'drop' else 'given 0'}": summary.num_trajectories
             - len(estimates.kept),
             **({} if tree is None else {"segments": tree.segment, "subgroups": tree.num_subgroups}),
-            **({"trajectories cut off": estimates.num_truncated} if options.estimator == "gae" else {}),
+            **({"rollouts cut off": estimates.num_truncated} if options.estimator == "gae" else {}),
             "advantages": f"{len(values):,}, one per {owner}",
             **{f"advantage, {name}": value for name, value in _distribution(values).items()},
         }

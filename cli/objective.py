@@ -31,7 +31,11 @@ _OPTIONS = [
         help="Unit that has equal weight in a step; global divides by trajectories times --response-length, and edge "
         "is the objective of TreeRPO, for advantages with --edges.",
     ),
-    click.option("--response-length", type=click.IntRange(min=1), help="Constant of --denominator global."),
+    click.option(
+        "--response-length",
+        type=click.IntRange(min=1),
+        help="Constant of --denominator global, the maximum length of Dr. GRPO; 1 if it is not given.",
+    ),
     click.option("--kl", type=_NOT_NEGATIVE, help="Coefficient of the KL divergence from the reference."),
     click.option("--kl-estimator", type=click.Choice(["k1", "k2", "k3"]), help="Estimator of the KL divergence."),
     click.option("--entropy", type=_NOT_NEGATIVE, help="Coefficient of the entropy bonus."),

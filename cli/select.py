@@ -263,6 +263,7 @@ def _count_rollouts(
     from treepack.rl.group_tree import group_codes
     from treepack.rl.leaf_weights import leaf_weights
     from treepack.rl.pros import selection
+    from treepack.rl.rollouts import refuse_split, rollouts_of
 
     query = selection.indices_of(read, pa.array(names, pa.string()))
     if (query < 0).any():
@@ -272,13 +273,18 @@ def _count_rollouts(
             "groups with --add-groups"
         )
     reward = trie.trajectories["reward"].to_numpy()
-    usable = np.isfinite(reward)
+    # One trajectory stands for each rollout.
+    rollouts = rollouts_of(trie)
+    is_first = np.zeros(trie.num_trajectories, np.bool_)
+    is_first[rollouts.first] = True
+    usable = np.isfinite(reward) & is_first
     weights, group = leaf_weights(trie), group_codes(trie)
     if not usable.any():
         raise TreepackError(f"{path}: none of its rollouts has a reward; build the trie from rollouts that do")
     success = reward[usable] > success_above
     weight = None
     if weights is not None:
+        refuse_split(trie, what="leaf weights need", remedy="build the trie from rollouts without leaf weights")
         owner = np.flatnonzero(usable)
         weight = selection.effective_counts(weights.of_pairs(owner, group[owner]), group[owner])
     read = selection.forget_and_add(
@@ -288,4 +294,4 @@ def _count_rollouts(
     counts: dict[str, Any] = {"rollouts": int(usable.sum()), "rollouts successful": int(success.sum())}
     if weight is not None:
         counts["effective rollouts"] = float(weight.sum())
-    return read, counts | {"rollouts without a reward": int((~usable).sum())}
+    return read, counts | {"rollouts without a reward": int((is_first & ~usable).sum())}

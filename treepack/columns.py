@@ -37,13 +37,14 @@ class Sequences:
 
     `tokens` int32 [N_flat] and `offsets` int64 [num_trajectories + 1] contain the token ids. `table` has the columns
     of `schema.trajectory_columns` except tree_id and node_id. `routes` [N_flat, layers, k] are those of `Tokens`, None
-    if no trajectory has some.
+    if no trajectory has some. `num_renamed` trajectories have another id than they were read with.
     """
 
     tokens: Int32
     offsets: Int64
     table: pa.Table
     routes: Routes | None = None
+    num_renamed: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -58,8 +59,7 @@ def collect(trajectories: Iterable[Trajectory]) -> Sequences:
     Raises:
         TreepackError: there is no trajectory, or one is text.
     """
-    sequences = as_columns(list(trajectories))
-    return replace(sequences, table=with_unique_ids(sequences.table))
+    return with_unique_ids(as_columns(list(trajectories)))
 
 
 def as_columns(records: list[Trajectory]) -> Sequences:
@@ -173,6 +173,9 @@ def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
         columns["temperature"] = [record.temperature for record in records]
     if any(content.temperatures is not None for content in contents):
         columns["temperatures"] = _list_column([content.temperatures for content in contents], pa.float32())
+    for name in schema.ROLLOUTS.names:
+        if any(getattr(record, name) is not None for record in records):
+            columns[name] = [getattr(record, name) for record in records]
     for name in schema.CREDIT.names:
         values = [getattr(content, name) for content in contents]
         if any(each is not None for each in values):
@@ -186,11 +189,18 @@ def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
 
-def with_unique_ids(table: pa.Table) -> pa.Table:
-    """Return `table` with unique ids: an id that occurs more than once gets its source as a suffix."""
+def with_unique_ids(sequences: Sequences) -> Sequences:
+    """Return `sequences` with unique ids: an id that occurs more than once gets its source as a suffix."""
+    table = sequences.table
     column = table.schema.get_field_index("trajectory_id")
     ids = unique_ids(table["trajectory_id"], table["source"])
-    return table.set_column(column, table.schema.field(column), ids)
+    renamed = num_changed(table["trajectory_id"], ids)
+    return replace(sequences, table=table.set_column(column, table.schema.field(column), ids), num_renamed=renamed)
+
+
+def num_changed(before: pa.ChunkedArray, after: pa.ChunkedArray) -> int:
+    """Return how many texts of two columns differ."""
+    return 0 if before is after else int(pc.sum(pc.not_equal(before, after)).as_py() or 0)
 
 
 def unique_ids(ids: pa.ChunkedArray, sources: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -223,6 +233,30 @@ def is_repeated(names: pa.ChunkedArray) -> NDArray[np.bool_]:
     indices = text_codes(names)
     repeated: NDArray[np.bool_] = (np.bincount(indices) > 1)[indices]
     return repeated
+
+
+def rollout_codes(table: pa.Table) -> Int64 | None:
+    """Return a number for each row of a trajectory table, equal for the samples of one rollout; int64 [num_rows].
+
+    It is None if every row is a rollout of its own.
+    """
+    if "rollout_id" not in table.column_names or table["rollout_id"].null_count == table.num_rows:
+        return None
+    # One number for id and source: ids q q r of sources 1 2 1 -> pairs (0, 0) (0, 1) (1, 0) -> 0 1 2. A row without a
+    # rollout_id gets a number of its own, after all others.
+    is_sample = table["rollout_id"].is_valid().to_numpy()
+    codes = np.arange(table.num_rows) + table.num_rows * table.num_rows
+    rows = table.select(["rollout_id", "source"]).filter(pa.array(is_sample))
+    codes[is_sample] = text_codes(rows["rollout_id"]) * table.num_rows + text_codes(rows["source"])
+    numbers: Int64 = np.unique(codes, return_inverse=True)[1].astype(np.int64)
+    return numbers
+
+
+def first_of_each(codes: Int64) -> Int64:
+    """Return the index of the first entry of `codes` that equals each entry, int64 [num_codes]."""
+    # codes [7, 4, 7] -> [0, 1, 0]
+    _, first, number = np.unique(codes, return_index=True, return_inverse=True)
+    return first[number].astype(np.int64)
 
 
 def text_codes(texts: pa.ChunkedArray) -> Int64:

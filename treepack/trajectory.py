@@ -32,6 +32,7 @@ MAX_TOKEN_ID = 2**31 - 1
 # weights is at most 1e24, and a sum of 1e9 of them at most 1e21.
 MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12
 WEIGHTS = f"0 or a number in [{MIN_WEIGHT:g}, {MAX_WEIGHT:g}]"
+ON_SEVERAL_PATHS = -1  # a `rollout_part`
 FIRST_TOKEN_NOTE = "the first token is not trained, because no token predicts it"
 
 
@@ -99,6 +100,10 @@ class Trajectory:
     group is derived from the prompt. `temperature` is the sampler's temperature for all trained tokens; temperatures in
     the content take precedence. `notes` are remarks to be counted and shown (`left padding removed`), and `totals` are
     sums for the log of reading; of several samples of a conversation, only the first one has them.
+
+    If a rollout became several samples, `rollout_id` is the rollout, and `rollout_part` ascends in the order in which
+    they were sampled. Samples with the same `rollout_id` and `source` are of one rollout, which counts once in its
+    group. The part is `ON_SEVERAL_PATHS` for a turn that several paths of a search tree have.
     """
 
     trajectory_id: str
@@ -113,6 +118,8 @@ class Trajectory:
     notes: tuple[str, ...] = ()
     totals: Mapping[str, int] = field(default_factory=dict)
     temperature: float | None = None
+    rollout_id: str | None = None
+    rollout_part: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

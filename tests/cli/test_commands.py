@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import resource
 import signal
 import subprocess
@@ -362,6 +364,43 @@ def test_same_input_same_bytes_whatever_the_order(treepack: Run, tmp_path: Path)
     third, fourth = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("c", "d"))
     assert third == fourth
     assert first["nodes-00000.parquet"] == third["nodes-00000.parquet"]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", [["--help"], ["formats"], ["stats", "TRIE"], ["show", "TRIE", "--help"]])
+def test_a_stdout_that_cannot_be_written_is_one_sentence(trie: Path, command: list[str], unbuffered: str) -> None:
+    words = [str(trie) if word == "TRIE" else word for word in command]
+    with Path("/dev/full").open("w") as full:
+        failed = subprocess.run(
+            [TREEPACK, *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    assert failed.returncode == 1
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith("treepack: standard output: cannot be written (No space left on device); ")
+
+
+def test_a_reader_that_closes_the_pipe_is_no_error(trie: Path) -> None:
+    with subprocess.Popen([TREEPACK, "formats"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_ids_that_several_trajectories_have_are_counted(treepack: Run, tmp_path: Path) -> None:
+    first = write_rollouts(tmp_path / "a.jsonl")
+    second = tmp_path / "b.jsonl"
+    second.write_text(first.read_text())
+    alone = treepack("build-trie", first, "--out", tmp_path / "one")
+    assert "several trajectories have" not in alone.out
+    count = int(re.search(r"num_trajectories +(\d+)", alone.out)[1])  # type: ignore[index]
+    for options in ([], ["--memory", "1"], ["--workers", "2"]):
+        both = treepack("build-trie", first, second, "--out", tmp_path / "two", "--overwrite", *options)
+        assert f"id that several trajectories have, followed by @ and the source: {2 * count}" in both.out
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(treepack: Run, trie: Path, tmp_path: Path) -> None:

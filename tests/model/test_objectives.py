@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from support.oracle_model import gradients, worst_error, write_rows
-from support.oracle_objectives import Rollout, gspo_of_sequences, step_loss
+from support.oracle_objectives import Rollout, gspo_of_sequences, own_logprobs, step_loss
 from support.packed_objectives import COLUMNS, as_trajectories, opened, packed_model, plain, rollouts
+from treepack.carry.backward import CarryOptions, backward_row
 from treepack.data.batch import TermTensors
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
@@ -29,6 +30,7 @@ from treepack.model.forward import row_logprobs
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives import PRESETS, Objective, choose_objective, objective_loss
 from treepack.model.preferences import preference_pairs
+from treepack.trajectory import Trajectory
 
 TOLERANCE = 1e-9
 
@@ -274,6 +276,63 @@ def test_dpo_refuses_split_pairs_and_data_without_pairs(tmp_path: Path) -> None:
     equal = [replace(rollout, reward=1.0) for rollout in rollouts()]
     with pytest.raises(TreepackError, match="no two trajectories of a group have different rewards"):
         trajectory_table(opened(tmp_path / "equal", equal, [0] * 9 + [1]), objective)
+
+
+def in_rollouts(samples: Sequence[Rollout]) -> tuple[list[Rollout], list[Trajectory], list[int]]:
+    """Rollouts of up to three of the `samples`: these with one reward for each rollout, and the number of each's."""
+    number = [0, 1, 0, 1, 2, 1, 2, 3, 4, 5]
+    equal = [
+        replace(one, reward=float(samples[number.index(n)].reward)) for one, n in zip(samples, number, strict=True)
+    ]
+    named = [
+        replace(item, source=f"made:{n}", rollout_id=f"r{n}" if number.count(n) > 1 else None, rollout_part=i)
+        for i, (item, n) in enumerate(zip(as_trajectories(equal), number, strict=True))
+    ]
+    return equal, named, number
+
+
+def joined_dpo(model: Any, samples: Sequence[Rollout], number: Sequence[int], beta: float) -> Tensor:
+    """DPO of rollouts, each with the log-probabilities of all of its samples."""
+    shifts: dict[int, Any] = {}
+    for one, n in zip(samples, number, strict=True):
+        logprobs, _ = own_logprobs(model, one)
+        shifts[n] = shifts.get(n, 0) + sum(logprobs[j] - one.ref[j] for j in one.trained)
+    facts = {n: samples[list(number).index(n)] for n in shifts}
+    losses = [
+        -torch.log(torch.sigmoid(beta * (shifts[a] - shifts[b])))
+        for a in facts
+        for b in facts
+        if facts[a].group == facts[b].group and facts[a].reward > facts[b].reward
+    ]
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("packing", [0, 1])
+@pytest.mark.parametrize("seed", range(4))
+def test_dpo_compares_rollouts_of_several_trajectories(tmp_path: Path, seed: int, packing: int) -> None:
+    objective = choose_objective("dpo", beta=0.7)
+    # Groups alternate, and rollouts have samples of one group only.
+    samples, named, number = in_rollouts(rollouts(seed=seed))
+    expected = expected_of(plain("qwen3"), joined_dpo(plain("qwen3"), samples, number, 0.7))
+    rows = packings(samples, objective)[packing]
+    dataset = PackedDataset(write_rows(tmp_path / "packed", named, rows), terms=True, multiple=8)
+    loaded = packed_model("qwen3")
+    total, grads, means = step_of(loaded, dataset, objective)
+    assert total == pytest.approx(expected[0], rel=TOLERANCE)
+    assert worst_error(grads, expected[1]) <= TOLERANCE
+    apart, _, _ = step_of(loaded, opened(tmp_path / "apart", samples, rows), objective)
+    assert apart != pytest.approx(total, rel=1e-3)
+    # The same with rows in pieces.
+    every = list(range(len(dataset)))
+    factors = [torch.from_numpy(f) for f in step_factors(trajectory_table(dataset, objective), every, objective)]
+    loaded.model.zero_grad()
+    carried = sum(
+        backward_row(loaded, dataset[i], CarryOptions(7), objective=objective, factors=f).loss.item()
+        for i, f in zip(every, factors, strict=True)
+    )
+    assert carried == pytest.approx(total, rel=TOLERANCE)
+    assert worst_error(gradients(loaded.model), expected[1]) <= TOLERANCE
+    assert means["margin"] != 0
 
 
 def test_weights_that_were_normalised_are_not_normalised_again(tmp_path: Path) -> None:

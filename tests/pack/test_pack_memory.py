@@ -170,7 +170,7 @@ def long_trie(num_trajectories: int, length: int) -> Trie:
         depth=np.zeros(num_trajectories, np.int64),
         num_passing=np.ones_like(each),
         end_node=each,
-        trajectories=with_places(with_unique_ids(as_columns(made).table), each, each),
+        trajectories=with_places(with_unique_ids(as_columns(made)).table, each, each),
         share="all",
     )
 

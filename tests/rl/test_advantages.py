@@ -360,7 +360,7 @@ def test_groups_that_cannot_be_used_are_counted_once_each() -> None:
     ]
     trie = build_trie(made)
     estimates = estimate_advantages(trie, AdvantageOptions("treepo"))
-    assert estimates.rejected == {"rewards missing": 2, "a single trajectory": 1, "rewards all equal": 1}
+    assert estimates.rejected == {"rewards missing": 2, "a single rollout": 1, "rewards all equal": 1}
     assert estimates.num_groups == 1
     dropped = with_advantages(trie, estimates)
     assert sorted(dropped.trajectories["trajectory_id"].to_pylist()) == ["good0", "good1"]

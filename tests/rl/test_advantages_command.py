@@ -65,7 +65,7 @@ BAD: list[tuple[Trie, dict[str, Any], str]] = [
         {"estimator": "grpo"},
         r"no group is left to compare (rewards missing: 1 of 1 groups)",
     ),
-    (build_trie(SINGLE), {"estimator": "rloo"}, "no group is left to compare (a single trajectory: 2 of 2 groups); "),
+    (build_trie(SINGLE), {"estimator": "rloo"}, "no group is left to compare (a single rollout: 2 of 2 groups); "),
     (trie_of([1e308, -1e308]), {"estimator": "grpo"}, "a reward of 1e+308 makes advantages overflow; give"),
     (build_trie([*trajectories_of(trie_of([0.0, 1.0]))], share="none"), {"estimator": "treepo"}, "--share none"),
     (trie_of([0.0, 1.0]), {"estimator": "treepo", "segment": "recorded"}, "no trajectory has 'segments' in its"),

@@ -104,7 +104,7 @@ class _Reading:
     ids: list[UInt64] = field(default_factory=list)
     groups: list[UInt64] = field(default_factory=list)
     samples: list[bytes] = field(default_factory=list)
-    temperatures: set[str] = field(default_factory=set)
+    columns: set[str] = field(default_factory=set)
     num_tokens: int = 0
     num_trained: int = 0
     num_bytes: int = 0
@@ -120,7 +120,7 @@ class _Reading:
         self.ids.append(summary.ids)
         self.groups.append(summary.groups)
         self.samples += summary.samples
-        self.temperatures |= summary.temperatures
+        self.columns |= summary.columns
         self.num_tokens += summary.num_tokens
         self.num_trained += summary.num_trained
         self.num_bytes += summary.num_bytes
@@ -194,7 +194,7 @@ def build_trie_on(
             input={"sha256": reading.digest.hexdigest(), "num_files": reading.digest.num_files},
         )
         parts = list(nodes_of_ranges(nodes, ranges, share=options.share))
-        columns = schema.trajectory_columns(reading.temperatures)
+        columns = schema.trajectory_columns(reading.columns)
         results = _write(scheduler, tables, parts, columns, temporary, watch)
         manifest = _write_manifest(temporary, provenance, options.share, results)
     return TrieSummary(out, manifest, time.perf_counter() - start, reading.log, watch.timings())
@@ -282,6 +282,7 @@ def _sort_ranges(
         return watch.results("names", scheduler.run(rows_of_hashes, calls))
 
     names = repeated_names(reading.ids, look_up)
+    reading.log.count_renamed(0 if names is None else len(names.arrival))
     count = max(1, -(-reading.num_bytes // RANGE_BYTES)) if num_ranges is None else num_ranges
     splitters = choose_splitters(reading.samples, count)
     reading.samples.clear()

@@ -30,7 +30,7 @@ from treepack.trie.sequence_table import (
     UInt64,
     empty_table,
     group_hashes,
-    present_temperatures,
+    present_columns,
     sequence_table,
     text_hashes,
 )
@@ -65,7 +65,7 @@ class PartSummary:
         ids: hash of the id of each trajectory, uint64 [num_trajectories].
         groups: distinct hashes of (step, group), uint64.
         samples: order keys of sampled trajectories.
-        temperatures: those columns of `schema.TEMPERATURES` that have a value.
+        columns: those columns of `schema.RECORDED` that have a value.
     """
 
     log: ReadLog
@@ -77,7 +77,7 @@ class PartSummary:
     ids: UInt64
     groups: UInt64
     samples: list[bytes]
-    temperatures: frozenset[str]
+    columns: frozenset[str]
 
 
 @naming_addresses()
@@ -123,7 +123,7 @@ def read_part(part: InputPart, number: int, job: ReadJob) -> tuple[pa.Table, Par
         ids=text_hashes(table["trajectory_id"].to_pylist()),
         groups=group_hashes(table),
         samples=sample_keys(table, share=job.share, every=job.sample_every) if num_rows else [],
-        temperatures=present_temperatures(table) if num_rows else frozenset(),
+        columns=present_columns(table) if num_rows else frozenset(),
     )
 
 

@@ -37,6 +37,7 @@ _DTYPES = {
 # Columns that `pack.row.RowTerms` and `TermTensors` have under the same name.
 _CREDIT = ("returns", "old_values", "edge_factor")
 _TERM_COLUMNS = ("trajectory", "weight", "advantage", "sampling_logprob", "old_logprob", "ref_logprob", *_CREDIT)
+_OF_TRAJECTORIES = (("reward", "trajectory_rewards"), ("rollout", "trajectory_rollouts"))
 
 # Fields of `TermTensors` with one value per term; the others have one per token or trajectory.
 PER_TERM = ("index", *_TERM_COLUMNS)
@@ -52,7 +53,8 @@ class TermTensors:
     temperatures occurs once for each of them, by ascending temperature, the missing one (NaN) last.
 
     trajectory int32 [N]; weight float64 [N]; advantage float64 [N]; the log-probabilities float32 [N]; group int32 [K],
-    equal for trajectories of the row that share a group; reward float64 [K]. A critic learns `returns` float64 [N], and
+    equal for trajectories of the row that share a group; reward float64 [K]; rollout int32 [K], the first trajectory of
+    the same rollout, or None if each is its own. A critic learns `returns` float64 [N], and
     `old_values` float64 [N] are its old values of the states before the tokens. `edge_factor` float64 [N] gives each
     edge of the sampled tree a total weight of 1. A column that the directory lacks is None; a missing value is NaN.
     """
@@ -71,6 +73,7 @@ class TermTensors:
     returns: Tensor | None = None
     old_values: Tensor | None = None
     edge_factor: Tensor | None = None
+    rollout: Tensor | None = None
 
     def to(self, device: torch.device | str) -> TermTensors:
         """Return the same terms with their tensors on `device`."""
@@ -153,7 +156,8 @@ def empty_batch(length: int, *, terms: bool = False) -> Batch:
 
 def _empty_terms() -> TermTensors:
     # Every column that an objective reads is present; the rest is float32. A row of padding has no temperature.
-    dtypes = {"tokens": torch.int64, "index": torch.int32, "trajectory": torch.int32, "group": torch.int32}
+    dtypes = {"tokens": torch.int64, "index": torch.int32, "trajectory": torch.int32}
+    dtypes |= {"group": torch.int32, "rollout": torch.int32}
     dtypes |= dict.fromkeys(("weight", "advantage", "reward", *_CREDIT), torch.float64)
     names = [field.name for field in fields(TermTensors) if field.name != "temperature"]
     return TermTensors(**{name: torch.zeros(0, dtype=dtypes.get(name, torch.float32)) for name in names})
@@ -205,7 +209,7 @@ def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:
     codes = {name: code for code, name in enumerate(dict.fromkeys(groups))}
     columns: dict[str, Any] = {
         name: None if (values := getattr(terms, column)) is None else torch.tensor(values)
-        for name, column in [*((name, name) for name in _TERM_COLUMNS), ("reward", "trajectory_rewards")]
+        for name, column in [*((name, name) for name in _TERM_COLUMNS), *_OF_TRAJECTORIES]
     }
     return TermTensors(
         tokens=torch.from_numpy(tokens),

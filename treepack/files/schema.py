@@ -106,8 +106,8 @@ TRAJECTORIES = pa.schema(
     ]
 )
 
-# Further columns of the trajectories of a trie; each exists only if a trajectory has such a value. Rollouts may have
-# temperatures; only commands write the others.
+# Further columns of the trajectories of a trie; each exists only if a trajectory has such a value. Only commands write
+# those of CREDIT.
 TEMPERATURES = pa.schema(
     [
         _field("temperature", pa.float64(), "sampler's temperature for the whole trajectory", nullable=True),
@@ -134,7 +134,24 @@ CREDIT = pa.schema(
         ),
     ]
 )
-OPTIONAL = pa.schema([*TEMPERATURES, *CREDIT])
+ROLLOUTS = pa.schema(
+    [
+        _field(
+            "rollout_id",
+            pa.string(),
+            "rollout that has become several trajectories, of which this is one; they have one source",
+            nullable=True,
+        ),
+        _field(
+            "rollout_part",
+            pa.int64(),
+            "ascends over the trajectories of a rollout; -1 for a turn on several paths of a search tree",
+            nullable=True,
+        ),
+    ]
+)
+RECORDED = pa.schema([*TEMPERATURES, *ROLLOUTS])  # those that rollouts may have
+OPTIONAL = pa.schema([*TEMPERATURES, *CREDIT, *ROLLOUTS])
 
 
 def trajectory_columns(names: Iterable[str]) -> pa.Schema:
@@ -181,6 +198,12 @@ TERMS = pa.schema(
         _field("term_ref_logprob", pa.list_(pa.float32()), "reference log-probability", nullable=True),
         _field("term_entropy", pa.list_(pa.float32()), "entropy of its distribution, in nats", nullable=True),
         _field("trajectory_rewards", pa.list_(pa.float64()), "reward of each trajectory", nullable=True),
+        _field(
+            "trajectory_rollouts",
+            pa.list_(pa.int32()),
+            "index into trajectory_ids of the first trajectory of the row that belongs to the same rollout",
+            nullable=True,
+        ),
         _field("term_temperature", pa.list_(pa.float32()), "sampler's temperature", nullable=True),
         _field("term_return", pa.list_(pa.float64()), "return, the target of the critic", nullable=True),
         _field(

@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 MAX_NAMED = 100  # skipped rollouts and groups that a log names; all of them are counted
 PREFIX = "skipped: "  # begins the reasons for skipping among the counts
+RENAMED_NOTE = "id that several trajectories have, followed by @ and the source"
 LARGE_SHARE = 0.05  # above this share of skipped rollouts, a summary begins with it
 
 
@@ -86,6 +87,11 @@ class ReadLog:
             self.num_conversations += isinstance(item, Trajectory) and isinstance(item.content, Chat)
         elif lost and lost[0].is_rollout:  # a rollout of several samples is lost only with the last of them
             self._lose(lost[0])
+
+    def count_renamed(self, number: int) -> None:
+        """Count trajectories whose id is not unique."""
+        if number:
+            self.counts[RENAMED_NOTE] += number
 
     def _name_control(self, sample: Trajectory) -> None:
         named = [(sample.source, note) for note in sample.notes if note.endswith(TRAINED)]

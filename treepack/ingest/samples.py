@@ -22,6 +22,7 @@ from treepack.ingest.template.texts import Text, common
 from treepack.trajectory import FIRST_TOKEN_NOTE, Chat, Int32, Skipped, Tokens, Trajectory, with_temperatures
 
 SPLIT_NOTE = "split where the template rewrites earlier turns"
+MAX_SAMPLES = 1_000_000  # of one chain of calls
 TRAILING_NOTE = "messages after the last trained turn left out, because the template rewrites earlier turns"
 
 
@@ -59,9 +60,20 @@ def samples_of_pieces(
 
     Only the first sample carries the notes of the trajectory, so they count once.
     """
+    item = _in_rollout(item, len(names))
     for number, (name, pieces_of_sample, turns) in enumerate(zip(names, pieces, runs, strict=True)):
         notes = item.notes if number == 0 else ()
-        yield sample_of(replace(item, trajectory_id=name, notes=notes), pieces_of_sample, turns)
+        part = None if item.rollout_part is None else item.rollout_part + number
+        yield sample_of(replace(item, trajectory_id=name, notes=notes, rollout_part=part), pieces_of_sample, turns)
+
+
+def _in_rollout(item: Trajectory, num_samples: int) -> Trajectory:
+    """Return `item` with the rollout of its samples, and the part of the first one."""
+    if item.rollout_id is None:
+        return item if num_samples == 1 else replace(item, rollout_id=item.trajectory_id, rollout_part=0)
+    # One of several chains of calls, in two samples: part 3 -> parts 3,000,000 and 3,000,001, before those of part 4.
+    assert item.rollout_part is not None
+    return replace(item, rollout_part=item.rollout_part * MAX_SAMPLES)
 
 
 def _runs_of_turns(turns: list[RenderedTurn]) -> list[list[RenderedTurn]]:

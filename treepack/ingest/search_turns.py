@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 
-from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
+from treepack.trajectory import ON_SEVERAL_PATHS, Chat, Skipped, Tokens, Trajectory
 
 # Sums in the log of reading: records that are search trees, their paths, the turns that several paths have, counted
 # once for each path, and the samples that these turns became.
@@ -114,6 +114,8 @@ def _merge(equal: list[Trajectory]) -> Trajectory:
         reward=mean([sample.reward for sample in equal]),
         advantage=mean([sample.advantage for sample in equal]),
         metadata=first.metadata | {NUM_PATHS: len(equal)},
+        rollout_id=first.rollout_id or first.trajectory_id,
+        rollout_part=ON_SEVERAL_PATHS,
         notes=tuple(note for sample in equal for note in sample.notes),
         totals=totals,
     )

@@ -100,7 +100,7 @@ def _concatenate_terms(rows: Sequence[TermTensors], length: int) -> TermTensors:
     columns: dict[str, list[Tensor] | None] = {field.name: [] for field in fields(TermTensors)}
     # Indices are shifted by the sizes of the rows before. Two rows of 4 tokens, with [1, 3] and [2] trained:
     # tokens [1, 3] + [2 + 4] = [1, 3, 6], index [0, 1, 0] + [0 + 2] = [0, 1, 0, 2]
-    shift = {"tokens": 0, "index": 0, "trajectory": 0, "group": 0}
+    shift = {"tokens": 0, "index": 0, "trajectory": 0, "group": 0, "rollout": 0}
     for terms in rows:
         for name in columns:
             values, column = getattr(terms, name), columns[name]
@@ -114,6 +114,7 @@ def _concatenate_terms(rows: Sequence[TermTensors], length: int) -> TermTensors:
         # Group codes are below the number of trajectories, so groups of two rows never get the same code. A group
         # with trajectories in two rows gets two codes. This is correct: an objective compares within one row only.
         shift["group"] += len(terms.group)
+        shift["rollout"] += len(terms.group)
     tensors: dict[str, Any] = {name: None if values is None else torch.cat(values) for name, values in columns.items()}
     return TermTensors(**tensors)
 

@@ -162,7 +162,8 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
     pairs = None
     if reads_rewards:
         reward = np.concatenate([table["reward"].to_numpy() for table in tables])
-        pairs = _count_pairs(first, group, weight, reward)
+        rollout = np.concatenate([table["rollout"].to_numpy() for table in tables])
+        pairs = _count_pairs(first, group, weight, reward, rollout)
         # A trajectory without weight is in no pair, so its reward must not split one.
         _refuse_split_pairs(dataset, row, [name for _, _, name in keys], group, np.where(weight > 0, reward, np.nan))
         if not pairs.any():
@@ -174,13 +175,17 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
 
 
 def _trajectories(source: PackedDataset, *, reads_rewards: bool, reads_edges: bool) -> pa.Table:
-    """Return the columns `row`, `group`, `weight` and, if `reads_rewards`, `reward` of the trajectories of all rows.
+    """Return the columns `row`, `group` and `weight` of the trajectories of all rows, and with `reads_rewards` `reward`
+    and `rollout` (`TermTensors.rollout`).
 
     With `reads_edges`, the weights of terms are multiplied by their factors of edges.
     """
     columns = ["trajectory_groups", "term_trajectory", "term_weight"]
     columns += ["trajectory_rewards"] * reads_rewards + ["term_edge_factor"] * reads_edges
+    has_rollouts = reads_rewards and "trajectory_rollouts" in source.term_columns
+    columns += ["trajectory_rollouts"] * has_rollouts
     counts, names, weights, rewards = [np.zeros(0, np.int64)], [], [np.zeros(0)], [np.zeros(0)]
+    rollouts = [np.zeros(0, np.int64)]
     for table in source.tables(columns):
         sizes = _list_lengths(table["trajectory_groups"])  # trajectories of each row of the row group
         # term_trajectory counts within its row; owner counts within the row group. Rows of 2 and 1 trajectories with
@@ -196,9 +201,13 @@ def _trajectories(source: PackedDataset, *, reads_rewards: bool, reads_edges: bo
         names += compute.list_flatten(table["trajectory_groups"]).to_pylist()
         if reads_rewards:
             rewards.append(_list_values(table["trajectory_rewards"]))
+            # Sizes [2, 3] -> [0 1 0 1 2]: each trajectory of a row is a rollout of its own.
+            own = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+            rollouts.append(_list_values(table["trajectory_rollouts"]).astype(np.int64) if has_rollouts else own)
     rows = np.repeat(np.arange(len(source)), np.concatenate(counts))
     values = {"row": rows, "group": pa.array(names, pa.large_string()), "weight": np.concatenate(weights)}
-    return pa.table(values | ({"reward": np.concatenate(rewards)} if reads_rewards else {}))
+    of_pairs = {"reward": np.concatenate(rewards), "rollout": np.concatenate(rollouts)}
+    return pa.table(values | (of_pairs if reads_rewards else {}))
 
 
 def _list_lengths(column: pa.ChunkedArray) -> Int64:
@@ -211,11 +220,11 @@ def _list_values(column: pa.ChunkedArray) -> Float64:
     return values
 
 
-def _count_pairs(first: Int64, group: Int64, weight: Float64, reward: Float64) -> Int64:
+def _count_pairs(first: Int64, group: Int64, weight: Float64, reward: Float64, rollout: Int64) -> Int64:
     """Return the number of pairs of dpo within each row, int64 [num_rows]."""
     counts = []
     for start, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
-        columns = (torch.from_numpy(values[start:end]) for values in (group, reward, weight > 0))
+        columns = (torch.from_numpy(values[start:end]) for values in (group, reward, weight > 0, rollout))
         counts.append(len(preference_pairs(*columns)[0]))
     return np.array(counts, np.int64)
 

@@ -1,6 +1,6 @@
-"""DPO over the terms of a row: -log sigmoid of the shift of the chosen trajectory minus that of the rejected one.
+"""DPO over the terms of a row: -log sigmoid of the shift of the chosen rollout minus that of the rejected one.
 
-    terms --sum of logp - ref per trajectory--> shifts [K] --preference_pairs--> loss
+    terms --sum of logp - ref per rollout--> shifts [K] --preference_pairs--> loss
 
 Source: Rafailov et al. 2023 (2305.18290), eq. 7.
 """
@@ -19,16 +19,22 @@ from treepack.model.term_slices import term_slices
 PAIR_MEANS = ("accuracy", "margin", "chosen_reward", "rejected_reward")
 
 
-def preference_pairs(group: Tensor, reward: Tensor, trained: Tensor) -> tuple[Tensor, Tensor]:
-    """Return chosen and rejected trajectories, int64 [P] each: all pairs within a group with different rewards.
+def preference_pairs(
+    group: Tensor, reward: Tensor, trained: Tensor, rollout: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return chosen and rejected rollouts, int64 [P] each: all pairs within a group with different rewards.
 
-    O(K^2) in the K trajectories.
+    A rollout is named by its first trajectory. O(K^2) in the K trajectories.
 
     Args:
         group: [K] integers.
-        reward: [K]; a trajectory with the reward NaN is in no pair.
-        trained: bool [K]; a trajectory without trained tokens is in no pair.
+        reward: [K]; a rollout with the reward NaN is in no pair.
+        trained: bool [K]; a rollout without trained tokens is in no pair.
+        rollout: [K] integers, the first trajectory of the rollout of each; None if each is a rollout of its own.
     """
+    if rollout is not None:
+        # rollout [0, 0, 2], trained [F, T, F] -> [T, F, F]: only the first trajectory of a rollout is in pairs
+        trained = torch.zeros_like(trained).index_put((rollout[trained].long(),), trained.new_tensor(True))
     # better[i, j]: i is chosen over j. Rewards [1, 0, 1, 2] of groups [0, 0, 0, 1] -> (0, 1), (2, 1)
     better = (group[:, None] == group) & (reward[:, None] > reward) & trained[:, None] & trained
     chosen, rejected = better.nonzero(as_tuple=True)
@@ -47,7 +53,9 @@ def dpo_loss(
     for part in term_slices(terms, chunk):
         shifts = shifts + checkpoint(_shift_sums, logprobs, part, num, use_reentrant=False)
         trained[part.trajectory[part.weight > 0]] = True
-    chosen, rejected = preference_pairs(terms.group, terms.reward, trained)
+    if terms.rollout is not None:  # the shift of a rollout is the sum over its trajectories
+        shifts = torch.zeros_like(shifts).index_add(0, terms.rollout.long(), shifts)
+    chosen, rejected = preference_pairs(terms.group, terms.reward, trained, terms.rollout)
     margins = beta * (shifts.index_select(0, chosen) - shifts.index_select(0, rejected))
     # Both trajectories of a pair have the same factor, 1 / number of pairs of the step.
     loss = -(logsigmoid(margins) * factors.index_select(0, chosen)).sum()

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treepack.columns import first_of_each
 from treepack.data.batch import Batch, TermTensors
 from treepack.trajectory import Int64
 
@@ -180,15 +181,17 @@ def _restrict_terms(terms: TermTensors, place: Int64, new_parent: Int64, part: R
         column = getattr(terms, field.name)
         if field.name in ("group", "reward") and column is not None:
             per_term[field.name] = column[list(part.trajectories)]
+        elif field.name == "rollout" and column is not None:
+            per_term[field.name] = _like(first_of_each(column[list(part.trajectories)].numpy()), column)
         elif field.name == "temperature" and column is not None:
             per_term[field.name] = column[torch.from_numpy(entries)]
-        elif field.name not in ("tokens", "index", "trajectory", "group", "reward"):
+        elif field.name not in ("tokens", "index", "trajectory", "group", "reward", "rollout"):
             per_term[field.name] = None if column is None else column[torch.from_numpy(kept)]
     return TermTensors(
         tokens=torch.from_numpy(place[terms.tokens.numpy()[entries]]),
         index=_like(index, terms.index),
         trajectory=_like(owner[kept], terms.trajectory),
-        **{"reward": None, **per_term},
+        **{"reward": None, "rollout": None, **per_term},
     )
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from treepack.errors import TreepackError
 from treepack.files.manifest import Manifest
 from treepack.pack.expected import Expected
-from treepack.pack.row import Row, RowTerms, row_counts, row_totals
+from treepack.pack.row import PER_TRAJECTORY, Row, RowTerms, row_counts, row_totals
 from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.trie import Trie
 
@@ -67,10 +67,16 @@ def _check_terms(row: Row, terms: RowTerms) -> None:
     sizes = {
         len(values)
         for field in fields(terms)
-        if field.name != "trajectory_rewards" and (values := getattr(terms, field.name)) is not None
+        if field.name not in PER_TRAJECTORY and (values := getattr(terms, field.name)) is not None
     }
-    if terms.trajectory_rewards is not None and len(terms.trajectory_rewards) != len(row.trajectory_ids):
-        raise TreepackError(f"row {row.row_id}: trajectory_rewards needs one value per trajectory; pack the trie again")
+    for name in PER_TRAJECTORY:
+        if (values := getattr(terms, name)) is not None and len(values) != len(row.trajectory_ids):
+            raise TreepackError(f"row {row.row_id}: {name} needs one value per trajectory; pack the trie again")
+    if (rollouts := terms.trajectory_rollouts) is not None:
+        # The first trajectory of a rollout names itself, and no later one: [0, 0, 2] is possible, [1, 1] is not.
+        inside = _all_below(rollouts, len(rollouts)) and bool((rollouts <= np.arange(len(rollouts))).all())
+        if not inside or (rollouts[rollouts] != rollouts).any():
+            raise TreepackError(f"row {row.row_id}: trajectory_rollouts is impossible; pack the trie again")
     inside = _all_below(terms.token, row.num_tokens) and _all_below(terms.trajectory, len(row.trajectory_ids))
     if len(sizes) != 1 or not inside:
         raise TreepackError(f"row {row.row_id}: its terms point outside the row; pack the trie again")

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from treepack.columns import LOGPROBS, SpanView, list_values, temperatures_of
+from treepack.columns import LOGPROBS, SpanView, first_of_each, list_values, rollout_codes, temperatures_of
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
@@ -111,7 +111,7 @@ class Expected:
         computed = {f"{name}_logprobs" for name in manifest.get("logprobs") or ()}
         self.logprobs = [name for name in LOGPROBS if name not in computed]
         facts = ["step", "group_id", "trained"]
-        values = ["reward", "advantage", "advantages", *self.logprobs]
+        values = ["source", "reward", "advantage", "advantages", *self.logprobs]
         values += [name for name in schema.OPTIONAL.names if name in table.column_names]
         self.facts, self.columns = TableRows(table.select(facts)), TableRows(table.select(facts + values))
         self.releaser = PageReleaser(self.storage)
@@ -187,6 +187,8 @@ class _RowValues:
         if row.terms is not None:
             self.own_terms = _terms_of_each(row.terms, len(row.trajectory_ids))
             self.rewards = table["reward"].to_pylist()
+            codes = rollout_codes(table)
+            self.rollouts = np.arange(table.num_rows) if codes is None else first_of_each(codes)
             per_token, scalar = list_values(table, "advantages"), table["advantage"].to_pylist()
             # By columns of the rows: sampling_logprobs -> term_sampling_logprob.
             names = [*logprobs, *schema.CREDIT.names]
@@ -215,6 +217,9 @@ class _RowValues:
         reward = None if terms.trajectory_rewards is None else float(terms.trajectory_rewards[order])
         if (None if reward is None or math.isnan(reward) else reward) != self.rewards[order]:
             raise TreepackError(f"{prefix} has another reward than in the trie; pack the trie again")
+        rollout = order if terms.trajectory_rollouts is None else int(terms.trajectory_rollouts[order])
+        if rollout != self.rollouts[order]:
+            raise TreepackError(f"{prefix} is of another rollout than in the trie; pack the trie again")
         for name, values in self.values.items():
             stored, known = getattr(terms, term_field(name)), values[order]
             if stored is None and known is None:

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import required_leaf_weights
+from treepack.rl.rollouts import refuse_split
 from treepack.trie.out_of_core import rebuild
 from treepack.trie.trie import Trie, trajectories_of
 
@@ -28,8 +29,9 @@ def weigh_leaves(trie: Trie, *, fallback_leaves: bool) -> tuple[Trie, Counter[st
     Trajectories whose leaf weight is 0 are left out; the trie is then built again in O(N_flat).
 
     Raises:
-        TreepackError: the trie has no leaf weights, or any error of `leaf_weights`.
+        TreepackError: the trie has no leaf weights, a rollout of several trajectories, or any error of `leaf_weights`.
     """
+    refuse_split(trie, what="leaf weights need", remedy="leave out --leaf-weights")
     weights = required_leaf_weights(trie).times_size(group_codes(trie))
     factor = weights.all if fallback_leaves else weights.before_fallback
     table: pa.Table = trie.trajectories

@@ -25,8 +25,9 @@ from treepack.trajectory import Float32, Float64, Int32, Routes
 class RowTerms:
     """The (trajectory, trained token) pairs of a row: arrays with one entry per pair, or None if all are unknown.
 
-    `token` and `trajectory` are indices into the row's tokens and trajectories. `trajectory_rewards` has one entry per
-    trajectory. NaN is a value that one trajectory lacks and others have.
+    `token` and `trajectory` are indices into the row's tokens and trajectories. `trajectory_rewards` and
+    `trajectory_rollouts` have one entry per trajectory: its reward, and the first trajectory of the row that belongs to
+    the same rollout (None if each is a rollout of its own). NaN is a value that one trajectory lacks and others have.
     """
 
     token: Int32
@@ -42,6 +43,11 @@ class RowTerms:
     returns: Float64 | None = None
     old_values: Float64 | None = None
     edge_factor: Float64 | None = None
+    trajectory_rollouts: Int32 | None = None
+
+
+PER_TRAJECTORY = ("trajectory_rewards", "trajectory_rollouts")
+"""Fields of `RowTerms` with one entry per trajectory."""
 
 
 def term_field(column: str) -> str:
@@ -160,12 +166,22 @@ def _concatenate_terms(rows: Sequence[Row], starts: list[int]) -> RowTerms | Non
         known = [part for part in parts if part is not None]
         if not known:
             return None
-        counts = sizes if name == "trajectory_rewards" else [len(terms.token) for terms in all_terms]
+        counts = sizes if name in PER_TRAJECTORY else [len(terms.token) for terms in all_terms]
         missing = (np.full(count, np.nan, known[0].dtype) for count in counts)
         return np.concatenate([nan if part is None else part for part, nan in zip(parts, missing, strict=True)])
 
-    others = [field.name for field in fields(RowTerms) if field.name not in ("token", "trajectory")]
+    indices = ("token", "trajectory", "trajectory_rollouts")
+    others = [field.name for field in fields(RowTerms) if field.name not in indices]
+    rollouts = None
+    if any(terms.trajectory_rollouts is not None for terms in all_terms):
+        own = (
+            np.arange(size) if terms.trajectory_rollouts is None else terms.trajectory_rollouts
+            for terms, size in zip(all_terms, sizes, strict=True)
+        )
+        # Rollouts [0, 0] and [0, 1] of rows with 2 trajectories each -> [0, 0, 2, 3]
+        rollouts = np.concatenate([each + owner for each, owner in zip(own, owners, strict=True)]).astype(np.int32)
     return RowTerms(
+        trajectory_rollouts=rollouts,
         token=np.concatenate([terms.token + start for terms, start in zip(all_terms, starts, strict=True)]).astype(
             np.int32
         ),

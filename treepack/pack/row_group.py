@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from treepack.files import schema
 from treepack.files.routes import route_bytes
-from treepack.pack.row import Row, term_field
+from treepack.pack.row import PER_TRAJECTORY, Row, term_field
 from treepack.pack.weights import TERM_COLUMNS
 from treepack.trajectory import Int32
 
@@ -37,6 +37,7 @@ _SOURCES = {
     "term_old_logprob": ("old_logprobs",),
     "term_ref_logprob": ("ref_logprobs",),
     "trajectory_rewards": ("reward",),
+    "trajectory_rollouts": ("rollout_id",),
     "term_temperature": ("temperature", "temperatures"),
     "term_return": ("returns",),
     "term_old_value": ("old_values",),
@@ -123,7 +124,9 @@ def _term_values(row: Row, name: str) -> NDArray[Any]:
     values: NDArray[Any] | None = getattr(row.terms, term_field(name))
     if values is not None:
         return values
-    return np.full(len(row.trajectory_ids) if name == "trajectory_rewards" else len(row.terms.token), np.nan)
+    if name == "trajectory_rollouts":  # each trajectory is a rollout of its own
+        return np.arange(len(row.trajectory_ids), dtype=np.int32)
+    return np.full(len(row.trajectory_ids) if name in PER_TRAJECTORY else len(row.terms.token), np.nan)
 
 
 class _ListColumn:

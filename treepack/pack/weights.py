@@ -14,7 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.columns import LOGPROBS, SpanView, advantages_of, list_values, temperatures_of, text_codes
+from treepack.columns import (
+    LOGPROBS,
+    SpanView,
+    advantages_of,
+    first_of_each,
+    list_values,
+    rollout_codes,
+    temperatures_of,
+    text_codes,
+)
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.column_views import View
@@ -141,6 +150,7 @@ class RowWeights:
         rewards = trie.trajectories["reward"]
         known = rewards.null_count < trie.num_trajectories
         self.rewards = rewards.to_numpy() if known else None
+        self.rollouts = rollout_codes(table)
         self.has_terms = known or any(values is not None for values in self.values.values())
         if whole is not None:
             self.has_terms = whole.has_terms
@@ -202,6 +212,9 @@ class RowWeights:
             returns=gather("returns"),
             old_values=gather("old_values"),
             edge_factor=gather("edge_factors"),
+            trajectory_rollouts=(
+                None if self.rollouts is None else first_of_each(self.rollouts[members]).astype(np.int32)
+            ),
         )
 
 

@@ -128,21 +128,25 @@ class TrieBuilder:
         for _ in reading:
             pass
         if self._keeps_routes:
-            return self._routed_trie()
+            return self._routed_trie(log)
         here = self._team.here
         if here is not None and not here.runs.runs:
-            return build_trie(sequences_in_memory(here.runs.pending), share=self._share)
+            sequences = sequences_in_memory(here.runs.pending)
+            log.count_renamed(sequences.num_renamed)
+            return build_trie(sequences, share=self._share)
         runs = [run for runs in self._team.each(_finish) for run in runs]
         with disk(self._folder):
-            return merge_runs(
+            merged = merge_runs(
                 self._spools,
                 runs,
                 share=self._share,
                 num_ranges=self._team.size,
                 merge_ranges=lambda tasks: self._team.in_order(_merge, tasks),
             )
+        log.count_renamed(merged.num_renamed)
+        return merged
 
-    def _routed_trie(self) -> Trie:
+    def _routed_trie(self, log: ReadLog) -> Trie:
         """Return the trie of all rollouts with their routes, which are in mapped files if they are large.
 
         Raises:
@@ -155,6 +159,7 @@ class TrieBuilder:
                 f"no rollout has recorded routes in {', '.join(NAMES)}; record them when you sample, or build without "
                 "--keep-routes"
             )
+        log.count_renamed(sequences.num_renamed)
         self.route_costs = route_costs(sequences, share=self._share, storage=storage)
         trie = build_trie(sequences, share=self._share, route_conflicts=self._conflicts, storage=storage)
         # The first map contains the routes of all trajectories, which the trie does not need any more.

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from treepack.columns import concatenate, is_repeated, unique_ids
+from treepack.columns import concatenate, is_repeated, num_changed, unique_ids
 from treepack.files import schema
 from treepack.trajectory import Int32, Int64
 from treepack.trie.nodes import NodeArrays, forest_of
@@ -125,8 +125,8 @@ class MergedRuns:
 
     The new tokens of trajectory k, which it does not share with the one before, are tokens `begins[k] .. begins[k + 1]`
     of the trie. They are stored in spool `token_spool[k]` at byte `token_offset[k]`. Its row is row `row[k]` of table
-    `table[k]`, one of `tables`: spool, start and size. `names` are the ids in order if ids of different rows repeat.
-    `table_schema` has the columns that any of the tables has, with those of the trie.
+    `table[k]`, one of `tables`: spool, start and size. `names` are the ids in order if ids of different rows repeat;
+    `num_renamed` of them are new. `table_schema` has the columns that any of the tables has, with those of the trie.
     """
 
     spools: Sequence[Spool]
@@ -140,6 +140,7 @@ class MergedRuns:
     table: Int32
     row: Int32
     names: pa.Array | None
+    num_renamed: int
     table_schema: pa.Schema
 
     def token_places(self, begin: int, end: int) -> TokenPlaces:
@@ -209,6 +210,7 @@ def merge_runs(
         table=table,
         row=(rows - first[table]).astype(np.int32),
         names=None if names is None else names.take(pa.array(rows)),
+        num_renamed=0 if names is None else num_changed(ids, names),
         table_schema=schema.trajectory_columns(name for each in stored for name in each.column_names),
     )
 

@@ -113,7 +113,7 @@ def sequences_in_memory(batches: list[Sequences]) -> Sequences:
         raise TreepackError(NO_TRAJECTORY)
     sequences = join(batches)
     batches.clear()  # frees the batches before the trie is built
-    return replace(sequences, table=with_unique_ids(sequences.table))
+    return with_unique_ids(sequences)
 
 
 def mapped_trie(merged: MergedRuns, storage: Storage) -> Trie:

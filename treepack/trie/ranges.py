@@ -318,7 +318,7 @@ def write_range(
         writer.write(_node_rows(nodes, starts, a, b).table(own), tokens=len(own))
     entries = writer.entries()
     rows = with_places(
-        table.drop_columns([TOKENS, *(name for name in schema.TEMPERATURES.names if name not in columns.names)]),
+        table.drop_columns([TOKENS, *(name for name in schema.RECORDED.names if name not in columns.names)]),
         nodes.end_tree,
         nodes.end_node,
     )

@@ -95,7 +95,7 @@ def join_stored(spools: list[Spool], stored: list[StoredBatch], storage: Storage
     routes = None
     if shape is not None:
         routes, storage = _join_routes(spools, stored, (len(tokens), *shape), storage)
-    return Sequences(tokens, offsets, with_unique_ids(table), routes), storage
+    return with_unique_ids(Sequences(tokens, offsets, table, routes)), storage
 
 
 def _tokens(spool: Spool, batch: StoredBatch) -> Int32:

@@ -27,7 +27,7 @@ from treepack.trajectory import Int64
 
 OPENERS = 16  # remote parts that are opened side by side; each costs some round trips
 # Columns of trajectories that may be null.
-OPTIONAL = ("reward", "advantage", "temperature", *PER_TOKEN)
+OPTIONAL = ("reward", "advantage", "temperature", *PER_TOKEN, "rollout_id")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
     Sequences(tokens, offsets, table) --sequence_table--> table     --table_sequences--> Sequences
 
-    COLUMNS   the columns of the trajectories of a trie without tree_id and node_id, all of `schema.TEMPERATURES`,
+    COLUMNS   the columns of the trajectories of a trie without tree_id and node_id, all of `schema.RECORDED`,
               `tokens` (the token ids) and `arrival` (order of reading: part << 32 | row of the part)
 
 Every table has all columns, so tables of different parts can be concatenated.
@@ -28,7 +28,7 @@ _OF_TRIE = ("tree_id", "node_id")
 COLUMNS = pa.schema(
     [
         *(field for field in schema.TRAJECTORIES if field.name not in _OF_TRIE),
-        *schema.TEMPERATURES,
+        *schema.RECORDED,
         pa.field(TOKENS, pa.list_(pa.int32()), nullable=False),
         pa.field(ARRIVAL, pa.int64(), nullable=False),
     ]
@@ -65,9 +65,9 @@ def table_sequences(table: pa.Table) -> Sequences:
     return Sequences(tokens, np.concatenate([[0], np.cumsum(sizes)]), table.drop_columns([TOKENS]))
 
 
-def present_temperatures(table: pa.Table) -> frozenset[str]:
-    """Return those columns of `schema.TEMPERATURES` that have a value."""
-    return frozenset(name for name in schema.TEMPERATURES.names if table[name].null_count < table.num_rows)
+def present_columns(table: pa.Table) -> frozenset[str]:
+    """Return those columns of `schema.RECORDED` that have a value."""
+    return frozenset(name for name in schema.RECORDED.names if table[name].null_count < table.num_rows)
 
 
 def text_hashes(texts: Iterable[str]) -> UInt64:

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from treepack.columns import PER_TOKEN, SpanView, list_values
+from treepack.files import schema
 from treepack.trajectory import Float64, Int32, Int64, Routes, Tokens, Trajectory
 from treepack.trie.nodes import paths
 from treepack.trie.storage import PageReleaser, Storage
@@ -155,6 +156,7 @@ def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
     """Yield the trajectories that the trie was built from, in trie order: the inverse of `build_trie`."""
     table = trie.trajectories
     names = ["trajectory_id", "group_id", "step", "weight", "reward", "advantage", "metadata", "source", "temperature"]
+    names += schema.ROLLOUTS.names
     scalars = table.select([name for name in names if name in table.column_names])
     rows = (row for batch in scalars.to_batches(max_chunksize=ROWS_AT_ONCE) for row in batch.to_pylist())
     spans = SpanView.of(table)

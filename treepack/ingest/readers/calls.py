@@ -339,10 +339,17 @@ def _with_names(
         if isinstance(item, Skipped):
             yield item
             continue
-        name = item.trajectory_id if len(items) == 1 else f"{item.trajectory_id}/turn-{numbers[0] + 1}"
+        if len(items) > 1:
+            item = in_rollout(item, numbers[0])
         notes = tuple(note for note in item.notes + general if note not in seen)
         seen.update(notes)
-        yield replace(item, trajectory_id=name, group_id=item.group_id or group, notes=notes)
+        yield replace(item, group_id=item.group_id or group, notes=notes)
+
+
+def in_rollout(item: Trajectory, first_call: int) -> Trajectory:
+    """Return `item`, named after its rollout, as the trajectory of this rollout that begins with call `first_call`."""
+    name = item.trajectory_id
+    return replace(item, trajectory_id=f"{name}/turn-{first_call + 1}", rollout_id=name, rollout_part=first_call)
 
 
 def _group(items: Sequence[Trajectory | Skipped]) -> str | None:

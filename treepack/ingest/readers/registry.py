@@ -367,9 +367,8 @@ def detect_format(record: Record) -> str:
     for each in FORMATS:
         if each.matches(record.value):
             return each.name
-    raise UnknownFormatError(
-        f"{record.source}: has no known format, but the fields {_list_fields(record.value)}; {_remedy(record.value)}"
-    )
+    fields = f"but the fields {_list_fields(record.value)}" if record.value else "because it has no fields"
+    raise UnknownFormatError(f"{record.source}: has no known format, {fields}; {_remedy(record.value)}")
 
 
 def _remedy(value: dict[str, Any]) -> str:
@@ -390,4 +389,4 @@ def _list_fields(fields: Iterable[str]) -> str:
     names = [" ".join(name.split())[:MAX_FIELD] for name in fields]
     # 25 fields -> the first 20 "and 5 more"
     more = f" and {len(names) - MAX_FIELDS:,} more" if len(names) > MAX_FIELDS else ""
-    return ", ".join(names[:MAX_FIELDS]) + more if names else "no field"
+    return ", ".join(names[:MAX_FIELDS]) + more

@@ -4,9 +4,9 @@
     Trie, Estimates --with_advantages--> Trie      the same rollouts with the column filled in, ready for pack and train
 
 A group that an estimator cannot use is rejected as a whole and counted under one reason: a reward is missing or not
-finite, a single trajectory has nothing to be compared with, or all rewards are equal and such groups are rejected. A
-group is the trajectories of one `group_id` in one training step. A step is the batch of `reinforce++`, `std="batch"`
-and `whiten="batch"`.
+finite, a single rollout has nothing to be compared with, or all rewards are equal and such groups are rejected. A group
+is the rollouts of one `group_id` in one training step; a rollout of several trajectories counts once, and all of them
+have its advantage. A step is the batch of `reinforce++`, `std="batch"` and `whiten="batch"`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from treepack.rl.advantages.gae import (
 from treepack.rl.advantages.tree import of_trajectories, tree_grpo, tree_grpo_segments, treepo, treerl, treerpo
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import LeafWeights, required_leaf_weights
+from treepack.rl.rollouts import Rollouts, refuse_split, rollouts_of
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.build import build_trie
@@ -152,9 +153,9 @@ class Estimates:
     """Advantages of the trajectories `kept` (indices into the trie's, ascending), one per trajectory or one per token.
 
     Either `advantage` is float64 [num_kept], or `per_token` is float64 [trained tokens of all kept trajectories, in
-    order]; the other is None. `rejected` counts the rejected groups by reason, `num_groups` the compared groups. `tree`
-    is None if the estimator needs no tree. `columns` are further ones of `schema.CREDIT`, float64 like `per_token`.
-    `num_truncated` counts the trajectories whose value after the end was used.
+    order]; the other is None. `rejected` counts the rejected groups by reason, `num_groups` the compared groups, and
+    `num_rollouts` their rollouts. `tree` is None if the estimator needs no tree. `columns` are further ones of
+    `schema.CREDIT`, float64 like `per_token`. `num_truncated` counts the rollouts whose value after the end was used.
     """
 
     kept: Int64
@@ -165,6 +166,7 @@ class Estimates:
     tree: SegmentTree | None
     columns: Mapping[str, Float64] = field(default_factory=dict)
     num_truncated: int = 0
+    num_rollouts: int = 0
 
     @property
     def values(self) -> Float64:
@@ -179,11 +181,13 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
 
     Raises:
         TreepackError: no group can be used, rewards so large that they overflow, no leaf weights if the options need
-            them, no values of a critic if gae needs them, or any error of `segment_tree`.
+            them, no values of a critic if gae needs them, a rollout of several trajectories if the options need a tree,
+            or any error of `segment_tree` and `rollouts_of`.
     """
+    rollouts = rollouts_of(trie)
     reward = trie.trajectories["reward"].to_numpy().astype(np.float64)
     groups = group_codes(trie)
-    usable, rejected = _usable_groups(reward, groups, options)
+    usable, rejected = _usable_groups(reward[rollouts.first], groups[rollouts.first], options)
     kept = np.flatnonzero(usable[groups])
     if len(kept) == 0:
         reasons = "; ".join(f"{name}: {count} of {len(usable)} groups" for name, count in rejected.items())
@@ -195,20 +199,24 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
     # Two rewards differ by at most 2 |R|, and a variance sums n squares of such differences.
     if not math.isfinite(4 * largest * largest * len(kept)):
         raise TreepackError(f"a reward of {largest:g} makes advantages overflow; give rewards nearer to 1")
+    if options.estimator in TREE:
+        refuse_split(trie, members=kept, what=f"{options.estimator} needs", remedy=_ONE_TRAJECTORY)
     weights = _weights(trie, groups, kept, options)
-    # Number the groups and steps that remain from 0 again: groups [0, 2, 2] -> [0, 1, 1].
-    reward, group = reward[kept], np.unique(groups[kept], return_inverse=True)[1].astype(np.int64)
+    # Number the groups, steps and rollouts that remain from 0 again: groups [0, 2, 2] -> [0, 1, 1].
+    group = np.unique(groups[kept], return_inverse=True)[1].astype(np.int64)
     step = np.unique(trie.step_rank[kept], return_inverse=True)[1].astype(np.int64)
-    counted = Estimates(kept, None, None, rejected, int(group.max()) + 1, None)
+    # One trajectory stands for each rollout: rollouts [0, 0, 1] -> once [0, 2], owner [0, 0, 1].
+    once, owner = np.unique(rollouts.of_trajectory[kept], return_index=True, return_inverse=True)[1:]
+    counted = Estimates(kept, None, None, rejected, int(group.max()) + 1, None, num_rollouts=len(once))
+    reward = reward[kept]
     if options.estimator == "gae":
-        return _along_paths(trie, reward, step if options.whiten == "batch" else group, counted, options)
+        return _along_paths(trie, rollouts, reward, step if options.whiten == "batch" else group, counted, options)
     tree = None
     if options.estimator in TREE:
         tree = segment_tree(trie, kept, group, segment=options.segment, min_depth=options.min_depth)
-    if tree is None:
-        values = _flat_advantages(reward, group, step, weights, options)
-    else:
         values = _tree_advantages(tree, reward, step, weights, options)
+    else:
+        values = _flat_advantages(reward[once], group[once], step[once], weights, options)[owner]
     if tree is None or not options.gives_segments:
         return replace(counted, advantage=values, tree=tree)
     # Segments listed 0 1 2 of a and 3 4 5 of b, trained tokens 2 3 4 of each, segments from 0, 2, 4 -> [1 1 2 4 4 5].
@@ -218,7 +226,15 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
     return replace(counted, per_token=per_token, tree=tree, columns=columns)
 
 
-def _along_paths(trie: Trie, reward: Float64, scope: Int64, counted: Estimates, options: AdvantageOptions) -> Estimates:
+_ONE_TRAJECTORY = (
+    "take grpo, dr-grpo, rloo or reinforce++, or build the trie with a chat template that keeps earlier turns "
+    "(--chat-template)"
+)
+
+
+def _along_paths(
+    trie: Trie, rollouts: Rollouts, reward: Float64, scope: Int64, counted: Estimates, options: AdvantageOptions
+) -> Estimates:
     """Fill in `counted` by gae from the `reward` of its trajectories; `scope` is that of whitening."""
     kept = counted.kept
     owner, position = _trained_tokens(trie, kept)
@@ -227,8 +243,19 @@ def _along_paths(trie: Trie, reward: Float64, scope: Int64, counted: Estimates, 
     else:
         value, last = state_values(trie, owner, position, kept)
     truncated = is_truncated(trie, kept, options.truncated)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(kept)))]).astype(np.int64)
-    advantage = gae(value, np.where(truncated, last, 0.0), reward, offsets, gamma=options.gamma, lam=options.lam)
+    # Rollouts one after the other, with their trajectories in order: of the trajectories x/1 y x/0, order [2, 0, 1] and
+    # final [0, 1], the last trajectory of each rollout.
+    rollout = rollouts.of_trajectory[kept]
+    order = np.lexsort((rollouts.part[kept], rollout))
+    final = order[np.append(rollout[order][1:] != rollout[order][:-1], True)]
+    rank = np.empty(len(kept), np.int64)
+    rank[order] = np.arange(len(kept))
+    tokens = np.argsort(rank[owner], kind="stable")
+    sizes = np.bincount(rollout[owner], minlength=len(rollouts.first))[rollout[final]]
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    after = np.where(truncated, last, 0.0)[final]
+    advantage = np.empty(len(value))
+    advantage[tokens] = gae(value[tokens], after, reward[final], offsets, gamma=options.gamma, lam=options.lam)
     columns = {"returns": advantage + value}
     if options.values == "column":  # without a critic there are no old values to stay near to
         columns["old_values"] = value
@@ -236,14 +263,17 @@ def _along_paths(trie: Trie, reward: Float64, scope: Int64, counted: Estimates, 
         raise TreepackError("values of the critic are so large that the returns overflow; inspect the critic")
     if options.whiten != "none":
         advantage = whiten(advantage, scope[owner], epsilon=options.epsilon)
-    return replace(counted, per_token=advantage, columns=columns, num_truncated=int(truncated.sum()))
+    return replace(counted, per_token=advantage, columns=columns, num_truncated=int(truncated[final].sum()))
 
 
 def _usable_groups(reward: Float64, groups: Int64, options: AdvantageOptions) -> tuple[NDArray[np.bool_], Counter[str]]:
-    """Mark the groups that can be used, bool [num_groups], and count the others by their first reason."""
+    """Mark the groups that can be used, bool [num_groups], and count the others by their first reason.
+
+    `reward` and `groups` are those of the rollouts.
+    """
     faults = {"rewards missing": np.bincount(groups, weights=~np.isfinite(reward)) > 0}
     if options.estimator not in ("reinforce++", "gae"):
-        faults["a single trajectory"] = np.bincount(groups) == 1
+        faults["a single rollout"] = np.bincount(groups) == 1
     if options.rejects_equal:
         # Compare with any one reward of the group: exact, unlike a variance, which rounding keeps above 0.
         sample = np.zeros(int(groups.max()) + 1)
@@ -261,6 +291,7 @@ def _weights(trie: Trie, groups: Int64, kept: Int64, options: AdvantageOptions) 
     """Return the leaf weights of the trajectories `kept`, 1 if all are equal; None if the options need none."""
     if not options.leaf_weights:
         return None
+    refuse_split(trie, what="leaf weights need", remedy="leave out --leaf-weights")
     weights = required_leaf_weights(trie).times_size(groups)
     if options.fallback_leaves:
         weights = weights.with_fallback()

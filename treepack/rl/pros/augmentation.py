@@ -32,6 +32,7 @@ from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import UNTRAINED_PREFIX, marked
 from treepack.rl.pros.signals import PerToken
+from treepack.rl.rollouts import rollouts_of
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.trie import Trie, sequences_of
 
@@ -174,11 +175,18 @@ def _successful_rollouts(
     spans, marks = SpanView.of(table), marks_of(trie)
     names, groups = table["trajectory_id"].to_pylist(), table["group_id"].to_pylist()
     rewards = table["reward"].to_numpy()
+    rollouts = rollouts_of(trie)
+    num_samples = np.bincount(rollouts.of_trajectory)[rollouts.of_trajectory]
+    is_first = rollouts.first[rollouts.of_trajectory] == np.arange(trie.num_trajectories)
     for i, tokens in enumerate(sequences_of(trie)):
+        if not is_first[i]:
+            continue
         if not np.isfinite(rewards[i]):
             counts["without a reward"] += 1
         elif rewards[i] <= success_above:
             counts["not successful"] += 1
+        elif num_samples[i] > 1:  # its tokens are no single sequence that could be continued
+            counts["of several trajectories"] += 1
         else:
             starts, ends, _ = spans[i]
             yield _SourceRollout(i, names[i], groups[i], tokens, marks.get(i)), positions(starts, ends)

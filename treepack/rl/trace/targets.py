@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from treepack.errors import TreepackError, install_hint
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import LeafWeights
+from treepack.rl.rollouts import refuse_split
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie
@@ -51,8 +52,13 @@ def anchors(trie: Trie, *, segment: str = "turn") -> Anchors:
     """List the prefixes of all trajectories of `trie`; `segment` is that of `segments.segment_tree`.
 
     Raises:
-        TreepackError: any error of `segment_tree`.
+        TreepackError: a rollout of several trajectories, or any error of `segment_tree`.
     """
+    refuse_split(
+        trie,
+        what="prefixes of rollouts need",
+        remedy="build the trie with a chat template that keeps earlier turns (--chat-template)",
+    )
     group = group_codes(trie)
     tree = segment_tree(trie, np.arange(trie.num_trajectories), group, segment=segment)
     # Number the segments of each trajectory from 0, the root: owner [0 0 0 0 1 1 1] -> turn [0 1 2 3 0 1 2].

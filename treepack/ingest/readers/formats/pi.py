@@ -23,7 +23,7 @@ from pathlib import PurePath
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls import SPLIT_NOTE
+from treepack.ingest.readers.calls import SPLIT_NOTE, in_rollout
 from treepack.ingest.readers.fields import ReadOptions, as_objects, quoted
 from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, Format, one_of
 from treepack.ingest.readers.records import Record
@@ -63,10 +63,11 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     if len(chains) > 1:
         notes = (SPLIT_NOTE, *notes)
     for chain in chains:
-        trajectory_id = name if len(chains) == 1 else f"{name}/turn-{chain.first_call}"
-        value = {"trajectory_id": trajectory_id, "group_id": group, "cwd": header.value.get("cwd"), "model": model}
+        value = {"trajectory_id": name, "group_id": group, "cwd": header.value.get("cwd"), "model": model}
         record = Record(header.path, header.path, value)
-        yield conversation(record, chain.messages, options, num_prompt=chain.num_prompt, notes=notes)
+        item = conversation(record, chain.messages, options, num_prompt=chain.num_prompt, notes=notes)
+        is_part = len(chains) > 1 and isinstance(item, Trajectory)
+        yield in_rollout(item, chain.first_call - 1) if is_part else item
         notes = ()
 
 

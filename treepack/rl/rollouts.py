@@ -1,0 +1,103 @@
+"""Rollouts of a trie, each of which has one trajectory or several.
+
+    Trie --rollouts_of--> Rollouts      the rollout of each trajectory; a rollout counts once in its group
+
+A conversation becomes several trajectories if the chat template rewrites its earlier turns, if each turn is a sample,
+or if a program rewrites the history between two calls of the model.
+
+    trajectory   a/part-0  a/part-1  b      reward  1 1 0     rollouts a and b: mean 1/2, advantages 1/2 1/2 -1/2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from treepack.columns import first_of_each, rollout_codes
+from treepack.errors import TreepackError
+from treepack.rl.group_tree import group_codes
+from treepack.trajectory import ON_SEVERAL_PATHS, Float64, Int64
+from treepack.trie.trie import Trie
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """The rollouts of the trajectories of a trie.
+
+    Attributes:
+        of_trajectory: int64 [num_trajectories], the number of each one's rollout, from 0.
+        first: int64 [num_rollouts], the first trajectory of each rollout in the order of the trie, ascending.
+        part: int64 [num_trajectories], ascending over the trajectories of a rollout.
+    """
+
+    of_trajectory: Int64
+    first: Int64
+    part: Int64
+
+    @property
+    def are_split(self) -> bool:
+        """True if a rollout has several trajectories."""
+        return len(self.first) < len(self.of_trajectory)
+
+
+def rollouts_of(trie: Trie) -> Rollouts:
+    """Return the rollouts of `trie`.
+
+    Raises:
+        TreepackError: a trajectory belongs to several rollouts, or those of a rollout differ in reward, group or step.
+    """
+    count, table = trie.num_trajectories, trie.trajectories
+    codes = rollout_codes(table)
+    if codes is None:
+        every = np.arange(count)
+        return Rollouts(every, every, np.zeros(count, np.int64))
+    part = table["rollout_part"].fill_null(0).to_numpy().astype(np.int64)
+    shared = np.flatnonzero(part == ON_SEVERAL_PATHS)
+    if len(shared):
+        raise TreepackError(
+            f"{_source(trie, shared[0])}: has turns that several paths of a search tree share, {len(shared):,} such "
+            "trajectories in all, and groups compare rollouts; build the trie without --expand turns, or with "
+            "--per-path"
+        )
+    # codes [4, 2, 4] -> first of each [0, 1, 0] -> first [0, 1], number [0, 1, 0]
+    first, number = np.unique(first_of_each(codes), return_inverse=True)
+    rollouts = Rollouts(number.astype(np.int64), first.astype(np.int64), part)
+    own = rollouts.first[rollouts.of_trajectory]
+    reward: Float64 = table["reward"].to_numpy().astype(np.float64)
+    group = group_codes(trie)
+    same_reward = (reward == reward[own]) | (np.isnan(reward) & np.isnan(reward[own]))
+    for fact, same in (("reward", same_reward), ("group_id or step", group == group[own])):
+        if not same.all():
+            i = int((~same).argmax())
+            names = [table["trajectory_id"][int(k)].as_py() for k in (own[i], i)]
+            raise TreepackError(
+                f"{_source(trie, i)}: {names[0]} and {names[1]} are of one rollout and have another {fact}; give a "
+                "rollout one"
+            )
+    return rollouts
+
+
+def refuse_split(trie: Trie, *, what: str, remedy: str, members: Int64 | None = None) -> None:
+    """Check that no rollout of the trajectories `members` (all by default) has several trajectories.
+
+    Raises:
+        TreepackError: one has; the message says that `what` needs one trajectory per rollout, and the `remedy`.
+    """
+    rollouts = rollouts_of(trie)
+    if not rollouts.are_split:
+        return
+    sizes = np.bincount(rollouts.of_trajectory)
+    mine = rollouts.of_trajectory if members is None else rollouts.of_trajectory[members]
+    split = np.unique(mine[sizes[mine] > 1])
+    if len(split):
+        i = int(rollouts.first[split[0]])
+        raise TreepackError(
+            f"{_source(trie, i)}: the rollout {trie.trajectories['rollout_id'][i].as_py()} is "
+            f"{sizes[split[0]]:,} trajectories, because its prompts do not continue each other ({len(split):,} such "
+            f"rollouts in all), and {what} one trajectory per rollout; {remedy}"
+        )
+
+
+def _source(trie: Trie, index: int | np.integer) -> str:
+    return str(trie.trajectories["source"][int(index)].as_py())
