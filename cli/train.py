@@ -293,15 +293,16 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
             **({} if limit is None else {"pieces": f"of at most {limit:,} tokens, in {cut} of {len(rows)} rows"}),
             "loss of the rows": report.loss_packed,
             "loss one by one": report.loss_alone,
+            "loss error": f"{report.loss_error:.1e}",
             "largest gradient error": f"{error:.1e} ({name})",
             "tolerance": f"{report.tolerance:.0e}",
         }
     )
     if not report.passed:  # after the table, which shows by how much
-        raise TreepackError(
-            f"{model}: packed gradients differ from one-by-one gradients by {error:.1e} at {name}; do not train this "
-            "model on packed rows with this --attention"
-        )
+        different = f"packed gradients differ from one-by-one gradients by {error:.1e} at {name}"
+        if error <= report.tolerance:
+            different = f"the packed loss differs from the one-by-one loss by {report.loss_error:.1e}"
+        raise TreepackError(f"{model}: {different}; do not train this model on packed rows with this --attention")
 
 
 def _count_cut(batches: Sequence[Batch], limit: int | None) -> int:

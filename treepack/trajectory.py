@@ -153,7 +153,8 @@ def as_routes(rows: NDArray[Any], num_tokens: int, *, source: str, name: str) ->
 
     Args:
         rows: integers [n, layers, k] of the first n <= `num_tokens` tokens. A sampler never computes the last one.
-            Experts below 0 are not recorded, and neither are k experts of which two are equal, such as zeros.
+            Experts below 0 are not recorded, and neither are k experts of which two are equal, such as zeros. With
+            k = 1, zeros in all layers of the last tokens are not recorded either: samplers fill up with them.
         num_tokens: tokens of the trajectory.
         source: the trajectory, in errors.
         name: the field, in errors.
@@ -175,6 +176,10 @@ def as_routes(rows: NDArray[Any], num_tokens: int, *, source: str, name: str) ->
     # Rows [3, 3] of equal experts record nothing: sorted neighbours are equal.
     ordered = np.sort(rows, axis=-1)
     unknown = (ordered[..., 0] < 0) | (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+    if rows.shape[2] == 1:
+        # Rows [2] [0] [0] -> the last two are unknown. A router that did choose expert 0 there chooses it again.
+        used = np.flatnonzero((rows != 0).any(axis=(1, 2)))
+        unknown[used[-1] + 1 if len(used) else 0 :] = True
     kind = np.uint8 if last < np.iinfo(np.uint8).max else np.uint16
     routes = np.full((num_tokens, *rows.shape[1:]), np.iinfo(kind).max, kind)
     routes[: len(rows)] = np.where(unknown[..., None], np.iinfo(kind).max, rows)

@@ -182,6 +182,7 @@ def test_routes_of_all_layers_skip_the_dense_ones() -> None:
         ("phimoe", torch.zeros(T, 2, 2), "does not choose k of its experts at once"),
         ("mixtral", torch.zeros(T, 5, 2), "has 2 layers and 2 routers, but the recorded routes have 5 layers"),
         ("mixtral", torch.full((T, 2, 2), 4), "has 4 experts in a layer, but the recorded routes name expert 4"),
+        ("mixtral", torch.zeros(T, 2, 3), "chooses 2 experts per token, but the recorded routes have 3"),
     ],
 )
 def test_a_model_that_cannot_replay_them_is_refused(kind: str, routes: Tensor, message: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,14 +18,18 @@ from support.command_line import Run as Command
 from support.oracle_model import tiny_config, write_rows
 from support.oracle_objectives import step_loss
 from support.packed_objectives import as_trajectories, opened, rollouts
+from support.strategies import make
+from support.trie_files import saved
 from treepack.errors import TreepackError
 from treepack.model.denominators import step_factors, trajectory_table
 from treepack.model.objectives import PRESETS, Objective, choose_objective
-from treepack.model.verify import verify_gradients
+from treepack.model.verify import GradientReport, verify_gradients
+from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages, with_advantages
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun, open_run, open_verification
 from treepack.train.step import StepMetrics
+from treepack.trie.build import build_trie
 
 CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=100, clip=0.0)
 OVER_TERMS = [name for name in PRESETS if name not in ("sft", "value")]
@@ -167,6 +172,28 @@ def test_the_command_trains_and_verifies(treepack: Command, tmp_path: Path, conf
         1,
         "treepack: kl is no option of the loss sft; it has no options",
     )
+
+
+@pytest.mark.parametrize("carry", ["off", "7"])
+def test_verification_passes_if_advantages_cancel(treepack: Command, tmp_path: Path, config: Path, carry: str) -> None:
+    # Without old log-probabilities every ratio is 1, so the losses of a group add up to 0, apart from rounding.
+    rng = np.random.default_rng(0)
+    prompts = {"g": [1, *range(20, 31)], "h": [2, *range(10, 21)]}
+    made = [
+        make(f"{group}{i}", [*prompt, *rng.integers(3, 40, 4).tolist()], group=group, reward=float(i % 2))
+        for group, prompt in prompts.items()
+        for i in range(4)
+    ]
+    trie = build_trie(made)
+    saved(with_advantages(trie, estimate_advantages(trie, AdvantageOptions("grpo"))), tmp_path / "trie")
+    assert treepack("pack", tmp_path / "trie", "--capacity", 64, "--out", tmp_path / "packed").status == 0
+    command = ("train", tmp_path / "packed", "--model", config, "--device", "cpu", "--loss", "grpo", "--verify")
+    done = treepack(*command, "--carry", carry)
+    assert (done.status, "differs" in done.err) == (0, False)
+    assert "loss error" in done.out
+    report = GradientReport("float64", "reference", 1, 8, 1e-17, 4e-17, {"w": 0.0}, 1e-9, loss_scale=2.0)
+    assert report.passed
+    assert not replace(report, loss_packed=1e-8).passed
 
 
 def test_the_command_has_the_options_of_the_objective() -> None:

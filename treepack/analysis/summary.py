@@ -46,6 +46,9 @@ def summary_of_routes(routes: Mapping[str, Any]) -> str:
         f"routes of {routes['layers']} layers with {routes['experts']} experts, recorded for {recorded}, with "
         f"conflicts in {differing} of shared prefixes"
     )
+    if without := routes.get("without"):  # older tries do not count them
+        verbs = {"split": "share no token with others", "first": "take those of shared prefixes"}
+        text += f", and for no token of {quantity(without, 'sample')}, which {verbs[routes['conflicts']]}"
     if routes["conflicts"] == "split":
         return f"{text}; the trie splits there, which adds {quantity(added, 'token')}"
     return f"{text}; the first trajectory counts there, which saves {quantity(added, 'token')}"

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from treepack.errors import TreepackError
+from treepack.model.experts.active import experts_per_token
 from treepack.model.layers import find_layers
 from treepack.model.routers import TOPK, Switch, chooses_one_by_one, follow_routers, has_experts, scores_of
 
@@ -80,10 +81,15 @@ def check_routes(causal: Any, source: str, routes: Tensor) -> None:
         routes: uint8 or int16 [T, layers, k], of any number of tokens.
 
     Raises:
-        TreepackError: the model has no routers, other layers, or fewer experts.
+        TreepackError: the model has no routers, other layers, fewer experts, or chooses another number of them.
     """
     replay = _replay_of(causal, source)
     replay.layers_of(routes.shape[1])
+    chosen = experts_per_token(causal.config.get_text_config())
+    if chosen is not None and chosen != routes.shape[2]:
+        raise TreepackError(
+            f"{source}: chooses {chosen} experts per token, but the recorded routes have {routes.shape[2]}; {_REMEDY}"
+        )
     known = routes[routes != missing_expert(routes.dtype)]
     if known.numel() and (last := int(known.max())) >= replay.num_experts:
         raise TreepackError(

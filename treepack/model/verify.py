@@ -64,7 +64,8 @@ class GradientReport:
     """The comparison of packed rows with trajectories run alone.
 
     `errors` contains |packed - alone| / |alone| in Euclidean norms for each parameter. For sft the losses are sums of
-    weight * nll.
+    weight * nll. `loss_scale` is the sum of the absolute losses of the trajectories: advantages of both signs may
+    cancel in `loss_alone`, and what remains may be rounding.
     """
 
     dtype: str
@@ -75,11 +76,13 @@ class GradientReport:
     loss_alone: float
     errors: dict[str, float]
     tolerance: float
+    loss_scale: float = 0.0
 
     @property
     def loss_error(self) -> float:
-        """The relative difference of the two losses."""
-        return abs(self.loss_packed - self.loss_alone) / max(abs(self.loss_alone), 1e-300)  # 0 / 0 counts as 0
+        """The difference of the two losses, relative to the sum of the absolute losses of the trajectories."""
+        scale = max(self.loss_scale, abs(self.loss_alone), 1e-300)  # 0 / 0 counts as 0
+        return abs(self.loss_packed - self.loss_alone) / scale
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -131,7 +134,7 @@ def verify_gradients(
         # Generators: each loss is computed, run backward and dropped before the next, so one graph exists at a time.
         packed = _gradients(model, (run(loaded, batch, factor, objective, chunk) for batch, factor in rows))
         if plan is not None and plan.offload:
-            packed = packed[0], {name: gradient.cpu() for name, gradient in packed[1].items()}
+            packed = packed[0], {name: gradient.cpu() for name, gradient in packed[1].items()}, packed[2]
             if loaded.device.type == "cuda":
                 torch.cuda.empty_cache()  # so that the second set does not find the memory in pieces
         plain = PlainModel(model, loaded.causal, chunk if recompute else None)
@@ -148,24 +151,29 @@ def verify_gradients(
         num_trajectories=sum(len(batch.trajectory_ids) for batch in batches),
         loss_packed=packed[0],
         loss_alone=alone[0],
+        loss_scale=alone[2],
         errors=_relative_errors(packed[1], alone[1], _MIN_NORM_SHARE[dtype]),
         tolerance=TOLERANCE[dtype] if tolerance is None else tolerance,
     )
 
 
-def _gradients(model: Any, losses: Iterator[Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """Return the sum of `losses`, whose iterator adds their gradients, and its gradient by every trained parameter."""
+def _gradients(model: Any, losses: Iterator[Tensor]) -> tuple[float, dict[str, Tensor], float]:
+    """Return the sum of `losses`, its gradient by every trained parameter, and the sum of the absolute losses.
+
+    The iterator `losses` adds their gradients.
+    """
     model.zero_grad(set_to_none=True)
-    total = 0.0
+    total = scale = 0.0
     for loss in losses:
         total += loss.item()
+        scale += abs(loss.item())
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
     model.zero_grad(set_to_none=True)  # drops the model's references; the next call starts with new tensors
-    return total, gradients
+    return total, gradients, scale
 
 
 def _whole_row(loaded: LoadedModel, batch: Batch, factors: Tensor | None, objective: Objective, chunk: int) -> Tensor:

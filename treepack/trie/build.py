@@ -86,10 +86,11 @@ def route_costs(
     _, differing, _ = shared_routes(routes, sequences.offsets, order, forest, storage)
     _, _, split = _forest(sequences, share, splits=True)
     pieces = (routes[i : i + ROWS_AT_ONCE, :, 0] for i in range(0, len(routes), ROWS_AT_ONCE))
-    recorded = sum(int((first != missing_route(routes)).any(axis=1).sum()) for first in pieces)
+    recorded = np.concatenate([(first != missing_route(routes)).any(axis=1) for first in pieces])
     storage.release()
+    without = int((~np.logical_or.reduceat(recorded, sequences.offsets[:-1])).sum())
     sizes = int(forest.node_start[-1]), int(split.node_start[-1])
-    return RouteCosts(layers, routes.shape[2], recorded, differing, *sizes)
+    return RouteCosts(layers, routes.shape[2], int(recorded.sum()), without, differing, *sizes)
 
 
 def _forest(sequences: Sequences, share: str, *, splits: bool = False) -> tuple[list[int], array[int], NodeArrays]:

@@ -154,13 +154,14 @@ class TrieBuilder:
         """
         stored = [batch for batches in self._team.each(_finish_routed) for batch in batches]
         sequences, storage = join_stored(self._spools, stored, Storage(self._memory, self._folder))
-        if sequences.routes is None:
+        log.count_renamed(sequences.num_renamed)
+        if sequences.routes is not None:
+            self.route_costs = route_costs(sequences, share=self._share, storage=storage)
+        if self.route_costs is None or not self.route_costs.recorded:
             raise TreepackError(
                 f"no rollout has recorded routes in {', '.join(NAMES)}; record them when you sample, or build without "
                 "--keep-routes"
             )
-        log.count_renamed(sequences.num_renamed)
-        self.route_costs = route_costs(sequences, share=self._share, storage=storage)
         trie = build_trie(sequences, share=self._share, route_conflicts=self._conflicts, storage=storage)
         # The first map contains the routes of all trajectories, which the trie does not need any more.
         return replace(trie, storage=replace(trie.storage, maps=trie.storage.maps[len(storage.maps) :]))

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.command_line import Run
 from treepack.errors import TreepackError
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.route_fields import read_routes
@@ -93,7 +94,8 @@ def test_rows_of_padding_are_removed() -> None:
     [
         (ROUTES.tolist() * 2, "has 8 rows for 5 tokens"),
         ([[1, 2], [3, 4]], r"has the shape \[2, 2\]"),
-        ([[[1], [2]], [[3]]], "has the shape"),
+        ([[[1], [2]], [[3]]], "has lists of different lengths"),
+        ([[[2**70]]], "or an entry that is no integer"),
         ([[[0.5]]], "of float64"),
         ("AAAA", "is text that is no .npy file"),
         (npy_text("(99999999999, 2, 2)"), "is text that is no .npy file"),
@@ -101,9 +103,11 @@ def test_rows_of_padding_are_removed() -> None:
         ({"data": "", "shape": [[1], 2, 2]}, "do not fit the shape"),
         ("?", "is not base64"),
         ({"data": "AAAA", "shape": [2, 1, 1], "dtype": "int32"}, "3 bytes of int32, which do not fit"),
-        ({"data": "AAAA", "shape": [3, 1, 1], "dtype": "nonsense"}, "do not fit"),
+        ({"data": "AAAA", "shape": [3, 1, 1], "dtype": "nonsense"}, 'has the dtype "nonsense"'),
         ([[[40000]]], "has the expert 40000"),
         ({**as_object(ROUTES), "start": 10**13}, "has the start 10000000000000 for 5 tokens"),
+        ({**as_object(ROUTES), "start": -3}, "has the start -3 for 5 tokens"),
+        ({**as_object(ROUTES), "start": "2"}, 'has the start "2" for 5 tokens'),
     ],
 )
 def test_other_values_are_refused_with_the_record(value: Any, message: str) -> None:
@@ -113,6 +117,23 @@ def test_other_values_are_refused_with_the_record(value: Any, message: str) -> N
 
 IDS = [5, 6, 7, 8, 9]
 NESTED = ROUTES.tolist()
+
+
+@pytest.mark.parametrize(("rows", "known"), [([3, 0, 0, 2, 0], 4), ([0, 0, 1, 0, 0], 3), ([0, 0, 0, 0, 0], 0)])
+def test_zeros_at_the_end_are_not_recorded_if_a_token_has_one_expert(rows: list[int], known: int) -> None:
+    routes = read([[[expert], [expert]] for expert in rows])
+    assert routes[:known, :, 0].tolist() == [[expert, expert] for expert in rows[:known]]
+    assert (routes[known:] == 255).all()
+
+
+def test_rows_that_end_before_the_first_trained_token_are_refused() -> None:
+    options: dict[str, Any] = {"source": "f:1", "name": "routes", "num_tokens": 5, "start": 0, "stored": 5}
+    assert read_routes(NESTED, **options, first_trained=4).shape == (5, 2, 2)
+    message = "f:1: routes has 2 rows, and the first trained token is token 4; record a row for each token"
+    with pytest.raises(TreepackError, match=message):
+        read_routes(NESTED[:2], **options, first_trained=3)
+
+
 PADDED = [[[0, 0], [0, 0]], *NESTED, [[0, 0], [0, 0]]]
 RECORDS: dict[str, dict[str, Any]] = {
     "tokens": {"input_ids": IDS, "loss_mask": [0, 0, 0, 1, 1], "routed_experts": NESTED},
@@ -154,6 +175,69 @@ def built(record: dict[str, Any], folder: Path, **options: Any) -> Trajectory:
     build_trie_directory([path], folder / "trie", BuildOptions(**options), overwrite=True)
     (trajectory,) = trajectories_of(read_trie(folder / "trie"))
     return trajectory
+
+
+# SkyRL fills unrecorded rows up, and marks them.
+FILLED = [[0, 1], [0, 1]]
+MARKED = {
+    "sequences": [[0, *IDS]],
+    "attention_mask": [[0, 1, 1, 1, 1, 1]],
+    "loss_mask": [[1, 1]],
+    "response_mask": [[1, 1]],
+    "rollout_expert_indices": [[FILLED, *NESTED, FILLED]],
+    "router_padding_mask": [[True, False, False, False, False, True]],
+}
+
+
+def test_rows_that_skyrl_marks_as_filled_are_not_recorded(tmp_path: Path) -> None:
+    content = built(MARKED, tmp_path, keep_routes=True).content
+    assert isinstance(content, Tokens)
+    assert content.routes is not None
+    assert content.routes[:4].tolist() == NESTED
+    assert (content.routes[4] == 255).all()
+    with pytest.raises(TreepackError, match=r"router_padding_mask has 2 values; expected 6"):
+        built(MARKED | {"router_padding_mask": [[True, False]]}, tmp_path, keep_routes=True)
+
+
+@pytest.mark.parametrize("num_rows", [12, 11, 9])
+@pytest.mark.parametrize("form", ["object", "lists"])
+def test_sequences_of_a_micro_batch_have_their_own_rows(form: str, num_rows: int, tmp_path: Path) -> None:
+    # Sequences 5 6 7 8 9 and 6 7 8 9, and three tokens of padding.
+    rows = np.random.default_rng(0).permuted(np.tile(np.arange(6), (12, 2, 1)), axis=-1)[:num_rows, :, :2]
+    record = {
+        "input_ids": [*IDS, *IDS[1:], 0, 0, 0],
+        "position_ids": [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2],
+        "sequence_lengths": [5, 7],
+        "loss_mask": [False, False, True, True, True, False, True, True, True, False, False, False],
+        "inference_logprobs": [-1.0] * 12,
+        "env_names": ["e"] * 12,
+        "routed_experts": FORMS[form](rows),
+    }
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    build_trie_directory([path], tmp_path / "trie", BuildOptions(keep_routes=True))
+    contents = [item.content for item in trajectories_of(read_trie(tmp_path / "trie"))]
+    assert sorted(len(content.tokens) for content in contents if isinstance(content, Tokens)) == [4, 5]
+    for content in contents:
+        assert isinstance(content, Tokens)
+        assert content.routes is not None
+        length = len(content.tokens)
+        begin = {5: 0, 4: 5}[length]
+        assert content.routes[: length - 1].tolist() == rows[begin : begin + length - 1].tolist()
+
+
+def test_rollouts_without_any_routes_are_counted(treepack: Run, tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    record = {"input_ids": IDS, "loss_mask": [0, 0, 0, 1, 1], "group_id": "g"}
+    lines = [record | {"routed_experts": NESTED}, record, record | {"routed_experts": [[[-1, -1]] * 2] * 4}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = treepack("build-trie", path, "--out", tmp_path / "trie", "--keep-routes")
+    text = " ".join(done.out.split())
+    assert "recorded for 4 tokens, " in text
+    assert ", and for no token of 2 samples, which share no token with others;" in text
+    path.write_text(json.dumps(lines[2]) + "\n")
+    done = treepack("build-trie", path, "--out", tmp_path / "none", "--keep-routes")
+    assert (done.status, "no rollout has recorded routes" in done.err) == (1, True)
 
 
 @pytest.mark.parametrize("name", RECORDS)

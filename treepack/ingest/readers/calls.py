@@ -154,7 +154,15 @@ def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[Joined]:
         run.add(number, ids, len(prompt), _values(call, len(response), where))
         if call.routes is not None:
             run.add_routes(
-                read_routes(call.routes, source=where, name=ROUTES, num_tokens=len(ids), start=0, stored=len(ids))
+                read_routes(
+                    call.routes,
+                    source=where,
+                    name=ROUTES,
+                    num_tokens=len(ids),
+                    start=0,
+                    stored=len(ids),
+                    first_trained=len(prompt),
+                )
             )
     return [run.join() for run in runs]
 

@@ -8,7 +8,8 @@
 
 Row i belongs to token i of prompt and response. The last token is never computed by a sampler, and tokens of a tool
 after the last call are not either, so rows may be missing at the end. A negative entry is not recorded, and neither are
-k experts of which two are equal: samplers write zeros at padding and in layers without experts.
+k experts of which two are equal: samplers write zeros at padding and in layers without experts. Rows that end before
+the first trained token are refused, because they may be those of the response alone.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.trajectory import Routes, as_routes
 
 NAMES = ("routed_experts", "rollout_routed_experts", "rollout_expert_indices")
 _MAGIC = "nrlre1:"
-_FORMS = "expected experts of [tokens, layers, k]: lists, an object with data and shape, or base64 of a .npy file"
+_FORMS = (
+    "expected experts of [tokens, layers, k]: lists, an object with data, shape and dtype, base64 of a .npy file, or "
+    "text nrlre1:dtype:shape:base64"
+)
 
 
 def kept_routes(value: dict[str, Any], options: ReadOptions) -> dict[str, Any]:
@@ -36,7 +40,21 @@ def kept_routes(value: dict[str, Any], options: ReadOptions) -> dict[str, Any]:
     return {name: value[name] for name in NAMES if options.keep_routes and value.get(name) is not None}
 
 
-def read_routes(value: Any, *, source: str, name: str, num_tokens: int, start: int, stored: int) -> Routes:
+def rows_of_all(value: Any, *, source: str, name: str, num_tokens: int) -> NDArray[Any]:
+    """Return the field `value` of a row of `num_tokens` tokens as an array with one row for each, -1 where it has none.
+
+    Raises:
+        TreepackError: another form, or more rows than tokens.
+    """
+    rows = _rows(value, source, name, num_tokens)
+    if len(rows) > num_tokens:
+        raise TreepackError(f"{source}: {name} has {len(rows)} rows for {num_tokens} tokens; {_FORMS}")
+    return np.concatenate([rows, np.full((num_tokens - len(rows), *rows.shape[1:]), -1, np.int32)]).astype(np.int32)
+
+
+def read_routes(
+    value: Any, *, source: str, name: str, num_tokens: int, start: int, stored: int, first_trained: int = 0
+) -> Routes:
     """Return the routes of the tokens of a rollout, [num_tokens, layers, k], see `trajectory.missing_route`.
 
     Args:
@@ -46,18 +64,33 @@ def read_routes(value: Any, *, source: str, name: str, num_tokens: int, start: i
         num_tokens: tokens of the rollout, without padding.
         start: tokens of padding left of them.
         stored: tokens with padding; `value` has rows for all of them, or for the first tokens of the rollout.
+        first_trained: first trained token of the rollout; the token before it needs a row.
 
     Raises:
         TreepackError: another form, another number of rows, or an entry that is no expert.
     """
+    rows = _rows(value, source, name, stored)
+    if len(rows) == stored and stored > num_tokens:
+        rows = rows[start : start + num_tokens]
+    if len(rows) < first_trained:
+        raise TreepackError(
+            f"{source}: {name} has {len(rows)} rows, and the first trained token is token {first_trained + 1}; record "
+            'a row for each token from the first one on, or give an object with "start"'
+        )
+    return as_routes(rows, num_tokens, source=source, name=name)
+
+
+def _rows(value: Any, source: str, name: str, stored: int) -> NDArray[Any]:
     rows = _decoded(value, source, name, stored)
     if rows.ndim == 4 and len(rows) == 1:
         rows = rows[0]
+    if rows.dtype.kind == "O":
+        raise TreepackError(
+            f"{source}: {name} has lists of different lengths, or an entry that is no integer; {_FORMS}"
+        )
     if rows.ndim != 3 or rows.dtype.kind not in "iu" or 0 in rows.shape[1:]:
         raise TreepackError(f"{source}: {name} has the shape {list(rows.shape)} of {rows.dtype}; {_FORMS}")
-    if len(rows) == stored and stored > num_tokens:
-        rows = rows[start : start + num_tokens]
-    return as_routes(rows, num_tokens, source=source, name=name)
+    return rows
 
 
 def _decoded(value: Any, source: str, name: str, stored: int) -> NDArray[Any]:
@@ -69,9 +102,12 @@ def _decoded(value: Any, source: str, name: str, stored: int) -> NDArray[Any]:
     if isinstance(value, dict) and "data" in value and "shape" in value:
         kind = str(value.get("dtype") or "int32").removeprefix("torch.").removeprefix("numpy.")
         rows = _of_bytes(_bytes(value["data"], source, name), kind, value["shape"], source, name)
-        start = value.get("start")
-        if isinstance(start, int) and start > stored:
-            raise TreepackError(f"{source}: {name} has the start {start} for {stored} tokens; expected one of them")
+        start = 0 if value.get("start") is None else value["start"]
+        if type(start) is not int or not 0 <= start <= stored:
+            raise TreepackError(
+                f"{source}: {name} has the start {shown(start)} for {stored} tokens; expected the number of tokens "
+                "before its first row"
+            )
         return _shifted(rows, start)
     if isinstance(value, str) and value.startswith(_MAGIC):
         # "nrlre1:int16:9x2x2:AAEA" -> int16, [9, 2, 2]
@@ -101,9 +137,9 @@ def npy_array(data: bytes) -> NDArray[Any]:
         raise ValueError(str(error)) from None
 
 
-def _shifted(rows: NDArray[Any], start: Any) -> NDArray[Any]:
+def _shifted(rows: NDArray[Any], start: int) -> NDArray[Any]:
     # The first row belongs to token `start`: 2 -> two rows of -1, then the rows.
-    if not isinstance(start, int) or start < 1 or rows.ndim != 3:
+    if start == 0 or rows.ndim != 3:
         return rows
     return np.concatenate([np.full((start, *rows.shape[1:]), -1, np.int32), rows])
 
@@ -125,10 +161,14 @@ def _bytes(value: Any, source: str, name: str) -> bytes:
 
 
 def _of_bytes(data: bytes, kind: str, shape: Any, source: str, name: str) -> NDArray[Any]:
+    try:
+        entries = np.dtype(kind).newbyteorder("<")
+    except TypeError:
+        raise TreepackError(f"{source}: {name} has the dtype {shown(kind)}; {_FORMS}") from None
     sizes: Any = shape
     try:
         sizes = [int(size) for size in shape] if isinstance(shape, list | tuple | np.ndarray) else []
-        return np.frombuffer(data, np.dtype(kind).newbyteorder("<")).reshape(sizes)
+        return np.frombuffer(data, entries).reshape(sizes)
     except (TypeError, ValueError):
         raise TreepackError(
             f"{source}: {name} has {len(data)} bytes of {kind}, which do not fit the shape {sizes}; {_FORMS}"

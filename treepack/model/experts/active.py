@@ -27,7 +27,19 @@ def num_active_weights(causal: Any) -> float:
     return total
 
 
+def experts_per_token(config: Any) -> int | None:
+    """Return the experts that a token has in each layer of a model with this text config; None if they are not known.
+
+    Layers may have other numbers: then they are not known either.
+    """
+    value = _value(config)
+    return value if isinstance(value, int) and value else None
+
+
 def _num_chosen(config: Any) -> int:
-    values = (getattr(config, name, None) for name in _CHOSEN)
-    value = next((value for value in values if value), 0)
+    value = _value(config)
     return int(value if isinstance(value, int) else max(value))  # Hunyuan may have a list with one for each layer
+
+
+def _value(config: Any) -> Any:
+    return next((value for name in _CHOSEN if (value := getattr(config, name, None))), 0)

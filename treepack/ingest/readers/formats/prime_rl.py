@@ -26,7 +26,7 @@ from treepack.ingest.readers.format import ANY, ARRAY, LOGPROBS, MASKS, TOKEN_ID
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.packed import lengths_of, num_padding, read_packed
 from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.route_fields import kept_routes
+from treepack.ingest.readers.route_fields import kept_routes, rows_of_all
 from treepack.ingest.readers.token_fields import mask_values, number_values
 from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.trajectory import Skipped, Trajectory
@@ -64,6 +64,11 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if "export_sequence_idx" in kept:
         kept["old_log_probs"] = kept.pop("trainer_logprobs", None)
     sizes = next((value[name] for name in LENGTHS if value.get(name) is not None), None)
+    if sizes is not None:  # several sequences: their rows are separated with their tokens
+        kept |= {
+            name: rows_of_all(routes, source=record.source, name=name, num_tokens=len(ids))
+            for name, routes in kept_routes(value, options).items()
+        }
     one = replace(record, value=kept)
     items = tokens.read(one, options) if sizes is None else _read_batch(one, value, sizes, options)
     yield from with_notes(items, notes)

@@ -25,8 +25,8 @@ from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.ingest.readers.format import COLUMN, EVERYTHING, Fields, Format
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.route_fields import kept_routes
-from treepack.ingest.readers.token_fields import number_values
+from treepack.ingest.readers.route_fields import kept_routes, rows_of_all
+from treepack.ingest.readers.token_fields import mask_values, number_values
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
@@ -61,7 +61,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         if any(row.get(name) is not None for name in MEDIA):
             yield Skipped(one.source, MEDIA_REASON)
         elif is_batch:
-            fields = _of_batch(row, one.source) | kept_routes(row, options)
+            fields = _of_batch(row, one.source) | _routes(row, one.source, options)
             yield from tokens.read(replace(one, value=one.value | fields), options)
         else:
             # is_last_step [F, T, T] -> rollouts [0, 1] and [2]; without it every row is a rollout.
@@ -87,6 +87,24 @@ def _facts(row: dict[str, Any], record: Record, number: int) -> dict[str, Any]:
         "reward": row.get("rewards"),
         "stop_reason": row.get("stop_reasons"),
     }
+
+
+def _routes(row: dict[str, Any], source: str, options: ReadOptions) -> dict[str, Any]:
+    """Return the routes of a row of a batch; SkyRL fills unrecorded ones up, and marks them."""
+    fields, mask = kept_routes(row, options), row.get("router_padding_mask")
+    if mask is None:
+        return fields
+    num_tokens = len(row["sequences"])
+    is_filled = mask_values(mask, source=source, name="router_padding_mask") != 0
+    if len(is_filled) != num_tokens:
+        raise TreepackError(
+            f"{source}: router_padding_mask has {len(is_filled)} values; expected {num_tokens}, the row's tokens"
+        )
+    for name, value in fields.items():
+        rows = rows_of_all(value, source=source, name=name, num_tokens=num_tokens)
+        rows[is_filled] = -1
+        fields[name] = rows
+    return fields
 
 
 def _call(row: dict[str, Any]) -> TokenCall:
@@ -127,7 +145,7 @@ FORMAT = Format(
     dropped=(
         "values, returns and kl (a critic's and the trainer's own)",
         "rollout_expert_indices (kept by --keep-routes)",
-        "router_padding_mask",
+        "router_padding_mask (used with --keep-routes)",
         "pixel_values and image_grid_thw (rows that have some are skipped)",
         "rollout_metrics, env_metrics and times",
         "rewards of steps but the last",

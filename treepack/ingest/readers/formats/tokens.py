@@ -86,7 +86,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         span_weights=weights,
         advantages=advantages,
         **rounded,
-        routes=_routes(routes, layout),
+        routes=_routes(routes, layout, int(starts[0])),
     )
     used = [*(name for names in fields.values() for name in names), *routes]
     item = describe(record, content, used=used, options=options, advantage=advantage, notes=notes)
@@ -94,13 +94,13 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     yield item if temperatures is None else with_temperatures(item, temperatures)
 
 
-def _routes(fields: dict[str, Any], layout: FieldLayout) -> Routes | None:
+def _routes(fields: dict[str, Any], layout: FieldLayout, first_trained: int) -> Routes | None:
     """Return the recorded experts of the tokens that are not padding; of several fields, those of the first one."""
     if not fields:
         return None
     name, value = next(iter(fields.items()))
     where = {"num_tokens": layout.end - layout.start, "start": layout.start, "stored": layout.num_tokens}
-    return read_routes(value, source=layout.source, name=name, **where)
+    return read_routes(value, source=layout.source, name=name, **where, first_trained=first_trained)
 
 
 def _ids(fields: tf.Fields, record: Record) -> tuple[Int32, int | None]:
