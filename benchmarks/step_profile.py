@@ -1,7 +1,7 @@
 """Parts of a whole optimiser step on one GPU, with their shares, for shapes of Qwen3.
 
     python benchmarks/step_profile.py [--models qwen3-1.7b,qwen3-8b:20,qwen3-32b:6] [--workload agent-32k]
-        [--loss-chunk 2048] [--repeats 2] [--top N] [--json FILE]
+        [--loss-chunk 2048] [--recomputed N] [--repeats 2] [--top N] [--json FILE]
     python benchmarks/step_profile.py --dry-run      a tiny model on the CPU, through the same code
 
 `qwen3-8b:20` has the first 20 layers. A model runs all workloads, such as `agent-32k,short-2k`, before the next one.
@@ -43,6 +43,7 @@ from treepack.data.batch import Batch
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, run_with_head
 from treepack.model.head import OutputLayer
+from treepack.model.layers import set_recomputed
 from treepack.model.loaded import LoadedModel
 
 TINY: dict[str, Any] = {
@@ -183,6 +184,8 @@ def measure(name: str, config: dict[str, Any], row: Batch, arguments: argparse.N
     """Time a model and profile one of its steps."""
     device = row.input_ids.device
     loaded = load(config, Way(name, "eager", torch.float32, compiled=device.type == "cuda"), device)
+    if arguments.recomputed is not None:
+        set_recomputed(loaded.model, arguments.recomputed)
     step = Step(loaded, row, arguments.loss_chunk)
     began = time.perf_counter()
     loss = step()
@@ -196,6 +199,7 @@ def measure(name: str, config: dict[str, Any], row: Batch, arguments: argparse.N
     return {
         "model": name,
         "layers": config["num_hidden_layers"],
+        "recomputed": config["num_hidden_layers"] if arguments.recomputed is None else arguments.recomputed,
         "tokens": row.num_tokens,
         "loss_chunk": arguments.loss_chunk,
         "first_loss": loss,
@@ -222,7 +226,8 @@ def show(result: dict[str, Any]) -> str:
     """Return the table of one model."""
     total = sum(result["parts"].values()) or 1.0
     lines = [
-        f"## {result['model']}, {result['layers']} layers, {result['tokens']:,} tokens: {result['seconds']:.3f} s, MFU "
+        f"## {result['model']}, {result['layers']} layers, {result['recomputed']} of them recomputed, "
+        f"{result['tokens']:,} tokens: {result['seconds']:.3f} s, MFU "
         f"{result['mfu']:.1%}, {result['gib']:.1f} GiB, prepare_batch {1e3 * result['prepare_seconds']:.1f} ms, first "
         f"step {result['first_step_seconds']:.0f} s, loss {result['first_loss']:.4f}",
         "| part | ms | share |\n|---|---|---|",
@@ -240,6 +245,7 @@ def main() -> None:
     )
     parser.add_argument("--workload", default="agent-32k")
     parser.add_argument("--loss-chunk", type=int, default=2048)
+    parser.add_argument("--recomputed", type=int, help="layers to recompute; all by default")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--top", type=int, default=0, help="kernels to list for each model")
     parser.add_argument("--json", type=Path)
