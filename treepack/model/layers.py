@@ -16,11 +16,11 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from treepack.attention import TreePass
@@ -35,14 +35,12 @@ _LAYERS = "_treepack_layers"
 class AdaptedLayers:
     """The layers of a model, of which the first `recomputed` run again in the backward pass.
 
-    With `offload`, their inputs and attention outputs wait in host memory until then. Layers in `not_random` drew no
-    random numbers when they first ran, so no state of generators is kept for their second run.
+    With `offload`, their inputs and attention outputs wait in host memory until then.
     """
 
     modules: tuple[nn.Module, ...]
     recomputed: int
     offload: Offload | None = None
-    not_random: set[int] = field(default_factory=set)
 
 
 def adapt_layers(
@@ -133,28 +131,14 @@ def adapted_forward(layer: nn.Module, number: int, adapted: AdaptedLayers) -> Ca
             if kept is not None:
                 kept.skipped |= modules
             return forward(*arguments, **options)
-        # Copies of the states would take a tenth of the time of a short row.
-        is_random = number not in adapted.not_random
-        options["preserve_rng_state"] = is_random
-        before = _generator_states() if is_random else ()
         if offload is None:
-            result = checkpoint(forward, *arguments, use_reentrant=False, **options)
-        else:
-            if kept is not None:
-                kept.move = offload.put
-            states = arguments[0] if arguments else options.pop(first)
-            result = offload.checkpoint(forward, states, *arguments[1:], **options)
-        if is_random and all(map(torch.equal, before, _generator_states())):
-            adapted.not_random.add(number)
-        return result
+            return checkpoint(forward, *arguments, use_reentrant=False, **options)
+        if kept is not None:
+            kept.move = offload.put
+        states = arguments[0] if arguments else options.pop(first)
+        return offload.checkpoint(forward, states, *arguments[1:], **options)
 
     return run
-
-
-def _generator_states() -> tuple[Tensor, ...]:
-    """Return the states of the random generators of the CPU and the current GPU."""
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return (torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else []))
 
 
 def adapted_layers(model: Any) -> AdaptedLayers | None:
