@@ -357,14 +357,16 @@ def trajectories_from_arrays(
     given = {"group_ids": group_ids, "rewards": rewards, "advantages": advantages, "temperatures": temperatures}
     given |= {"sampling_logprobs": sampling_logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     for name, values in (given | {"routes": routes}).items():
+        if values is not None and not hasattr(values, "__len__"):
+            raise TreepackError(f"{name} is {values!r}; give a list with one for each of the input_ids")
         if values is not None and len(values) != len(input_ids):
             raise TreepackError(f"there are {len(input_ids)} input_ids and {len(values)} {name}; give one for each")
     lists = {
-        "advantages": advantages if advantages is not None and np.ndim(advantages[0]) == 1 else None,
+        "advantages": advantages if _are_lists(advantages) else None,
         "sampling_logprobs": sampling_logprobs,
         "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs,
-        "temperatures": temperatures if temperatures is not None and np.ndim(temperatures[0]) == 1 else None,
+        "temperatures": temperatures if _are_lists(temperatures) else None,
     }
     trajectories = []
     for i, (ids, mask) in enumerate(zip(input_ids, loss_mask, strict=True)):
@@ -398,6 +400,11 @@ def trajectories_from_arrays(
         )
         trajectories.append(check_scalars(trajectory))
     return trajectories
+
+
+def _are_lists(values: Sequence[Any] | None) -> bool:
+    """Return True if each trajectory has a list of values, and not one value."""
+    return values is not None and len(values) > 0 and np.ndim(values[0]) == 1
 
 
 def _trained_values(
