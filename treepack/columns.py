@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.column_views import FilledView, ListView, NoValues, View
-from treepack.trajectory import Float32, Float64, Int32, Int64, Routes, Tokens, Trajectory, missing_route
+from treepack.trajectory import Float32, Float64, Int32, Int64, Routes, Tokens, Trajectory, is_recorded, missing_route
 
 # Values of a list column after which its next chunk begins. A chunk has offsets of 32 bits, and the list that crosses
 # this number must fit, too.
@@ -115,9 +115,9 @@ def join_routes(parts: list[tuple[Routes | None, int]]) -> Routes | None:
 
 def fill_routes(target: Routes, routes: Routes) -> None:
     """Write `routes` into `target` of the same shape, whose dtype may be wider and have another `missing_route`."""
-    # uint8 [3 255] -> uint16 [3 65535]
+    # uint8 [[3 255] [255 255]] -> uint16 [[3 255] [65535 65535]]
     target[...] = routes
-    target[routes == missing_route(routes)] = missing_route(target)
+    target[~is_recorded(routes)] = missing_route(target)
 
 
 def route_shape(shapes: Iterable[tuple[int, ...] | None]) -> tuple[int, int] | None:

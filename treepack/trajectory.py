@@ -143,6 +143,13 @@ class Skipped:
         return self.detail or f"{self.source}: {self.reason}"
 
 
+def is_recorded(routes: Routes) -> NDArray[np.bool_]:
+    """Return True where `routes` [..., k] has experts, and not k times `missing_route`; bool [...]."""
+    # uint8 [3 255] -> True, as the experts of a token differ; [255 255] -> False. With k = 1, 255 is never an expert.
+    recorded: NDArray[np.bool_] = (routes != missing_route(routes)).any(axis=-1)
+    return recorded
+
+
 def missing_route(routes: Routes) -> int:
     """Return the entry of `routes` for experts that were not recorded: the largest value of its type."""
     return int(np.iinfo(routes.dtype).max)
@@ -180,7 +187,7 @@ def as_routes(rows: NDArray[Any], num_tokens: int, *, source: str, name: str) ->
         # Rows [2] [0] [0] -> the last two are unknown. A router that did choose expert 0 there chooses it again.
         used = np.flatnonzero((rows != 0).any(axis=(1, 2)))
         unknown[used[-1] + 1 if len(used) else 0 :] = True
-    kind = np.uint8 if last < np.iinfo(np.uint8).max else np.uint16
+    kind = np.uint8 if last <= np.iinfo(np.uint8).max - (rows.shape[2] == 1) else np.uint16
     routes = np.full((num_tokens, *rows.shape[1:]), np.iinfo(kind).max, kind)
     routes[: len(rows)] = np.where(unknown[..., None], np.iinfo(kind).max, rows)
     return routes

@@ -158,6 +158,18 @@ def test_tokens_and_layers_without_record_route_freely(dtype: torch.dtype) -> No
     assert torch.equal(replayed[4:, 0], chosen[4:, 0])
 
 
+def test_the_last_of_256_experts_is_replayed() -> None:
+    model = tiny_family("qwen3_moe", num_experts=256, num_local_experts=256, num_hidden_layers=1)
+    routes = own_routes(model)
+    routes[2, 0], routes[4, 0] = torch.tensor([255, 3], dtype=torch.uint8), torch.tensor([9, 255], dtype=torch.uint8)
+    check_routes(model, "m", routes)
+    use_routes(model, "m", routes)
+    assert torch.equal(own_routes(model), routes)
+    small = tiny_family("qwen3_moe", num_hidden_layers=1)
+    with pytest.raises(TreepackError, match="has 4 experts in a layer, but the recorded routes name expert 255"):
+        check_routes(small, "m", routes)
+
+
 def test_a_pass_without_routes_replays_nothing() -> None:
     model = tiny_family("mixtral")
     chosen = own_routes(model)

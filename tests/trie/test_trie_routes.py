@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.oracle import count_tokens, dict_trie
-from support.recorded_routes import ROWS, routed_trajectories, with_routes
+from support.recorded_routes import ROWS, ROWS_OF_256, routed_trajectories, with_routes
 from support.strategies import make
 from treepack.columns import collect
 from treepack.errors import TreepackError
@@ -33,7 +33,8 @@ def sets_of(trajectory: Trajectory) -> list[Row]:
     if content.routes is None:
         return [((), ())] * len(content.tokens)
     missing = missing_route(content.routes)
-    return [tuple(() if missing in layer else tuple(sorted(layer)) for layer in row) for row in content.routes.tolist()]
+    rows = content.routes.tolist()
+    return [tuple(() if set(layer) == {missing} else tuple(sorted(layer)) for layer in row) for row in rows]
 
 
 def by_id(trie: Trie) -> dict[str, list[Row]]:
@@ -43,7 +44,7 @@ def by_id(trie: Trie) -> dict[str, list[Row]]:
 NONE: Row = ((), ())
 
 
-@given(routed=routed_trajectories())
+@given(routed=routed_trajectories() | routed_trajectories(table=ROWS_OF_256))
 def test_a_split_trie_gives_each_trajectory_its_own_routes(routed: list[Trajectory]) -> None:
     trie = build_trie(routed)
     check_trie(trie)
@@ -74,7 +75,7 @@ def test_a_last_token_without_experts_is_shared_with_the_first_one_that_has_some
     assert build_trie(turns, share="none").tokens_tree == 3 + 4 + 4 + 3 + 4
 
 
-@given(routed=routed_trajectories())
+@given(routed=routed_trajectories() | routed_trajectories(table=ROWS_OF_256))
 def test_a_split_trie_shares_all_that_has_equal_routes(routed: list[Trajectory]) -> None:
     numbers: dict[object, int] = {}
     paths = []
@@ -102,7 +103,7 @@ def test_a_split_trie_shares_all_that_has_equal_routes(routed: list[Trajectory])
     assert route_costs(collect(routed), share="all").tokens_split == expected
 
 
-@given(routed=routed_trajectories())
+@given(routed=routed_trajectories() | routed_trajectories(table=ROWS_OF_256))
 def test_a_sharing_trie_takes_the_first_recorded_routes_and_counts_the_others(routed: list[Trajectory]) -> None:
     trie = build_trie(routed, route_conflicts="first")
     check_trie(trie)
@@ -144,7 +145,7 @@ def test_the_order_of_arrival_changes_nothing(routed: list[Trajectory], order: o
     assert a.trajectories["trajectory_id"] == b.trajectories["trajectory_id"]
 
 
-@given(routed=routed_trajectories())
+@given(routed=routed_trajectories() | routed_trajectories(table=ROWS_OF_256))
 def test_building_again_changes_nothing(routed: list[Trajectory]) -> None:
     for conflicts in ("split", "first"):
         trie = build_trie(routed, route_conflicts=conflicts)
@@ -187,7 +188,7 @@ def test_routes_of_another_model_are_refused() -> None:
         build_trie([with_routes(a, rows), with_routes(b, rows[:, :1])])
 
 
-@given(routed=routed_trajectories())
+@given(routed=routed_trajectories() | routed_trajectories(table=ROWS_OF_256))
 def test_a_trie_knows_if_it_splits_where_routes_differ(routed: list[Trajectory]) -> None:
     grouped = [replace(each, group_id="g") for each in routed]
     trie, plain = build_trie(grouped), build_trie(grouped, route_conflicts="first")
@@ -210,9 +211,13 @@ def test_estimators_on_trees_refuse_a_trie_that_splits_where_routes_differ() -> 
 def test_a_check_finds_impossible_routes() -> None:
     trie = build_trie([with_routes(make("a", [1, 2, 3]), np.array([ROWS[0]] * 3, np.uint8))])
     check_trie(trie)
-    for wrong in ([1, 1], [255, 0]):
+    for wrong in ([1, 1], [65535, 0]):
         assert trie.routes is not None
-        routes = trie.routes.copy()
+        routes = trie.routes.astype(np.uint16)
         routes[2, 1] = wrong
         with pytest.raises(TreepackError, match="node 0: has a token with impossible routes"):
             check_trie(replace(trie, routes=routes))
+    assert trie.routes is not None
+    small = trie.routes.copy()
+    small[2, 1] = [255, 0]  # expert 255 of 256, and not a missing one
+    check_trie(replace(trie, routes=small))

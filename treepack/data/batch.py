@@ -95,8 +95,8 @@ class Batch:
 
     input_ids, position_ids and parent are int64 [T]; subtree_end and scale int32 [T]; loss_weight float64 [T];
     trajectory_ends int64 [num_trajectories]. `routes` [T, layers, k] are recorded experts to be replayed
-    (`model.replay`), uint8 with 255 where none was recorded, or int16 with -1; or None. `tokens_flat` is the total
-    length of the trajectories, with each shared token counted once for every trajectory through it.
+    (`model.replay`), uint8 with k times 255 where none was recorded, or int16 with -1; or None. `tokens_flat` is the
+    total length of the trajectories, with each shared token counted once for every trajectory through it.
     """
 
     row_id: int

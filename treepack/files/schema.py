@@ -66,7 +66,8 @@ ROUTES = pa.schema(
             "routes",
             pa.binary(),
             "experts of each token of its own, [tokens, route_layers, route_experts] as uint8, or little-endian uint16 "
-            "if an expert is above 254; the largest value of the type where none was recorded",
+            "if an expert is above 255 (254 if route_experts is 1); the largest value of the type in all of a layer "
+            "where none was recorded",
         ),
     ]
 )

@@ -26,7 +26,7 @@ from treepack.model.dropout import check_dropout
 from treepack.model.first_batch import check_first_batch
 from treepack.model.head import OutputLayer, head_replaced
 from treepack.model.loss import CHUNK, filled_temperature
-from treepack.model.replay import check_routes, missing_expert, use_routes
+from treepack.model.replay import check_routes, is_recorded, missing_expert, use_routes
 
 _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight")
 
@@ -69,7 +69,7 @@ def _concatenate_routes(batches: Sequence[Batch], length: int) -> Tensor:
     for row, batch in zip(joined, batches, strict=True):
         if (routes := batch.routes) is not None:
             known = routes.to(kind)
-            row[: len(routes)] = torch.where(routes == missing_expert(routes.dtype), missing_expert(kind), known)
+            row[: len(routes)] = torch.where(is_recorded(routes), known, missing_expert(kind))
     return joined.flatten(0, 1)
 
 

@@ -14,8 +14,8 @@ renormalisation and scale are those of the model's code. A mask of groups (DeepS
 recorded experts, because the sampler may have chosen other groups. If the recorded experts are those that the router
 would choose, in its order, then all bits are equal to those without replay.
 
-Entries of `missing_expert` are not recorded; the router chooses for them. `routes` stay in use until the next forward
-pass, because layers that are recomputed run their router again in the backward pass.
+Experts that were not recorded are k times `missing_expert`; the router chooses for them. `routes` stay in use until the
+next forward pass, because layers that are recomputed run their router again in the backward pass.
 """
 
 from __future__ import annotations
@@ -67,6 +67,12 @@ class _Replay:
         )
 
 
+def is_recorded(routes: Tensor) -> Tensor:
+    """Return True where `routes` [..., k] has experts, and not k times `missing_expert`; bool [..., 1]."""
+    # uint8 [3 255] -> True, because the experts of a token differ.
+    return (routes != missing_expert(routes.dtype)).any(dim=-1, keepdim=True)
+
+
 def missing_expert(dtype: torch.dtype) -> int:
     """Return the entry of experts that were not recorded: 255 in uint8, -1 in int16."""
     return 255 if dtype == torch.uint8 else -1
@@ -90,7 +96,7 @@ def check_routes(causal: Any, source: str, routes: Tensor) -> None:
         raise TreepackError(
             f"{source}: chooses {chosen} experts per token, but the recorded routes have {routes.shape[2]}; {_REMEDY}"
         )
-    known = routes[routes != missing_expert(routes.dtype)]
+    known = routes[is_recorded(routes).expand_as(routes)]
     if known.numel() and (last := int(known.max())) >= replay.num_experts:
         raise TreepackError(
             f"{source}: has {replay.num_experts} experts in a layer, but the recorded routes name expert {last}; "
@@ -151,7 +157,7 @@ class _ReplayMode(TorchFunctionMode):
     def __init__(self, replay: _Replay, routes: Tensor) -> None:
         super().__init__()
         self._replay = replay
-        self._is_recorded = routes[:, :1] != missing_expert(routes.dtype)  # [T, 1]: all k are recorded, or none
+        self._is_recorded = is_recorded(routes)  # [T, 1]
         self._experts = routes.long()  # [T, k]
         self._chosen = 0
 

@@ -27,7 +27,7 @@ from treepack.columns import Sequences, collect, take_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.ingest.options import ROUTE_CONFLICTS, SHARES
-from treepack.trajectory import Int32, Int64, Trajectory, missing_route
+from treepack.trajectory import Int32, Int64, Trajectory, is_recorded
 from treepack.trie.nodes import NodeArrays, forest_of, shared_with_previous, sorted_by_tokens
 from treepack.trie.route_order import ROWS_AT_ONCE, RoutedTokens, routed_order
 from treepack.trie.route_symbols import RouteCosts, new_positions, shared_routes
@@ -85,8 +85,8 @@ def route_costs(
     order, _, forest = _forest(sequences, share)
     _, differing, _ = shared_routes(routes, sequences.offsets, order, forest, storage)
     _, _, split = _forest(sequences, share, splits=True)
-    pieces = (routes[i : i + ROWS_AT_ONCE, :, 0] for i in range(0, len(routes), ROWS_AT_ONCE))
-    recorded = np.concatenate([(first != missing_route(routes)).any(axis=1) for first in pieces])
+    pieces = (routes[i : i + ROWS_AT_ONCE] for i in range(0, len(routes), ROWS_AT_ONCE))
+    recorded = np.concatenate([is_recorded(rows).any(axis=1) for rows in pieces])
     storage.release()
     without = int((~np.logical_or.reduceat(recorded, sequences.offsets[:-1])).sum())
     sizes = int(forest.node_start[-1]), int(split.node_start[-1])

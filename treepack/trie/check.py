@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from treepack.columns import PER_TOKEN, SpanView
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.trajectory import Int64, missing_route
+from treepack.trajectory import Int64, Routes, is_recorded, missing_route
 from treepack.trie.pieces import node_pieces, trajectory_pieces
 from treepack.trie.route_symbols import route_symbols
 from treepack.trie.trie import Trie
@@ -59,12 +59,12 @@ def _check_routes(trie: Trie) -> None:
         return
     missing = missing_route(trie.routes)
     for a, b in node_pieces(trie):
-        routes = np.sort(trie.routes[trie.node_start[a] : trie.node_start[b]], axis=-1)
-        is_missing: NDArray[np.bool_] = np.equal(routes, missing)
-        # All k are missing, or none is, and then sorted neighbours differ.
+        routes: Routes = trie.routes[trie.node_start[a] : trie.node_start[b]].copy()
+        routes.sort(axis=-1)
+        # All k are missing, or none is, and then sorted neighbours differ. In uint8, one of several may be expert 255.
+        some = np.asarray(np.equal(routes, missing).any(axis=-1) & (routes.dtype != np.uint8))
         equal = np.equal(routes[..., 1:], routes[..., :-1]).any(axis=-1)
-        all_missing, any_missing = is_missing.all(axis=-1), is_missing.any(axis=-1)
-        wrong: NDArray[np.bool_] = ((any_missing & ~all_missing) | (equal & ~any_missing)).any(axis=-1)
+        wrong = np.asarray(((some | equal) & is_recorded(routes)).any(axis=-1))
         if wrong.any():
             token = int(trie.node_start[a]) + int(wrong.argmax())
             node = int(np.searchsorted(trie.node_start, token, "right")) - 1

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.trajectory import Int32, Int64, Routes, missing_route
+from treepack.trajectory import Int32, Int64, Routes, is_recorded, missing_route
 from treepack.trie.nodes import NodeArrays, paths
 from treepack.trie.storage import PageReleaser, Storage
 
@@ -126,11 +126,11 @@ def shared_routes(
     differing, releaser = 0, PageReleaser(storage, ROUTES_AT_ONCE)
     for i, path in zip(order, paths(forest.end_node, forest.node_start, forest.depth), strict=True):
         own, there = routes[offsets[i] : offsets[i + 1]], tree[path]
-        known = own[..., :1] != missing
-        tree[path] = there = np.where(known & (there[..., :1] == missing), own, there)
+        known = is_recorded(own)
+        tree[path] = there = np.where((known & ~is_recorded(there))[..., None], own, there)
         # Few rows differ at all, and only these need to be sorted.
         apart = np.flatnonzero((own != there).any(axis=(1, 2)))
-        others = (np.sort(own[apart], axis=-1) != np.sort(there[apart], axis=-1)).any(axis=-1) & known[apart, :, 0]
+        others = (np.sort(own[apart], axis=-1) != np.sort(there[apart], axis=-1)).any(axis=-1) & known[apart]
         differing += int(others.any(axis=-1).sum())
         releaser.count(len(path))
     storage.release()

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.command_line import Run
+from treepack.columns import fill_routes
 from treepack.errors import TreepackError
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.route_fields import read_routes
-from treepack.trajectory import Routes, Tokens, Trajectory
+from treepack.trajectory import Routes, Tokens, Trajectory, is_recorded
 from treepack.trie.directory import build_trie_directory
 from treepack.trie.files import read_trie
 from treepack.trie.trie import trajectories_of
@@ -76,12 +77,24 @@ def test_all_forms_have_the_same_routes_and_no_row_for_the_last_token(form: str)
 )
 def test_an_entry_counts_if_its_experts_are_all_different_and_none_is_negative(rows: list[list[int]]) -> None:
     routes = read([[row] for row in rows], num_tokens=len(rows))
-    kind = np.uint8 if max(map(max, rows)) < 255 else np.uint16
+    kind = np.uint8 if max(map(max, rows)) < 256 else np.uint16
     assert routes.dtype == kind
     missing = int(np.iinfo(kind).max)
     for row, got in zip(rows, routes[:, 0].tolist(), strict=True):
         is_known = min(row) >= 0 and len(set(row)) == 3
         assert got == (row if is_known else [missing] * 3)
+
+
+def test_256_experts_fit_in_a_byte_unless_a_token_has_only_one() -> None:
+    rows = [[[255, 7], [0, 255]], [[255, 255], [1, 2]]]
+    routes = read(rows, num_tokens=3)
+    assert routes.dtype == np.uint8
+    assert routes.tolist() == [*rows, [[255, 255], [255, 255]]]
+    assert is_recorded(routes).tolist() == [[True, True], [False, True], [False, False]]
+    wide = np.zeros((3, 2, 2), np.uint16)
+    fill_routes(wide, routes)
+    assert wide.tolist() == [rows[0], [[65535] * 2, [1, 2]], [[65535] * 2] * 2]
+    assert read([[[255]], [[3]]], num_tokens=2).dtype == np.uint16
 
 
 def test_rows_of_padding_are_removed() -> None:

@@ -42,7 +42,7 @@ from treepack.trajectory import (
     as_token_ids,
     check_temperatures,
     derived_group,
-    missing_route,
+    is_recorded,
     prompt_messages,
     prompt_tokens,
 )
@@ -280,7 +280,7 @@ class _CallChain:
             whole = np.full((len(self.ids), *self._routes[0].shape[1:]), -1, np.int32)
             for routes in self._routes:
                 own = whole[: len(routes)]
-                own[...] = np.where((own < 0) & (routes != missing_route(routes)), routes, own)
+                own[...] = np.where((own < 0) & is_recorded(routes)[..., None], routes, own)
             fields[ROUTES] = whole
         notes = tuple(f"{name} of some calls only, not used" for name in names if name not in common)
         return Joined(tuple(self._calls), fields, notes)
