@@ -227,8 +227,8 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
 
 
 _ONE_TRAJECTORY = (
-    "take grpo, dr-grpo, rloo or reinforce++, or build the trie with a chat template that keeps earlier turns "
-    "(--chat-template)"
+    "take grpo, dr-grpo, rloo or reinforce++, or, for conversations, a template that keeps earlier turns "
+    "(build-trie --chat-template)"
 )
 
 

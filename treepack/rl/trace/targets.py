@@ -57,7 +57,7 @@ def anchors(trie: Trie, *, segment: str = "turn") -> Anchors:
     refuse_split(
         trie,
         what="prefixes of rollouts need",
-        remedy="build the trie with a chat template that keeps earlier turns (--chat-template)",
+        remedy="for conversations, take a template that keeps earlier turns (build-trie --chat-template)",
     )
     group = group_codes(trie)
     tree = segment_tree(trie, np.arange(trie.num_trajectories), group, segment=segment)
