@@ -111,6 +111,9 @@ class _Stdout:
 def main() -> None:
     """Run the command line; a TreepackError becomes one sentence on stderr and exit status 1."""
     stream = sys.stdout
+    if stream is None:  # closed by the caller
+        _run()
+        return
     sys.stdout = output = _Stdout(stream)
     try:
         _run()

@@ -23,11 +23,24 @@ from numpy.typing import NDArray
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.column_views import FilledView, ListView, NoValues, View
-from treepack.trajectory import Float32, Float64, Int32, Int64, Routes, Tokens, Trajectory, is_recorded, missing_route
+from treepack.trajectory import (
+    ON_SEVERAL_PATHS,
+    Float32,
+    Float64,
+    Int32,
+    Int64,
+    Routes,
+    Tokens,
+    Trajectory,
+    is_recorded,
+    missing_route,
+)
 
 # Values of a list column after which its next chunk begins. A chunk has offsets of 32 bits, and the list that crosses
 # this number must fit, too.
 MAX_LIST_VALUES = 1 << 30
+# A count of `pack`: the rollouts of several trajectories that have lost one or all of them.
+LOST_PARTS = "rollouts of several samples that lost some"
 NO_TRAJECTORY = "no trajectory with a trained token was found; nothing to build"
 
 
@@ -250,6 +263,20 @@ def rollout_codes(table: pa.Table) -> Int64 | None:
     codes[is_sample] = text_codes(rows["rollout_id"]) * table.num_rows + text_codes(rows["source"])
     numbers: Int64 = np.unique(codes, return_inverse=True)[1].astype(np.int64)
     return numbers
+
+
+def rollout_places(codes: Int64, parts: Int64) -> Int32:
+    """Return the first trajectory of a row that belongs to the rollout of each, int32 [num_trajectories].
+
+    `codes` are those of `rollout_codes`, and `parts` the parts, both of the row. A turn of several paths gets -1.
+    """
+    return np.where(parts == ON_SEVERAL_PATHS, -1, first_of_each(codes)).astype(np.int32)
+
+
+def rollout_parts(table: pa.Table) -> Int64:
+    """Return the part of each trajectory of a table that has this column, 0 if it is missing; int64 [num_rows]."""
+    parts: Int64 = table["rollout_part"].fill_null(0).to_numpy().astype(np.int64)
+    return parts
 
 
 def first_of_each(codes: Int64) -> Int64:

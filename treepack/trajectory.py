@@ -177,9 +177,7 @@ def as_routes(rows: NDArray[Any], num_tokens: int, *, source: str, name: str) ->
         raise TreepackError(
             f"{source}: {name} has {len(rows)} rows for {num_tokens} tokens; expected at most one per token"
         )
-    last = int(rows.max()) if rows.size else 0
-    if last > np.iinfo(np.int16).max:  # torch has no full support of uint16
-        raise TreepackError(f"{source}: {name} has the expert {last}; expected at most {np.iinfo(np.int16).max}")
+    last = check_experts(rows, source=source, name=name)
     # Rows [3, 3] of equal experts record nothing: sorted neighbours are equal.
     ordered = np.sort(rows, axis=-1)
     unknown = (ordered[..., 0] < 0) | (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
@@ -191,6 +189,18 @@ def as_routes(rows: NDArray[Any], num_tokens: int, *, source: str, name: str) ->
     routes = np.full((num_tokens, *rows.shape[1:]), np.iinfo(kind).max, kind)
     routes[: len(rows)] = np.where(unknown[..., None], np.iinfo(kind).max, rows)
     return routes
+
+
+def check_experts(rows: NDArray[Any], *, source: str, name: str) -> int:
+    """Return the largest of recorded experts, integers of any shape; 0 if there is none.
+
+    Raises:
+        TreepackError: it is above 32,767.
+    """
+    last = int(rows.max()) if rows.size else 0
+    if last > np.iinfo(np.int16).max:  # torch has no full support of uint16
+        raise TreepackError(f"{source}: {name} has the expert {last}; expected at most {np.iinfo(np.int16).max}")
+    return last
 
 
 def spans_of_mask(weights: Float64) -> tuple[Int32, Int32, Float64]:

@@ -383,6 +383,11 @@ def test_a_stdout_that_cannot_be_written_is_one_sentence(trie: Path, command: li
     assert line.startswith("treepack: standard output: cannot be written (No space left on device); ")
 
 
+def test_a_closed_stdout_is_no_error() -> None:
+    done = subprocess.run([TREEPACK, "--version"], preexec_fn=lambda: os.close(1), stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_reader_that_closes_the_pipe_is_no_error(trie: Path) -> None:
     with subprocess.Popen([TREEPACK, "formats"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
         assert process.stdout is not None

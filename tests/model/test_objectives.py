@@ -22,6 +22,7 @@ from support.oracle_model import gradients, worst_error, write_rows
 from support.oracle_objectives import Rollout, gspo_of_sequences, own_logprobs, step_loss
 from support.packed_objectives import COLUMNS, as_trajectories, opened, packed_model, plain, rollouts
 from treepack.carry.backward import CarryOptions, backward_row
+from treepack.columns import LOST_PARTS
 from treepack.data.batch import TermTensors
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
@@ -333,6 +334,27 @@ def test_dpo_compares_rollouts_of_several_trajectories(tmp_path: Path, seed: int
     assert carried == pytest.approx(total, rel=TOLERANCE)
     assert worst_error(gradients(loaded.model), expected[1]) <= TOLERANCE
     assert means["margin"] != 0
+
+
+def test_dpo_refuses_rollouts_that_are_not_whole(tmp_path: Path) -> None:
+    objective = choose_objective("dpo")
+    _, named, number = in_rollouts(rollouts())
+    first = number.index(1, 2)  # the second trajectory of rollout 1
+
+    def table(name: str, changed: list[Trajectory], counts: dict[str, int] | None = None) -> Any:
+        dataset = PackedDataset(write_rows(tmp_path / name, changed, [0] * 10), terms=True)
+        dataset.manifest["counts"].update(counts or {})
+        return trajectory_table(dataset, objective)
+
+    assert table("whole", named).pairs is not None
+    shared = [replace(item, rollout_part=-1) if i == first else item for i, item in enumerate(named)]
+    with pytest.raises(TreepackError, match="row 0 has turns that several paths of a search tree share, and dpo"):
+        table("shared", shared)
+    other = [replace(item, reward=9.0) if i == first else item for i, item in enumerate(named)]
+    with pytest.raises(TreepackError, match="trajectories of one rollout with different rewards"):
+        table("other", other)
+    with pytest.raises(TreepackError, match="pack has dropped trajectories of 2 rollouts of several"):
+        table("lost", named, {LOST_PARTS: 2})
 
 
 def test_weights_that_were_normalised_are_not_normalised_again(tmp_path: Path) -> None:

@@ -21,9 +21,11 @@ from support.paths import ROOT
 from support.strategies import make, trajectories
 from support.trie_files import saved
 from treepack.analysis.check import check
+from treepack.columns import LOST_PARTS
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
 from treepack.files.schema import PACKED_FORMAT
+from treepack.pack.capacity import fit_capacity
 from treepack.pack.check import check_packed
 from treepack.pack.files import read_rows
 from treepack.pack.leaf_weights import weigh_leaves
@@ -155,6 +157,17 @@ def test_rollouts_of_two_sources_with_one_id_are_two(tmp_path: Path) -> None:
     trie = build_trie([*example(), *other])
     assert sorted(np.bincount(rollouts_of(trie).of_trajectory).tolist()) == [1, 2, 2]
     assert estimate_advantages(trie, AdvantageOptions("grpo")).num_rollouts == 3
+
+
+@pytest.mark.parametrize("too_long", ["drop", "truncate"])
+def test_rollouts_that_lose_a_trajectory_are_counted(too_long: str) -> None:
+    long = parts(
+        "l", make("0", [1, 2, 3], reward=1.0), make("1", [1, *range(10, 30)], spans=[(15, 21, 1.0)], reward=1.0)
+    )
+    trie, counts = fit_capacity(build_trie([*example(), *long]), 10, too_long=too_long)
+    assert counts[LOST_PARTS] == 1
+    assert sorted(trie.trajectories["trajectory_id"].to_pylist()) == ["l/part-0", "r/part-0", "r/part-1", "s"]
+    assert fit_capacity(build_trie(example()), 10, too_long=too_long)[1] == {}
 
 
 def test_leaf_weights_and_prefixes_refuse_them_and_augment_counts_them() -> None:

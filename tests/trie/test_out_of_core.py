@@ -27,6 +27,7 @@ from treepack.trajectory import Tokens, Trajectory
 from treepack.trie import files as trie_files
 from treepack.trie import out_of_core as runs
 from treepack.trie.build import build_trie
+from treepack.trie.check import check_trie
 from treepack.trie.files import write_trie
 from treepack.trie.out_of_core import build_large_trie
 from treepack.trie.trie import Trie
@@ -70,6 +71,32 @@ def test_runs_on_disk_give_the_trie_that_memory_gives(
 ) -> None:
     batches = map(as_columns, in_batches(rollouts, size))
     assert same(build_large_trie(batches, share=share, run_bytes=run_bytes), build_trie(rollouts, share=share))
+
+
+@pytest.mark.parametrize("share", ["all", "group"])
+def test_more_than_256_partitions_are_in_order_in_memory_and_on_disk(share: str) -> None:
+    # Each step has a group of two, whose members come in two batches.
+    rollouts = [
+        make(f"t{i}-{k}", [i % 7, k, 3], group=f"g{i:03}", step=i if share == "all" else None)
+        for k in range(2)
+        for i in range(300)
+    ]
+    trie = build_trie(rollouts, share=share)
+    check_trie(trie)
+    assert np.bincount(trie.tree_id[trie.end_node]).tolist() == [2] * 300
+    assert trie.trajectories["group_id"].to_pylist()[::2] == [f"g{i:03}" for i in range(300)]
+    assert same(build_large_trie(map(as_columns, in_batches(rollouts, 50)), share=share, run_bytes=1000), trie)
+    names = trie.trajectories.schema.get_field_index("group_id"), trie.trajectories.schema.get_field_index("step")
+    column = trie.trajectories[names[share == "all"]]
+    swapped = column.take(pa.array([2, 3, 0, 1, *range(4, 600)]))
+    field = trie.trajectories.schema.field(names[share == "all"])
+    wrong = replace(trie, trajectories=trie.trajectories.set_column(names[share == "all"], field, swapped))
+    with pytest.raises(TreepackError, match="not in the order of steps and groups"):
+        check_trie(wrong)
+    merged = column.take(pa.array([0, 1, *[0, 1] * 7, *range(16, 600)]))
+    wrong = replace(trie, trajectories=trie.trajectories.set_column(names[share == "all"], field, merged))
+    with pytest.raises(TreepackError, match="two trees of one group begin with the same token"):
+        check_trie(wrong)
 
 
 @given(repeated())

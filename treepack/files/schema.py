@@ -202,7 +202,8 @@ TERMS = pa.schema(
         _field(
             "trajectory_rollouts",
             pa.list_(pa.int32()),
-            "index into trajectory_ids of the first trajectory of the row that belongs to the same rollout",
+            "index into trajectory_ids of the first trajectory of the row that belongs to the same rollout; -1 for a "
+            "turn on several paths of a search tree",
             nullable=True,
         ),
         _field("term_temperature", pa.list_(pa.float32()), "sampler's temperature", nullable=True),

@@ -107,7 +107,8 @@ def _concatenate_terms(rows: Sequence[TermTensors], length: int) -> TermTensors:
             if values is None:
                 columns[name] = None  # stays None for the rows after this one
             elif column is not None:
-                column.append(values + shift[name] if name in shift else values)
+                # -1 of `rollout` is no index.
+                column.append(torch.where(values < 0, values, values + shift[name]) if name in shift else values)
         shift["tokens"] += length
         shift["index"] += len(terms.tokens)
         shift["trajectory"] += len(terms.group)

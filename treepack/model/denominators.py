@@ -18,6 +18,7 @@ import pyarrow as pa
 import torch
 from pyarrow import compute
 
+from treepack.columns import LOST_PARTS
 from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.errors import TreepackError
@@ -163,6 +164,7 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
     if reads_rewards:
         reward = np.concatenate([table["reward"].to_numpy() for table in tables])
         rollout = np.concatenate([table["rollout"].to_numpy() for table in tables])
+        _refuse_parts(dataset, row, rollout, np.where(weight > 0, first[row] + rollout, -1), reward)
         pairs = _count_pairs(first, group, weight, reward, rollout)
         # A trajectory without weight is in no pair, so its reward must not split one.
         _refuse_split_pairs(dataset, row, [name for _, _, name in keys], group, np.where(weight > 0, reward, np.nan))
@@ -227,6 +229,36 @@ def _count_pairs(first: Int64, group: Int64, weight: Float64, reward: Float64, r
         columns = (torch.from_numpy(values[start:end]) for values in (group, reward, weight > 0, rollout))
         counts.append(len(preference_pairs(*columns)[0]))
     return np.array(counts, np.int64)
+
+
+def _refuse_parts(dataset: AnyDataset, row: Int64, rollout: Int64, own: Int64, reward: Float64) -> None:
+    """Refuse rollouts that cannot be compared as wholes.
+
+    `own` int64 [num_trajectories] is the first trajectory of each one's rollout over all rows, -1 without weight.
+
+    Raises:
+        TreepackError: turns of several paths, trajectories of one rollout with other rewards, or rollouts of which pack
+            has dropped a trajectory.
+    """
+    shared = np.flatnonzero(rollout < 0)
+    if len(shared):
+        raise TreepackError(
+            f"{dataset.path}: row {dataset.row_ids[row[shared[0]]]} has turns that several paths of a search tree "
+            "share, and dpo compares rollouts; build the trie without --expand turns, or with --per-path"
+        )
+    known = np.flatnonzero(own >= 0)
+    differ = known[~((reward[known] == reward[own[known]]) | (np.isnan(reward[known]) & np.isnan(reward[own[known]])))]
+    if len(differ):
+        raise TreepackError(
+            f"{dataset.path}: row {dataset.row_ids[row[differ[0]]]} has trajectories of one rollout with different "
+            "rewards, and dpo compares rollouts; give a rollout one reward"
+        )
+    for source in sources_of(dataset):
+        if (count := source.manifest["counts"].get(LOST_PARTS)) is not None:
+            raise TreepackError(
+                f"{source.path}: pack has dropped trajectories of {count:,} rollouts of several, and dpo compares "
+                "whole rollouts; pack with a larger --capacity"
+            )
 
 
 def _refuse_split_pairs(dataset: AnyDataset, row: Int64, names: list[str], group: Int64, reward: Float64) -> None:

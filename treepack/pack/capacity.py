@@ -10,7 +10,7 @@ from itertools import chain
 
 import numpy as np
 
-from treepack.columns import PER_TOKEN
+from treepack.columns import LOST_PARTS, PER_TOKEN
 from treepack.errors import TreepackError
 from treepack.pack.options import ANY_LENGTH, TOO_LONG
 from treepack.trajectory import Tokens, Trajectory, positions
@@ -50,14 +50,19 @@ def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Cou
     if too_long == "error" or not (trie.lengths > capacity).any():
         return trie, counts
 
+    lost: set[tuple[str, str]] = set()
+
     def fit_all() -> Iterator[Trajectory]:
         for trajectory, length in zip(trajectories_of(trie), array("q", trie.lengths.tobytes()), strict=True):
             if length <= capacity:
                 yield trajectory
-            elif too_long == "drop":
-                counts[TOO_LONG_DROPPED] += 1
-            elif (shorter := _truncated(trajectory, capacity)) is None:
-                counts[NO_TOKEN_WITHIN] += 1
+                continue
+            shorter = None if too_long == "drop" else _truncated(trajectory, capacity)
+            if shorter is None:
+                counts[TOO_LONG_DROPPED if too_long == "drop" else NO_TOKEN_WITHIN] += 1
+                if trajectory.rollout_id is not None:
+                    lost.add((trajectory.rollout_id, trajectory.source))
+                    counts[LOST_PARTS] = len(lost)
             else:
                 yield shorter
                 counts["truncated to the capacity"] += 1

@@ -74,8 +74,9 @@ def _check_terms(row: Row, terms: RowTerms) -> None:
             raise TreepackError(f"row {row.row_id}: {name} needs one value per trajectory; pack the trie again")
     if (rollouts := terms.trajectory_rollouts) is not None:
         # The first trajectory of a rollout names itself, and no later one: [0, 0, 2] is possible, [1, 1] is not.
-        inside = _all_below(rollouts, len(rollouts)) and bool((rollouts <= np.arange(len(rollouts))).all())
-        if not inside or (rollouts[rollouts] != rollouts).any():
+        named = rollouts[rollouts >= 0]
+        inside = bool((rollouts >= -1).all() and (rollouts <= np.arange(len(rollouts))).all())
+        if not inside or (rollouts[named] != named).any():
             raise TreepackError(f"row {row.row_id}: trajectory_rollouts is impossible; pack the trie again")
     inside = _all_below(terms.token, row.num_tokens) and _all_below(terms.trajectory, len(row.trajectory_ids))
     if len(sizes) != 1 or not inside:

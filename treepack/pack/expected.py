@@ -20,7 +20,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from treepack.columns import LOGPROBS, SpanView, first_of_each, list_values, rollout_codes, temperatures_of
+from treepack.columns import (
+    LOGPROBS,
+    SpanView,
+    list_values,
+    rollout_codes,
+    rollout_parts,
+    rollout_places,
+    temperatures_of,
+)
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
@@ -188,7 +196,8 @@ class _RowValues:
             self.own_terms = _terms_of_each(row.terms, len(row.trajectory_ids))
             self.rewards = table["reward"].to_pylist()
             codes = rollout_codes(table)
-            self.rollouts = np.arange(table.num_rows) if codes is None else first_of_each(codes)
+            own = np.arange(table.num_rows, dtype=np.int32)
+            self.rollouts = own if codes is None else rollout_places(codes, rollout_parts(table))
             per_token, scalar = list_values(table, "advantages"), table["advantage"].to_pylist()
             # By columns of the rows: sampling_logprobs -> term_sampling_logprob.
             names = [*logprobs, *schema.CREDIT.names]

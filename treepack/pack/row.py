@@ -27,7 +27,8 @@ class RowTerms:
 
     `token` and `trajectory` are indices into the row's tokens and trajectories. `trajectory_rewards` and
     `trajectory_rollouts` have one entry per trajectory: its reward, and the first trajectory of the row that belongs to
-    the same rollout (None if each is a rollout of its own). NaN is a value that one trajectory lacks and others have.
+    the same rollout (-1 for a turn of several paths of a search tree; None if each is a rollout of its own). NaN is a
+    value that one trajectory lacks and others have.
     """
 
     token: Int32
@@ -179,7 +180,8 @@ def _concatenate_terms(rows: Sequence[Row], starts: list[int]) -> RowTerms | Non
             for terms, size in zip(all_terms, sizes, strict=True)
         )
         # Rollouts [0, 0] and [0, 1] of rows with 2 trajectories each -> [0, 0, 2, 3]
-        rollouts = np.concatenate([each + owner for each, owner in zip(own, owners, strict=True)]).astype(np.int32)
+        shifted_rollouts = [np.where(each < 0, -1, each + owner) for each, owner in zip(own, owners, strict=True)]
+        rollouts = np.concatenate(shifted_rollouts).astype(np.int32)
     return RowTerms(
         trajectory_rollouts=rollouts,
         token=np.concatenate([terms.token + start for terms, start in zip(all_terms, starts, strict=True)]).astype(

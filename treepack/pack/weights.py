@@ -18,9 +18,10 @@ from treepack.columns import (
     LOGPROBS,
     SpanView,
     advantages_of,
-    first_of_each,
     list_values,
     rollout_codes,
+    rollout_parts,
+    rollout_places,
     temperatures_of,
     text_codes,
 )
@@ -151,6 +152,7 @@ class RowWeights:
         known = rewards.null_count < trie.num_trajectories
         self.rewards = rewards.to_numpy() if known else None
         self.rollouts = rollout_codes(table)
+        self.parts = None if self.rollouts is None else rollout_parts(table)
         self.has_terms = known or any(values is not None for values in self.values.values())
         if whole is not None:
             self.has_terms = whole.has_terms
@@ -171,6 +173,11 @@ class RowWeights:
                 tokens.append(index)
                 weights.append(weight)
         return loss_weight, self._terms(nodes.members, tokens, weights) if self.has_terms else None
+
+    def _rollouts(self, members: Int64) -> Int32 | None:
+        if self.rollouts is None or self.parts is None:
+            return None
+        return rollout_places(self.rollouts[members], self.parts[members])
 
     def _pairs(self, nodes: PlacedNodes) -> Iterator[tuple[int, Int64, Float64]]:
         """Yield each trajectory with the row indices and span weights of its trained tokens."""
@@ -212,9 +219,7 @@ class RowWeights:
             returns=gather("returns"),
             old_values=gather("old_values"),
             edge_factor=gather("edge_factors"),
-            trajectory_rollouts=(
-                None if self.rollouts is None else first_of_each(self.rollouts[members]).astype(np.int32)
-            ),
+            trajectory_rollouts=self._rollouts(members),
         )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.columns import first_of_each, rollout_codes
+from treepack.columns import first_of_each, rollout_codes, rollout_parts
 from treepack.errors import TreepackError
 from treepack.rl.group_tree import group_codes
 from treepack.trajectory import ON_SEVERAL_PATHS, Float64, Int64
@@ -52,7 +52,7 @@ def rollouts_of(trie: Trie) -> Rollouts:
     if codes is None:
         every = np.arange(count)
         return Rollouts(every, every, np.zeros(count, np.int64))
-    part = table["rollout_part"].fill_null(0).to_numpy().astype(np.int64)
+    part = rollout_parts(table)
     shared = np.flatnonzero(part == ON_SEVERAL_PATHS)
     if len(shared):
         raise TreepackError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -188,3 +189,19 @@ def _refuse_equal_siblings(trie: Trie) -> None:
     pairs = np.sort((trie.parent[below].astype(np.int64) << 32) | (first[below] & 0xFFFFFFFF))
     if (pairs[1:] == pairs[:-1]).any():
         raise TreepackError("two sibling nodes begin with the same token; build the trie again")
+    if trie.share != "none":
+        _refuse_equal_roots(trie, first[~below])
+
+
+def _refuse_equal_roots(trie: Trie, first: Int64) -> None:
+    """Refuse trees of one training step, or group of a step, that begin with the same token, int64 [num_trees]."""
+    # Trajectories are sorted by tree: trees 0 0 1 -> 0 2, one trajectory of each.
+    tree = trie.tree_id[trie.end_node]
+    one = np.searchsorted(tree, np.arange(len(first)))
+    names = trie.trajectories["group_id"].take(pa.array(one)).to_pylist() if trie.share == "group" else [""] * len(one)
+    steps = trie.step_rank[one].tolist()
+    keys = list(zip(steps, names, first.tolist(), strict=True))
+    if len(set(keys)) < len(keys):
+        raise TreepackError("two trees of one group begin with the same token; build the trie again")
+    if any(before[:2] > after[:2] for before, after in pairwise(keys)):
+        raise TreepackError("its trees are not in the order of steps and groups; build the trie again")

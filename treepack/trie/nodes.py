@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 def sorted_by_tokens(tokens: Int32, offsets: Int64, partition: Int64, order: Iterable[int]) -> list[int]:
     """Sort `order` by partition and tokens; equal sequences keep their order."""
     starts = offsets.tolist()
-    # Big-endian bytes compare as the numbers do: 1 -> 00 00 00 01 < 256 -> 00 00 01 00.
+    # Big-endian bytes compare as the numbers do: 1 -> 00 00 00 01 < 256 -> 00 00 01 00. An array keeps the order of its
+    # bytes; a number that is taken out of it does not.
     prefixes = partition.astype(">i8")
     keys = [
-        prefixes[i].tobytes() + tokens[starts[i] : starts[i + 1]].astype(">i4").tobytes()
+        prefixes[i : i + 1].tobytes() + tokens[starts[i] : starts[i + 1]].astype(">i4").tobytes()
         for i in range(len(starts) - 1)
     ]
     return sorted(order, key=keys.__getitem__)

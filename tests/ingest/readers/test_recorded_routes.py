@@ -253,6 +253,21 @@ def test_rollouts_without_any_routes_are_counted(treepack: Run, tmp_path: Path) 
     assert (done.status, "no rollout has recorded routes" in done.err) == (1, True)
 
 
+@pytest.mark.parametrize("empty", [[], "", None])
+def test_an_empty_field_has_no_routes(empty: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    lines = [RECORDS["tokens"] | {"id": "a"}, RECORDS["tokens"] | {"id": "b", "routed_experts": empty}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    build_trie_directory([path], tmp_path / "trie", BuildOptions(keep_routes=True))
+    assert len([*trajectories_of(read_trie(tmp_path / "trie"))]) == 2
+
+
+def test_experts_beyond_the_type_are_refused_in_batches_too(tmp_path: Path) -> None:
+    rows = [[[[2**32, 1], [0, 1]]] * 6]
+    with pytest.raises(TreepackError, match="has the expert 4294967296; expected at most 32767"):
+        built(MARKED | {"rollout_expert_indices": rows}, tmp_path, keep_routes=True)
+
+
 @pytest.mark.parametrize("name", RECORDS)
 def test_formats_keep_routes_if_they_are_asked_to(name: str, tmp_path: Path) -> None:
     content = built(RECORDS[name], tmp_path, keep_routes=True).content

@@ -78,6 +78,16 @@ def test_samples_of_one_rollout_have_names_of_their_own() -> None:
     assert {item.step for item in trajectories if isinstance(item, Trajectory)} == {3}
 
 
+def test_samples_of_one_rollout_are_one_rollout_if_they_have_one_reward() -> None:
+    def sample(rollout: int, reward: float) -> dict[str, Any]:
+        return SAMPLE | {"rollout_id": rollout, "reward": reward}
+
+    found = read({"rollout_id": 3, "samples": [sample(8, 1.0), sample(9, 0.0), sample(8, 1.0), sample(9, 0.5)]})
+    facts = [(item.rollout_id, item.rollout_part) for item in found if isinstance(item, Trajectory)]
+    assert facts == [("8", 0), (None, None), ("8", 2), (None, None)]
+    assert found[0].source == found[2].source
+
+
 def test_a_sample_without_tokens_is_read_as_text() -> None:
     sample = SAMPLE | {"tokens": [], "response_length": 0, "response": "4"}
     assert only(sample | {"prompt": "2+2="}).content == Text("2+2=", "4")

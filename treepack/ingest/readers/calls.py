@@ -28,7 +28,7 @@ from treepack.ingest.readers.fields import ReadOptions, as_number, describe, sho
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.messages import Messages, normalise_messages, normalise_template_kwargs, normalise_tools
 from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.route_fields import read_routes
+from treepack.ingest.readers.route_fields import has_routes, read_routes
 from treepack.ingest.readers.token_fields import mask_values, number_values
 from treepack.trajectory import (
     Chat,
@@ -47,6 +47,7 @@ from treepack.trajectory import (
     prompt_tokens,
 )
 
+MAX_CALLS = 1_000_000  # of one conversation
 MASK, TEMPERATURES, ROUTES = "loss_mask", "temperatures", "routed_experts"
 SPLIT_NOTE = "split where the prompt of a call does not continue the calls before it"
 EMPTY_NOTE = "call without a response not used"
@@ -151,8 +152,10 @@ def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[Joined]:
             run = _CallChain()
             runs.append(run)
         ids = np.concatenate([prompt, response])
-        run.add(number, ids, len(prompt), _values(call, len(response), where))
-        if call.routes is not None:
+        values = _values(call, len(response), where)
+        run.add(number, ids, len(prompt), values)
+        if has_routes(call.routes):
+            trained = np.flatnonzero(values[MASK])
             run.add_routes(
                 read_routes(
                     call.routes,
@@ -161,7 +164,7 @@ def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[Joined]:
                     num_tokens=len(ids),
                     start=0,
                     stored=len(ids),
-                    first_trained=len(prompt),
+                    first_trained=len(prompt) + int(trained[0]) if len(trained) else 0,
                 )
             )
     return [run.join() for run in runs]
@@ -352,6 +355,13 @@ def _with_names(
         notes = tuple(note for note in item.notes + general if note not in seen)
         seen.update(notes)
         yield replace(item, group_id=item.group_id or group, notes=notes)
+
+
+def within(item: Trajectory | Skipped, rollout: str, number: int) -> Trajectory | Skipped:
+    """Return `item` as a part of conversation `number`, from 0, of several of a `rollout`."""
+    if isinstance(item, Skipped):
+        return item
+    return replace(item, rollout_id=rollout, rollout_part=number * MAX_CALLS + (item.rollout_part or 0))
 
 
 def in_rollout(item: Trajectory, first_call: int) -> Trajectory:

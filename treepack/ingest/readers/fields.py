@@ -22,7 +22,7 @@ from treepack.ingest.readers.records import Record
 from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
 
 # Of several names in one record, the first in these lists counts.
-IDS = ("rollout_id", "trajectory_id", "session_id", "trace_id", "id", "index")
+IDS = ("trajectory_id", "rollout_id", "session_id", "trace_id", "id", "index")
 GROUPS = ("uid", "group_id", "group_index", "example_id", "task_id", "data_id", "prompt_id")
 STEPS = ("step", "global_step")
 REWARDS = ("reward", "score", "reward_score", "rewards", "rm_scores", "token_level_scores", "token_level_rewards")

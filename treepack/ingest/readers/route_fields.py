@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import ReadOptions, shown
-from treepack.trajectory import Routes, as_routes
+from treepack.trajectory import Routes, as_routes, check_experts
 
 NAMES = ("routed_experts", "rollout_routed_experts", "rollout_expert_indices")
 _MAGIC = "nrlre1:"
@@ -37,7 +37,12 @@ _FORMS = (
 
 def kept_routes(value: dict[str, Any], options: ReadOptions) -> dict[str, Any]:
     """Return the fields of a record that contain routes, none if the caller does not keep them."""
-    return {name: value[name] for name in NAMES if options.keep_routes and value.get(name) is not None}
+    return {name: value[name] for name in NAMES if options.keep_routes and has_routes(value.get(name))}
+
+
+def has_routes(value: Any) -> bool:
+    """Return True if a field has routes: it is neither null nor an empty list or text."""
+    return value is not None and not (isinstance(value, str | list | np.ndarray) and len(value) == 0)
 
 
 def rows_of_all(value: Any, *, source: str, name: str, num_tokens: int) -> NDArray[Any]:
@@ -49,6 +54,7 @@ def rows_of_all(value: Any, *, source: str, name: str, num_tokens: int) -> NDArr
     rows = _rows(value, source, name, num_tokens)
     if len(rows) > num_tokens:
         raise TreepackError(f"{source}: {name} has {len(rows)} rows for {num_tokens} tokens; {_FORMS}")
+    check_experts(rows, source=source, name=name)
     return np.concatenate([rows, np.full((num_tokens - len(rows), *rows.shape[1:]), -1, np.int32)]).astype(np.int32)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.beside import beside, folder_and_document, read_document
-from treepack.ingest.readers.calls import TokenCall, read_calls
+from treepack.ingest.readers.calls import TokenCall, read_calls, within
 from treepack.ingest.readers.fields import ReadOptions, as_objects, describe, reward_of, shown, temperature_of
 from treepack.ingest.readers.format import ANY, EVERYTHING, LIST, Fields, Format, has_fields, starting
 from treepack.ingest.readers.messages import normalise_messages, normalise_tools
@@ -98,9 +98,11 @@ def _read_result(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
 def _read_details(record: Record, part: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the conversations whose token ids are in the result of a trial, or of a step of it."""
     name = record.value["trajectory_id"]
-    for number, detail in enumerate(_details(part, record.source)):
+    details = _details(part, record.source)
+    for number, detail in enumerate(details):
         value = record.value | {"trajectory_id": f"{name}/segment-{number}" if number else name}
-        yield from read_calls(replace(record, value=value), _detail_calls(detail, record.source), options)
+        for item in read_calls(replace(record, value=value), _detail_calls(detail, record.source), options):
+            yield within(item, str(name), number) if len(details) > 1 else item
 
 
 def _details(part: dict[str, Any], source: str) -> list[dict[str, Any]]:

@@ -52,9 +52,23 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         yield from _read_sample(record, options)
         return
     step = value.get("rollout_id")
+    whole = _rollouts_of_several(value["samples"])
     for number, sample in enumerate(value["samples"]):
         fields = {} if step is None else {"step": step}
-        yield from _read_sample(replace(record, source=f"{record.source}[{number}]", value=sample | fields), options)
+        for item in _read_sample(replace(record, source=f"{record.source}[{number}]", value=sample | fields), options):
+            rollout = sample.get("rollout_id")
+            if isinstance(item, Trajectory) and str(rollout) in whole:
+                item = replace(item, source=record.source, rollout_id=str(rollout), rollout_part=number)
+            yield item
+
+
+def _rollouts_of_several(samples: list[dict[str, Any]]) -> set[str]:
+    """Return the rollouts that have several samples with one reward; of other rewards, each sample counts by itself."""
+    rewards: dict[str, list[Any]] = {}
+    for sample in samples:
+        if sample.get("rollout_id") is not None:
+            rewards.setdefault(str(sample["rollout_id"]), []).append(sample.get("reward"))
+    return {name for name, values in rewards.items() if len(values) > 1 and all(each == values[0] for each in values)}
 
 
 def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:

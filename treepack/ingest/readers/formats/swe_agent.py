@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.ingest.readers.beside import folder_and_document
-from treepack.ingest.readers.calls import ChatCall, read_chats
+from treepack.ingest.readers.calls import ChatCall, read_chats, within
 from treepack.ingest.readers.fields import ReadOptions, as_objects, temperature_of
 from treepack.ingest.readers.format import ANY, FILLED, LINEAGE, MASKS, OBJECT, OBJECTS, Fields, Format, each, no
 from treepack.ingest.readers.messages import is_messages
@@ -67,10 +67,10 @@ def _read_run(record: Record, name: str, task: str, options: ReadOptions) -> Ite
         return
     # A history of several agents mixes their conversations; items without an agent belong to all.
     agents = dict.fromkeys(each["agent"] for each in run["history"] if isinstance(each.get("agent"), str))
-    for agent in agents if len(agents) > 1 else [None]:
+    for number, agent in enumerate(agents if len(agents) > 1 else [None]):
         seen = [each for each in run["history"] if agent is None or each.get("agent") in (None, agent)]
         item = conversation(slim, [_message(each) for each in seen], options)
-        yield item if agent is None else replace(item, trajectory_id=f"{name}/{agent}")
+        yield item if agent is None else within(replace(item, trajectory_id=f"{name}/{agent}"), str(name), number)
 
 
 def _temperature(run: dict[str, Any]) -> float | None:
