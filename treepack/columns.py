@@ -270,7 +270,10 @@ def rollout_places(codes: Int64, parts: Int64) -> Int32:
 
     `codes` are those of `rollout_codes`, and `parts` the parts, both of the row. A turn of several paths gets -1.
     """
-    return np.where(parts == ON_SEVERAL_PATHS, -1, first_of_each(codes)).astype(np.int32)
+    # Codes [3, 3, 3], parts [-1, 0, 1]: the first one is of no single rollout, so the others name the second.
+    is_shared = parts == ON_SEVERAL_PATHS
+    apart = np.where(is_shared, -1, codes)
+    return np.where(is_shared, -1, first_of_each(apart)).astype(np.int32)
 
 
 def rollout_parts(table: pa.Table) -> Int64:

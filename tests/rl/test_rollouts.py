@@ -26,9 +26,11 @@ from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
 from treepack.files.schema import PACKED_FORMAT
 from treepack.pack.capacity import fit_capacity
-from treepack.pack.check import check_packed
+from treepack.pack.check import check_packed, check_row
 from treepack.pack.files import read_rows
 from treepack.pack.leaf_weights import weigh_leaves
+from treepack.pack.plan.planning import plan_rows
+from treepack.pack.rows import pack_rows
 from treepack.rl.advantages.estimate import FLAT, TREE, AdvantageOptions, estimate_advantages, with_advantages
 from treepack.rl.pros.augmentation import augment
 from treepack.rl.rollouts import rollouts_of
@@ -157,6 +159,32 @@ def test_rollouts_of_two_sources_with_one_id_are_two(tmp_path: Path) -> None:
     trie = build_trie([*example(), *other])
     assert sorted(np.bincount(rollouts_of(trie).of_trajectory).tolist()) == [1, 2, 2]
     assert estimate_advantages(trie, AdvantageOptions("grpo")).num_rollouts == 3
+
+
+@given(made=rollouts(), data=st.data())
+def test_rows_name_the_first_trajectory_of_each_rollout(made: list[list[Trajectory]], data: st.DataObject) -> None:
+    items = [item for samples in made for item in samples]
+    # Some trajectories of rollouts of several are turns of several paths.
+    items = [
+        replace(item, rollout_part=-1) if item.rollout_id is not None and data.draw(st.booleans()) else item
+        for item in items
+    ]
+    trie = build_trie(items)
+    for row in pack_rows(trie, plan_rows(trie, capacity=40)):
+        check_row(row, capacity=40)
+        assert row.terms is not None
+        found = row.terms.trajectory_rollouts
+        if found is None:
+            assert all(item.rollout_id is None for item in items)
+            continue
+        owners = [next(item for item in items if item.trajectory_id == name) for name in row.trajectory_ids]
+        keys = [(item.rollout_id, item.source) if item.rollout_id else item.trajectory_id for item in owners]
+        whole = [i for i, item in enumerate(owners) if item.rollout_part != -1]
+        expected = [
+            -1 if item.rollout_part == -1 else next(k for k in whole if keys[k] == keys[i])
+            for i, item in enumerate(owners)
+        ]
+        assert found.tolist() == expected
 
 
 @pytest.mark.parametrize("too_long", ["drop", "truncate"])
