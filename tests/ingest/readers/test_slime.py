@@ -88,6 +88,15 @@ def test_samples_of_one_rollout_are_one_rollout_if_they_have_one_reward() -> Non
     assert found[0].source == found[2].source
 
 
+def test_rewards_that_are_arrays_are_compared_as_wholes() -> None:
+    samples = [
+        SAMPLE | {"rollout_id": 8, "reward": np.array(values)} for values in ([0.5, 1.0], [0.5, 1.0], [0.5, 2.0])
+    ]
+    for chosen, expected in ((samples[:2], ["8", "8"]), (samples[1:], [None, None])):
+        found = read({"rollout_id": 3, "samples": chosen})
+        assert [item.rollout_id for item in found if isinstance(item, Trajectory)] == expected
+
+
 def test_a_sample_without_tokens_is_read_as_text() -> None:
     sample = SAMPLE | {"tokens": [], "response_length": 0, "response": "4"}
     assert only(sample | {"prompt": "2+2="}).content == Text("2+2=", "4")

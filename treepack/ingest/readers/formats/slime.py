@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from treepack.errors import TreepackError
 from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.fields import ReadOptions, shown
@@ -63,12 +65,17 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 
 def _rollouts_of_several(samples: list[dict[str, Any]]) -> set[str]:
-    """Return the rollouts that have several samples with one reward; of other rewards, each sample counts by itself."""
+    """Return the rollouts that have several samples with equal rewards. Samples with other rewards stay apart."""
     rewards: dict[str, list[Any]] = {}
     for sample in samples:
         if sample.get("rollout_id") is not None:
             rewards.setdefault(str(sample["rollout_id"]), []).append(sample.get("reward"))
-    return {name for name, values in rewards.items() if len(values) > 1 and all(each == values[0] for each in values)}
+    # A reward may be a number, an object or an array.
+    return {
+        name
+        for name, values in rewards.items()
+        if len(values) > 1 and all(np.array_equal(each, values[0]) for each in values)
+    }
 
 
 def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
