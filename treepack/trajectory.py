@@ -33,6 +33,7 @@ MAX_TOKEN_ID = 2**31 - 1
 MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12
 WEIGHTS = f"0 or a number in [{MIN_WEIGHT:g}, {MAX_WEIGHT:g}]"
 ON_SEVERAL_PATHS = -1  # a `rollout_part`
+MAX_INSIDE = 1_000_000  # trajectories of one part of a rollout; part 3 then has the parts 3,000,000, 3,000,001, ...
 FIRST_TOKEN_NOTE = "the first token is not trained, because no token predicts it"
 
 

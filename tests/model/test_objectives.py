@@ -22,7 +22,6 @@ from support.oracle_model import gradients, worst_error, write_rows
 from support.oracle_objectives import Rollout, gspo_of_sequences, own_logprobs, step_loss
 from support.packed_objectives import COLUMNS, as_trajectories, opened, packed_model, plain, rollouts
 from treepack.carry.backward import CarryOptions, backward_row
-from treepack.columns import LOST_PARTS
 from treepack.data.batch import TermTensors
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
@@ -31,6 +30,7 @@ from treepack.model.forward import row_logprobs
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives import PRESETS, Objective, choose_objective, objective_loss
 from treepack.model.preferences import preference_pairs
+from treepack.rollout_parts import LOST_PARTS
 from treepack.trajectory import Trajectory
 
 TOLERANCE = 1e-9

@@ -21,7 +21,6 @@ from support.paths import ROOT
 from support.strategies import make, trajectories
 from support.trie_files import saved
 from treepack.analysis.check import check
-from treepack.columns import LOST_PARTS
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
 from treepack.files.schema import PACKED_FORMAT
@@ -35,6 +34,7 @@ from treepack.rl.advantages.estimate import FLAT, TREE, AdvantageOptions, estima
 from treepack.rl.pros.augmentation import augment
 from treepack.rl.rollouts import rollouts_of
 from treepack.rl.trace.targets import anchors
+from treepack.rollout_parts import LOST_PARTS
 from treepack.trajectory import Tokens, Trajectory, positions
 from treepack.trie.build import build_trie
 from treepack.trie.files import read_trie

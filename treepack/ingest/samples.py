@@ -19,10 +19,18 @@ from treepack.ingest.append_only import continues
 from treepack.ingest.chat_template import RenderedTurn
 from treepack.ingest.encoder import Encoder
 from treepack.ingest.template.texts import Text, common
-from treepack.trajectory import FIRST_TOKEN_NOTE, Chat, Int32, Skipped, Tokens, Trajectory, with_temperatures
+from treepack.trajectory import (
+    FIRST_TOKEN_NOTE,
+    MAX_INSIDE,
+    Chat,
+    Int32,
+    Skipped,
+    Tokens,
+    Trajectory,
+    with_temperatures,
+)
 
 SPLIT_NOTE = "split where the template rewrites earlier turns"
-MAX_SAMPLES = 1_000_000  # of one chain of calls
 TRAILING_NOTE = "messages after the last trained turn left out, because the template rewrites earlier turns"
 
 
@@ -73,7 +81,7 @@ def _in_rollout(item: Trajectory, num_samples: int) -> Trajectory:
         return item if num_samples == 1 else replace(item, rollout_id=item.trajectory_id, rollout_part=0)
     # One of several chains of calls, in two samples: part 3 -> parts 3,000,000 and 3,000,001, before those of part 4.
     assert item.rollout_part is not None
-    return replace(item, rollout_part=item.rollout_part * MAX_SAMPLES)
+    return replace(item, rollout_part=item.rollout_part * MAX_INSIDE)
 
 
 def _runs_of_turns(turns: list[RenderedTurn]) -> list[list[RenderedTurn]]:

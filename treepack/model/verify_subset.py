@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treepack.columns import first_of_each
 from treepack.data.batch import Batch, TermTensors
+from treepack.rollout_parts import first_of_each
 from treepack.trajectory import Int64
 
 

@@ -19,9 +19,6 @@ from treepack.columns import (
     SpanView,
     advantages_of,
     list_values,
-    rollout_codes,
-    rollout_parts,
-    rollout_places,
     temperatures_of,
     text_codes,
 )
@@ -30,6 +27,7 @@ from treepack.files import schema
 from treepack.files.column_views import View
 from treepack.pack.placement import PlacedNodes
 from treepack.pack.row import RowTerms
+from treepack.rollout_parts import rollout_codes, rollout_parts, rollout_places
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.nodes import paths
 from treepack.trie.storage import PageReleaser, Storage

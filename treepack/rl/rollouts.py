@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.columns import first_of_each, rollout_codes, rollout_parts
 from treepack.errors import TreepackError
 from treepack.rl.group_tree import group_codes
+from treepack.rollout_parts import first_of_each, rollout_codes, rollout_parts
 from treepack.trajectory import ON_SEVERAL_PATHS, Float64, Int64
 from treepack.trie.trie import Trie
 

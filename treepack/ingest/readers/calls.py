@@ -31,6 +31,7 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.route_fields import has_routes, read_routes
 from treepack.ingest.readers.token_fields import mask_values, number_values
 from treepack.trajectory import (
+    MAX_INSIDE,
     Chat,
     Float64,
     Int32,
@@ -47,7 +48,6 @@ from treepack.trajectory import (
     prompt_tokens,
 )
 
-MAX_CALLS = 1_000_000  # of one conversation
 MASK, TEMPERATURES, ROUTES = "loss_mask", "temperatures", "routed_experts"
 SPLIT_NOTE = "split where the prompt of a call does not continue the calls before it"
 EMPTY_NOTE = "call without a response not used"
@@ -361,7 +361,7 @@ def within(item: Trajectory | Skipped, rollout: str, number: int) -> Trajectory 
     """Return `item` as a part of conversation `number`, from 0, of several of a `rollout`."""
     if isinstance(item, Skipped):
         return item
-    return replace(item, rollout_id=rollout, rollout_part=number * MAX_CALLS + (item.rollout_part or 0))
+    return replace(item, rollout_id=rollout, rollout_part=number * MAX_INSIDE + (item.rollout_part or 0))
 
 
 def in_rollout(item: Trajectory, first_call: int) -> Trajectory:
