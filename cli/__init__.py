@@ -78,9 +78,9 @@ def commands() -> None:
 
 
 class _Stdout:
-    """Standard output; a failure to write to it, as on a full disk, is an error of treepack.
+    """Standard output that raises a TreepackError if it cannot be written, for example on a full disk.
 
-    A reader that has closed the pipe is none: click ends the command then.
+    If the reader has closed the pipe, click ends the command without an error.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -120,7 +120,7 @@ def main() -> None:
     finally:
         sys.stdout = stream
         if output.has_failed:
-            # What is still in the buffer goes nowhere; otherwise Python would try again at its end, with a traceback.
+            # Drop the rest of the buffer. Otherwise Python writes it again when it exits, and prints a traceback.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -273,7 +273,7 @@ def _count_rollouts(
             "groups with --add-groups"
         )
     reward = trie.trajectories["reward"].to_numpy()
-    # One trajectory stands for each rollout.
+    # Count the first trajectory of each rollout, because all of them have the same reward.
     rollouts = rollouts_of(trie)
     is_first = np.zeros(trie.num_trajectories, np.bool_)
     is_first[rollouts.first] = True

@@ -103,7 +103,7 @@ class Trajectory:
     sums for the log of reading; of several samples of a conversation, only the first one has them.
 
     If a rollout became several samples, `rollout_id` is the rollout, and `rollout_part` ascends in the order in which
-    they were sampled. Samples with the same `rollout_id` and `source` are of one rollout, which counts once in its
+    they were sampled. Samples with the same `rollout_id` and `source` belong to one rollout, which counts once in its
     group. The part is `ON_SEVERAL_PATHS` for a turn that several paths of a search tree have.
     """
 

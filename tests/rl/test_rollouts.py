@@ -125,7 +125,7 @@ def example(**changes: Any) -> list[Trajectory]:
 
 @pytest.mark.parametrize("estimator", TREE)
 def test_estimators_of_the_tree_refuse_rollouts_of_several_trajectories(estimator: str) -> None:
-    message = f"made:r: the rollout r is 2 trajectories, .* \\(1 such rollouts in all\\), and {estimator} needs one"
+    message = f"made:r: the rollout r is 2 trajectories, .* \\(1 such rollouts in total\\), and {estimator} needs one"
     with pytest.raises(TreepackError, match=message):
         estimate_advantages(build_trie(example()), AdvantageOptions(estimator))
 
@@ -143,9 +143,9 @@ def test_a_group_without_such_rollouts_is_not_refused(estimator: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reward": 0.5}, "r/part-0 and r/part-1 are of one rollout and have another reward; give a rollout one"),
-        ({"reward": None}, "are of one rollout and have another reward"),
-        ({"group_id": "h"}, "are of one rollout and have another group_id or step"),
+        ({"reward": 0.5}, "r/part-0 and r/part-1 belong to one rollout, but their reward differs; give all"),
+        ({"reward": None}, "belong to one rollout, but their reward differs"),
+        ({"group_id": "h"}, "belong to one rollout, but their group_id or step differs"),
         ({"rollout_part": -1}, "made:r: has turns that several paths of a search tree share, 1 such .*--per-path"),
     ],
 )

@@ -57,7 +57,7 @@ def rollouts_of(trie: Trie) -> Rollouts:
     if len(shared):
         raise TreepackError(
             f"{_source(trie, shared[0])}: has turns that several paths of a search tree share, {len(shared):,} such "
-            "trajectories in all, and groups compare rollouts; build the trie without --expand turns, or with "
+            "trajectories in total, and groups compare rollouts; build the trie without --expand turns, or with "
             "--per-path"
         )
     # codes [4, 2, 4] -> first of each [0, 1, 0] -> first [0, 1], number [0, 1, 0]
@@ -72,8 +72,8 @@ def rollouts_of(trie: Trie) -> Rollouts:
             i = int((~same).argmax())
             names = [table["trajectory_id"][int(k)].as_py() for k in (own[i], i)]
             raise TreepackError(
-                f"{_source(trie, i)}: {names[0]} and {names[1]} are of one rollout and have another {fact}; give a "
-                "rollout one"
+                f"{_source(trie, i)}: {names[0]} and {names[1]} belong to one rollout, but their {fact} differs; give "
+                "all trajectories of a rollout the same"
             )
     return rollouts
 
@@ -95,7 +95,7 @@ def refuse_split(trie: Trie, *, what: str, remedy: str, members: Int64 | None = 
         raise TreepackError(
             f"{_source(trie, i)}: the rollout {trie.trajectories['rollout_id'][i].as_py()} is "
             f"{sizes[split[0]]:,} trajectories, because its prompts do not continue each other ({len(split):,} such "
-            f"rollouts in all), and {what} one trajectory per rollout; {remedy}"
+            f"rollouts in total), and {what} one trajectory per rollout; {remedy}"
         )
 
 

@@ -205,7 +205,7 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
     # Number the groups, steps and rollouts that remain from 0 again: groups [0, 2, 2] -> [0, 1, 1].
     group = np.unique(groups[kept], return_inverse=True)[1].astype(np.int64)
     step = np.unique(trie.step_rank[kept], return_inverse=True)[1].astype(np.int64)
-    # One trajectory stands for each rollout: rollouts [0, 0, 1] -> once [0, 2], owner [0, 0, 1].
+    # Compare one trajectory of each rollout: rollouts [0, 0, 1] -> once [0, 2], owner [0, 0, 1].
     once, owner = np.unique(rollouts.of_trajectory[kept], return_index=True, return_inverse=True)[1:]
     counted = Estimates(kept, None, None, rejected, int(group.max()) + 1, None, num_rollouts=len(once))
     reward = reward[kept]
