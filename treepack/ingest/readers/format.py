@@ -134,7 +134,9 @@ class Format:
 
     `program` writes it, and `recognised_by` describes `requires` in words. `used` are the fields that are read, with
     dots for fields inside fields (`info.reward`). `dropped` are the known fields that are not read, each with its
-    reason in brackets if the reason is not plain. `keeps` is a subset of `KEEPS`:
+    reason in brackets if the reason is not plain. `ignored` are paths of fields, written as in `used`, that are known,
+    not read and not noted, because no training could need them: times, ids of requests, counts of tokens. A path of
+    `used` or `ignored` without deeper declared paths covers everything under it. `keeps` is a subset of `KEEPS`:
 
         token ids           the ids of the sampler; nothing is tokenised again
         masks               the record marks the trained tokens or messages; they do not follow from the roles
@@ -157,6 +159,7 @@ class Format:
     requires: Requirement
     used: Sequence[str]
     dropped: Sequence[str] = ()
+    ignored: Sequence[str] = ()
     keeps: AbstractSet[str] = frozenset()
     read: ReadRecord | None = None
     read_file: ReadFile | None = None
