@@ -59,7 +59,7 @@ class PromptReader:
             TreepackError: an empty or malformed prompt, or text without a tokenizer.
         """
         value, source = record.value, record.source
-        fields = tf.sort_fields(value)
+        fields = tf.sort_fields(value, source)
         if fields.get(tf.PROMPT) or fields.get(tf.IDS):
             ids = _token_ids(fields, source)
             prompt = Prompt(ids, derived_group(ids.astype("<i4", copy=False).tobytes()))

@@ -193,7 +193,7 @@ def test_the_parts_of_a_rollout_without_a_group_are_in_the_group_of_its_first_pr
 
 
 MESSAGES = st.lists(
-    st.sampled_from([USER, TOOL, ONE, TWO, ONE | {"content": None}, TWO | {"tool_calls": [CALL]}]), max_size=4
+    st.sampled_from([USER, TOOL, ONE, TWO, ONE | {"content": ""}, TWO | {"tool_calls": [CALL]}]), max_size=4
 )
 
 

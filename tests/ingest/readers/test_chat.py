@@ -90,8 +90,18 @@ def test_a_prompt_and_completion_of_text_stay_text() -> None:
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ({"content": None}, {"content": ""}),
-        ({}, {"content": ""}),
+        ({"content": None, "refusal": "No."}, {"content": "No."}),
+        ({"content": {"type": "text", "text": "a"}}, {"content": "a"}),
+        ({"content": "a", "thinking": "r"}, {"content": "a", "reasoning_content": "r"}),
+        (
+            {"content": "a", "reasoning_details": [{"type": "reasoning.text", "text": "r"}]},
+            {"content": "a", "reasoning_content": "r"},
+        ),
+        ({"tool_calls": CALL}, {"content": "", "tool_calls": [CALL]}),
+        (
+            {"tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f"}, "arguments": '{"x": 1}'}]},
+            {"content": "", "tool_calls": [CALL]},
+        ),
         ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, {"content": "ab"}),
         ({"content": [], "reasoning": "r"}, {"content": "", "reasoning_content": "r"}),
         ({"content": "a", "reasoning_content": "r", "reasoning": "q"}, {"content": "a", "reasoning_content": "r"}),
@@ -178,7 +188,18 @@ EXPECTED = "expected system, user, assistant or tool"
             ASSISTANT | {"tool_calls": [{"name": "f", "arguments": 3}]},
             "message 3 calls f with 3; expected an object or JSON text",
         ),
-        (ASSISTANT | {"reasoning": ["r"]}, 'message 3 has the reasoning ["r"]; expected text'),
+        (ASSISTANT | {"reasoning": [1]}, "message 3 has the reasoning [1]; expected text"),
+        ({"role": "assistant"}, "message 3 has no content; expected text, or the calls of a turn"),
+        ({"role": "assistant", "content": None}, "message 3 has no content; expected text, or the calls of a turn"),
+        (
+            {"role": "user", "text": "Hi", "parts": ["x"]},
+            "message 3 has no content, but text, parts; name the field of the text with --columns content=text",
+        ),
+        (
+            ASSISTANT | {"loss_mask": [1]},
+            "message 3 has the field 'loss_mask', which can be a mask and is not read; remove it, or say which turns "
+            "are trained with loss, true or false",
+        ),
         (ASSISTANT | {"loss": 1}, "message 3 has loss 1; expected true or false"),
         (ASSISTANT | {"trainable": "no"}, 'message 3 has trainable "no"; expected true or false'),
         (ASSISTANT | {"weight": -1}, "message 3 has weight -1; expected 0 or a number in [1e-12, 1e+12]"),
@@ -196,7 +217,7 @@ EXPECTED = "expected system, user, assistant or tool"
             "message 3 has the id [1]; expected text or an integer",
         ),
         (
-            {"role": "tool", "tool_call_id": {}},
+            {"role": "tool", "content": "", "tool_call_id": {}},
             "message 3 has the tool_call_id {}; expected text or an integer",
         ),
     ],
@@ -210,10 +231,10 @@ def test_a_bad_message_is_refused_in_one_sentence(message: Any, expected: str) -
     [
         ({"x": 1}, "has no messages; expected messages, or prompt and completion"),
         ({"prompt": "a"}, "has no messages; expected messages, or prompt and completion"),
-        ({"messages": "a"}, "messages is not a list; expected a list of messages"),
+        ({"messages": "a"}, 'messages is "a"; expected a list of messages'),
         (
             {"prompt": "a", "completion": [ASSISTANT]},
-            "one of prompt and completion is text; expected both as text or both as messages",
+            "prompt is text and completion is messages; expected both as text or both as messages",
         ),
         (
             {"messages": [USER, ASSISTANT], "tools": "[1"},

@@ -75,7 +75,11 @@ def test_encrypted_reasoning_and_the_mark_of_an_error_are_counted() -> None:
     redacted = said({"type": "redacted_thinking", "data": "x"}, text("A"))
     failed = said(result("ls", "no such file", is_error=True), result("pwd", None, is_error=False), role="user")
     done = normalise_messages(split_blocks([redacted, said(SIGNED, text("B")), failed]), source=SOURCE)
-    assert done.notes == ("message field 'redacted_thinking' not used", "message field 'is_error' not used")
+    assert done.notes == (
+        "message field 'redacted_thinking' not used",
+        "message field 'is_error' not used",
+        "message of role 'tool' without text",
+    )
     assert [each["content"] for each in done.messages] == ["A", "B", "no such file", ""]
     assert not any("reasoning_content" in each for each in done.messages)
 

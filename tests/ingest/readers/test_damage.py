@@ -49,7 +49,6 @@ DAMAGED_LINES = {
     "malformed": (b'{"input_ids": [1, 2', "malformed JSON"),
     "not an object": (b"null", "contains null; expected a JSON object"),
     "a mask of another length": ({"input_ids": [1, 2], "loss_mask": [1]}, "loss_mask has 1 values for 2 tokens"),
-    "NaN": (rollout(9) | {"reward": float("nan")}, "reward is nan"),
     "half of a surrogate pair": (b'{"input_ids": [1], "note": "\\ud800"}', "half of a surrogate pair"),
     "not UTF-8": (b'{"input_ids": [1], "note": "\xff"}', "not UTF-8"),
     "another format": ({"what": 1}, "expected input_ids, or prompt_ids and response_ids"),
@@ -70,6 +69,15 @@ def test_a_damaged_line_is_skipped_and_named_and_the_others_survive(
     assert sentence in fault.detail
     with pytest.raises(TreepackError):
         names_and_faults(path, ReadOptions())
+
+
+@pytest.mark.parametrize("value", [float("nan"), "high", {"a": None}, [None]])
+def test_a_bad_reward_skips_its_rollout_and_no_other(tmp_path: Path, value: Any) -> None:
+    path = write(tmp_path, lines(rollout(1), rollout(9) | {"reward": value, "group_id": "g"}, rollout(2)))
+    names, (fault,) = names_and_faults(path, ReadOptions(reward_key="a"))
+    assert names == ["r1", "r2"]
+    assert (fault.source, fault.reason.partition(" of ")[0], fault.group_id) == (f"{path}:2", "bad value", "g")
+    assert fault.detail.startswith(f"{path}:2: ")
 
 
 def test_a_damaged_record_keeps_the_group_that_it_names(tmp_path: Path) -> None:

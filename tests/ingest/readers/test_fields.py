@@ -39,6 +39,8 @@ def refusal(value: dict[str, Any], **options: Any) -> str:
         ({"rewards": {"a": {"score": 1.0, "weight": 0.5}, "b": {"score": 3}}}, 3.5),
         ({"rewards": {}}, None),
         ({"reward": [], "rm_scores": [0.0, 2.0]}, 2.0),
+        ({"reward": "0.5"}, 0.5),
+        ({"reward": True}, 1.0),
         ({}, None),
     ],
 )
@@ -100,13 +102,13 @@ def test_metadata_that_is_nested_too_deeply_is_noted() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (MASKED | {"reward": True}, "reward is true; expected a number"),
-        (MASKED | {"reward": "1"}, 'reward is "1"; expected a number'),
-        (MASKED | {"reward": float("nan")}, "reward is nan; expected a finite number"),
-        (MASKED | {"rewards": [1, float("inf")]}, "reward is inf; expected a finite number"),
+        (MASKED | {"reward": {}, "score": "x"}, 'score is "x"; expected a finite number'),
+        (MASKED | {"reward": "one"}, 'reward is "one"; expected a finite number'),
+        (MASKED | {"reward": float("nan")}, "reward is NaN; expected a finite number"),
+        (MASKED | {"rewards": [1, float("inf")]}, "a value of rewards is Infinity; expected a finite number"),
         (MASKED | {"advantage": float("inf")}, "advantage is inf; expected a finite number"),
         (MASKED | {"weight": -1}, "weight is -1.0; expected 0 or a number in [1e-12, 1e+12]"),
-        (MASKED | {"weight": float("nan")}, "weight is nan; expected a finite number"),
+        (MASKED | {"weight": float("nan")}, "weight is NaN; expected a finite number"),
         (MASKED | {"step": 1.5}, "step is 1.5; expected an integer in [-2**63, 2**63)"),
         (MASKED | {"step": True}, "step is true; expected an integer in [-2**63, 2**63)"),
         (MASKED | {"step": 2**63}, "step is 9223372036854775808; expected an integer in [-2**63, 2**63)"),

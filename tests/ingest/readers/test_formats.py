@@ -110,7 +110,9 @@ def test_a_format_keeps_what_it_says(name: str) -> None:
 def test_the_fields_that_a_format_uses_are_in_its_sample(name: str) -> None:
     files, _, _ = list_inputs([sample(name)])
     there = {field for path in files for record in read_records(path) for field in fields_of(record.value)}
-    missing = [field for field in FORMAT_OF_NAME[name].used if field not in there]
+    # "a.*" is the rest of a, "a.b=c" says that b has the form of c, and "a!" is a text that is a name.
+    plain = [field.rstrip("!") for field in FORMAT_OF_NAME[name].used if "*" not in field and "=" not in field]
+    missing = [field for field in plain if field not in there]
     assert missing == []
 
 

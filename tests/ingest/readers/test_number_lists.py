@@ -285,7 +285,7 @@ def token_line(rng: random.Random, required: list[str]) -> bytes:
 def test_records_with_wrong_values_read_as_without_arrays(reader: Format) -> None:
     rng = random.Random(3)
     num_read = num_refused = 0
-    for _ in range(300):
+    for _ in range(400):
         piece = Lines("r.jsonl", 7, token_line(rng, REQUIRED[reader.name]))
         options = ReadOptions(skip_bad=rng.random() < 0.5, train_all=rng.random() < 0.2, vocab_size=10**6)
         expected = read(reader, piece, options, arrays=False)
@@ -324,8 +324,8 @@ def test_damaged_samples_read_as_without_arrays(reader: Format) -> None:
 
 
 def test_numbers_of_a_column_stay_numbers() -> None:
-    line = b'{"prompts": [[5, 6], [5, 7]], "responses": [[1], [2]], "response_mask": [[1], [1]], "mask": [3, 4]}\n'
+    line = b'{"prompts": [[5, 6], [5, 7]], "responses": [[1], [2]], "response_mask": [[1], [1]], "turns": [3, 4]}\n'
     (verl,) = (each for each in FAST if each.name == "verl")
     items, error = read(verl, Lines("r.jsonl", 1, line), ReadOptions(), arrays=True)
     assert not error
-    assert [item.metadata for item, _ in items] == [{"mask": 3}, {"mask": 4}]
+    assert [item.metadata for item, _ in items] == [{"turns": 3}, {"turns": 4}]

@@ -24,7 +24,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.content_blocks import split_blocks
-from treepack.ingest.readers.fields import ReadOptions, as_number, describe, shown
+from treepack.ingest.readers.fields import BadValueError, ReadOptions, as_number, describe, shown
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.messages import Messages, normalise_messages, normalise_template_kwargs, normalise_tools
 from treepack.ingest.readers.records import Record
@@ -104,28 +104,40 @@ class JoinedChat:
 def read_calls(record: Record, calls: Sequence[TokenCall], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Yield the trajectories of a rollout with these `calls`; `record` has its other fields.
 
+    A bad value, such as that of the reward, skips the rollout.
+
     Raises:
         TreepackError: ids or values contradict each other, or the `tokens` reader refuses them.
     """
     if not options.keep_routes:
         calls = [replace(call, routes=None) for call in calls]
     joined = join_calls(calls, source=record.source)
-    items = [
-        replace(item, notes=item.notes + part.notes) if isinstance(item, Trajectory) else item
-        for part in joined
-        for item in tokens.read(replace(record, value=record.value | part.fields), options)
-    ]
+    try:
+        items = [
+            replace(item, notes=item.notes + part.notes) if isinstance(item, Trajectory) else item
+            for part in joined
+            for item in tokens.read(replace(record, value=record.value | part.fields), options)
+        ]
+    except BadValueError as error:
+        yield Skipped(record.source, error.reason, detail=str(error))
+        return
     yield from _with_names(record, items, [part.calls for part in joined], num_calls=len(calls))
 
 
 def read_chats(record: Record, calls: Sequence[ChatCall], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Yield the trajectories of a rollout whose `calls` are messages; `record` has its other fields.
 
+    A bad value, such as that of the reward, or a message without content, skips the rollout.
+
     Raises:
         TreepackError: `readers.messages` refuses messages or tools.
     """
-    joined = join_chats(calls, source=record.source)
-    items = [describe(record, part.content, used=(), options=options, notes=part.notes) for part in joined]
+    try:
+        joined = join_chats(calls, source=record.source)
+        items = [describe(record, part.content, used=(), options=options, notes=part.notes) for part in joined]
+    except BadValueError as error:
+        yield Skipped(record.source, error.reason, detail=str(error))
+        return
     yield from _with_names(record, items, [part.calls for part in joined], num_calls=len(calls))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields import quoted
+from treepack.ingest.readers.fields import quoted, shown
 from treepack.ingest.readers.files import read_records
 from treepack.ingest.readers.inputs import STDIN
 from treepack.ingest.readers.records import Record
@@ -56,6 +56,10 @@ class Exchange:
                     # bool is a subclass of int.
                     if isinstance(session := fields.get(name), str | int) and not isinstance(session, bool):
                         return str(session)
+                    if session is not None:
+                        raise TreepackError(
+                            f"{self.record.source}: {name} is {shown(session)}; expected text or an integer"
+                        )
         return None
 
     @property

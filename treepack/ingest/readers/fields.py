@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.unread import MASK, danger, is_empty, not_used
 from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
 
 # Of several names in one record, the first in these lists counts.
@@ -33,7 +35,20 @@ UNTRAINED_PREFIX = "untrained_prefix"  # tokens of an augmented query, which its
 SEGMENTS = "segments"  # token offsets at which a sampler began its segments: a list of integers of any length
 SEGMENT_IDS = "segment_ids"  # one integer per segment, equal in two rollouts of a group if it is the same sample
 MAX_METADATA = 2000  # characters of one field: enough for settings and scores, too few for a transcript
+INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
 MAX_DEPTH = 100  # of nested values: far from 1000, at which Python's json raises RecursionError
+
+
+class BadValueError(TreepackError):
+    """A fact of one rollout, such as its reward, has an impossible value: this rollout cannot be used.
+
+    `reason` is the same for all rollouts with the fault, so that they can be counted.
+    """
+
+    def __init__(self, sentence: str, reason: str) -> None:
+        """Keep the sentence about the rollout, and the reason for its count."""
+        super().__init__(sentence)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +59,8 @@ class ReadOptions:
     `train_all` trains every token of a record that has neither a mask nor a separate response. `shapes` accepts formats
     with the lengths and shared prefixes of rollouts but without tokens or text; token ids are then placeholders.
     `skip_bad` skips damaged records and files, which are refused otherwise. `max_record_size` limits the bytes of a
-    record, and of a file that is read as a whole. `keep_routes` keeps recorded routes, see `route_fields`.
+    record, and of a file that is read as a whole. `keep_routes` keeps recorded routes, see `route_fields`. `harmless`
+    are fields that are metadata although their names could be those of answers or masks.
     """
 
     reward_key: str | None = None
@@ -54,6 +70,7 @@ class ReadOptions:
     skip_bad: bool = False
     max_record_size: int = MAX_RECORD_SIZE
     keep_routes: bool = False
+    harmless: frozenset[str] = frozenset()
 
 
 def describe(
@@ -86,7 +103,10 @@ def describe(
     weight = value.get("weight")
     temperature, temperature_field = _temperature(value)
     taken = {group_field, id_field, step_field, reward_field, "weight", temperature_field}
-    metadata, dropped = _metadata({k: v for k, v in value.items() if k not in used and k not in taken})
+    rest = {k: v for k, v in value.items() if k not in used and k not in taken}
+    check_rest({k: v for k, v in rest.items() if k not in options.harmless}, source)
+    metadata, dropped = _metadata(rest)
+    dropped += _other_rewards(rest, reward, reward_field)
     return check_scalars(
         Trajectory(
             trajectory_id=record.label if name is None else name,
@@ -94,7 +114,7 @@ def describe(
             content=content,
             group_id=group,
             step=step,
-            weight=1.0 if weight is None else as_number(weight, source=source, name="weight"),
+            weight=1.0 if weight is None else as_fact(weight, source=source, name="weight"),
             reward=reward,
             advantage=advantage,
             metadata=metadata,
@@ -102,6 +122,44 @@ def describe(
             temperature=temperature,
         )
     )
+
+
+def check_rest(rest: dict[str, Any], source: str) -> None:
+    """Refuse a record whose field can contain an answer or a mask; the reader has understood all fields but `rest`.
+
+    Raises:
+        TreepackError: the name of a field is one of `unread.ANSWERS` or `MASKS`, or a mask is in an object of metadata.
+    """
+    for name, field in rest.items():
+        kind = danger(name, field)
+        if name in METADATA_DICTS and isinstance(field, dict):
+            # {"info": {"loss_mask": [..]}} decides what is trained; {"info": {"text": ".."}} is metadata.
+            masks = [f"{name}.{inner}" for inner, each in field.items() if _is_mask(inner, each)]
+            kind, name = (MASK, masks[0]) if masks else (None, name)
+        if kind is not None:
+            raise TreepackError(
+                f"{source}: has the field '{name}', which can contain {kind} and is not read here; say what it is with "
+                f"--columns, leave it out with --columns ignore={name}, or remove it"
+            )
+
+
+def _is_mask(name: str, value: Any) -> bool:
+    return isinstance(value, list | np.ndarray) and danger(name, value) == MASK
+
+
+def _other_rewards(rest: dict[str, Any], reward: float | None, used: str | None) -> tuple[str, ...]:
+    """Return notes on the rewards in `rest` under other names, of which only the first name counts."""
+    # {"reward": 1.0, "score": 7} -> the score is metadata; an equal one says nothing new.
+    others = (name for name in REWARDS if not is_empty(rest.get(name)) and not is_equal(rest[name], reward))
+    return tuple(f"field '{name}' not read as the reward, because '{used}' is" for name in others)
+
+
+def is_equal(value: Any, reward: float | None) -> bool:
+    """Return whether `value` of a field is the `reward` of its rollout: the number, or a list with this sum."""
+    numbers = value.tolist() if isinstance(value, np.ndarray) else value
+    parts = numbers if isinstance(numbers, list) else [numbers]
+    is_number = all(isinstance(part, int | float) for part in parts)
+    return reward is not None and is_number and math.isclose(sum(parts), reward, rel_tol=1e-6)
 
 
 def _temperature(value: dict[str, Any]) -> tuple[float | None, str | None]:
@@ -145,6 +203,22 @@ def as_number(value: Any, *, source: str, name: str) -> float:
         return float(value)
     except OverflowError:
         raise TreepackError(f"{source}: {name} does not fit a float; expected a finite number") from None
+
+
+def as_fact(value: Any, *, source: str, name: str) -> float:
+    """Return `value`, a fact of a rollout such as its reward, as a finite float; text and booleans may mean a number.
+
+    Raises:
+        BadValueError: it means no finite number, which concerns this rollout only.
+    """
+    # "0.5" -> 0.5, true -> 1.0, and numpy's numbers
+    try:
+        number = float(value) if isinstance(value, str | int | float | np.number | np.bool_) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise BadValueError(f"{source}: {name} is {shown(value)}; expected a finite number", f"bad value of {name}")
+    return number
 
 
 def as_objects(value: Any, *, source: str, name: str) -> list[dict[str, Any]]:
@@ -216,8 +290,8 @@ def _reward(reward: Any, *, source: str, name: str, reward_key: str | None) -> f
     if isinstance(reward, np.ndarray):
         reward = reward.tolist()
     if isinstance(reward, list):
-        return sum(as_number(part, source=source, name=f"a value of {name}") for part in reward)
-    return as_number(reward, source=source, name=name)
+        return sum(as_fact(part, source=source, name=f"a value of {name}") for part in reward)
+    return as_fact(reward, source=source, name=name)
 
 
 def _reward_of_dict(reward: dict[str, Any], *, source: str, name: str, reward_key: str | None) -> float:
@@ -227,7 +301,7 @@ def _reward_of_dict(reward: dict[str, Any], *, source: str, name: str, reward_ke
         chosen = reward[reward_key]
         # {"accuracy": {"score": 1, "weight": 0.5}} with the key "accuracy" -> 1, without the weight
         chosen = chosen.get("score") if isinstance(chosen, dict) else chosen
-        return as_number(chosen, source=source, name=f"{name}.{reward_key}")
+        return as_fact(chosen, source=source, name=f"{name}.{reward_key}")
     # {"accuracy": {"score": 1, "weight": 0.5}, "format": {"score": 2}} -> 0.5 * 1 + 1 * 2 = 2.5
     total = 0.0
     for key, part in reward.items():
@@ -235,8 +309,8 @@ def _reward_of_dict(reward: dict[str, Any], *, source: str, name: str, reward_ke
             raise TreepackError(
                 f"{source}: {name} is a dict with the keys {', '.join(reward)}; choose one with --reward-key"
             )
-        weight = as_number(part.get("weight", 1.0), source=source, name=f"{name}.{key}.weight")
-        total += weight * as_number(part["score"], source=source, name=f"{name}.{key}.score")
+        weight = as_fact(part.get("weight", 1.0), source=source, name=f"{name}.{key}.weight")
+        total += weight * as_fact(part["score"], source=source, name=f"{name}.{key}.score")
     return total
 
 
@@ -261,9 +335,13 @@ def _first_name(
 ) -> tuple[str | None, str | None]:
     for name in names:
         if (identifier := value.get(name)) is not None:
+            # A column with nulls becomes floats in pandas: 3.0 -> "3".
+            if isinstance(identifier, float) and identifier.is_integer():
+                identifier = int(identifier)
             if isinstance(identifier, bool) or not isinstance(identifier, str | int):
-                raise TreepackError(
-                    f"{source}: {prefix}{name} is {shown(identifier)}; expected a string or an integer of 64 bits"
+                raise BadValueError(
+                    f"{source}: {prefix}{name} is {shown(identifier)}; expected a string or an integer of 64 bits",
+                    f"bad value of {prefix}{name}",
                 )
             return str(identifier), name
     return None, None
@@ -278,10 +356,22 @@ def _trial(value: dict[str, Any], group: str | None, source: str) -> tuple[str |
 def _step(value: dict[str, Any], source: str) -> tuple[int | None, str | None]:
     for name in STEPS:
         if (step := value.get(name)) is not None:
-            if isinstance(step, bool) or not isinstance(step, int) or not -(2**63) <= step < 2**63:
-                raise TreepackError(f"{source}: {name} is {shown(step)}; expected an integer in [-2**63, 2**63)")
-            return step, name
+            number = _integer(step)
+            if number is None or not -(2**63) <= number < 2**63:
+                raise BadValueError(
+                    f"{source}: {name} is {shown(step)}; expected an integer in [-2**63, 2**63)", f"bad value of {name}"
+                )
+            return number, name
     return None, None
+
+
+def _integer(value: Any) -> int | None:
+    """Return the integer that `value` means: 12, 12.0 or "12"; None if it means none."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and INTEGER.fullmatch(value):
+        return int(value)
+    return int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
 
 
 def _metadata(rest: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -294,7 +384,7 @@ def _metadata(rest: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
             metadata[name] = listed
             continue
         if not isinstance(value, str | int | float) and not (name in METADATA_DICTS and isinstance(value, dict)):
-            notes.append(f"field '{name}' not used")
+            notes.append(not_used(name))
             continue
         # NaN is refused here, because the metadata column is read by other programs, and strict JSON has no NaN.
         fault = fault_in_json(value, allow_nan=False)

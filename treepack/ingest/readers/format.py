@@ -26,16 +26,18 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.batches import is_column
-from treepack.ingest.readers.fields import ReadOptions, group_of, shown
+from treepack.ingest.readers.fields import BadValueError, ReadOptions, group_of, shown
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import DAMAGED_FILE, DAMAGED_RECORD, Record
+from treepack.ingest.readers.unread import Declared, declare
+from treepack.ingest.readers.unread_notes import NotesOfFile, notes_of_record
 from treepack.trajectory import Skipped, Trajectory
 
 # The columns of the table in docs/formats.md, in this order.
@@ -134,9 +136,10 @@ class Format:
 
     `program` writes it, and `recognised_by` describes `requires` in words. `used` are the fields that are read, with
     dots for fields inside fields (`info.reward`). `dropped` are the known fields that are not read, each with its
-    reason in brackets if the reason is not plain. `ignored` are paths of fields, written as in `used`, that are known,
-    not read and not noted, because no training could need them: times, ids of requests, counts of tokens. A path of
-    `used` or `ignored` without deeper declared paths covers everything under it. `keeps` is a subset of `KEEPS`:
+    reason in brackets if the reason is not plain. `ignored` are paths of known fields, written as in `used`, that no
+    training could need: times, ids of requests, counts of tokens. A path without deeper declared paths covers
+    everything under it. A field that is not in `used` is noted when a record is read, see `unread`. `keeps` is a
+    subset of `KEEPS`:
 
         token ids           the ids of the sampler; nothing is tokenised again
         masks               the record marks the trained tokens or messages; they do not follow from the roles
@@ -165,10 +168,12 @@ class Format:
     read_file: ReadFile | None = None
     checked: Literal["each", "first", "none"] = "each"
     arrays: Sequence[str] = ()
+    declared: Declared = field(init=False)
 
     def __post_init__(self) -> None:
         assert (self.read is None) != (self.read_file is None), self.name
         assert self.read is not None or not self.arrays, self.name
+        object.__setattr__(self, "declared", declare(self.used))
 
     def matches(self, value: dict[str, Any]) -> bool:
         """Return whether the record `value` has this format."""
@@ -203,7 +208,8 @@ class Format:
         elif options.skip_bad:
             yield from self._of_damaged_file(list(records), options)
         else:
-            yield from self.read_file(self._check_records(records), options)
+            notes = NotesOfFile(self.declared)
+            yield from notes.on_items(self.read_file(notes.of_records(self._check_records(records)), options))
 
     def _of_record(self, record: Record, number: int, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
         """Read record `number` of a file; a skipped rollout gets the group that its record names."""
@@ -220,8 +226,17 @@ class Format:
     def _of_value(self, record: Record, number: int, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
         assert self.read is not None
         self._check_record(record, number)
-        for item in self.read(record, options):
+        try:
+            items = list(self.read(record, options))
+        except BadValueError as error:
+            # One bad value of one rollout refuses this rollout, and not the file.
+            items = [Skipped(record.source, error.reason, detail=str(error))]
+        notes = notes_of_record(record.value, self.declared, items)
+        for item in items:
             is_lost = isinstance(item, Skipped) and item.is_rollout and item.group_id is None
+            if notes and isinstance(item, Trajectory):
+                # Once per record: a reader may have noted a field itself.
+                item, notes = replace(item, notes=tuple(dict.fromkeys((*item.notes, *notes)))), ()
             yield replace(item, group_id=group_of(record)) if is_lost else item
 
     def _of_damaged_file(self, records: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -236,7 +251,9 @@ class Format:
             if not records:
                 return
             try:
-                yield from list(self.read_file(self._check_records(records), options))
+                notes = NotesOfFile(self.declared)
+                items = self.read_file(notes.of_records(self._check_records(records)), options)
+                yield from list(notes.on_items(items))
                 return
             except TreepackError as error:
                 number = _number_of_record(str(error), records)

@@ -18,21 +18,45 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields import as_number, fault_in_json, quoted, shown
+from treepack.ingest.readers.fields import BadValueError, as_number, fault_in_json, quoted, shown
+from treepack.ingest.readers.unread import MASK, danger, is_empty
 from treepack.trajectory import WEIGHTS, is_weight
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
-RENAMED_ROLES = {"developer": "system", "function": "tool"}
+RENAMED_ROLES = {"developer": "system", "function": "tool", "human": "user", "model": "assistant", "ai": "assistant"}
 KEPT = ("name", "tool_call_id")  # copied as they are
+# Names of the reasoning of a turn in APIs and data sets: text, or parts with text. The first one counts.
+REASONING = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "reasoning_text",
+    "thought",
+    "thoughts",
+    "reasoning_details",
+    "thinking_blocks",
+)
+# Names of the text in a part of reasoning, and of its summary.
+REASONING_TEXTS = ("text", "thinking", "reasoning", "content", "summary")
+# Names of the arguments of a call.
+ARGUMENTS = ("arguments", "args", "input", "parameters")
 # Fields of a message that are read; every other field becomes a note.
 READ = frozenset(
     [
         *KEPT,
-        *"role content tool_calls function_call reasoning reasoning_content loss loss_scale trainable weight".split(),
+        *REASONING,
+        *"role content refusal tool_calls function_call loss loss_scale trainable weight finish_reason".split(),
     ]
 )
+# Fields of parts and calls that say nothing about their text.
+OF_PARTS = frozenset({"type", "text"})
+OF_CALLS = frozenset({"id", "type", "function", "index", "name"})
+NO_CONTENT = "message without content"
 MEDIA = ("images", "videos", "audios")
 # Variables that `chat_template` passes to the template itself, or that would change its mode.
+# Names of the tool schemas of a record, and of the parameters of a schema.
+TOOLS = frozenset("tools functions tool_definitions tool_schemas available_tools".split())
+PARAMETERS = ("input_schema", "inputSchema", "parameters_json_schema", "parametersJsonSchema", "json_schema", "schema")
 RESERVED = frozenset(
     "messages conversations tools chat_template add_generation_prompt continue_final_message "
     "return_assistant_tokens_mask".split()
@@ -75,15 +99,21 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
         if not isinstance(message, dict):
             raise TreepackError(f"{where} is {shown(message)}; expected an object with role and content")
         role = _role(message, where)
-        if message["role"] == "developer":
-            notes["role 'developer' read as 'system'"] = None
-        normal: dict[str, Any] = {"role": role, "content": _content(message.get("content"), where)}
-        if (reasoning := _reasoning(message, where)) is not None:
+        if message["role"] in RENAMED_ROLES and message["role"] != "function":
+            notes[f"role '{message['role']}' read as '{role}'"] = None
+        normal: dict[str, Any] = {"role": role, "content": _content(message.get("content"), where, notes)}
+        reasoning, used = _reasoning(message, where)
+        if reasoning is not None:
             normal["reasoning_content"] = reasoning
-        if calls := _tool_calls(message, index, where):
+        if calls := _tool_calls(message, index, where, notes):
             if role != "assistant":
                 raise TreepackError(f"{where} has role '{role}' and tool calls; only the assistant can call a tool")
             normal["tool_calls"] = calls
+        # A refusal is text that the model wrote in place of the content.
+        if message.get("content") is None and isinstance(message.get("refusal"), str):
+            normal["content"] = message["refusal"]
+            used |= {"refusal"}
+        _check_content(message, normal, where, notes)
         normal.update({key: _name(message[key], key, where) for key in KEPT if message.get(key) is not None})
         # OpenAI's older form has no ids: a message of role "function" is the result of the call just before it.
         if message["role"] == "function" and "tool_call_id" not in normal and done:
@@ -92,24 +122,59 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
         weights.append(_weight(message, where) if role == "assistant" else 0.0)
         if role != "assistant" and (message.get("loss") is True or message.get("trainable") is True):
             notes[f"role '{role}' marked as trained, not trained"] = None
-        unused = (key for key, value in message.items() if key not in READ and value is not None)
+        unused = [key for key, value in message.items() if key not in used and not is_empty(value)]
+        for key in unused:
+            if danger(key, message[key]) == MASK:
+                raise TreepackError(
+                    f"{where} has the field '{key}', which can be a mask and is not read; remove it, or say which "
+                    "turns are trained with loss, true or false"
+                )
         notes.update({f"message field '{key}' not used": None for key in unused})
     return Messages(done, weights, tuple(notes))
 
 
+def _check_content(message: dict[str, Any], normal: dict[str, Any], where: str, notes: dict[str, None]) -> None:
+    """Refuse a message without content that nothing explains; note an empty one.
+
+    Raises:
+        BadValueError: the content is missing, or null in a turn without reasoning and calls.
+        TreepackError: another field may have the text.
+    """
+    if normal["content"] or (normal["role"] == "assistant" and normal.keys() & {"tool_calls", "reasoning_content"}):
+        return
+    texts = [key for key, value in message.items() if key not in READ and isinstance(value, str | list) and value]
+    if message.get("content") is None and (texts or "content" not in message or normal["role"] == "assistant"):
+        if texts:
+            raise TreepackError(
+                f"{where} has no content, but {', '.join(texts[:3])}; name the field of the text with "
+                f"--columns content={texts[0]}"
+            )
+        raise BadValueError(f"{where} has no content; expected text, or the calls of a turn", NO_CONTENT)
+    # The result of a tool may be empty; an empty turn of the model trains the end of a turn only.
+    if normal["role"] == "assistant" or message.get("content") is None:
+        notes[f"message of role '{normal['role']}' without text"] = None
+
+
+def tools_of(value: dict[str, Any]) -> Any:
+    """Return the tool schemas of a record under the first of `TOOLS` that is not empty, None if there are none."""
+    return next((value[name] for name in sorted(TOOLS, reverse=True) if not is_empty(value.get(name))), None)
+
+
 def normalise_tools(tools: Any, *, source: str) -> list[dict[str, Any]] | None:
-    """Return tool schemas in the nested form, from a list or from JSON text; None if there are none.
+    """Return tool schemas in the nested form, from a list, an object by name, or JSON text; None if there are none.
 
     Raises:
         TreepackError: `tools` is something else.
     """
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise TreepackError(f"{source}: tools is not JSON ({error}); expected a list of schemas") from None
+    tools = _parsed(tools, source)
     if tools is None:
         return None
+    if isinstance(tools, dict):
+        # One schema, or schemas by their names: {"f": {"description": ..}} -> [{"name": "f", "description": ..}]
+        is_one = "name" in tools or "function" in tools
+        tools = [tools] if is_one else [{"name": name, **_object(tool)} for name, tool in tools.items()]
+    if isinstance(tools, list):
+        tools = [_parsed(tool, source) for tool in tools]  # a column of texts
     if not is_messages(tools):
         raise TreepackError(f"{source}: tools is {shown(tools)}; expected a list of schemas or one as JSON text")
     if (fault := fault_in_json(tools)) is not None:
@@ -117,12 +182,25 @@ def normalise_tools(tools: Any, *, source: str) -> list[dict[str, Any]] | None:
     return [_nest(tool) for tool in tools] or None
 
 
+def _parsed(tools: Any, source: str) -> Any:
+    if not isinstance(tools, str):
+        return tools
+    try:
+        return json.loads(tools) if tools.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise TreepackError(f"{source}: tools is not JSON ({error}); expected a list of schemas") from None
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def _nest(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a function `tool` in the nested form; another tool, such as the search of a server, stays as it is."""
     # {"name": "f", "input_schema": S} -> {"type": "function", "function": {"name": "f", "parameters": S}}
     if "function" in tool or not isinstance(tool.get("name"), str) or tool.get("type", "function") != "function":
         return tool
-    renamed = {"parameters" if key == "input_schema" else key: value for key, value in tool.items() if key != "type"}
+    renamed = {"parameters" if key in PARAMETERS else key: value for key, value in tool.items() if key != "type"}
     return {"type": "function", "function": renamed}
 
 
@@ -161,54 +239,87 @@ def _name(value: Any, key: str, where: str) -> str | int:
     return value
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, where: str, notes: dict[str, None]) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
+    # One part in place of a list of parts means the same.
+    parts = [content] if isinstance(content, dict) else content
+    if not isinstance(parts, list):
         raise TreepackError(f"{where} has the content {shown(content)}; expected text or a list of text parts")
-    return "".join(_part(part, where) for part in content)
+    return "".join(_part(part, where, notes) for part in parts)
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str, notes: dict[str, None]) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
         raise TreepackError(f"{where} has a content part of type {quoted(kind)}; expected text parts only")
+    _note_rest(part, OF_PARTS, "content part", notes)
     return str(part["text"])
 
 
-def _reasoning(message: dict[str, Any], where: str) -> str | None:
-    reasoning = message.get("reasoning_content")
-    reasoning = message.get("reasoning") if reasoning is None else reasoning
-    if reasoning is not None and not isinstance(reasoning, str):
-        raise TreepackError(f"{where} has the reasoning {shown(reasoning)}; expected text")
-    return reasoning
+def _note_rest(value: dict[str, Any], known: frozenset[str], what: str, notes: dict[str, None]) -> None:
+    rest = (key for key, field in value.items() if key not in known and not is_empty(field))
+    notes.update({f"{what} field '{key}' not used": None for key in rest})
 
 
-def _tool_calls(message: dict[str, Any], index: int, where: str) -> list[dict[str, Any]]:
+def _reasoning(message: dict[str, Any], where: str) -> tuple[str | None, frozenset[str]]:
+    """Return the reasoning of a turn, and the fields of the message that are read: a second reasoning is not."""
+    texts = {name: _reasoning_text(message[name], name, where) for name in REASONING if not is_empty(message.get(name))}
+    # An empty text is a reasoning without words, which templates print; other values without content are none.
+    names = [name for name in REASONING if message.get(name) == ""]
+    first = next(iter(texts), names[0] if names else None)
+    reasoning = None if first is None else texts.get(first, "")
+    unread = {name for name, text in texts.items() if text != reasoning}
+    return reasoning, READ - unread - {"refusal"}
+
+
+def _reasoning_text(value: Any, name: str, where: str) -> str:
+    """Return the text of reasoning, which is text or parts: [{"type": "thinking", "thinking": "A"}, ..] -> "A..".."""
+    parts = [value] if isinstance(value, str | dict) else value
+    texts = []
+    for part in parts if isinstance(parts, list) else [None]:
+        text = next((part[key] for key in REASONING_TEXTS if key in part), "") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            raise TreepackError(f"{where} has the {name} {shown(value)}; expected text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_calls(message: dict[str, Any], index: int, where: str, notes: dict[str, None]) -> list[dict[str, Any]]:
     # A message may have both forms; the older one, function_call, has room for one call only.
     calls = message.get("tool_calls") or []
+    calls = [calls] if isinstance(calls, dict) else calls
     if is_messages(calls) and message.get("function_call"):
         calls = [*calls, message["function_call"]]
     if not is_messages(calls):
         raise TreepackError(f"{where} has the tool calls {shown(calls)}; expected a list of objects")
-    return [_tool_call(call, f"call{index:03}{number:02}", where) for number, call in enumerate(calls)]
+    return [_tool_call(call, f"call{index:03}{number:02}", where, notes) for number, call in enumerate(calls)]
 
 
-def _tool_call(call: dict[str, Any], default_id: str, where: str) -> dict[str, Any]:
+def _tool_call(call: dict[str, Any], default_id: str, where: str, notes: dict[str, None]) -> dict[str, Any]:
     function = call.get("function", call)  # nested, or flat: the call is the function
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise TreepackError(f"{where} has the tool call {shown(call)}; expected a name and arguments")
-    arguments = function.get("arguments")
-    arguments = "{}" if arguments is None else arguments
+    # A flat call of Anthropic has the type "tool_use", and one of the Responses API "function_call".
+    if call.get("type") not in (None, "function", "function_call", "tool_use", "tool_call"):
+        notes[f"tool call of type '{str(call['type'])[:40]}' read as a function"] = None
+    # Arguments beside the function, and not in it, mean the same.
+    places = [(holder, key) for holder in (function, call) for key in ARGUMENTS if holder.get(key) is not None]
+    arguments = places[0][0][places[0][1]] if places else "{}"
+    if not places:
+        notes["tool call without arguments"] = None
     if not isinstance(arguments, str | dict):
         raise TreepackError(f"{where} calls {name} with {shown(arguments)}; expected an object or JSON text")
     if isinstance(arguments, dict) and (fault := fault_in_json(arguments)) is not None:
         raise TreepackError(f"{where} calls {name} with arguments {fault}; expected an object in JSON")
+    for each in (call, function) if function is not call else (call,):
+        rest = {key: value for key, value in each.items() if not places or (each, key) != places[0]}
+        _note_rest(rest, OF_CALLS, "tool call", notes)
     return {
         "id": default_id if call.get("id") is None else _name(call["id"], "id", where),
         "type": "function",

@@ -8,12 +8,14 @@ different kinds: of the sampler, of the trainer before the update (old), and of 
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.fields import shown
 from treepack.trajectory import MAX_WEIGHT, MIN_WEIGHT, WEIGHTS, Float64
 
 IDS, PROMPT, RESPONSE = "ids", "prompt", "response"
@@ -57,12 +59,21 @@ LISTS = frozenset(NAMES) - {RESPONSE_LENGTH, ADVANTAGE, RETURN}  # an advantage 
 Fields = dict[str, dict[str, Any]]
 
 
-def sort_fields(record: dict[str, Any]) -> Fields:
-    """Return the fields of `record` with a known name, by kind and name; fields that contain text are left out."""
+def sort_fields(record: dict[str, Any], source: str) -> Fields:
+    """Return the fields of `record` with a known name, by kind and name; texts under names of ids are left out.
+
+    Raises:
+        TreepackError: a mask or another list with one number per token is text, and no list as JSON.
+    """
     fields: Fields = {}
     for name, value in record.items():
         kind = KINDS.get(name)
-        if kind is None or value is None or isinstance(value, str | dict):
+        if kind is None or value is None:
+            continue
+        # A mask from CSV or a table is text: "[1, 0, 1]".
+        if isinstance(value, str) and kind not in TOKEN_IDS:
+            value = _list_of_text(value, f"{source}: {name}")
+        if isinstance(value, str | dict):
             continue
         if kind in LISTS and not isinstance(value, list | np.ndarray):
             continue
@@ -73,6 +84,22 @@ def sort_fields(record: dict[str, Any]) -> Fields:
     # Returns replace missing advantages; the union keeps ADVANTAGE of `fields` if there is one.
     returns = fields.pop(RETURN, None)
     return fields if returns is None else {ADVANTAGE: returns} | fields
+
+
+def _list_of_text(text: str, where: str) -> Any:
+    """Return the list or number that `text` is as JSON.
+
+    Raises:
+        TreepackError: it is something else.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    # "1011" is a number in JSON, but most probably a mask.
+    if not isinstance(value, list | float):
+        raise TreepackError(f"{where} is the text {shown(text)}; expected a list of numbers")
+    return value
 
 
 def mask_values(values: Any, *, source: str, name: str) -> NDArray[np.uint8] | Float64:

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
@@ -69,7 +71,7 @@ def _read_trajectory(
         yield Skipped(source, "no message that the model wrote")
         return
     # Ids of some choices only would mix two tokenisations in one trajectory, so then all are read as text.
-    calls = [_token_call(choice) for choice in choices]
+    calls = [_token_call(choice, source) for choice in choices]
     if all(call is not None for call in calls):
         yield from read_calls(one, [call for call in calls if call is not None], options)
         return
@@ -97,12 +99,15 @@ def _chat_calls(items: list[dict[str, Any]], tools: Any) -> Iterator[ChatCall]:
             yield ChatCall(messages[:place], messages[place : place + 1], tools)
 
 
-def _token_call(choice: dict[str, Any]) -> TokenCall | None:
+def _token_call(choice: dict[str, Any], source: str) -> TokenCall | None:
     """Return the call of a choice by its token ids, or None if it has none."""
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     # `content` may be missing or null.
     entries = content if is_messages(content) else []
+    for name in ("token_ids", "prompt_token_ids"):
+        if choice.get(name) is not None and not isinstance(choice[name], list | np.ndarray):
+            raise TreepackError(f"{source}: {name} is {shown(choice[name])}; expected a list of token ids")
     ids = choice.get("token_ids")
     # ["token_id:5", "token_id:6"] -> [5, 6]
     names = [str(entry.get("token")) for entry in entries]
@@ -142,8 +147,10 @@ FORMAT = Format(
     used="""
         trajectories.messages_and_choices trajectories.messages_and_choices.message trajectories.tools
         trajectories.messages_and_choices.prompt_token_ids trajectories.messages_and_choices.token_ids
-        trajectories.messages_and_choices.logprobs trajectories.reward trajectories.additional_histories
-        trajectories.metrics trajectories.metadata
+        trajectories.reward trajectories.metrics trajectories.metadata
+        trajectories.messages_and_choices.logprobs.content.token
+        trajectories.messages_and_choices.logprobs.content.logprob
+        trajectories.additional_histories=trajectories messages.* metadata metrics.* tools.*
     """.split(),
     dropped=(
         "logs, exceptions and exchanges",

@@ -304,8 +304,8 @@ FORMAT = Format(
         steps.source steps.message steps.reasoning_content steps.tool_calls steps.observation.results
         steps.metrics.prompt_token_ids steps.metrics.completion_token_ids steps.metrics.logprobs
         steps.is_copied_context steps.llm_call_count agent.tool_definitions agent.name agent.model_name
-        agent.extra.temperature session_id subagent_trajectories task_name trial_name verifier_result.rewards
-        step_results.verifier_result.rewards agent_result.rollout_details
+        agent.extra.temperature session_id task_name trial_name verifier_result.rewards
+        step_results.verifier_result.rewards agent_result.rollout_details subagent_trajectories=.
     """.split(),
     dropped=(
         "system steps with an observation (events of the harness)",

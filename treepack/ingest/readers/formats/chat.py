@@ -1,6 +1,7 @@
 """Conversations in the message form of OpenAI: `messages`, or TRL's `prompt` and `completion`.
 
     {"messages": [...], "tools": [...]}                  every assistant message is trained
+    {"messages": [...], "response": "..."}               the answer to the messages is trained, see `request_answer`
     {"prompt": [...], "completion": [...]}               every assistant message of the completion is trained
     {"prompt": "text", "completion": "text"}             the completion is trained
     {"system": "...", "messages": [...], "tools": [..]}  a request to Anthropic's API, whose blocks are split
@@ -17,21 +18,23 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.content_blocks import MEDIA_REASON, skip_reason, split_blocks
-from treepack.ingest.readers.fields import ReadOptions, describe
+from treepack.ingest.readers.fields import ReadOptions, describe, shown
 from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECTS, REWARDS, TALK, Format, close_names
 from treepack.ingest.readers.messages import (
-    Messages,
+    TOOLS,
     has_media,
     is_messages,
     normalise_messages,
     normalise_template_kwargs,
     normalise_tools,
+    tools_of,
 )
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.request_answer import answer_messages, dialogue, message_list
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 # Fields that become content; the others are metadata.
-USED = frozenset({"messages", "prompt", "completion", "system", "tools", "chat_template_kwargs"})
+USED = frozenset({"messages", "prompt", "completion", "system", "chat_template_kwargs"})
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -47,9 +50,13 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if (reason := MEDIA_REASON if has_media(value) else skip_reason(messages)) is not None:
         yield Skipped(source, reason)
         return
+    used: frozenset[str] = USED
+    notes: tuple[str, ...] = ()
     if value.get("messages") is not None:
-        messages = split_blocks(_list(value["messages"], "messages", source))
-        done = normalise_messages([*_system(value, messages), *messages], source=source)
+        found = dialogue(value, source)
+        system = _system(value, found.messages)
+        done = normalise_messages([*system, *found.messages], source=source)
+        num_prompt, used, notes = len(system) + found.num_prompt, USED | found.used, found.notes
     else:
         prompt, completion = value.get("prompt"), value.get("completion")
         if prompt is None or completion is None:
@@ -60,27 +67,24 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         if isinstance(prompt, str) and isinstance(completion, str):
             yield describe(record, Text(prompt, completion), used={"prompt", "completion"}, options=options)
             return
-        done = _prompt_and_completion(prompt, completion, source)
-    tools = normalise_tools(value.get("tools"), source=source)
+        if isinstance(prompt, str):
+            raise TreepackError(
+                f"{source}: prompt is text and completion is messages; expected both as text or both as messages"
+            )
+        asked = split_blocks(message_list(prompt, "prompt", source))
+        answer = answer_messages(completion)
+        if answer is None:
+            raise TreepackError(f"{source}: completion is {shown(completion)}; expected text or a list of messages")
+        system = _system(value, asked)
+        done = normalise_messages([*system, *asked, *answer], source=source)
+        num_prompt = len(system) + len(asked)
+    # prompt [user], completion [assistant, user, assistant]: weights [0] + [1, 0, 1]
+    weights = [0.0] * num_prompt + done.weights[num_prompt:]
+    tools = normalise_tools(tools_of(value), source=source)
     # {"enable_thinking": false}: the trajectory keeps it, so that the prompt is rendered as it was sampled.
     variables = normalise_template_kwargs(value.get("chat_template_kwargs"), source=source)
-    content = Chat(done.messages, done.weights, tools, variables)
-    yield describe(record, content, used=USED, options=options, notes=done.notes)
-
-
-def _prompt_and_completion(prompt: Any, completion: Any, source: str) -> Messages:
-    if isinstance(prompt, str) or isinstance(completion, str):
-        raise TreepackError(
-            f"{source}: one of prompt and completion is text; expected both as text or both as messages"
-        )
-    # prompt [user], completion [assistant, user, assistant]: weights [0] + [1, 0, 1]
-    asked, answered = (
-        split_blocks(_list(prompt, "prompt", source)),
-        split_blocks(_list(completion, "completion", source)),
-    )
-    done = normalise_messages([*asked, *answered], source=source)
-    weights = [0.0] * len(asked) + done.weights[len(asked) :]
-    return Messages(done.messages, weights, done.notes)
+    content = Chat(done.messages, weights, tools, variables)
+    yield describe(record, content, used=used | TOOLS, options=options, notes=done.notes + notes)
 
 
 def _system(value: dict[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
@@ -90,12 +94,6 @@ def _system(value: dict[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
     return [] if not system or has_system else [{"role": "system", "content": system}]
 
 
-def _list(value: Any, name: str, source: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise TreepackError(f"{source}: {name} is not a list; expected a list of messages")
-    return value
-
-
 FORMAT = Format(
     name="chat",
     program="OpenAI chat JSONL, with marks of ART, rLLM and ms-swift; TRL prompt and completion; Anthropic requests",
@@ -103,8 +101,8 @@ FORMAT = Format(
     requires=[{"messages": OBJECTS}, {"prompt": TALK, "completion": TALK}],
     checked="none",
     used="""
-        system messages tools chat_template_kwargs prompt completion messages.loss messages.trainable messages.weight
-        messages.loss_scale reward id group_id
+        system tools chat_template_kwargs prompt completion messages.loss messages.trainable messages.weight
+        messages.loss_scale reward id group_id messages.*
     """.split(),
     dropped=(
         "images, videos, audios (records that have some are skipped)",

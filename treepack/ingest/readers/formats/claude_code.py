@@ -260,8 +260,10 @@ FORMAT = Format(
     ],
     checked="first",
     used="""
-        type uuid parentUuid sessionId agentId cwd version subtype content message.id message.role message.content
-        message.model message.content.tool_use_id compactMetadata.preservedSegment attachment.prompt isApiErrorMessage
+        type uuid parentUuid sessionId agentId cwd version subtype content message.id message.content
+        message.model message.content.tool_use_id compactMetadata.preservedSegment attachment.prompt
+        isApiErrorMessage message.content.type message.content.text message.content.thinking message.content.id
+        message.content.name message.content.input message.content.content message.content.is_error
     """.split(),
     dropped=(
         "attachments except queued commands (reminders)",

@@ -171,9 +171,10 @@ FORMAT = Format(
     requires=[{"type": one_of("session_meta"), "payload": OBJECT}],
     checked="first",
     used="""
-        type payload payload.id payload.cwd payload.cli_version payload.base_instructions payload.type payload.role
-        payload.content payload.name payload.arguments payload.call_id payload.output payload.model payload.message
-        payload.replacement_history payload.num_turns metadata.compaction_output
+        type payload payload.id payload.cwd payload.cli_version payload.base_instructions payload.type
+        payload.role payload.content payload.name payload.arguments payload.call_id payload.output
+        payload.model payload.message payload.replacement_history payload.num_turns metadata.compaction_output
+        payload.input payload.action payload.status
     """.split(),
     dropped=(
         "event_msg (repeats the items for the user), except thread_rolled_back",

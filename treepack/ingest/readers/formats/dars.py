@@ -99,7 +99,9 @@ FORMAT = Format(
     program="DARS",
     recognised_by="`root`, a message with `children`, beside `node_count`",
     requires=[{"root.role": ANY, "root.content": ANY, "root.children": ANY, "node_count": ANY}],
-    used="root.role root.content root.children root.is_demo root.thought root.expansion_prompt".split(),
+    used="""
+        root.role root.content root.children root.is_demo root.thought root.expansion_prompt root.children=root
+    """.split(),
     dropped=(
         "root.action (part of the content)",
         "root.expansion_candidates (the one chosen is a node)",

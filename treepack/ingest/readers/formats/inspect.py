@@ -110,7 +110,7 @@ def _calls(sample: Sample, source: str) -> tuple[list[ChatCall], tuple[str, ...]
         if event.get("event") != "model" or event.get("role") is not None or str(event.get("span_id")) in scoring:
             continue
         # A call that failed has no choice; Inspect repeats it.
-        for choice in choices if is_messages(choices) else []:
+        for choice in as_objects(choices, source=source, name="choices"):
             places = _places(event.get("input_refs"), len(pool))
             inputs = as_objects(event.get("input"), source=source, name="input of a model event")
             prompt = [_message(each) for each in inputs] or [messages[place] for place in places]

@@ -111,8 +111,10 @@ FORMAT = Format(
     recognised_by="objects with `query` and `turn_history`, by number or under `logs`",
     requires=has_episodes,
     used="""
-        0.query 0.turn_history.actions 0.turn_history.observations 0.turn_history.thoughts 0.summary.max_reward
-        0.dataset 0.task_id 0.environment 0.hardness
+        *.query *.turn_history.actions *.turn_history.observations *.turn_history.thoughts *.summary.max_reward
+        *.dataset *.task_id *.environment *.hardness logs.*.query logs.*.turn_history.actions
+        logs.*.turn_history.observations logs.*.turn_history.thoughts logs.*.summary.max_reward logs.*.dataset
+        logs.*.task_id logs.*.environment logs.*.hardness
     """.split(),
     dropped=(
         "meta (options of the run)",

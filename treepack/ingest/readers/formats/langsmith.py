@@ -276,9 +276,10 @@ FORMAT = Format(
     recognised_by="`run_type` beside `inputs` or `dotted_order`, or `runs` of such",
     requires=[{"runs": first(RUN)}, {"runs": no(FILLED), **RUN}],
     used="""
-        id run_type trace_id dotted_order inputs.messages outputs.generations.message.kwargs outputs.choices.message
-        extra.invocation_params.tools extra.invocation_params.temperature extra.metadata.ls_model_name
-        extra.metadata.ls_temperature feedback_stats reference_example_id child_runs
+        id run_type trace_id dotted_order inputs.messages outputs.generations.message.kwargs
+        outputs.choices.message extra.invocation_params.tools extra.invocation_params.temperature
+        extra.metadata.ls_model_name extra.metadata.ls_temperature reference_example_id child_runs inputs.tools
+        feedback_stats.*.avg
     """.split(),
     dropped=(
         "chains, tools, retrievers and parsers",

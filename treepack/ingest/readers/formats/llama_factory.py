@@ -70,7 +70,10 @@ FORMAT = Format(
         {"chosen_messages": IN_PARTS, "rejected_messages": IN_PARTS},
         {("chosen_messages", "rejected_messages"): no(SET), "messages": IN_PARTS},
     ],
-    used="messages.content.value messages.loss_weight tools chosen_messages rejected_messages".split(),
+    used="""
+        messages.content.value messages.loss_weight tools chosen_messages rejected_messages messages.role
+        messages.content.type
+    """.split(),
     dropped=("parts that are not text (records that have some are skipped)",),
     keeps={MASKS, REWARDS},
     read=read,

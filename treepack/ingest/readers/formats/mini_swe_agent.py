@@ -157,7 +157,9 @@ FORMAT = Format(
         messages messages.extra.interrupt_type messages.extra.response messages.tools info.exit_status
         messages.extra.response.prompt_token_ids messages.extra.response.choices.logprobs
         messages.extra.response.choices.provider_specific_fields.token_ids info.mini_version
-        info.config.model.model_name info.config.model.model_kwargs.temperature instance_id
+        info.config.model.model_name info.config.model.model_kwargs.temperature instance_id messages.role
+        messages.content messages.tool_calls messages.tool_call_id messages.object messages.output
+        messages.type messages.call_id messages.id
     """.split(),
     dropped=(
         "info.config (all but the model's name and temperature)",

@@ -140,8 +140,8 @@ FORMAT = Format(
         {"messages": no(FILLED), "conversation": first({"human": ANY, "assistant": ANY})},
     ],
     used="""
-        messages messages.loss messages.loss_scale tools rejected_response rejected_messages label query response
-        history system conversation.human conversation.assistant
+        messages.loss messages.loss_scale tools rejected_response rejected_messages label query response
+        history system conversation.human conversation.assistant messages.*
     """.split(),
     dropped=("images, videos, audios (records that have some are skipped)",),
     keeps={MASKS, REWARDS},

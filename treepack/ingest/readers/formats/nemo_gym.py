@@ -22,6 +22,7 @@ from treepack.ingest.readers.format import EVERYTHING, OBJECT, Format
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.response_items import Item, messages_of_items
 from treepack.ingest.readers.trajectories import with_notes, without
+from treepack.ingest.readers.unread import as_json
 from treepack.trajectory import Skipped, Trajectory
 
 TASK, ROLLOUT = "_ng_task_index", "_ng_rollout_index"
@@ -46,6 +47,9 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if _is_masked(value):
         yield Skipped(source, "masked by its environment (mask_sample)")
         return
+    if (items := as_json(response["output"])) is not None:
+        value = value | {"response": response | {"output": items}}
+        response = value["response"]
     steps = _is_steps(response["output"])
     calls = _calls_of_steps(value, source) if steps else _calls_of_items(value, source)
     # Media cannot be trained, and neither can a turn after them.
@@ -152,7 +156,9 @@ FORMAT = Format(
         responses_create_params.input responses_create_params.instructions responses_create_params.tools
         responses_create_params.temperature response.output response.model response.output.prompt_token_ids
         response.output.generation_token_ids response.output.generation_log_probs reward _ng_task_index
-        _ng_rollout_index agent_ref.name mask_sample
+        _ng_rollout_index agent_ref.name mask_sample response.output.summary response.output.content
+        response.output.type response.output.role response.output.call_id response.output.name
+        response.output.output
     """.split(),
     dropped=(
         "routed_experts (kept by --keep-routes)",

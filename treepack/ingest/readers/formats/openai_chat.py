@@ -110,9 +110,6 @@ def _calls(exchange: Exchange) -> list[_Choice]:
             raise TreepackError(f"{source}: a choice is {shown(choice)}; expected an object with a message")
         # The response of a server has more fields than a message of a prompt.
         said = {"role": "assistant"} | {name: field for name, field in message.items() if name in READ}
-        # A refusal is text that the model wrote, in place of the content.
-        if said.get("content") is None and isinstance(message.get("refusal"), str):
-            said["content"] = message["refusal"]
         tools, temperature = request.get("tools") or request.get("functions") or None, temperature_of(request)
         chat = ChatCall(request["messages"], [said], tools, temperature=temperature)
         tokens = token_call(exchange.response, choice, temperature)
@@ -159,8 +156,9 @@ FORMAT = Format(
     requires=is_exchange,
     checked="none",
     used="""
-        request.messages request.tools request.temperature response.choices.message response.choices.logprobs.content
-        response.prompt_token_ids response.choices.token_ids response.id response.model session_id group_id reward
+        request.messages request.tools request.temperature response.choices.message
+        response.choices.logprobs.content response.prompt_token_ids response.choices.token_ids response.id
+        response.model session_id group_id reward response.body.model response.body.choices.message
     """.split(),
     dropped=(
         "the other settings of request and response (usage, finish_reason)",

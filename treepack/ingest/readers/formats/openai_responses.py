@@ -160,7 +160,9 @@ FORMAT = Format(
     requires=is_exchange,
     checked="none",
     used="""
-        id input output instructions tools temperature previous_response_id conversation.id model group_id reward
+        id input instructions tools temperature previous_response_id conversation.id model group_id reward
+        output.type output.role output.content output.name output.arguments output.call_id output.summary
+        output.id output.status
     """.split(),
     dropped=(
         "the other settings of request and response (usage)",

@@ -151,9 +151,10 @@ FORMAT = Format(
     checked="first",
     used="""
         history instance_id instruction report.resolved test_result.final_score metadata.llm_config.model
-        metadata.llm_config.temperature history.id history.action history.args history.source history.observation
-        history.content history.extras history.tool_call_metadata kind llm_message thought reasoning_content tool_call
-        llm_response_id tool_call_id observation system_prompt tools forgotten_event_ids summary
+        metadata.llm_config.temperature history.id history.action history.args history.source
+        history.observation history.content history.extras history.tool_call_metadata kind llm_message thought
+        reasoning_content tool_call llm_response_id tool_call_id system_prompt tools forgotten_event_ids
+        summary metadata.llm.model history.kind history.llm_message observation.kind observation.content
     """.split(),
     dropped=(
         "git_patch, metrics, instance",

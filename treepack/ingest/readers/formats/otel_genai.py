@@ -26,6 +26,7 @@ from treepack.ingest.readers.fields import ReadOptions, shown, temperature_of
 from treepack.ingest.readers.format import LIST, REWARDS, SET, Format, Kind
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.unread import as_json
 from treepack.trajectory import Skipped, Trajectory
 
 # Operations of an LLM call; older instrumentations name no operation.
@@ -190,6 +191,7 @@ def _messages(messages: Any, span: _TraceSpan, name: str) -> list[dict[str, Any]
     done: list[dict[str, Any]] = []
     for message in messages:
         parts = message.get("parts", message.get("content"))
+        parts = as_json(parts) or parts  # exporters write nested attributes as JSON
         parts = [{"type": "text", "content": parts}] if isinstance(parts, str) else parts or []
         if not is_messages(parts):
             raise TreepackError(f"{span.source}: {name} has the parts {shown(parts)}; expected a list of parts")
@@ -252,11 +254,13 @@ FORMAT = Format(
         {("span_id", "spanId", "context.span_id", "context.spanId"): SET, "attributes": OBJECT_OR_LIST},
     ],
     used="""
-        resourceSpans.scopeSpans.spans.attributes resourceSpans.scopeSpans.spans.events context.trace_id start_time
-        attributes.gen_ai.operation.name attributes.gen_ai.conversation.id attributes.gen_ai.system_instructions
-        attributes.gen_ai.input.messages attributes.gen_ai.tool.definitions attributes.gen_ai.request.model
-        attributes.gen_ai.request.temperature attributes.gen_ai.agent.name events.attributes.gen_ai.output.messages
-        events.attributes.gen_ai.evaluation.score.value
+        resourceSpans.scopeSpans.spans.attributes resourceSpans.scopeSpans.spans.events context.trace_id
+        start_time attributes.gen_ai.operation.name attributes.gen_ai.conversation.id
+        attributes.gen_ai.system_instructions attributes.gen_ai.input.messages
+        attributes.gen_ai.tool.definitions attributes.gen_ai.request.model
+        attributes.gen_ai.request.temperature attributes.gen_ai.agent.name
+        events.attributes.gen_ai.output.messages events.attributes.gen_ai.evaluation.score.value
+        attributes.gen_ai.response.model
     """.split(),
     dropped=(
         "spans of tools, agents and embeddings (the calls contain their results)",

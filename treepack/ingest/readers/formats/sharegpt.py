@@ -85,7 +85,7 @@ FORMAT = Format(
     ],
     used="""
         conversations.from conversations.value conversations.weight system tools chosen.value rejected.value
-        kto_tag
+        kto_tag chosen.from rejected.from
     """.split(),
     dropped=("images, videos, audios (records that have some are skipped)",),
     keeps={MASKS, REWARDS},

@@ -54,6 +54,10 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     is_batch = not COLUMN.test(value.get("prompt_token_ids"))
     columns = without(value, WHOLE_BATCH)
     rows = rows_of(columns, first="sequences" if is_batch else "prompt_token_ids", source=record.source)
+    if isinstance(value.get("is_last_step"), str | dict):
+        raise TreepackError(
+            f"{record.source}: is_last_step is {shown(value['is_last_step'])}; expected true or false for each call"
+        )
     steps: list[tuple[Record, dict[str, Any]]] = []
     for number, row in enumerate(rows):
         one = replace(record, source=f"{record.source}[{number}]", value=_facts(row, record, number))

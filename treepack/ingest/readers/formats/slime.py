@@ -50,6 +50,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: a response that is not text, or an error of the `tokens` reader.
     """
     value = record.value
+    # The label is what the task expects, and no label of the rollout.
+    options = replace(options, harmless=options.harmless | {"label"})
     if not isinstance(value.get("samples"), list):
         yield from _read_sample(record, options)
         return

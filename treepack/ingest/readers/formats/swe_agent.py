@@ -168,7 +168,9 @@ FORMAT = Format(
     requires=[{"attempts": each(RUN, minimum=1)}, {"attempts": no(FILLED), **RUN}],
     used="""
         history history.is_demo history.tool_calls history.tool_call_ids trajectory.query trajectory.messages
-        trajectory.response trajectory.action attempts info environment replay_config
+        trajectory.response trajectory.action environment replay_config history.role history.content
+        history.agent attempts.trajectory=trajectory attempts.history=history attempts.environment
+        attempts.info
     """.split(),
     dropped=(
         "trajectory.observation, trajectory.state, trajectory.execution_time",

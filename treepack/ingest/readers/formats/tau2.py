@@ -112,7 +112,7 @@ def _num_scripted(run: dict[str, Any], simulation: dict[str, Any], source: str) 
     tasks = as_objects(run.get("tasks"), source=source, name="tasks")
     matches = (task for task in tasks if task.get("id") == simulation.get("task_id"))
     history = _dict(_dict(next(matches, None)).get("initial_state")).get("message_history")
-    return len(history) if isinstance(history, list) else 0
+    return len(as_objects(history, source=source, name="message_history"))
 
 
 def _agent_messages(messages: list[dict[str, Any]], num_scripted: int, source: str) -> list[dict[str, Any]]:
@@ -182,8 +182,10 @@ FORMAT = Format(
         info.environment_info.policy info.environment_info.domain_name info.environment_info.tool_defs
         info.agent_info.llm info.agent_info.llm_args.temperature tasks.id tasks.initial_state.message_history
         simulations.task_id simulations.trial simulations.reward_info.reward simulations.messages.role
-        simulations.messages.tool_calls.requestor simulations.messages.tool_messages simulations.messages.requestor
-        simulations.termination_reason simulations.policy
+        simulations.messages.tool_calls.requestor simulations.messages.tool_messages
+        simulations.messages.requestor simulations.termination_reason simulations.policy
+        simulations.messages.content simulations.messages.id simulations.messages.tool_calls.* simulations.mode
+        info.agent_info.implementation
     """.split(),
     dropped=(
         "what the user did with tools (the agent does not see it)",

@@ -32,6 +32,7 @@ from treepack.ingest.readers.token_layout import (
     on_all_tokens,
     padding_notes,
 )
+from treepack.ingest.readers.unread import ANSWER, danger
 from treepack.trajectory import (
     FIRST_TOKEN_NOTE,
     Float64,
@@ -54,7 +55,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     Raises:
         TreepackError: ids, masks or values that contradict each other, have a wrong length or an impossible value.
     """
-    fields = tf.sort_fields(record.value)
+    fields = tf.sort_fields(record.value, record.source)
     ids, num_prompt = _ids(fields, record)
     if num_prompt is None:
         # Without the length of the prompt, its mask cannot be placed.
@@ -88,7 +89,9 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         **rounded,
         routes=_routes(routes, layout, int(starts[0])),
     )
-    used = [*(name for names in fields.values() for name in names), *routes]
+    # The text of the ids, under the names of answers, is not used, which is noted as for every field.
+    texts = [name for name, value in record.value.items() if danger(name, value) == ANSWER]
+    used = [*(name for names in fields.values() for name in names), *routes, *texts]
     item = describe(record, content, used=used, options=options, advantage=advantage, notes=notes)
     temperatures = _per_token(fields, tf.TEMPERATURE, mask, layout)
     yield item if temperatures is None else with_temperatures(item, temperatures)

@@ -129,7 +129,9 @@ FORMAT = Format(
     recognised_by="`tree.tree` and `answer_generation`",
     requires=[{"tree.tree": OBJECT, "answer_generation": OBJECT}],
     used="""
-        tree.tree answer_generation.query answer_generation.function answer_generation.train_messages
+        answer_generation.query answer_generation.function answer_generation.train_messages
+        tree.tree.children.description tree.tree.children.children=tree.tree.children
+        tree.tree.children.node_type!
     """.split(),
     dropped=(
         "forward_args, compare_candidates (options of the search)",

@@ -21,7 +21,9 @@ from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECTS, REWARDS, TEX
 from treepack.ingest.readers.formats import chat
 from treepack.ingest.readers.messages import has_media, is_messages
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.request_answer import answer_messages, texts_of
 from treepack.ingest.readers.trajectories import without
+from treepack.ingest.readers.unread import is_empty
 from treepack.trajectory import Skipped, Trajectory
 
 # The rewards of the two sides: only their order matters to the loss.
@@ -42,16 +44,41 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if chosen == rejected:
         yield Skipped(record.source, "chosen and rejected are the same")
         return
+    notes_on_messages = _notes_on_messages(value, prompt, (chosen, rejected), record.source)
     for completion, (side, reward) in zip((chosen, rejected), SIDES.items(), strict=True):
-        rest = without(value, SIDES)
+        rest = without(value, {*SIDES, "messages"})
         one = replace(record, value=rest | {"prompt": prompt, "completion": completion})
         for item in chat.read(one, options):
             if not isinstance(item, Trajectory):
                 yield item
                 continue
             # A note on the prompt concerns both sides and is counted once.
-            name, notes = f"{item.trajectory_id}/{side}", item.notes if side == "chosen" else ()
+            name, notes = f"{item.trajectory_id}/{side}", item.notes + notes_on_messages if side == "chosen" else ()
             yield replace(item, trajectory_id=name, group_id=record.source, reward=reward, notes=notes)
+
+
+def _notes_on_messages(value: dict[str, Any], prompt: Any, sides: Sequence[Any], source: str) -> tuple[str, ...]:
+    """Return a note if the record has `messages` too, which repeat the prompt or one side in the copies of a data set.
+
+    Raises:
+        TreepackError: they contain something else.
+    """
+    messages = value.get("messages")
+    if is_empty(messages):
+        return ()
+    wholes = [
+        prompt,
+        *sides,
+        *([*prompt, *side] for side in sides if isinstance(prompt, list) and isinstance(side, list)),
+    ]
+    said = ["\n".join(texts_of(whole)) for whole in wholes]
+    texts = texts_of(messages)
+    if not is_messages(messages) or not any(all(text.strip() in whole for text in texts) for whole in said):
+        raise TreepackError(
+            f"{source}: messages are neither the prompt nor the chosen or rejected answer; leave them out with "
+            "--columns ignore=messages"
+        )
+    return ("field 'messages' not used, because the prompt and the answers contain it",)
 
 
 def _parts(value: dict[str, Any], source: str) -> tuple[Any, Any, Any]:
@@ -60,6 +87,11 @@ def _parts(value: dict[str, Any], source: str) -> tuple[Any, Any, Any]:
     If there is no prompt in the form of the completions, the prompt is the common beginning of the completions.
     """
     prompt, chosen, rejected = value.get("prompt"), value["chosen"], value["rejected"]
+    # Messages that end with a question, beside two answers, are the prompt.
+    messages = value["messages"] if is_messages(value.get("messages")) else []
+    is_question = bool(messages) and messages[-1].get("role") == "user"
+    if prompt is None and is_question and chosen[: len(messages)] != messages:
+        prompt, chosen, rejected = messages, answer_messages(chosen), answer_messages(rejected)
     if prompt is not None and not isinstance(prompt, str) and not is_messages(prompt):
         raise TreepackError(f"{source}: prompt is {shown(prompt)}; expected messages or text")
     if isinstance(prompt, type(chosen)):

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from treepack.errors import TreepackError
 from treepack.ingest.readers.batches import rows_of
 from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.fields import ReadOptions, temperature_of
@@ -24,7 +25,7 @@ from treepack.ingest.readers.format import ANY, COLUMN, EVERYTHING, IDS, Fields,
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.route_fields import kept_routes
-from treepack.ingest.readers.token_fields import NUMBERS
+from treepack.ingest.readers.token_fields import KINDS, NUMBERS
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
@@ -56,6 +57,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if has_fields(value, [BATCH]):
         # Tensors are in `batch`, texts and objects in `non_tensor_batch`; both have one value per row.
         others, temperature = value.get("non_tensor_batch"), temperature_of(value.get("meta_info"))
+        if outside := sorted(KINDS.keys() & value.keys()):
+            raise TreepackError(f"{record.source}: {outside[0]} is beside the batch; expected all tensors in the batch")
         value = value["batch"] | (others if isinstance(others, dict) else {})
     elif not has_fields(value, [COLUMNS]):
         yield from _read_row(record, options)
@@ -108,7 +111,10 @@ FORMAT = Format(
     used="""
         prompt_ids response_ids response_mask response_logprobs reward_score extra_fields prompts responses
         input_ids attention_mask position_ids rollout_log_probs old_log_probs ref_log_prob token_level_scores
-        advantages uid __num_turns__ data_source extra_info reward_model.ground_truth
+        advantages uid __num_turns__ data_source extra_info reward_model.ground_truth non_tensor_batch.*
+        batch.input_ids batch.attention_mask batch.position_ids batch.prompts batch.responses
+        batch.response_mask batch.rollout_log_probs batch.old_log_probs batch.ref_log_prob batch.advantages
+        batch.token_level_scores
     """.split(),
     dropped=(
         "token_level_rewards if there are scores (they are the scores minus the KL penalty)",

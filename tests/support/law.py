@@ -1,0 +1,355 @@
+"""The law of reading: a change of any value of a record changes the result, or a note names the field.
+
+    base     {"id": 1, "messages": [..], "cost": 3}  --read-->  trajectories, notes
+    changed  {"id": 1, "messages": [..], "cost": 4}  --read-->  others, or the same and a note "field 'cost' not used"
+
+`vanished` changes one value at a time, and returns the paths whose change nobody sees. `mutations` change one key at a
+time: rename it, move it, give its value another type. `silent` returns those that change what is trained without a
+note, a skip or a refusal that the original did not have.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.registry import FORMAT_OF_NAME, detect_format
+from treepack.ingest.readers.unread import is_prose
+from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+
+Path = tuple[str | int, ...]
+Item = Trajectory | Skipped
+
+# Values of these fields decide by themselves what is trained, so another value may train something else.
+DECIDING = frozenset(
+    """
+    loss loss_scale loss_weight trainable weight train sampled mask role from type status remove_sample trained
+    is_copied_context finish_reason stop_reason is_demo is_last_step session_id parent llm_call_count
+    trial_name trace_source action
+    """.split()
+)
+# Names that several readers take for the same thing.
+SYNONYMS = {
+    "content": "text",
+    "reasoning_content": "reasoning",
+    "reward": "score",
+    "messages": "conversations",
+    "completion": "response",
+    "response": "completion",
+    "output": "response",
+    "tools": "functions",
+    "id": "trajectory_id",
+    "loss_mask": "response_mask",
+    "response_mask": "loss_mask",
+    "chosen": "output",
+    "arguments": "input",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a reader made of records: its items, or the sentence of its refusal."""
+
+    items: tuple[Item, ...] = ()
+    refusal: str = ""
+
+    @property
+    def notes(self) -> Counter[str]:
+        """How often each note and each reason for skipping applies."""
+        notes = (item.notes if isinstance(item, Trajectory) else (item.reason,) for item in self.items)
+        return Counter(note for each in notes for note in each)
+
+    @property
+    def facts(self) -> str:
+        """Everything but the notes, as text."""
+        return repr(
+            [
+                item if isinstance(item, Skipped) else (item.content, *[getattr(item, name) for name in FACTS])
+                for item in self.items
+            ]
+        )
+
+    @property
+    def trained(self) -> list[Any]:
+        """The trained turns with their texts, for each trajectory."""
+        return [list(_trained(item)) for item in self.items if isinstance(item, Trajectory)]
+
+    @property
+    def turns(self) -> list[Any]:
+        """Which turns are trained, without their texts."""
+        return [[place for place, _ in turns] for turns in self.trained]
+
+
+FACTS = (
+    "trajectory_id group_id step weight reward advantage metadata temperature rollout_id rollout_part source".split()
+)
+
+
+def _trained(item: Trajectory) -> Iterator[tuple[Any, Any]]:
+    content = item.content
+    if isinstance(content, Chat):
+        for message, weight in zip(content.messages, content.message_weights, strict=True):
+            if weight:
+                calls = [call["function"] for call in message.get("tool_calls") or ()]
+                yield weight, (message["content"], message.get("reasoning_content"), calls)
+    elif isinstance(content, Text):
+        yield 0, content.completion
+    else:
+        assert isinstance(content, Tokens)
+        for start, end in zip(content.starts.tolist(), content.ends.tolist(), strict=True):
+            yield (start, end), content.tokens[start:end].tolist()
+
+
+def read(records: Sequence[Record]) -> Reading:
+    """Read `records` as one file, whose format its first record decides."""
+    np.set_printoptions(threshold=100_000)
+    try:
+        form = FORMAT_OF_NAME[detect_format(records[0])]
+        return Reading(tuple(form.trajectories(records, ReadOptions(shapes=True))))
+    except TreepackError as error:
+        return Reading(refusal=str(error))
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[Path]:
+    """Yield the path of each text, number and boolean; of a long list, of its first two and its last element."""
+    if isinstance(value, dict):
+        for name, field in value.items():
+            yield from leaves(field, (*path, name))
+    elif isinstance(value, list) and not _is_numbers(value):
+        places = range(len(value)) if len(value) <= 3 else (0, 1, len(value) - 1)
+        for place in places:
+            yield from leaves(value[place], (*path, place))
+    elif isinstance(value, str | int | float | list | np.ndarray):
+        yield path
+
+
+def _is_numbers(value: list[Any]) -> bool:
+    """Return whether a list contains numbers, which are one value: some of them may be of untrained tokens."""
+    return bool(value) and isinstance(value[0], int | float)
+
+
+def keys(value: Any, path: Path = ()) -> Iterator[Path]:
+    """Yield the path of each field of each object; of a long list of objects, as `leaves` does."""
+    if isinstance(value, dict):
+        for name, field in value.items():
+            yield (*path, name)
+            yield from keys(field, (*path, name))
+    elif isinstance(value, list):
+        places = range(len(value)) if len(value) <= 3 else (0, 1, len(value) - 1)
+        for place in places:
+            yield from keys(value[place], (*path, place))
+
+
+def at(value: Any, path: Path) -> Any:
+    """Return the value at `path`."""
+    for name in path:
+        value = value[name]
+    return value
+
+
+def changed(value: Any) -> Any:
+    """Return another value of the type of `value`: a text with a marker, the next number, the other boolean."""
+    if isinstance(value, list):
+        return [each if each is None else changed(each) for each in value]
+    if isinstance(value, np.ndarray):
+        return ~value if value.dtype == bool else value + 1
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        # A text of JSON stays one, so that a reader that parses it sees the marker.
+        return value[:-1] + ', "zq7marker": 1}' if value.startswith("{") and len(value) > 2 else value + " zq7marker"
+    return value + 1
+
+
+def schema_path(path: Path) -> tuple[str, ...]:
+    """Return `path` without the numbers of elements."""
+    return tuple(name for name in path if isinstance(name, str))
+
+
+def is_named(path: Path, notes: Iterable[str]) -> bool:
+    """Return whether a note names the field at `path`, or a field that contains it."""
+    names = schema_path(path)
+    whole = [".".join(names[:end]) for end in range(1, len(names) + 1)]
+    quoted = [note.split("'")[1] for note in notes if note.count("'") >= 2]
+    # The children of children have the path of the first ones: root.children.children.cost -> root.cost
+    ends = {tuple(each.split("."))[-1] for each in quoted if set(each.split(".")) <= set(names)}
+    return (
+        names[-1] in ends
+        or any(name in quoted for name in (*whole, *names))
+        or any(name in note.split() for name in names for note in notes)
+    )
+
+
+@dataclass
+class Fates:
+    """What became of the values of a format's samples: seen in the result or named in a note, or not."""
+
+    seen: set[tuple[Any, ...]] = field(default_factory=set)
+    unseen: dict[tuple[Any, ...], None] = field(default_factory=dict)
+
+    @property
+    def lost(self) -> list[str]:
+        """The paths of values that nobody sees."""
+        return list(dict.fromkeys(".".join(key[-1]) for key in self.unseen if key not in self.seen))
+
+
+def follow(records: Sequence[Record], fates: Fates) -> None:
+    """Change each value of `records`, one at a time, and add to `fates` what became of it.
+
+    A text of several words must be seen in each record; for a number, a flag or a name, of which a reader may need one
+    of many, one sample is enough.
+    """
+    base = read(records)
+    if not base.trained:  # records that are no rollouts, such as the result of a trial, which its trajectories read
+        return
+    belong_together = FORMAT_OF_NAME[detect_format(records[0])].read_file is not None
+    for number, record in enumerate(records):
+        for path in leaves(record.value):
+            value = at(record.value, path)
+            is_text = isinstance(value, str) and is_prose(value)
+            # The rest of a path with keys such as places of a list is the same path.
+            key = (
+                (0 if belong_together else number, record.path, schema_path(path)) if is_text else (schema_path(path),)
+            )
+            if is_named(path, base.notes):
+                fates.seen.add(key)
+                continue
+            after = read(_replaced(records, number, path, changed(value)))
+            is_seen = after.refusal or after.facts != base.facts or after.notes != base.notes
+            if is_seen:
+                fates.seen.add(key)
+            else:
+                fates.unseen[key] = None
+
+
+def misnamed(records: Sequence[Record]) -> list[str]:
+    """Return the paths that a note calls not used although a change of each value under them changes the result."""
+    base = read(records)
+    effects: dict[tuple[str, ...], bool] = {}
+    for number, record in enumerate(records):
+        for path in leaves(record.value):
+            name = ".".join(schema_path(path))
+            if f"field '{name}' not used" not in base.notes:
+                continue
+            after = read(_replaced(records, number, path, changed(at(record.value, path))))
+            has_effect = bool(after.refusal) or after.facts != base.facts
+            effects[schema_path(path)] = has_effect and effects.get(schema_path(path), True)
+    return [".".join(path) for path, has_effect in effects.items() if has_effect]
+
+
+def _replaced(records: Sequence[Record], number: int, path: Path, value: Any) -> list[Record]:
+    def edit(record: Any) -> None:
+        at(record, path[:-1])[path[-1]] = value
+
+    return _edited(records, number, edit)
+
+
+def _edited(records: Sequence[Record], number: int, edit: Callable[[Any], None]) -> list[Record]:
+    done = list(records)
+    value = copy.deepcopy(records[number].value)
+    edit(value)
+    done[number] = Record(records[number].source, records[number].path, value)
+    return done
+
+
+Edit = Callable[[Any], None]
+
+
+def mutations(value: Any) -> Iterator[tuple[str, Path, Edit]]:
+    """Yield name, path and edit of every mutation of one field of the record `value`, once for each path of names."""
+    seen = set()
+    for path in keys(value):
+        if schema_path(path) in seen:
+            continue
+        seen.add(schema_path(path))
+        field, name = at(value, path), str(path[-1])
+        if field is None or (isinstance(field, str | list | dict) and not field):
+            continue
+        yield from ((kind, path, edit) for kind, edit in _edits(path, name, field))
+
+
+def _edits(path: Path, name: str, field: Any) -> Iterator[tuple[str, Edit]]:
+    def put(new: Any) -> Edit:
+        return lambda record: at(record, path[:-1]).__setitem__(name, new)
+
+    def move(to: Callable[[Any], Any], key: str = name) -> Edit:
+        # A field that is there already would be lost by the mutation itself.
+        def edit(record: Any) -> None:
+            if key not in to(record):
+                to(record)[key] = at(record, path[:-1]).pop(name)
+
+        return edit
+
+    yield "renamed", move(lambda record: at(record, path[:-1]), name + "_x")
+    if len(path) > 1:
+        parents = [path[:end] for end in range(len(path) - 1)]
+        yield "up", move(lambda record: _object(record, parents))
+    yield "down", move(lambda record: at(record, path[:-1]).setdefault("extra_fields", {}))
+    if name in SYNONYMS:
+        other = SYNONYMS[name]
+        twin = [{**field[0], "content": "zq7other"}] if isinstance(field, list) and _is_message(field) else "zq7other"
+        yield f"doubled as {other}", lambda record: at(record, path[:-1]).setdefault(other, twin)
+    # Content that is JSON is the text of the message.
+    if isinstance(field, list | dict) and name != "content":
+        yield "JSON text", put(json.dumps(field, default=str))
+    if isinstance(field, str):
+        yield "list of texts", put([field])
+    yield "true", put(True)
+    yield "null", put(None)
+    yield "empty", put("")
+
+
+def _is_message(field: list[Any]) -> bool:
+    return bool(field) and isinstance(field[0], dict) and "content" in field[0]
+
+
+def _object(record: Any, paths: list[Path]) -> Any:
+    """Return the innermost object among those at `paths`, which contain each other."""
+    return next(each for each in (at(record, path) for path in reversed(paths)) if isinstance(each, dict))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A mutation of a record: its name, the records after it, and whether it trains other turns in silence."""
+
+    name: str
+    records: Sequence[Record]
+    is_silent: bool
+
+
+def silent(records: Sequence[Record]) -> list[str]:
+    """Return the mutations of the first record that change what is trained without a new note, skip or refusal."""
+    base = read(records)
+    changes = (_change(records, base, 0, *mutation) for mutation in mutations(records[0].value))
+    return [change.name for change in changes if change is not None and change.is_silent]
+
+
+def changed_by_chance(records: Sequence[Record], number: int, rng: random.Random) -> Change | None:
+    """Return one of the mutations of record `number`, None if it has none."""
+    choices = list(mutations(records[number].value))
+    return _change(records, read(records), number, *rng.choice(choices)) if choices else None
+
+
+def _change(records: Sequence[Record], base: Reading, number: int, kind: str, path: Path, edit: Edit) -> Change | None:
+    """Apply one mutation; None if it changes what the record says, so that other turns are trained rightly."""
+    if path[-1] in DECIDING and kind in ("true", "null", "empty", "up"):
+        return None
+    # A record without a list of steps is a rollout with fewer steps.
+    if kind in ("null", "empty") and isinstance(at(records[number].value, path), list | dict | np.ndarray):
+        return None
+    edited = _edited(records, number, edit)
+    after = read(edited)
+    # null and "" remove the value itself, so texts may go; which turns are trained may not change.
+    before, now = (base.turns, after.turns) if kind in ("null", "empty") else (base.trained, after.trained)
+    is_noted = bool(after.refusal) or not after.items or bool(after.notes - base.notes)
+    return Change(f"{kind}: {'.'.join(schema_path(path))}", edited, not is_noted and before != now)
