@@ -1,0 +1,46 @@
+"""Rollouts in several files and lines: each counts once in the group of its task and training step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from treepack.ingest.options import BuildOptions
+from treepack.ingest.read_log import ReadLog
+from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages
+from treepack.trie.directory import read_to_trie
+
+TOKENIZER = str(Path(__file__).parents[2] / "sample_data" / "tokenizer")
+
+
+def advantages(inputs: Sequence[Path | str], **options: Any) -> tuple[dict[str, float], ReadLog]:
+    """The GRPO advantage of each trajectory of `inputs` by its id, rounded, and the log of reading."""
+    trie, log = read_to_trie([str(each) for each in inputs], BuildOptions(tokenizer=TOKENIZER, **options))
+    values = estimate_advantages(trie, AdvantageOptions("grpo")).values
+    ids = trie.trajectories["trajectory_id"].to_pylist()
+    return {name: round(value, 3) for name, value in zip(ids, values.tolist(), strict=True)}, log
+
+
+def write(path: Path, *records: Any) -> Path:
+    """Write `records` as one JSON document or as lines, by the extension of `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(json.dumps(record) for record in records))
+    return path
+
+
+def trial(folder: Path, reward: float, *files: str) -> None:
+    for name in files:
+        steps = [{"source": "user", "message": "Do it."}, {"source": "agent", "message": f"{folder.name} {name}"}]
+        write(folder / "agent" / name, {"schema_version": "ATIF-v1.6", "session_id": name, "agent": {}, "steps": steps})
+    names = {"task_name": "task", "trial_name": folder.name, "agent_info": {}}
+    write(folder / "result.json", names | {"verifier_result": {"rewards": {"reward": reward}}})
+
+
+def test_each_trial_of_harbor_counts_once_in_its_group(tmp_path: Path) -> None:
+    inner = ("trajectory.cont-1.json", "trajectory.summarization-1-summary.json")
+    trial(tmp_path / "a", 0.0, "trajectory.json")
+    trial(tmp_path / "b", 1.0, "trajectory.json", *inner)
+    found, _ = advantages([tmp_path])
+    assert found == {"a": -0.707, "b": 0.707, "b/cont-1": 0.707, "b/summarization-1-summary": 0.707}
