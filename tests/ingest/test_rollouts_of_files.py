@@ -9,6 +9,7 @@ from typing import Any
 
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
+from treepack.ingest.readers.path_steps import STEP_NOTE
 from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages
 from treepack.trie.directory import read_to_trie
 
@@ -44,3 +45,27 @@ def test_each_trial_of_harbor_counts_once_in_its_group(tmp_path: Path) -> None:
     trial(tmp_path / "b", 1.0, "trajectory.json", *inner)
     found, _ = advantages([tmp_path])
     assert found == {"a": -0.707, "b": 0.707, "b/cont-1": 0.707, "b/summarization-1-summary": 0.707}
+
+
+def results(name: str, reward: float) -> dict[str, Any]:
+    """A rollout of task 0 that contains no step."""
+    talk = {"prompt": [{"role": "user", "content": "Add."}], "completion": [{"role": "assistant", "content": name}]}
+    return {"example_id": 0, "reward": reward, "metrics": {}, **talk}
+
+
+def test_steps_of_folders_separate_the_groups_of_a_run(tmp_path: Path) -> None:
+    for step in (0, 1):
+        records = [results(f"{step} {number}", float(step)) for number in range(2)]
+        write(tmp_path / f"step_{step}" / "train_rollouts.jsonl", *records)
+    found, log = advantages([tmp_path])
+    assert list(found.values()) == [0.0] * 4  # by mixed groups they would be -0.866 and 0.866
+    assert log.counts[STEP_NOTE] == 4
+
+
+def test_steps_of_a_path_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    for step in range(4):
+        write(tmp_path / f"step_{step}" / "r.jsonl", *(results(f"{step} {n}", float(n)) for n in range(3)))
+    one, other = (read_to_trie([str(tmp_path)], BuildOptions(tokenizer=TOKENIZER, workers=n)) for n in (1, 2))
+    assert one[0].trajectories.equals(other[0].trajectories)
+    assert sorted(set(one[0].trajectories["step"].to_pylist())) == [0, 1, 2, 3]
+    assert one[1].counts == other[1].counts

@@ -77,6 +77,7 @@ from treepack.ingest.readers.formats import (
     verl_dump,
 )
 from treepack.ingest.readers.inputs import InputHash, displayed, list_inputs
+from treepack.ingest.readers.path_steps import with_step
 from treepack.ingest.readers.ranges import Range
 from treepack.ingest.readers.recognition import UnknownFormatError, lists_of_objects, recognise
 from treepack.ingest.readers.records import DAMAGED_FILE, NoObjectError, Piece, Record
@@ -320,7 +321,7 @@ def _read_pieces(pieces: Iterable[Piece | Range], name: str, options: ReadOption
     damaged: list[Skipped] | None = [] if options.skip_bad else None
     arrays = FORMAT_OF_NAME[name].arrays
     records = (record for piece in pieces for record in piece.records(damaged, arrays))
-    for item in FORMAT_OF_NAME[name].trajectories(records, options):
+    for item in with_step(FORMAT_OF_NAME[name].trajectories(records, options), name):
         yield item
         if damaged:
             yield from damaged
