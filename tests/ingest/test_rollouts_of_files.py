@@ -69,3 +69,13 @@ def test_steps_of_a_path_do_not_depend_on_the_number_of_workers(tmp_path: Path) 
     assert one[0].trajectories.equals(other[0].trajectories)
     assert sorted(set(one[0].trajectories["step"].to_pylist())) == [0, 1, 2, 3]
     assert one[1].counts == other[1].counts
+
+
+def test_samples_of_slime_on_lines_count_once_for_each_rollout(tmp_path: Path) -> None:
+    def sample(index: int, rollout: int | None, reward: float) -> dict[str, Any]:
+        ids = {"tokens": [5, 6, 10 + index], "response_length": 1, "status": "completed"}
+        return {"group_index": 0, "index": index, "rollout_id": rollout, "reward": reward, **ids}
+
+    path = write(tmp_path / "r.jsonl", *(sample(index, 1, 1.0) for index in (1, 2, 3)), sample(4, None, 0.0))
+    found, _ = advantages([path])
+    assert sorted(found.values()) == [-0.707, 0.707, 0.707, 0.707]
