@@ -11,7 +11,7 @@ import pytest
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog
 from treepack.ingest.readers.copies import COPY, find_copies, size_of
-from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.readers.registry import is_read_alone, read_trajectories
 from treepack.trajectory import Skipped, Trajectory
 from treepack.trie.directory import read_to_trie
 from treepack.trie.trie import Trie
@@ -25,6 +25,10 @@ def write(path: Path, *records: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return path
+
+
+def copies(paths: list[Path]) -> dict[str, str]:
+    return find_copies(((str(path), size_of(str(path))) for path in paths), is_read_alone)
 
 
 def sources(folder: Path) -> list[str]:
@@ -53,7 +57,7 @@ def test_a_copy_of_a_file_of_several_rollouts_is_read_once_and_counted(tmp_path:
 )
 def test_a_trace_with_an_id_in_two_folders_is_read_once(tmp_path: Path, fields: dict[str, Any]) -> None:
     paths = [write(tmp_path / name / "trace.json", CHAT | fields) for name in "ab"]
-    assert find_copies((str(path), size_of(str(path))) for path in paths) == {str(paths[1]): str(paths[0])}
+    assert copies(paths) == {str(paths[1]): str(paths[0])}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,23 @@ def test_a_trace_with_an_id_in_two_folders_is_read_once(tmp_path: Path, fields: 
 )
 def test_rollouts_that_sampled_the_same_text_stay(tmp_path: Path, fields: dict[str, Any]) -> None:
     paths = [write(tmp_path / name / "rollout.json", CHAT | fields) for name in "ab"]
-    assert find_copies((str(path), size_of(str(path))) for path in paths) == {}
+    assert copies(paths) == {}
+
+
+def test_a_conversation_whose_first_event_is_that_of_another_one_stays(tmp_path: Path) -> None:
+    prompt = {
+        "id": "e0",
+        "kind": "SystemPromptEvent",
+        "source": "agent",
+        "timestamp": "t",
+        "system_prompt": {"text": "s"},
+    }
+    for name in "ab":
+        answer = {"role": "assistant", "content": [{"type": "text", "text": name}]}
+        said = {"id": f"e1-{name}", "kind": "MessageEvent", "llm_message": answer} | facts
+        for number, event in enumerate((prompt, said)):
+            write(tmp_path / name / "events" / f"event-0000{number}-e{number}.json", event)
+    assert len(sources(tmp_path)) == 2
 
 
 def test_equal_lines_of_a_file_stay(tmp_path: Path) -> None:
@@ -110,5 +130,5 @@ def test_files_that_cannot_be_read_are_no_copies(tmp_path: Path) -> None:
     paths = [write(tmp_path / name, IDS) for name in ("a.jsonl", "b.jsonl")]
     paths[0].write_text("not json\n")
     paths[1].write_text("not json\n")
-    assert find_copies((str(path), 9) for path in [*paths, tmp_path / "missing", tmp_path / "none"]) == {}
+    assert find_copies([(str(path), 9) for path in [*paths, tmp_path / "missing"]], is_read_alone) == {}
     assert size_of(str(tmp_path / "missing")) == 0

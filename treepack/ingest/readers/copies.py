@@ -7,6 +7,7 @@ A copy has the bytes of an earlier file. Two rollouts may sample the same text, 
     a file of one plain conversation      is a copy only if its record has an id as text: a session, a trace, a uuid
     a file of a trial of Harbor           is a copy only if it has the same place in a trial with an equal `result.json`
     files in the folders of two steps     are no copies: `step_1/r.jsonl`, `step_2/r.jsonl`
+    a file that is read with others       is no copy, because the others may differ: the first event of a conversation
 
 Every other file has several records, or a log of steps, spans or samples.
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from treepack.files.cache import addresses_in
 from treepack.ingest.readers.files import read_records
 from treepack.ingest.readers.inputs import STDIN, displayed
 from treepack.ingest.readers.path_steps import step_of_path
+from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped
 
 COPY = "copy of another file, whose rollouts are read once"
@@ -60,8 +62,10 @@ def size_of(path: str) -> int:
         return 0
 
 
-def find_copies(sizes: Iterable[tuple[str, int]]) -> dict[str, str]:
+def find_copies(sizes: Iterable[tuple[str, int]], is_read_alone: Callable[[Record], bool]) -> dict[str, str]:
     """Return the path of the first file for each path that is a copy of one; `sizes` are the files in their order.
+
+    `is_read_alone` returns False for the first record of a file with which its reader reads further files.
 
     Raises:
         TreepackError: an object store cannot be reached.
@@ -76,7 +80,7 @@ def find_copies(sizes: Iterable[tuple[str, int]]) -> dict[str, str]:
             continue
         chunks = [(start, _CHUNK) for start in range(0, size, _CHUNK)]
         for key, equal in _grouped((path, _identity(path, chunks)) for path in paths).items():
-            if len(equal) > 1 and key is not None and _is_unique(equal[0]):
+            if len(equal) > 1 and key is not None and _is_unique(equal[0], is_read_alone):
                 copies |= dict.fromkeys(equal[1:], equal[0])
     return {path: copies[path] for path, _ in files if path in copies}
 
@@ -133,13 +137,15 @@ def _identity(path: str, chunks: list[tuple[int, int]]) -> tuple[Any, ...] | Non
     return (digest, step, hashlib.sha256(result.read_bytes()).hexdigest(), place)
 
 
-def _is_unique(path: str) -> bool:
+def _is_unique(path: str, is_read_alone: Callable[[Record], bool]) -> bool:
     """Return True if no two rollouts can have the bytes of the file: see the header."""
     try:
         records = list(islice(read_records(path), 2))
     except TreepackError:  # reading it as an input reports the reason
         return False
-    if len(records) != 1:
+    if not records or not is_read_alone(records[0]):
+        return False
+    if len(records) > 1:
         return True
     value = records[0].value
     return any(isinstance(value.get(name), list) for name in _LISTS) or _has_id(value, _IDS_AT_TOP, _MAX_DEPTH)
