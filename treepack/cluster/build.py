@@ -41,7 +41,7 @@ from treepack.ingest.read_log import PREFIX, ReadLog, refuse_nothing
 from treepack.ingest.readers.copies import find_copies, skipped_copies
 from treepack.ingest.readers.file_parts import FileReading, InputFile, SurveyedFile, group_parts, list_files
 from treepack.ingest.readers.inputs import InputHash
-from treepack.ingest.readers.registry import is_read_alone
+from treepack.ingest.readers.registry import detect_format
 from treepack.ingest.stream import options_and_job
 from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.processes import ReportProgress, with_progress
@@ -228,7 +228,7 @@ def _read(
     for extra in skipped:
         reading.log.counts[PREFIX + extra.reason] += 1
     surveyed = _survey(scheduler, files, job, watch)
-    copies = find_copies(((each.file.path, each.size) for each in surveyed), is_read_alone)
+    copies = find_copies(((each.file.path, each.size) for each in surveyed), detect_format)
     surveyed = [each for each in surveyed if each.file.path not in copies]
     for extra in skipped_copies(copies):
         reading.log.counts[PREFIX + extra.reason] += 1

@@ -11,7 +11,7 @@ import pytest
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog
 from treepack.ingest.readers.copies import COPY, find_copies, size_of
-from treepack.ingest.readers.registry import is_read_alone, read_trajectories
+from treepack.ingest.readers.registry import detect_format, read_trajectories
 from treepack.trajectory import Skipped, Trajectory
 from treepack.trie.directory import read_to_trie
 from treepack.trie.trie import Trie
@@ -28,7 +28,7 @@ def write(path: Path, *records: Any) -> Path:
 
 
 def copies(paths: list[Path]) -> dict[str, str]:
-    return find_copies(((str(path), size_of(str(path))) for path in paths), is_read_alone)
+    return find_copies(((str(path), size_of(str(path))) for path in paths), detect_format)
 
 
 def sources(folder: Path) -> list[str]:
@@ -69,13 +69,8 @@ def test_rollouts_that_sampled_the_same_text_stay(tmp_path: Path, fields: dict[s
 
 
 def test_a_conversation_whose_first_event_is_that_of_another_one_stays(tmp_path: Path) -> None:
-    prompt = {
-        "id": "e0",
-        "kind": "SystemPromptEvent",
-        "source": "agent",
-        "timestamp": "t",
-        "system_prompt": {"text": "s"},
-    }
+    facts = {"source": "agent", "timestamp": "t"}
+    prompt = {"id": "e0", "kind": "SystemPromptEvent", "system_prompt": {"text": "s"}} | facts
     for name in "ab":
         answer = {"role": "assistant", "content": [{"type": "text", "text": name}]}
         said = {"id": f"e1-{name}", "kind": "MessageEvent", "llm_message": answer} | facts
@@ -130,5 +125,5 @@ def test_files_that_cannot_be_read_are_no_copies(tmp_path: Path) -> None:
     paths = [write(tmp_path / name, IDS) for name in ("a.jsonl", "b.jsonl")]
     paths[0].write_text("not json\n")
     paths[1].write_text("not json\n")
-    assert find_copies([(str(path), 9) for path in [*paths, tmp_path / "missing"]], is_read_alone) == {}
+    assert find_copies([(str(path), 9) for path in [*paths, tmp_path / "missing"]], detect_format) == {}
     assert size_of(str(tmp_path / "missing")) == 0

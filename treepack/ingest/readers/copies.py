@@ -46,6 +46,8 @@ _LISTS = frozenset(
     "samples traces trajectories trajectory simulations rollouts steps nodes spans resourceSpans runs events".split()
 )
 _MAX_DEPTH = 6
+# Formats in which one file stands for others of its folder. Outputs of OpenHands with a `history` do not.
+_WITH_OTHERS = frozenset({"auto-code-rover", "dars", "openhands", "tau2"})
 _RESULTS = ("../result.json", "../../../result.json", "result.json")  # of a trial, from the file of its trajectory
 
 
@@ -62,10 +64,10 @@ def size_of(path: str) -> int:
         return 0
 
 
-def find_copies(sizes: Iterable[tuple[str, int]], is_read_alone: Callable[[Record], bool]) -> dict[str, str]:
+def find_copies(sizes: Iterable[tuple[str, int]], format_of: Callable[[Record], str]) -> dict[str, str]:
     """Return the path of the first file for each path that is a copy of one; `sizes` are the files in their order.
 
-    `is_read_alone` returns False for the first record of a file with which its reader reads further files.
+    `format_of` returns the name of a record's format, and raises TreepackError if it is not known.
 
     Raises:
         TreepackError: an object store cannot be reached.
@@ -80,7 +82,7 @@ def find_copies(sizes: Iterable[tuple[str, int]], is_read_alone: Callable[[Recor
             continue
         chunks = [(start, _CHUNK) for start in range(0, size, _CHUNK)]
         for key, equal in _grouped((path, _identity(path, chunks)) for path in paths).items():
-            if len(equal) > 1 and key is not None and _is_unique(equal[0], is_read_alone):
+            if len(equal) > 1 and key is not None and _is_unique(equal[0], format_of):
                 copies |= dict.fromkeys(equal[1:], equal[0])
     return {path: copies[path] for path, _ in files if path in copies}
 
@@ -137,13 +139,14 @@ def _identity(path: str, chunks: list[tuple[int, int]]) -> tuple[Any, ...] | Non
     return (digest, step, hashlib.sha256(result.read_bytes()).hexdigest(), place)
 
 
-def _is_unique(path: str, is_read_alone: Callable[[Record], bool]) -> bool:
+def _is_unique(path: str, format_of: Callable[[Record], str]) -> bool:
     """Return True if no two rollouts can have the bytes of the file: see the header."""
     try:
         records = list(islice(read_records(path), 2))
+        formats = [format_of(record) for record in records[:1]]
     except TreepackError:  # reading it as an input reports the reason
         return False
-    if not records or not is_read_alone(records[0]):
+    if not records or (formats[0] in _WITH_OTHERS and "history" not in records[0].value):
         return False
     if len(records) > 1:
         return True

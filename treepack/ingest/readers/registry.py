@@ -156,8 +156,6 @@ FORMATS: tuple[Format, ...] = (
     chat.FORMAT,
 )
 FORMAT_OF_NAME: dict[str, Format] = {each.name: each for each in FORMATS}
-# Formats in which one file stands for others of its folder. Outputs of OpenHands with a `history` do not.
-_WITH_OTHERS = frozenset({"auto-code-rover", "dars", "openhands", "tau2"})
 KNOWN_FIELDS = tuple(sorted({name for each in FORMATS for name in each.required_fields()}))
 
 
@@ -245,7 +243,7 @@ def read_parts(
     check_format(format)
     # `searched` are the files that a search of a folder found, rather than the caller named.
     files, skipped, searched = list_inputs(inputs)
-    copies = find_copies(((path, size_of(path)) for path in files), is_read_alone)
+    copies = find_copies(((path, size_of(path)) for path in files), detect_format)
     files = [path for path in files if path not in copies]
     skipped += skipped_copies(copies)
     if input_hash is not None:
@@ -347,15 +345,6 @@ def _format_of(record: Record, format: str) -> Format:  # noqa: A002
     if not FORMAT_OF_NAME[format].matches(record.value):
         raise UnknownFormatError(f"{record.source}: is not of the format {format}")
     return FORMAT_OF_NAME[format]
-
-
-def is_read_alone(record: Record) -> bool:
-    """Return False if the file of `record` is read with other files of its folder, or has no known format."""
-    try:
-        name = detect_format(record)
-    except TreepackError:
-        return False
-    return name not in _WITH_OTHERS or "history" in record.value
 
 
 def check_format(name: str) -> None:
