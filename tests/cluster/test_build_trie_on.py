@@ -26,7 +26,9 @@ from treepack.files import parts as file_parts
 from treepack.files.address import as_path
 from treepack.files.cache import local_copy
 from treepack.files.manifest import read_manifest
+from treepack.ingest.read_log import PREFIX
 from treepack.ingest.readers import ranges
+from treepack.ingest.readers.copies import COPY
 from treepack.trie import files as trie_files
 from treepack.trie import ranges as trie_ranges
 from treepack.trie.files import read_trie
@@ -132,6 +134,20 @@ def test_files_of_all_kinds_give_the_trie_of_one_process(tmp_path: Path, inputs:
     assert on.log == one.log
     assert on.log.num_skipped
     assert set(on.timings) == {"survey", "read", "names", "exchange", "sort", "write", "driver"}
+
+
+def test_copies_and_steps_of_paths_are_those_of_one_process(tmp_path: Path) -> None:
+    for folder in ("run/step_1", "run/step_2", "copies/step_2", "unknown/a", "unknown/b"):
+        (tmp_path / "in" / folder).mkdir(parents=True)
+        made = [each | {"step": None, "reward": 1.0} for each in rollouts(40, seed=int(folder[-1] == "2"))]
+        lines = as_lines([{"colour": "red"}] * 9 if folder.startswith("unknown") else made)
+        (tmp_path / "in" / folder / "r.jsonl").write_bytes(lines)
+    one = build_trie_directory([tmp_path / "in"], tmp_path / "one")
+    on = build_trie_on(PickledScheduler(), [tmp_path / "in"], tmp_path / "on", part_bytes=2000)
+    same_content(tmp_path / "on", tmp_path / "one")
+    assert on.log == one.log
+    assert on.log.counts[PREFIX + COPY] == 1
+    assert set(read_trie(tmp_path / "on").trajectories["step"].to_pylist()) == {1, 2}
 
 
 def test_one_range_gives_the_bytes_of_one_process(

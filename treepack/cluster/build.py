@@ -38,8 +38,10 @@ from treepack.files.task_output import TaskOutput, check_visible
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog, refuse_nothing
+from treepack.ingest.readers.copies import find_copies, skipped_copies
 from treepack.ingest.readers.file_parts import FileReading, InputFile, SurveyedFile, group_parts, list_files
 from treepack.ingest.readers.inputs import InputHash
+from treepack.ingest.readers.registry import detect_format
 from treepack.ingest.stream import options_and_job
 from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.processes import ReportProgress, with_progress
@@ -226,6 +228,10 @@ def _read(
     for extra in skipped:
         reading.log.counts[PREFIX + extra.reason] += 1
     surveyed = _survey(scheduler, files, job, watch)
+    copies = find_copies(((each.file.path, each.size) for each in surveyed), detect_format)
+    surveyed = [each for each in surveyed if each.file.path not in copies]
+    for extra in skipped_copies(copies):
+        reading.log.counts[PREFIX + extra.reason] += 1
     for each in surveyed:
         if each.sha256 is not None:
             reading.digest.add("", each.sha256)
@@ -247,7 +253,7 @@ def _read(
             if num_tokens:
                 yield num_tokens
         # If no file has a known format, it is the wrong folder, not a folder with extra files.
-        if unknown and len(unknown) == len(files):
+        if unknown and len(unknown) == len(surveyed):
             raise unknown[0]
 
     tokens = refuse_nothing(tokens_of_parts(), reading.log.counts, reading.log.skipped)

@@ -16,7 +16,7 @@ from support.logs import chats, read_value, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.readers.formats import atif
 from treepack.ingest.readers.registry import read_trajectories
-from treepack.trajectory import Skipped, Tokens, Trajectory
+from treepack.trajectory import MAX_INSIDE, Skipped, Tokens, Trajectory
 
 IDS = st.lists(st.integers(0, 99), min_size=1, max_size=4)
 
@@ -124,11 +124,13 @@ def test_atif_steps_from_an_image_on_are_left_out() -> None:
     assert trajectory.notes == ("steps from the first image or sound to the end not used",)
 
 
-def test_embedded_agents_are_rollouts_of_their_own() -> None:
+def test_embedded_agents_are_trajectories_of_their_own_in_one_rollout() -> None:
     steps = [told("P"), agent_step("C")]
     inner = {"schema_version": "ATIF-v1.7", "trajectory_id": "t", "agent": {"name": "b"}, "steps": steps}
     pairs = chats(read_atif(told("Q"), agent_step("A"), subagent_trajectories=[inner]))
     assert [(item.trajectory_id, item.metadata["agent"]) for item, _ in pairs] == [("s", "a"), ("s/t", "b")]
+    assert [(item.rollout_id, item.rollout_part) for item, _ in pairs] == [("s", 0), ("s", MAX_INSIDE)]
+    assert len({(item.source, item.group_id) for item, _ in pairs}) == 1
     with pytest.raises(
         TreepackError, match=r"subagent_trajectories\[0\] is \{\}; expected a trajectory with schema_version ATIF"
     ):
@@ -154,12 +156,58 @@ def test_the_result_of_a_trial_names_and_rewards_its_trajectories(tmp_path: Path
     assert reasons(items) == ["result of a trial, read with its trajectories"]
 
 
-def test_a_step_of_a_trial_has_its_own_reward(tmp_path: Path) -> None:
+def rollouts(items: Iterable[Trajectory | Skipped]) -> dict[str, list[str]]:
+    """Return the trajectories of each rollout in the order of their parts, by its place and name."""
+    trajectories = [item for item in items if isinstance(item, Trajectory)]
+    found: dict[str, list[str]] = {}
+    for item in sorted(trajectories, key=lambda item: item.rollout_part or 0):
+        found.setdefault(f"{item.source}: {item.rollout_id}", []).append(item.trajectory_id)
+    return found
+
+
+def test_the_files_of_a_trial_are_one_rollout_in_the_order_of_sampling(tmp_path: Path) -> None:
+    kinds = ("answers", "questions", "summary")
+    inner = ["cont-10", "cont-1", "cont-2", *(f"summarization-{k}-{kind}" for k in (2, 1) for kind in kinds), "other"]
+    folder = trial(tmp_path / "t1", {}, "agent/trajectory.json", *(f"agent/trajectory.{name}.json" for name in inner))
+    first, second = ([f"summarization-{k}-{kind}" for kind in reversed(kinds)] for k in (1, 2))
+    order = ["", *first, "cont-1", *second, "cont-2", "cont-10", "other"]
+    names = ["/".join(filter(None, ("task__1", name))) for name in order]
+    assert rollouts(read_trajectories([folder])) == {f"{folder}: task__1": names}
+
+
+def test_a_trial_of_one_file_is_a_rollout_without_parts(tmp_path: Path) -> None:
+    folder = trial(tmp_path, {}, "agent/trajectory.json")
+    ((trajectory, _),) = chats(read_trajectories([folder]))
+    assert (trajectory.rollout_id, trajectory.rollout_part) == (None, None)
+    assert trajectory.source == str(folder / "agent" / "trajectory.json:1")
+
+
+def test_files_of_a_trial_without_a_result_are_one_rollout_by_their_sessions(tmp_path: Path) -> None:
+    def write(name: str, session: str, **fields: Any) -> None:
+        steps = [told("Q"), agent_step("A")]
+        document = {"schema_version": "ATIF-v1.6", "session_id": session, "agent": {}, "steps": steps}
+        (tmp_path / name).write_text(json.dumps(document | fields))
+
+    write("c.json", "s-cont-1")
+    write("a.json", "s", continued_trajectory_ref="trajectory.cont-1.json")
+    write("b.json", "s-summarization-1-summary")
+    write("d.json", "t")
+    found = rollouts(read_trajectories([tmp_path]))
+    assert found == {
+        f"{tmp_path}: s": ["s", "s-summarization-1-summary", "s-cont-1"],
+        f"{tmp_path / 'd.json'}:1: None": ["t"],
+    }
+
+
+def test_a_step_of_a_trial_has_its_own_reward_and_group(tmp_path: Path) -> None:
     steps = [{"step_name": "one", "verifier_result": {"rewards": {"reward": 1}}}, {"step_name": "two"}]
     names = [f"steps/{name}/agent/trajectory.json" for name in ("one", "two", "three")]
     folder = trial(tmp_path, {"verifier_result": {"rewards": {"reward": 0.5}}, "step_results": steps}, *names)
-    rewards = {item.trajectory_id: item.reward for item, _ in chats(read_trajectories([folder]))}
-    assert rewards == {"task__1/one": 1.0, "task__1/two": None, "task__1/three": None}
+    items = chats(read_trajectories([folder]))
+    rewards = {item.trajectory_id: (item.group_id, item.reward) for item, _ in items}
+    expected = {"task__1/one": ("task/one", 1.0), "task__1/two": ("task/two", None)}
+    assert rewards == expected | {"task__1/three": ("task/three", None)}
+    assert {item.rollout_id for item, _ in items} == {None}
 
 
 DETAILS = [

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +16,7 @@ from support.paths import ROLLOUTS
 from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.formats import claude_code
 from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import MAX_INSIDE, Skipped, Trajectory
 
 Line = dict[str, Any]
 
@@ -161,6 +164,48 @@ def test_a_forked_session_has_the_kept_messages_once() -> None:
 def test_a_sub_agent_is_named_after_its_session() -> None:
     lines = [entry("u", None, content="q", agentId="a1", isSidechain=True), block("m", "u", "m", text("A"))]
     assert said_in(read(lines)) == {"S/a1": "q A"}
+
+
+def lines_of_agent(agent: str) -> list[Line]:
+    return [
+        entry(f"u{agent}", None, content="search", agentId=agent, isSidechain=True),
+        block(f"m{agent}", f"u{agent}", f"m{agent}", text("A")),
+    ]
+
+
+def write(path: Path, lines: list[Line]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+
+@pytest.mark.parametrize("folder", [".", "S/subagents"])
+def test_a_session_and_its_sub_agents_are_one_rollout_over_files(tmp_path: Path, folder: str) -> None:
+    task = {"type": "tool_use", "id": "t", "name": "Task", "input": {}}
+    done = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
+    result = entry("r", "m1", content=[done], toolUseResult={"agentId": "a2"})
+    lines = [entry("u", None, content="q"), block("m1", "u", "m1", task), result, block("m2", "r", "m2", text("B"))]
+    write(tmp_path / "S.jsonl", lines)
+    write(tmp_path / folder / "agent-a2.jsonl", lines_of_agent("a2"))
+    found = [item for item in read_trajectories([tmp_path]) if isinstance(item, Trajectory)]
+    facts = sorted((item.rollout_part, item.trajectory_id, item.rollout_id, item.source) for item in found)
+    place = str(tmp_path / "S.jsonl")
+    assert facts == [(0, "S", "S", place), (MAX_INSIDE, "S/a2", "S", place)]
+    assert len({item.group_id for item in found}) == 1
+
+
+def test_a_sub_agent_that_its_session_does_not_name_is_a_rollout_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path / "S.jsonl", [entry("u", None, content="q"), block("m", "u", "m", text("A"))])
+    write(tmp_path / "agent-a2.jsonl", lines_of_agent("a2"))
+    found = [item for item in read_trajectories([tmp_path]) if isinstance(item, Trajectory)]
+    assert [(item.trajectory_id, item.rollout_id) for item in found] == [("S", None), ("S/a2", None)]
+
+
+def test_a_sidechain_in_the_file_of_its_session_is_a_part_of_the_rollout() -> None:
+    lines = [entry("u", None, content="q"), block("m", "u", "m", text("B"))]
+    side = [entry("v", None, content="search", isSidechain=True), block("n", "v", "n", text("A"))]
+    found = [item for item in read([*lines, *side]) if isinstance(item, Trajectory)]
+    assert [(item.trajectory_id, item.rollout_id) for item in found] == [("S/turn-1", "S"), ("S/turn-2", "S")]
+    assert len({item.group_id for item in found}) == 1
 
 
 def test_an_interrupted_turn_is_context_but_not_trained() -> None:

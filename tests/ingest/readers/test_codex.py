@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.formats import codex
 from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
 from treepack.ingest.readers.response_items import ENCRYPTED_NOTE
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import MAX_INSIDE, Skipped, Trajectory
 
 Line = dict[str, Any]
 
@@ -138,3 +140,42 @@ def test_a_session_without_a_turn_is_skipped() -> None:
 def test_a_history_of_another_kind_is_refused() -> None:
     with pytest.raises(TreepackError, match=r"r\.jsonl:2: replacement_history is 7; expected a list of objects"):
         read(line("compacted", message="z", replacement_history=7))
+
+
+def write(path: Path, meta: dict[str, Any], *lines: Line) -> None:
+    path.write_text("\n".join(json.dumps(each) for each in (line("session_meta", **meta), *lines)))
+
+
+def spawned_by(parent: str) -> dict[str, Any]:
+    return {"source": {"subagent": {"thread_spawn": {"parent_thread_id": parent, "depth": 1}}}}
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """The texts of each trajectory in `folder`; small letters are not trained."""
+    return {
+        each.trajectory_id: "".join(words.upper() if weight else words.lower() for _, words, weight in turns(content))
+        for each, content in chats(read_trajectories([folder]))
+    }
+
+
+def test_a_session_and_its_sub_agents_are_one_rollout_over_files(tmp_path: Path) -> None:
+    for number, (name, parent) in enumerate({"S": None, "T": "S", "U": "T", "V": None, "W": "gone"}.items()):
+        meta = {"id": name} | (spawned_by(parent) if parent else {})
+        write(tmp_path / f"rollout-2026-0{number}-{name}.jsonl", meta, *talk(f"{name.lower()}A"))
+    found = [each for each in read_trajectories([tmp_path]) if isinstance(each, Trajectory)]
+    facts = {each.trajectory_id: (each.rollout_id, each.rollout_part) for each in found}
+    expected = {"S": ("S", 0), "T": ("S", 2 * MAX_INSIDE), "U": ("S", 3 * MAX_INSIDE)}
+    assert facts == expected | {"V": (None, None), "W": (None, None)}
+    assert len({(each.source, each.group_id) for each in found[:3]}) == 1
+
+
+@pytest.mark.parametrize(
+    "origin", [{"forked_from_id": "S"}, spawned_by("S") | {"forked_from_id": "S"}, spawned_by("S")]
+)
+def test_turns_that_a_fork_copied_are_trained_in_their_own_session_only(tmp_path: Path, origin: Any) -> None:
+    write(tmp_path / "rollout-1-S.jsonl", {"id": "S"}, *talk("qArBsC"))
+    fork = [line("session_meta", id="S"), *talk("qAxrBtDsC")]
+    write(tmp_path / "rollout-2-T.jsonl", {"id": "T"} | origin, *fork)
+    assert texts(tmp_path) == {"S": "qArBsC", "T": "qaxrbtDsC"}
+    (tmp_path / "rollout-1-S.jsonl").unlink()
+    assert texts(tmp_path) == {"T": "qAxrBtDsC"}

@@ -12,7 +12,7 @@ from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import SPLIT_NOTE
 from treepack.ingest.readers.registry import read_trajectories
-from treepack.trajectory import Chat, Trajectory
+from treepack.trajectory import MAX_INSIDE, Chat, Trajectory
 
 SAMPLE = ROLLOUTS / "harbor-traces.jsonl"
 ROWS = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
@@ -52,6 +52,13 @@ def test_a_trial_of_which_only_the_last_call_was_exported_trains_all_of_its_answ
 
 def test_a_sub_agent_is_a_trajectory_of_its_own_which_does_not_train_what_it_was_told() -> None:
     assert trained(read(SAMPLE)["hello-world__b2/context-summarization-summary"]) == [3]
+
+
+def test_a_trial_and_its_sub_agents_are_one_rollout_with_one_reward() -> None:
+    found = [item for name, item in read(SAMPLE).items() if name.startswith("hello-world__b2")]
+    assert [(item.rollout_id, item.reward) for item in found] == [("hello-world__b2", 0.0)] * 3
+    assert [item.rollout_part for item in found] == [0, 1, MAX_INSIDE]
+    assert {item.source for item in found} == {str(SAMPLE)}
 
 
 def test_tools_that_the_first_message_holds_are_not_given_again(tmp_path: Path) -> None:

@@ -106,6 +106,20 @@ def test_the_calls_of_a_session_are_one_rollout_whose_prompts_follow_their_paren
     assert first.metadata == {"model": "qwen3-8b", "weight_version": 7}
 
 
+def test_a_session_with_sub_agents_is_one_rollout_whatever_its_lineage_tags_are() -> None:
+    def trace(name: str, lineage: str, prompt: list[int], said: list[int]) -> dict[str, Any]:
+        ids = {"prompt_token_ids": prompt, "completion_token_ids": said, "logprobs": [-0.5] * len(said)}
+        facts = {"messages": [USER], "response_message": ANSWER, "metadata": {"task_id": "q", "reward": 1.0}}
+        return {"trace_id": name, "session_id": "s", "lineage_id": lineage} | ids | facts
+
+    main = [trace("a", "main", [1], [2]), trace("c", "main", [1, 2, 3], [4])]
+    found = [item for item in sessions([main[0], trace("b", "sub", [9], [8]), main[1]]) if isinstance(item, Trajectory)]
+    contents = [item.content.tokens.tolist() for item in found if isinstance(item.content, Tokens)]
+    assert contents == [[1, 2, 3, 4], [9, 8]]
+    assert {(item.rollout_id, item.group_id, item.source) for item in found} == {("s", "q", "t.jsonl:1")}
+    assert not any("lineage_id" in item.metadata for item in found)
+
+
 def test_prompts_are_found_by_parents_in_whatever_order_the_traces_are() -> None:
     chain, prompt = [], [0]
     for number in range(12):

@@ -173,6 +173,18 @@ def test_every_reply_of_a_pi_session_is_trained_once_behind_its_own_prompt(entri
     assert sorted(trained) == sorted(replies)
 
 
+def test_turns_that_a_fork_of_a_pi_session_copied_are_trained_in_their_own_session_only(tmp_path: Path) -> None:
+    def write(name: str, letters: str, **more: Any) -> None:
+        header = {"type": "session", "version": 3, "id": name, "timestamp": "t", "cwd": "/work"} | more
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, [header, *linear(letters)])))
+
+    write("a", "qArBsC")
+    write("b", "qArBtD", parentSession="/home/a.jsonl")
+    assert said_in(list(read_trajectories([tmp_path]))) == {"a": "qArBsC", "b": "qarbtD"}
+    write("b", "qArBtD", parentSession="/home/gone.jsonl")
+    assert said_in(list(read_trajectories([tmp_path]))) == {"a": "qArBsC", "b": "qArBtD"}
+
+
 def test_a_fork_of_a_pi_session_is_of_its_group() -> None:
     parent = "0b6f1c2e-1111-4222-8333-444455556666"
     ((trajectory, _),) = chats(read_pi(*linear("qA"), parentSession=f"/home/2026_{parent}.jsonl"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,19 @@ def test_samples_of_one_rollout_are_one_rollout_if_they_have_one_reward() -> Non
     facts = [(item.rollout_id, item.rollout_part) for item in found if isinstance(item, Trajectory)]
     assert facts == [("8", 0), (None, None), ("8", 2), (None, None)]
     assert found[0].source == found[2].source
+
+
+def test_samples_of_one_rollout_are_one_rollout_over_lines(tmp_path: Path) -> None:
+    def sample(group: int, rollout: int | None, reward: float) -> dict[str, Any]:
+        return SAMPLE | {"group_index": group, "rollout_id": rollout, "reward": reward}
+
+    samples = [sample(0, 9, 1.0), sample(1, 8, 0.0), sample(0, 9, 1.0), sample(0, 9, 0.5), sample(0, None, 0.5)]
+    path = tmp_path / "r.jsonl"
+    path.write_text("\n".join(map(json.dumps, samples)))
+    found = [item for item in read_trajectories([path]) if isinstance(item, Trajectory)]
+    facts = [(item.rollout_id, item.rollout_part) for item in found]
+    assert facts == [("0/9/1.0", 1), ("1/8/0.0", 2), ("0/9/1.0", 3), ("0/9/0.5", 4), (None, None)]
+    assert {item.source for item in found[:4]} == {str(path)}
 
 
 def test_rewards_that_are_arrays_are_compared_as_wholes() -> None:

@@ -18,7 +18,7 @@ from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.formats import verifiers, verifiers_results
 from treepack.ingest.readers.formats.verifiers import PARTIAL_NOTE, WEIGHTS_NOTE
 from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
-from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
+from treepack.trajectory import MAX_INSIDE, Chat, Skipped, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS
 EPISODES = [json.loads(line) for line in (SAMPLES / "verifiers.jsonl").read_text().splitlines()]
@@ -155,6 +155,23 @@ def test_rewards_that_were_not_scored_are_left_out() -> None:
 def test_named_agents_have_groups_of_their_own() -> None:
     (trajectory,) = trajectories(episode([node(None, [1]), node(0, [2], 1)], agent={"name": "solver"}))
     assert trajectory.group_id == "k/solver"
+
+
+def test_traces_of_one_agent_are_one_rollout_if_they_have_one_reward() -> None:
+    def read_traces(*traces: tuple[str, float]) -> list[tuple[str | None, int | None]]:
+        value = episode([])
+        nodes = [node(None, [1]), node(0, [2], 1)]
+        common = {"task": TASK, "nodes": nodes}
+        value["traces"] = [
+            common | {"id": f"t{i}", "agent": {"name": name}, "rewards": {"r": {"score": reward, "weight": 1.0}}}
+            for i, (name, reward) in enumerate(traces)
+        ]
+        return [(item.rollout_id, item.rollout_part) for item in trajectories(value)]
+
+    alone = (None, None)
+    joined = [("e/k/sub", 0), alone, ("e/k/sub", 2 * MAX_INSIDE)]
+    assert read_traces(("sub", 1.0), ("main", 1.0), ("sub", 1.0)) == joined
+    assert read_traces(("sub", 1.0), ("main", 1.0), ("sub", 0.0)) == [alone] * 3
 
 
 def test_fields_that_nobody_knows_are_metadata_or_noted() -> None:

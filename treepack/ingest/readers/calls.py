@@ -385,7 +385,15 @@ def in_rollout(item: Trajectory, first_call: int) -> Trajectory:
 def _group(items: Sequence[Trajectory | Skipped]) -> str | None:
     """Return the group for the trajectories of a rollout without a group: it is derived from the first prompt."""
     # One trajectory gets its group later, from the tokenised prompt; several must share one, although prompts differ.
-    first = next((item.content for item in items if isinstance(item, Trajectory)), None)
-    if len(items) == 1 or first is None or isinstance(first, Text):
+    first = next((item for item in items if isinstance(item, Trajectory)), None)
+    return None if len(items) == 1 or first is None else group_of_first(first)
+
+
+def group_of_first(item: Trajectory) -> str | None:
+    """Return the group for a rollout of several trajectories without one, by the prompt of its first, `item`."""
+    content = item.content
+    if isinstance(content, Text):
         return None
-    return derived_group(prompt_tokens(first) if isinstance(first, Tokens) else prompt_messages(first, first.tools))
+    return derived_group(
+        prompt_tokens(content) if isinstance(content, Tokens) else prompt_messages(content, content.tools)
+    )

@@ -82,11 +82,13 @@ class WholeFile:
 class SurveyedFile:
     """A file as one whole, or its parts with their sizes in bytes, its sha256 and its version in the object store.
 
-    `error` is set if the file has no known format, which is an error only if no other file has one.
+    `size` is that of the whole file as stored. `error` is set if the file has no known format, which is an error only
+    if no other file has one.
     """
 
     file: InputFile
     pieces: list[tuple[WholeFile | Unread | Done, int]]
+    size: int
     sha256: str | None = None
     version: str | None = None
     error: TreepackError | None = None
@@ -136,7 +138,7 @@ def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
     place = as_path(file.path)
     entry = object_store.info(place) if isinstance(place, RemotePath) else None
     size = _local_size(file) if entry is None else entry.size
-    whole = SurveyedFile(file, [(WholeFile(file, size), size)])
+    whole = SurveyedFile(file, [(WholeFile(file, size), size)], size)
     if size < ranges.MIN_FILE or not _may_have_ranges(place, how):
         return whole
     digest = InputHash()
@@ -152,9 +154,8 @@ def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
             # A file that cannot be cut, records that belong together, or a list inside of a document.
             return whole
     hashes = digest.files
-    return SurveyedFile(
-        file, pieces, hashes[0][1] if hashes else None, None if entry is None else entry.version, unknown
-    )
+    sha256, version = hashes[0][1] if hashes else None, None if entry is None else entry.version
+    return SurveyedFile(file, pieces, size, sha256, version, unknown)
 
 
 def _may_have_ranges(place: AnyPath, how: FileReading) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.files.address import is_address
+from treepack.ingest.readers.copies import find_copies, size_of, skipped_copies
 from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.files import read_pieces
 from treepack.ingest.readers.format import SIMILAR, Format, close_names
@@ -77,6 +78,7 @@ from treepack.ingest.readers.formats import (
     verl_dump,
 )
 from treepack.ingest.readers.inputs import InputHash, displayed, list_inputs
+from treepack.ingest.readers.path_steps import with_step
 from treepack.ingest.readers.ranges import Range
 from treepack.ingest.readers.recognition import UnknownFormatError, lists_of_objects, recognise
 from treepack.ingest.readers.records import DAMAGED_FILE, NoObjectError, Piece, Record
@@ -211,7 +213,8 @@ def read_trajectories(
     An input is a file, a folder, a glob, or `-` for standard input. `format` is the name of a format, or `auto`.
     `reward_key`, `vocab_size`, `train_all` and `shapes` have the meaning that they have in `ReadOptions`. `input_hash`
     gets the sha256 of each file after the whole file is read. A file of no known format is skipped if a search of a
-    folder found it and the folder contains other formats. It is refused if the caller named it.
+    folder found it and the folder contains other formats. It is refused if the caller named it. A copy of an earlier
+    file is skipped (`copies`).
 
     Raises:
         TreepackError: an input matches nothing, cannot be read or parsed, or is not of the format.
@@ -240,6 +243,9 @@ def read_parts(
     check_format(format)
     # `searched` are the files that a search of a folder found, rather than the caller named.
     files, skipped, searched = list_inputs(inputs)
+    copies = find_copies(((path, size_of(path)) for path in files), detect_format)
+    files = [path for path in files if path not in copies]
+    skipped += skipped_copies(copies)
     if input_hash is not None:
         input_hash.bytes_read.expect(files)
     if skipped:
@@ -320,7 +326,7 @@ def _read_pieces(pieces: Iterable[Piece | Range], name: str, options: ReadOption
     damaged: list[Skipped] | None = [] if options.skip_bad else None
     arrays = FORMAT_OF_NAME[name].arrays
     records = (record for piece in pieces for record in piece.records(damaged, arrays))
-    for item in FORMAT_OF_NAME[name].trajectories(records, options):
+    for item in with_step(FORMAT_OF_NAME[name].trajectories(records, options), name):
         yield item
         if damaged:
             yield from damaged

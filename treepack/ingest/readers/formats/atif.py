@@ -10,29 +10,34 @@
 
 If every call has token ids, these ids are read, and calls that continue each other are joined. If not, the steps are
 one conversation. A step is not trained if it was copied from another file (`is_copied_context`) or if no model made it
-(`llm_call_count` 0). Each file is a separate rollout, because a continuation contains the steps that it continues as
-copied steps. A system step with an observation is an event of the harness, not a message; a conversation ends at an
-event between two steps of the agent.
+(`llm_call_count` 0). A system step with an observation is an event of the harness, not a message; a conversation ends
+at an event between two steps of the agent.
 
-The `result.json` of a trial contains the task, the name of the trial and the reward of all files in its folder. It may
-contain token ids as `agent_result.rollout_details`, which are read if `trajectory.json` has none.
+The files of a trial are one rollout, and so are a trajectory and its embedded agents: continuations, summaries and
+sub-agents count once in the group of their task (`trial_files`). A continuation contains the steps that it continues as
+copied steps. The `result.json` of a trial contains the task, the name of the trial and the reward of all files in its
+folder. It may contain token ids as `agent_result.rollout_details`, which are read if `trajectory.json` has none. Each
+step of a trial of several steps has an instruction and a reward of its own, so it is a rollout of the group
+`<task>/<step>`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.beside import beside, folder_and_document, read_document
-from treepack.ingest.readers.calls import TokenCall, read_calls, within
+from treepack.ingest.readers.calls import TokenCall, group_of_first, read_calls, within
 from treepack.ingest.readers.fields import ReadOptions, as_objects, describe, reward_of, shown, temperature_of
 from treepack.ingest.readers.format import ANY, EVERYTHING, LIST, Fields, Format, has_fields, starting
 from treepack.ingest.readers.messages import normalise_messages, normalise_tools
 from treepack.ingest.readers.records import NoObjectError, Record
 from treepack.ingest.readers.trajectories import without
+from treepack.ingest.readers.trial_files import MAX_AGENTS, FileOfRollout, file_of_session, file_of_trial
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 # The sources of ATIF -> the roles of chat.
@@ -59,7 +64,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         return
     path, result = _result_above(record)
     if path is None:
-        yield from _read_document(record, {}, options)
+        yield from _read_document(record, {}, file_of_session(record), options)
         return
     # steps/<name>/agent/trajectory.json -> the step <name>; agent/trajectory.json -> the whole trial
     step = Path(record.path).parent.parent
@@ -67,10 +72,12 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     part = _step_result(result, step.name, record.source) if is_step else result
     # "trajectory.json" -> "", "trajectory.cont-1.json" -> "cont-1"
     inner = folder_and_document(record)[1].removeprefix("trajectory").lstrip(".-_")
-    facts = _facts(result, part, (step.name if is_step else "", inner), str(path), options)
+    step_name = step.name if is_step else ""
+    facts = _facts(result, part, (step_name, inner), str(path), options)
     main = beside(record, MAIN)
     if not _is_in_details(part, main, str(path)):
-        yield from _read_document(record, facts, options)
+        file = file_of_trial(record, step if is_step else path.parent, _name(result, step_name))
+        yield from _read_document(record, facts, file, options)
     # The result has the ids of the whole trial: only its main file yields them, and other files are skipped.
     elif main is not None and main.name == Path(record.path).name:
         yield from _read_details(Record(str(path), str(path), facts), part, options)
@@ -88,7 +95,7 @@ def _read_result(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
     nothing = True
     for name, part, main in parts:
         if beside(record, main) is None and _is_in_details(part, None, source):
-            facts = _facts(result, part, (name,), source, options)
+            facts = _facts(result, part, (name, ""), source, options)
             yield from _read_details(replace(record, value=facts), part, options)
             nothing = False
     if nothing:
@@ -139,7 +146,30 @@ def _detail_calls(detail: dict[str, Any], source: str) -> list[TokenCall]:
     return [TokenCall(prompt, said, {"rollout_log_probs": values}) for prompt, said, values in calls]
 
 
-def _read_document(record: Record, trial: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_document(
+    record: Record, trial: dict[str, Any], file: FileOfRollout | None, options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    """Read the agents of a document, as parts of one rollout if `file` is one of several, or has several agents."""
+    agents = [list(items) for items in _read_agents(record, trial, options)]
+    firsts = [next((item for item in items if isinstance(item, Trajectory)), None) for items in agents]
+    main = next((item for item in firsts if item is not None), None)
+    if main is None or (file is None and sum(item is not None for item in firsts) == 1):
+        yield from chain.from_iterable(agents)
+        return
+    rollout = file or FileOfRollout(main.rollout_id or main.trajectory_id, record.source, None, 0)
+    group = rollout.group or main.group_id or group_of_first(main)
+    for number, items in enumerate(agents):
+        for item in items:
+            part = within(item, rollout.rollout, rollout.order * MAX_AGENTS + min(number, MAX_AGENTS - 1))
+            if isinstance(part, Trajectory):
+                part = replace(part, source=rollout.place, group_id=part.group_id if trial else group)
+            yield part
+
+
+def _read_agents(
+    record: Record, trial: dict[str, Any], options: ReadOptions
+) -> Iterator[Iterator[Trajectory | Skipped]]:
+    """Yield the trajectories of the agent of a document, and then those of each agent that is embedded in it."""
     value, source = record.value, record.source
     agent = value["agent"] if isinstance(value.get("agent"), dict) else {}
     facts = {
@@ -151,22 +181,28 @@ def _read_document(record: Record, trial: dict[str, Any], options: ReadOptions) 
     }
     if "trajectory_id" not in facts:
         facts["trajectory_id"] = value.get("trajectory_id") or value.get("session_id")
-    steps = as_objects(value["steps"], source=source, name="steps")
-    slim = replace(record, value=facts)
-    trained = [step for step in steps if _is_trained(step)]
-    with_ids = [step for step in trained if _has_ids(step)]
-    # Ids of some steps only would mix two tokenisations in one trajectory, so then all are read as text.
-    if trained and len(with_ids) == len(trained):
-        yield from read_calls(slim, [_token_call(step) for step in trained], options)
-    else:
-        yield from _read_steps(slim, steps, agent.get("tool_definitions"), bool(with_ids), options)
+    yield _read_agent(replace(record, value=facts), value, agent, options)
     embedded = as_objects(value.get("subagent_trajectories"), source=source, name="subagent_trajectories")
     for number, each in enumerate(embedded):
         where = f"{source}: subagent_trajectories[{number}]"
         if not has_fields(each, [TRAJECTORY]):
             raise TreepackError(f"{where} is {shown(each)}; expected a trajectory with schema_version ATIF and steps")
         name = f"{facts['trajectory_id']}/{each.get('trajectory_id') or number}"
-        yield from _read_document(Record(where, record.path, each), trial | {"trajectory_id": name}, options)
+        yield from _read_agents(Record(where, record.path, each), trial | {"trajectory_id": name}, options)
+
+
+def _read_agent(
+    record: Record, value: dict[str, Any], agent: dict[str, Any], options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    """Read the steps of one agent, whose document is `value`; `record` has its facts."""
+    steps = as_objects(value["steps"], source=record.source, name="steps")
+    trained = [step for step in steps if _is_trained(step)]
+    with_ids = [step for step in trained if _has_ids(step)]
+    # Ids of some steps only would mix two tokenisations in one trajectory, so then all are read as text.
+    if trained and len(with_ids) == len(trained):
+        yield from read_calls(record, [_token_call(step) for step in trained], options)
+    else:
+        yield from _read_steps(record, steps, agent.get("tool_definitions"), bool(with_ids), options)
 
 
 def _is_trained(step: dict[str, Any]) -> bool:
@@ -269,11 +305,18 @@ def _result_above(record: Record) -> tuple[Path | None, dict[str, Any]]:
 
 
 def _facts(
-    result: dict[str, Any], part: dict[str, Any], names: tuple[str, ...], source: str, options: ReadOptions
+    result: dict[str, Any], part: dict[str, Any], names: tuple[str, str], source: str, options: ReadOptions
 ) -> dict[str, Any]:
-    """Return the names and the reward that the result of a trial gives to one of its conversations."""
-    name = "/".join(each for each in (str(result["trial_name"]), *names) if each)
-    return {"trajectory_id": name, "group_id": str(result["task_name"]), "reward": _reward(part, source, options)}
+    """Return the names and the reward that the result of a trial gives to one of its conversations.
+
+    `names` are those of the step of the trial and of the file, empty if there is none.
+    """
+    task = "/".join(filter(None, (str(result["task_name"]), names[0])))
+    return {"trajectory_id": _name(result, *names), "group_id": task, "reward": _reward(part, source, options)}
+
+
+def _name(result: dict[str, Any], *names: str) -> str:
+    return "/".join(filter(None, (str(result["trial_name"]), *names)))
 
 
 def _step_result(result: dict[str, Any], name: str, source: str) -> dict[str, Any]:
@@ -306,13 +349,13 @@ FORMAT = Format(
         steps.is_copied_context steps.llm_call_count agent.tool_definitions agent.name agent.model_name
         agent.extra.temperature session_id task_name trial_name verifier_result.rewards
         step_results.verifier_result.rewards agent_result.rollout_details subagent_trajectories=.
+        continued_trajectory_ref
     """.split(),
     dropped=(
         "system steps with an observation (events of the harness)",
         "steps.timestamp, steps.extra, other metrics",
         "final_metrics",
         "observation.results.subagent_trajectory_ref (a file of its own, or embedded)",
-        "continued_trajectory_ref",
         "of result.json: config, times, costs, exceptions",
     ),
     keeps=EVERYTHING,

@@ -15,20 +15,32 @@ The prompt of a message is its path from the root, with whole messages and all t
 last compaction and the messages that the compaction kept. A branch starts a new trajectory. The file contains neither
 the system prompt nor the tools, and only some of the reminders that Claude Code adds; a note counts this. Messages that
 Claude Code wrote in the name of the model, and interrupted ones, are context but not trained. A call after an image is
-left out. `content_blocks` splits the blocks.
+left out. `content_blocks` splits the blocks. A session and its sub-agents, in the same file or in others, are one
+rollout (`session_files`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from treepack.ingest.readers.calls import ChatCall, read_chats
+from treepack.ingest.readers.calls import ChatCall, group_of_first, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason, split_blocks
 from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.format import MASKS, TEXT, Format, one_of
+from treepack.ingest.readers.inputs import STDIN
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.session_files import (
+    SessionFile,
+    agents_below,
+    agents_beside,
+    file_of_session,
+    first_records,
+    in_session,
+)
 from treepack.ingest.readers.trajectories import with_notes
 from treepack.trajectory import Skipped, Trajectory
 
@@ -67,6 +79,7 @@ class _Session:
     called: set[str] = field(default_factory=set)  # the ids of tool calls
     results: dict[str, _Entry] = field(default_factory=dict)  # by the id of the call
     kept: dict[str, list[str]] = field(default_factory=dict)  # uuid of a summary -> entries that its compaction kept
+    agents: set[str] = field(default_factory=set)  # the ids of sub-agents whose results are in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +93,7 @@ class _Prompt:
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a session, named after it, or after it and its sub-agent.
 
-    Their group is derived from the first prompt, so that sessions with the same task are a group.
+    Their group is derived from the first prompt of the session, so that sessions with the same task are a group.
 
     Raises:
         TreepackError: `readers.messages` refuses a message.
@@ -93,9 +106,43 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     calls, notes = _calls(session)
     record = replace(rows[0], source=rows[0].path, value=_description(session, rows[0]))
     if calls:
-        yield from with_notes(read_chats(record, calls, options), (CONTEXT_NOTE, *notes))
+        items = with_notes(read_chats(record, calls, options), (CONTEXT_NOTE, *notes))
+        yield from in_session(items, *_file_of(session, record.path, options))
     else:
         yield Skipped(record.source, next(iter(notes), NO_CALL), is_rollout=bool(session.blocks))
+
+
+def _file_of(session: _Session, path: str, options: ReadOptions) -> tuple[SessionFile | None, str | None]:
+    """Return the file at `path` of a session with sub-agents, or of one of them, and the group of the session.
+
+    The file is None for a session without sub-agents. The group is None if this file has the first prompt.
+    """
+    head = next((entry.value for entry in session.entries.values()), {})
+    name, agent = head.get("sessionId"), head.get("agentId")
+    if not isinstance(name, str) or path == STDIN:
+        return None, None
+    if not isinstance(agent, str):
+        agents = agents_below(path, name) + agents_beside(path, session.agents)
+        return (SessionFile(name, path, 0) if agents and Path(path).name == f"{name}.jsonl" else None), None
+    main = file_of_session(path, name)
+    if main is None:
+        return None, None
+    called, group = _main(main, Path(main).stat().st_mtime_ns, options)
+    agents = agents_below(main, name) + agents_beside(main, called)
+    file = Path(path).name
+    return (SessionFile(name, main, 1 + agents.index(file)), group) if file in agents else (None, None)
+
+
+@lru_cache(maxsize=64)
+def _main(path: str, _changed: int, options: ReadOptions) -> tuple[frozenset[str], str | None]:
+    """Return the ids of the sub-agents that the session at `path` has called, and the group of its first prompt."""
+    rows = list(first_records(Path(path)))
+    if not rows:
+        return frozenset(), None
+    session = _session(rows)
+    items = read_chats(replace(rows[0], value={}), _calls(session)[0][:1], options)
+    first = next((item for item in items if isinstance(item, Trajectory)), None)
+    return frozenset(session.agents), None if first is None else group_of_first(first)
 
 
 def _session(rows: list[Record]) -> _Session:
@@ -116,6 +163,9 @@ def _session(rows: list[Record]) -> _Session:
             session.called |= _ids(message, "tool_use", "id")
         if entry.kind == "user":
             session.results |= dict.fromkeys(_ids(message, "tool_result", "tool_use_id"), entry)
+            result = value.get("toolUseResult")
+            agent = result.get("agentId") if isinstance(result, dict) else None
+            session.agents |= {agent} if isinstance(agent, str) else set()
     for entry in session.entries.values():
         _add_kept(session, entry)
     return session
@@ -264,10 +314,11 @@ FORMAT = Format(
         message.model message.content.tool_use_id compactMetadata.preservedSegment attachment.prompt
         isApiErrorMessage message.content.type message.content.text message.content.thinking message.content.id
         message.content.name message.content.input message.content.content message.content.is_error
+        toolUseResult.agentId
     """.split(),
     dropped=(
         "attachments except queued commands (reminders)",
-        "message.usage, message.stop_reason, toolUseResult",
+        "message.usage, message.stop_reason, toolUseResult except the id of a sub-agent",
         "lines that are not in the tree: summary, file-history-snapshot, queue-operation, last-prompt, mode",
     ),
     keeps={MASKS},

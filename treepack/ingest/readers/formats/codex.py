@@ -14,26 +14,31 @@ grows, until a compaction replaces it, or the user takes back turns; then a new 
 The base instructions and the developer messages after them are the system prompt. The file contains no tools, and the
 prompt that Codex sends lacks the parts of the base instructions about tools that it does not offer. Reasoning is in the
 file only if the server sends it in plain text; other reasoning is encrypted. Notes count both. A summary that the model
-wrote for a compaction is left out, because its prompt is not in the file. `response_items` reads the items.
+wrote for a compaction is left out, because its prompt is not in the file. `response_items` reads the items. A session
+and its sub-agents are one rollout, and turns that a fork copied are trained once (`codex_files`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from treepack.ingest.readers.calls import ChatCall, read_chats
+from treepack.ingest.readers.calls import ChatCall, group_of_first, read_chats
+from treepack.ingest.readers.codex_files import copied_items, file_of_thread
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.fields import ReadOptions, as_objects
 from treepack.ingest.readers.format import MASKS, OBJECT, Format, one_of
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.response_items import Item, ItemMessages, messages_of_items
+from treepack.ingest.readers.session_files import first_records, in_session
 from treepack.ingest.readers.trajectories import with_notes
 from treepack.trajectory import Skipped, Trajectory
 
 CONTEXT_NOTE = "tools, and changes of the system prompt for them, are not in sessions of Codex"
 SUMMARY_NOTE = "summary for a compaction not used"
+COPIED_NOTE = "turns that were copied from another session not trained"
 NO_CALL = "session without a turn of the model"
 SNAPSHOT = "ghost_snapshot"  # an item of Codex itself: the state of the files, which no model reads
 
@@ -59,13 +64,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     """
     rows = list(records)
     first, meta = rows[0], rows[0].value["payload"]
-    stretches, notes = _stretches(rows)
-    system = _system(meta)
-    calls: list[ChatCall] = []
-    for stretch in stretches:
-        chat = messages_of_items(stretch.items, source=first.path)
-        notes |= dict.fromkeys(chat.notes)
-        calls += _calls(system, chat, stretch.items[: stretch.num_before], notes)
+    calls, notes = _calls_of_file(rows)
     contexts = [row.value.get("payload") for row in rows if row.value.get("type") == "turn_context"]
     models = [context.get("model") for context in contexts if isinstance(context, dict)]
     value = {
@@ -76,9 +75,34 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     }
     record = replace(first, source=first.path, value=value)
     if calls:
-        yield from with_notes(read_chats(record, calls, options), (CONTEXT_NOTE, *notes))
+        items = with_notes(read_chats(record, calls, options), (CONTEXT_NOTE, *notes))
+        file = file_of_thread(first.path, meta)
+        is_agent = file is not None and file.number > 0
+        yield from in_session(items, file, _group(file.path, options) if file is not None and is_agent else None)
     else:
         yield Skipped(first.path, next((note for note in notes if note.startswith("call not used")), NO_CALL))
+
+
+def _group(path: str, options: ReadOptions) -> str | None:
+    """Return the group of the session at `path`, by its first prompt; None if it has no turn of the model."""
+    rows = list(first_records(Path(path)))
+    items = read_chats(replace(rows[0], value={}), _calls_of_file(rows)[0][:1], options)
+    return next((group_of_first(item) for item in items if isinstance(item, Trajectory)), None)
+
+
+def _calls_of_file(rows: list[Record]) -> tuple[list[ChatCall], dict[str, None]]:
+    """Return the calls of a session that are in no other file, and notes to be counted."""
+    path, meta = rows[0].path, rows[0].value["payload"]
+    stretches, notes = _stretches(rows)
+    copied = copied_items([row.value for row in rows], path)
+    if copied:
+        notes[COPIED_NOTE] = None
+    calls: list[ChatCall] = []
+    for stretch in stretches:
+        chat = messages_of_items(stretch.items, source=path)
+        notes |= dict.fromkeys(chat.notes)
+        calls += _calls(_system(meta), chat, [*copied, *stretch.items[: stretch.num_before]], notes)
+    return calls, notes
 
 
 def _system(meta: dict[str, Any]) -> list[Message]:
@@ -174,7 +198,8 @@ FORMAT = Format(
         type payload payload.id payload.cwd payload.cli_version payload.base_instructions payload.type
         payload.role payload.content payload.name payload.arguments payload.call_id payload.output
         payload.model payload.message payload.replacement_history payload.num_turns metadata.compaction_output
-        payload.input payload.action payload.status
+        payload.input payload.action payload.status payload.forked_from_id
+        payload.source.subagent.thread_spawn.parent_thread_id
     """.split(),
     dropped=(
         "event_msg (repeats the items for the user), except thread_rolled_back",

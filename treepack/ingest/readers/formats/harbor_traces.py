@@ -6,19 +6,20 @@
 
 The rows of a trial are its calls, in order. The last message of a row is the response of its call, and calls that
 continue each other are joined. If only the last call of a trial was exported, every answer in it is trained. Rows of
-sub-agents have a `trace_source` other than "main". Tool calls are text in the messages, and so are the tools if the
-export embedded them.
+sub-agents have a `trace_source` other than "main". They are parts of the rollout of their trial, and have its reward.
+Tool calls are text in the messages, and so are the tools if the export embedded them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls import ChatCall, read_chats
+from treepack.ingest.readers.calls import ChatCall, read_chats, within
 from treepack.ingest.readers.fields import ReadOptions, quoted, shown
 from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, OBJECTS, REWARDS, Format
 from treepack.ingest.readers.records import Record
@@ -27,6 +28,7 @@ from treepack.trajectory import Skipped, Trajectory
 
 FIRST = "episode-0"
 MAIN = "main"
+PLACE = re.compile(r"(:\d+|\[\d+\])$")  # of a row in its file
 TOOLS_MARK = "<tools>"  # the first message starts with it if the export embedded the tools
 # Fields that are read under another name, or that `FORMAT.dropped` lists.
 KNOWN = frozenset(
@@ -45,23 +47,51 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     """
     # groupby joins neighbours only: a name that appears again would silently become a second rollout.
     seen: set[str] = set()
-    for name, together in groupby(records, _trial):
+    rewards: dict[str, list[float | None]] = {}  # of the agents of each trial so far
+    for name, together in groupby(records, _agent):
         rows = list(together)
         if name in seen:
             where = rows[0].source
             raise TreepackError(f"{where}: rows of the trial {quoted(name)} are apart; sort them by trial_name")
         seen.add(name)
-        yield from _read_trial(name, rows, options)
+        items = list(_read_agent(name, rows, options))
+        if rows[0].value.get("trace_source") is None:
+            yield from items
+            continue
+        # Rows of the sub-agents of a trial may be anywhere in the file, so each agent is a part of the trial.
+        trial = _trial(rows[0])
+        known = rewards.setdefault(trial, [])
+        for item in items:
+            yield _in_trial(item, trial, len(known), known[0] if known else None)
+        known += [item.reward for item in items[:1] if isinstance(item, Trajectory)]
+
+
+def _in_trial(item: Trajectory | Skipped, trial: str, number: int, reward: float | None) -> Trajectory | Skipped:
+    """Return `item` of agent `number` as a part of the rollout `trial`, with the `reward` of agents before it."""
+    part = within(item, trial, number)
+    if not isinstance(part, Trajectory):
+        return part
+    return replace(part, reward=part.reward if number == 0 else reward, source=_file(part))
+
+
+def _file(item: Trajectory) -> str:
+    # "runs/rows.jsonl:17" -> "runs/rows.jsonl", "runs/rows.parquet[3]" -> "runs/rows.parquet"
+    return PLACE.sub("", item.source)
 
 
 def _trial(record: Record) -> str:
-    name, origin = record.value["trial_name"], record.value.get("trace_source")
+    name = record.value["trial_name"]
     if not isinstance(name, str):
         raise TreepackError(f"{record.source}: trial_name is {shown(name)}; expected text")
+    return name
+
+
+def _agent(record: Record) -> str:
+    name, origin = _trial(record), record.value.get("trace_source")
     return name if origin in (None, MAIN) else f"{name}/{origin}"
 
 
-def _read_trial(name: str, rows: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_agent(name: str, rows: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     last = rows[-1]
     value = last.value
     talks = [row.value["conversations"] for row in rows]

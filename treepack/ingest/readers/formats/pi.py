@@ -8,10 +8,10 @@
 
 Entries form a tree by `parentId`. In version 1, which has no ids, each entry follows the entry before it. The prompt of
 an assistant message is its path from the root, or from the summary of the last compaction and the entries that the
-compaction kept. Calls that continue each other are joined, so a compaction or a branch starts a new trajectory.
-Summaries and commands of the user are in the prompt under a title that this reader adds. The file contains neither the
-system prompt nor the tools. Interrupted and failed turns are neither trained nor read. A call after an image is left
-out.
+compaction kept. Calls that continue each other are joined, so a compaction or a branch starts a new trajectory. Turns
+that a forked session has copied from a session of its folder are trained in that session only. Summaries and commands
+of the user are in the prompt under a title that this reader adds. The file contains neither the system prompt nor the
+tools. Interrupted and failed turns are neither trained nor read. A call after an image is left out.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from pathlib import PurePath
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.beside import beside
 from treepack.ingest.readers.calls import SPLIT_NOTE, in_rollout
 from treepack.ingest.readers.fields import ReadOptions, as_objects, quoted
 from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, Format, one_of
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.session_files import first_records
 from treepack.ingest.readers.trajectories import conversation
 from treepack.trajectory import Skipped, Trajectory
 
@@ -38,6 +40,7 @@ FAILED = frozenset({"aborted", "error"})
 NO_CONTEXT = frozenset({"session", "model_change", "thinking_level_change", "custom", "label", "session_info"})
 IMAGE_NOTE = "call after an image not used"
 FAILED_NOTE = "interrupted or failed turn not used"
+COPIED_NOTE = "turns that were copied from another session not trained"
 
 
 Entry = dict[str, Any]
@@ -53,7 +56,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     """
     rows = list(records)
     header = rows[0]
-    chains, notes, models = _chains(_entries(rows))
+    chains, notes, models = _chains(_entries(rows), _entries_of_parent(header))
     # A session without an answer trains nothing.
     if not chains:
         yield Skipped(header.source, "no turn of the model")
@@ -71,6 +74,16 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         notes = ()
 
 
+def _entries_of_parent(header: Record) -> dict[str, Any]:
+    """Return the messages of the session from which this one was forked by their ids, if its file is in the folder."""
+    name = PurePath(str(header.value.get("parentSession") or "")).name
+    path = beside(header, name) if name else None
+    if path is None or str(path) == header.path:
+        return {}
+    rows = (row.value for row in first_records(path))
+    return {str(row.get("id")): row["message"] for row in rows if row.get("message") is not None}
+
+
 @dataclass(slots=True)
 class _Chain:
     """Calls that continue each other: their messages, of which the first `num_prompt` are not trained."""
@@ -80,8 +93,13 @@ class _Chain:
     num_prompt: int
 
 
-def _chains(entries: dict[str, Record]) -> tuple[list[_Chain], tuple[str, ...], tuple[str, ...]]:
-    """Return the chains of calls, the notes to count, and the names of the models. O(entries) for each chain."""
+def _chains(
+    entries: dict[str, Record], copied: dict[str, Any]
+) -> tuple[list[_Chain], tuple[str, ...], tuple[str, ...]]:
+    """Return the chains of calls, the notes to count, and the names of the models. O(entries) for each chain.
+
+    A call that is in `copied` too, with its id, belongs to another session.
+    """
     chains: list[_Chain] = []
     ends: dict[str, _Chain] = {}  # by the entry of the last call
     behind_image: set[str] = set()
@@ -97,6 +115,9 @@ def _chains(entries: dict[str, Record]) -> tuple[list[_Chain], tuple[str, ...], 
             notes[FAILED_NOTE] = None
             continue
         num_calls += 1
+        if copied.get(name) == message:
+            notes[COPIED_NOTE] = None
+            continue
         # Without a chain to extend, the prompt is the whole path.
         between, before = _since_last_call(entries, record)
         # A second call after the same call is a branch: pop() leaves no chain to continue, so it starts a new one.

@@ -5,7 +5,8 @@
     {.., "prompt_delta_token_ids": [..], "parent_trace_id": "a"}    prompt = that of a, its completion, and the delta
 
 A trace with `prompt_delta_token_ids` has a delta, any other trace the whole prompt. Sessions may be interleaved, so the
-whole file is kept in memory.
+whole file is kept in memory. A session contains the calls of an agent and of its sub-agents, which `lineage_id` tells
+apart. The tag is not needed: calls are joined by their prompts, and all trajectories of a session are one rollout.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ KNOWN = frozenset(
     """
     trace_id session_id model messages prompt_token_ids response_message logprobs completion_token_ids
     routing_matrices finish_reason weight_version latency_ms token_counts timestamp metadata raw_request
-    raw_response prompt_delta_token_ids parent_trace_id
+    raw_response prompt_delta_token_ids parent_trace_id lineage_id
     """.split()
 )
 ORPHAN = "trace whose parent is not in the file"
@@ -132,6 +133,7 @@ FORMAT = Format(
     """.split(),
     dropped=(
         "routing_matrices",
+        "lineage_id (prompts tell which calls continue each other)",
         "finish_reason, latency_ms, token_counts and timestamp",
         "raw_request but for its tools and temperature, and raw_response",
     ),

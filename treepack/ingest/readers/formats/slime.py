@@ -1,15 +1,17 @@
-"""Samples of slime: the `.pt` files of `--save-debug-rollout-data`, or the same dicts as JSON.
+"""Samples of slime: the `.pt` files of `--save-debug-rollout-data`, or the same dicts as JSON, or one sample a record.
 
     {"rollout_id": 5, "samples": [sample, ..]}          a whole file; rollout_id counts the steps
     {"group_index": 0, "index": 3, "rollout_id": null, "tokens": [..], "response_length": 7, "loss_mask": [..],
      "rollout_log_probs": [..], "reward": 1.0, "status": "completed", "remove_sample": false, ..}
 
-`tokens` are prompt and response; the mask and the log-probabilities belong to the response. The samples of one rollout
-have the same `rollout_id`. A sample without tokens is read as text.
+`tokens` are prompt and response; the mask and the log-probabilities belong to the response. The samples of one rollout,
+such as an agent and its sub-agents, have the same `rollout_id`. They count once in their group if they have one reward.
+A sample without tokens is read as text.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -32,6 +34,7 @@ from treepack.trajectory import Skipped, Trajectory
 OF_TOKENS = frozenset({"tokens", "response_length", "loss_mask", "rollout_log_probs"})
 # Statuses of samples that the sampler did not complete.
 UNFINISHED = frozenset({"pending", "aborted"})
+PLACE = re.compile(r"[:\[](\d+)\]?$")  # of a record in its file
 TEXT = frozenset({"prompt", "response", "apply_chat_template_kwargs"})
 # Bookkeeping of the sampler, and fields that are read under another name.
 DROPPED = frozenset(
@@ -53,7 +56,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     # The label is what the task expects, and no label of the rollout.
     options = replace(options, harmless=options.harmless | {"label"})
     if not isinstance(value.get("samples"), list):
-        yield from _read_sample(record, options)
+        for item in _read_sample(record, options):
+            yield _in_rollout_of_file(item, record)
         return
     step = value.get("rollout_id")
     whole = _rollouts_of_several(value["samples"])
@@ -64,6 +68,19 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             if isinstance(item, Trajectory) and str(rollout) in whole:
                 item = replace(item, source=record.source, rollout_id=str(rollout), rollout_part=number)
             yield item
+
+
+def _in_rollout_of_file(item: Trajectory | Skipped, record: Record) -> Trajectory | Skipped:
+    """Return `item` as a part of its rollout, whose other samples may be anywhere in the file of `record`."""
+    rollout = record.value.get("rollout_id")
+    if rollout is None or not isinstance(item, Trajectory):
+        return item
+    # A record does not know the others. So the name has all facts that samples of one rollout have in common, and
+    # samples with other rewards stay apart: group 2, rollout 8, reward 1 -> "2/8/1.0".
+    facts = (item.step, item.group_id, rollout, item.reward)
+    name = "/".join(str(fact) for fact in facts if fact is not None)
+    place = PLACE.search(record.source, len(record.path))
+    return replace(item, source=record.path, rollout_id=name, rollout_part=0 if place is None else int(place[1]))
 
 
 def _rollouts_of_several(samples: list[dict[str, Any]]) -> set[str]:

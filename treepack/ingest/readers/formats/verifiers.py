@@ -7,7 +7,8 @@
 A node contains the tokens that it adds to the tokens of its parent. Its mask separates the sampled tokens from the
 tokens of the template, and its log-probabilities and advantages have one value per sampled token. If the nodes of a
 trace have tokens, these are read, joined along each path from the root. If not, the messages are read. Agents that are
-not trainable are skipped.
+not trainable are skipped. Traces of an episode with the same agent and the same reward, such as those of sub-agents,
+are one rollout, which counts once in its group. With other rewards each is a rollout of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers import graphs
-from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats, within
 from treepack.ingest.readers.content_blocks import MEDIA_REASON, skip_reason
 from treepack.ingest.readers.fields import ReadOptions, as_objects, shown, temperature_of
 from treepack.ingest.readers.format import (
@@ -75,11 +76,26 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         return
     if not value["traces"]:
         yield Skipped(record.source, "episode without a trace")
+    traces: list[list[Trajectory | Skipped]] = []
     for number, trace in enumerate(value["traces"], 1):
         # Errors name the trace, but trajectories name the record.
         place = replace(record, source=f"{record.source}: trace {number}")
-        for item in _read_trace(place, value, trace, options):
-            yield replace(item, source=record.source)
+        items = _read_trace(place, value, trace, options)
+        traces.append([replace(item, source=record.source) for item in items])
+    yield from _as_rollouts(traces, str(value.get("id") or record.label))
+
+
+def _as_rollouts(traces: list[list[Trajectory | Skipped]], episode: str) -> Iterator[Trajectory | Skipped]:
+    """Yield the trajectories of the traces of an episode; traces of one group with one reward are one rollout."""
+    rewards: dict[str, list[float | None]] = {}
+    for items in traces:
+        first = next((item for item in items if isinstance(item, Trajectory)), None)
+        if first is not None and first.group_id is not None:
+            rewards.setdefault(first.group_id, []).append(first.reward)
+    joined = {group: f"{episode}/{group}" for group, each in rewards.items() if len(each) > 1 and len(set(each)) == 1}
+    for number, items in enumerate(traces):
+        for item in items:
+            yield within(item, joined[item.group_id], number) if item.group_id in joined else item
 
 
 def _read_trace(

@@ -4,7 +4,7 @@
 
 Both texts were decoded from ids without their special tokens. The ends of turns are lost, so neither the ids nor the
 text that the model saw can be restored. In the output of an agent, the text of tools and the text of the model cannot
-be separated. If the exact ids were kept, read those instead.
+be separated. If the exact ids were kept, read those instead. Without a `step`, the name of the file is the step.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 FORMAT = Format(
     name="verl-dump",
     program="verl (rollout_data_dir, validation_data_dir)",
-    recognised_by="`input` and `output` as text beside `score` and `step`",
-    requires=[{"input": TEXT, "output": TEXT, "score": ANY, "step": ANY}],
+    recognised_by="`input` and `output` as text beside `score` and `step` or `gts`",
+    requires=[{"input": TEXT, "output": TEXT, "score": ANY, ("step", "gts"): ANY}],
     used="input output gts score step".split(),
     keeps={REWARDS},
     read=read,
