@@ -177,16 +177,22 @@ def test_spans_of_no_call_are_skipped() -> None:
     ]
 
 
-def test_a_call_with_a_part_that_is_no_text_is_skipped_and_one_without_text_refused() -> None:
+def test_a_call_with_a_part_that_is_no_text_is_skipped() -> None:
     image = span([said("user", {"type": "blob", "modality": "image", "content": "aGk="})], [said("assistant", "5")])
     text = span([ASK], [said("assistant", "5")], start_time=9)
     items = read(otel_genai, image, text)
     assert skipped(items) == [("log.jsonl:1", "images, audio and video are not read")]
     assert outline(only(items)[1]) == [("user", "2 + 3?", 0.0), ("assistant", "5", 1.0)]
-    with pytest.raises(TreepackError) as caught:
-        read(otel_genai, span([said("user", {"type": "text", "content": 5})], [said("assistant", "5")]))
+
+
+def test_a_damaged_span_skips_its_conversation_only() -> None:
+    bad = span([said("user", {"type": "text", "content": 5})], [said("assistant", "5")])
+    items = read(otel_genai, *ROUNDS, bad, *(each | {"trace_id": "u"} for each in ROUNDS))
+    assert [item.trajectory_id for item in items if isinstance(item, Trajectory)] == ["u"]
+    (fault,) = (item for item in items if isinstance(item, Skipped))
+    assert (fault.source, fault.reason, fault.is_rollout) == ("log.jsonl:1", "conversation with a damaged span", True)
     expected = 'gen_ai.input.messages has the part {"type": "text", "content": 5}; expected text under content'
-    assert str(caught.value) == f"log.jsonl:1: {expected}"
+    assert fault.detail == f"log.jsonl:3: {expected}"
 
 
 # LangSmith

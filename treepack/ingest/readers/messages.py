@@ -29,6 +29,7 @@ READ = frozenset(
     [
         *KEPT,
         *"role content tool_calls function_call reasoning reasoning_content loss loss_scale trainable weight".split(),
+        "finish_reason",
     ]
 )
 MEDIA = ("images", "videos", "audios")
