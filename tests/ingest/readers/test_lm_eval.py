@@ -1,4 +1,4 @@
-"""Samples of lm-evaluation-harness: which are rollouts, their prompts in two forms, and metrics under several filters."""
+"""Samples of lm-evaluation-harness: which are rollouts, prompts in two forms, and metrics under several filters."""
 
 from __future__ import annotations
 
