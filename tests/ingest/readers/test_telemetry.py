@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treepack.errors import TreepackError
 from treepack.ingest.readers.formats import langsmith, otel_genai
 from treepack.ingest.readers.registry import ReadOptions, Record
 from treepack.trajectory import Chat, Skipped, Trajectory
@@ -323,8 +322,24 @@ def test_what_is_no_call_failed_or_repeats_another_is_skipped() -> None:
     assert only(items)[0].source == "log.jsonl:1"
 
 
-def test_a_message_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(
-        TreepackError, match=r"^log.jsonl:1: has a message of type 'RemoveMessage'; expected one of human, "
-    ):
-        read(langsmith, run("2Za", [constructor("RemoveMessage", "")], generated(END)))
+def test_a_trace_with_a_run_that_cannot_be_read_is_skipped_and_the_others_are_read() -> None:
+    bad = run("2Za", [constructor("RemoveMessage", "")], generated(END))
+    worse = run("3Zb", [[HUMAN]], generated(END), trace_id="s", feedback_stats={"right": {"avg": "good"}})
+    invalid = constructor("AIMessage", "", invalid_tool_calls=[{"name": "f", "args": "{"}])
+    items = read(langsmith, bad, worse, run("5Zd", [[HUMAN]], generated(invalid), trace_id="u"), *GOOD)
+    faults = [item for item in items if isinstance(item, Skipped)]
+    assert {item.reason for item in faults} == {"trace with a run that cannot be read"}
+    assert [item.detail.partition(";")[0] for item in faults] == [
+        "log.jsonl:1: has a message of type 'RemoveMessage'",
+        'log.jsonl:2: feedback_stats.right.avg is "good"',
+        "log.jsonl:3: has a tool call that is not JSON",
+    ]
+    assert only(items)[0].trajectory_id == "t"
+
+
+GOOD = [run("2Za", [[HUMAN]], generated(END), trace_id="t")]
+
+
+def test_a_field_of_a_message_that_is_not_understood_is_noted() -> None:
+    trajectory, _ = only(read(langsmith, run("2Za", [[HUMAN]], generated(constructor("AIMessage", "5", answer="6")))))
+    assert trajectory.notes == ("message field 'answer' not used",)

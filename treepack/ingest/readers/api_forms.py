@@ -183,7 +183,7 @@ def _message(value: Message, source: str) -> list[Message]:
             return messages_of_parts([value], source, "messages")
         return gemini_messages([value], None, source)
     has_kwargs = isinstance(value.get("additional_kwargs"), dict)
-    if value.get("role") is None or has_kwargs:
+    if value.get("role") is None or (has_kwargs and value["role"] != "tool"):
         if value.get("role") is None and not _is_other(value):
             raise TreepackError(f"{source}: has the message {shown(value)}; expected an object with a role")
         return chat_messages(value, source)
@@ -194,7 +194,16 @@ def _message(value: Message, source: str) -> list[Message]:
         done["content"] = refusal
     if (reason := done.pop("stop_reason", None)) is not None:
         done.setdefault("finish_reason", reason)
-    return list(_of_sdk(done)) if _has_sdk_parts(done.get("content")) else [done]
+    content = done.get("content")
+    if done.get("role") in ("tool", "function") and not _is_schema(done) and _is_data(content):
+        done["content"] = json.dumps(content, ensure_ascii=False)
+    return list(_of_sdk(done)) if _has_sdk_parts(content) else [done]
+
+
+def _is_data(content: Any) -> bool:
+    """Return whether `content`, the result of a tool, is an object or a list that a logger has parsed from its text."""
+    has_types = is_messages(content) and all(isinstance(part.get("type"), str) for part in content)
+    return isinstance(content, dict) or (isinstance(content, list) and len(content) > 0 and not has_types)
 
 
 def responses_of(value: Any, *, source: str) -> list[list[Message]]:

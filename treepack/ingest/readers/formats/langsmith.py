@@ -48,6 +48,7 @@ HARMLESS = frozenset(
     "id type example additional_kwargs response_metadata usage_metadata tool_call_chunks invalid_tool_calls lc "
     "stop_reason stop_sequence usage model object created annotations chunk_position artifact status".split()
 )
+DAMAGED_NOTE = "trace with a run that cannot be read"
 NO_CALL_NOTE = "run without an LLM call"
 
 
@@ -62,13 +63,16 @@ class _Trace:
     runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     example: Any = None
     scores: dict[str, Any] = field(default_factory=dict)
+    fault: str = ""
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the traces of one file, in the order of their first runs.
 
+    A trace with a run that cannot be read is skipped: the calls after it would be trained without it.
+
     Raises:
-        TreepackError: messages or nested runs that are not of the forms above.
+        TreepackError: nested runs that are not of the forms above.
     """
     traces: dict[str, _Trace] = {}
     for record in records:
@@ -78,7 +82,10 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             is_root = run.get("parent_run_id") is None
             trace.example = (run.get("reference_example_id") if is_root else None) or trace.example
             # Scores of other runs are kept, unless the root has a score of the same name.
-            scores = _scores(run, record.source)
+            try:
+                scores = _scores(run, record.source)
+            except TreepackError as error:
+                scores, trace.fault = {}, str(error)
             trace.scores = trace.scores | scores if is_root else scores | trace.scores
             if run.get("run_type") != "llm":
                 yield Skipped(record.source, NO_CALL_NOTE, is_rollout=False)
@@ -87,8 +94,13 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             else:
                 trace.runs.append((record.source, run))
     for name, trace in traces.items():
-        if trace.runs:
-            yield from _read(name, trace, options)
+        try:
+            if trace.fault:
+                raise TreepackError(trace.fault)
+            items = list(_read(name, trace, options))
+        except TreepackError as error:
+            items = [Skipped(trace.record.source, DAMAGED_NOTE, detail=str(error))]
+        yield from items
 
 
 def _runs(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
