@@ -134,6 +134,24 @@ def test_schemas_and_tool_names_that_langchain_logs_as_messages_are_understood()
     assert content.tools == [schema["content"]]
 
 
+def test_fields_of_requests_and_responses_that_are_not_understood_are_noted() -> None:
+    request = {"messages": [ASK], "verdict": "right"}
+    response = {"choices": [{"message": FIVE | {"grade": 2}, "mark": 1}], "rank": 3}
+    trajectory, _ = only(read(generation(1, request, response)))
+    fields = ("request.verdict", "grade", "choice.mark", "response.rank")
+    assert trajectory.notes == tuple(f"message field '{field}' not used" for field in fields)
+
+
+def test_a_result_that_langfuse_has_parsed_is_text_again() -> None:
+    asked = [
+        ASK,
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": {"sum": 5}},
+    ]
+    _, content = only(read(generation(1, asked, FIVE)))
+    assert content.messages[2]["content"] == '{"sum": 5}'
+
+
 def test_scores_are_rewards_by_name_and_labels_are_noted() -> None:
     scores = [score(0.5), score(1.0), score(1, "short", dataType="BOOLEAN"), score(0, "tone", dataType="CATEGORICAL")]
     value = {"id": "t", "observations": [generation(1, [ASK], FIVE)], "scores": scores}
@@ -165,6 +183,10 @@ def test_only_the_inner_one_of_two_generations_is_read() -> None:
          "a response that ends with a tool call has none; log its tool calls as tool_calls of the message"),
         (generation(1, [ASK], FIVE, toolCalls=['{"id": "c"}']),
          "has toolCalls that are not in its output; log the calls in the output"),
+        (generation(1, [ASK], [ASK, FIVE]),
+         "the response has a message of role 'user'; expected the assistant's"),
+        (generation(1, {"messages": [ASK], "completion": "6"}, FIVE),
+         "the prompt has completion; expected a request without a response"),
         (generation(1, "user: 2 + 3?", FIVE), 'the prompt is a transcript, "user: 2 + 3?"; log the messages as a list'),
     ],
 )  # fmt: skip

@@ -135,9 +135,58 @@ def test_scores_of_annotations_are_the_reward_and_labels_are_noted() -> None:
     assert only(read(span(CALL | scores), reward_key="right"))[0].reward == 1.0
 
 
+def test_scores_of_a_root_without_a_session_belong_to_the_session_of_its_trace() -> None:
+    scores = {"annotations.0.annotation.name": "right", "annotations.0.annotation.score": 1}
+    items = read(span(scores, 2, span_kind="AGENT"), span(CALL | {"session.id": "v"}))
+    assert (only(items)[0].trajectory_id, only(items)[0].reward) == ("v", 1.0)
+
+
 def test_an_attribute_that_is_not_understood_is_noted() -> None:
-    trajectory, _ = only(read(span(CALL | {"llm.answers.0.text": "6", "app.answer": "7"})))
-    assert trajectory.notes == ("span attribute 'llm.answers' not used", "span attribute 'app.answer' not used")
+    trajectory, _ = only(read(span(CALL | {"llm.answers.0.text": "6", "app.answer": "7", "llm.finish_reasons": "x"})))
+    names = ("llm.answers", "app.answer", "llm.finish_reasons")
+    assert trajectory.notes == tuple(f"span attribute '{name}' not used" for name in names)
+
+
+def test_a_field_of_a_message_or_a_call_that_is_not_understood_is_noted() -> None:
+    answer = FIVE | {"tool_calls.0.tool_call.function.name": "f", "tool_calls.0.tool_call.function.input": "{}"}
+    value = span(flat("llm.input_messages", ASK) | flat("llm.output_messages", answer | {"verdict": "right"}))
+    assert only(read(value))[0].notes == (
+        "message field 'verdict' not used",
+        "message field 'tool_calls.function.input' not used",
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "detail"),
+    [
+        (FIVE | {"contents.0.message_content.type": "text", "contents.0.message_content.text": "6"},
+         'has the content "5" and other contents; expected one of them'),
+        ({"role": "assistant", "contents.0.message_content.text": "6"},
+         'has the content {"text": "6"}; expected text'),
+        ({"role": "judge", "content": "5"},
+         "call 1: message 2 has role 'judge'; expected system, user, assistant or tool"),
+    ],
+)  # fmt: skip
+def test_a_message_that_is_not_understood_skips_its_conversation_only(answer: dict[str, Any], detail: str) -> None:
+    bad = span(flat("llm.input_messages", ASK) | flat("llm.output_messages", answer))
+    items = read(bad, span(CALL | {"session.id": "v"}) | {"context": {"trace_id": "u"}})
+    assert only(items)[0].trajectory_id == "v"
+    assert [item.detail for item in items if isinstance(item, Skipped)] == [f"log.jsonl:1: {detail}"]
+
+
+def test_a_call_whose_response_is_empty_trains_nothing() -> None:
+    value = span(flat("llm.input_messages", ASK) | flat("llm.output_messages", {"role": "assistant", "content": ""}))
+    assert reasons(read(value)) == ["no call with a response"]
+
+
+def test_equal_parts_of_a_text_are_all_kept() -> None:
+    parts = {
+        f"contents.{i}.message_content.{key}": value for i in (0, 1) for key, value in (("type", "text"), ("text", "5"))
+    }
+    _, content = only(
+        read(span(flat("llm.input_messages", ASK) | flat("llm.output_messages", {"role": "assistant"} | parts)))
+    )
+    assert content.messages[-1]["content"] == "55"
 
 
 def test_a_call_that_two_libraries_log_is_read_once() -> None:

@@ -162,6 +162,16 @@ def test_scores_are_the_reward() -> None:
     assert only(read(otel_genai, value, reward_key="short"))[0].reward == 0.25
 
 
+def test_a_score_without_a_number_and_an_attribute_without_a_value_are_not_lost() -> None:
+    label = {"gen_ai.evaluation.name": "right", "gen_ai.evaluation.score.label": "yes"}
+    value = span([ASK], [said("assistant", "5")], events=[{"name": "gen_ai.evaluation.result", "attributes": label}])
+    assert only(read(otel_genai, value))[0].notes == ("span attribute 'gen_ai.evaluation.score.label' not used",)
+    bad = otlp(span([ASK], [said("assistant", "5")]))
+    bad["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["attributes"][0] = {"key": "a", "text": "b"}
+    (fault,) = read(otel_genai, bad)
+    assert fault.detail == "log.jsonl:1: an attribute has text; expected key and value only"
+
+
 def test_spans_of_no_call_are_skipped() -> None:
     tool, bare, unasked = (span([], []) for _ in range(3))
     del unasked["attributes"]["gen_ai.input.messages"]

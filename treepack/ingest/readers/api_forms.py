@@ -19,18 +19,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields import shown, temperature_of
+from treepack.ingest.readers.ai_sdk import has_sdk_parts, messages_of_sdk, messages_of_sdk_response, sdk_call
+from treepack.ingest.readers.exchanges import API_FIELDS
+from treepack.ingest.readers.fields import quoted, shown, temperature_of
 from treepack.ingest.readers.formats.langsmith import ROLES, chat_messages
 from treepack.ingest.readers.gemini_parts import gemini_messages, gemini_tools
+from treepack.ingest.readers.message_trees import RENAMED_ROLES as RENAMED
 from treepack.ingest.readers.messages import RENAMED_ROLES, is_messages
 from treepack.ingest.readers.messages import ROLES as CHAT_ROLES
 from treepack.ingest.readers.response_items import CALLS, RESULTS, messages_of_items
-from treepack.ingest.readers.span_calls import merged_turns, messages_of_parts
+from treepack.ingest.readers.span_calls import messages_of_parts
 from treepack.ingest.readers.spans import parsed
+from treepack.ingest.readers.turns import answered, left_over, merged_turns
 
 Message = dict[str, Any]
 
@@ -39,6 +43,22 @@ ITEM_TYPES = frozenset((*CALLS, *RESULTS, "reasoning", "message", "web_search_ca
 HARMLESS = frozenset(
     "id type index created annotations logprobs usage model service_tier phase object event.name gen_ai.system "
     "gen_ai.message.index additional_kwargs response_metadata usage_metadata example status cache_control".split()
+)
+# Known fields of requests, besides those of OpenAI's APIs; ANSWERS in a request would be left out of the training.
+REQUEST_FIELDS = API_FIELDS | frozenset(
+    "contents config generation_config generationConfig system_instruction systemInstruction system functions role "
+    "function_call model metadata safety_settings safetySettings labels tool_config toolConfig thinking extra_body "
+    "extra_headers top_k stop_sequences frequency_penalty presence_penalty logit_bias modalities args content name "
+    "anthropic_version betas timeout max_retries http_options custom_llm_provider api_base".split()
+)
+ANSWERS = frozenset("choices output completion completions response responses answer generations chosen".split())
+RESPONSE_FIELDS = API_FIELDS | frozenset(
+    "id model type candidates generations content role stop_reason stop_sequence message finish_reason index "
+    "finishReason usage_metadata usageMetadata model_version modelVersion sdk_http_response sdkHttpResponse "
+    "automatic_function_calling_history response_id responseId create_time createTime llm_output run event.name "
+    "gen_ai.system provider toolCalls reasoning reasoningText tool_calls completion logprobs token_ids delta "
+    "safety_ratings safetyRatings avg_logprobs avgLogprobs token_count tokenCount citation_metadata citationMetadata "
+    "provider_specific_fields native_finish_reason done done_reason".split()
 )
 CALLING = frozenset({"tool_calls", "tool_use", "function_call", "tool-calls", "tool_call"})
 CUT = {"max_output_tokens": "length"}  # reasons of an incomplete response, by the names of chat completions
@@ -88,6 +108,16 @@ def begins_with_result(messages: Sequence[Message]) -> bool:
 
 
 def _prompt_of_object(value: dict[str, Any], source: str) -> Prompt | None:
+    found = _prompt_of_request(value, source)
+    if found is None or not found.messages:
+        return found
+    if answers := [name for name in ANSWERS & value.keys() if value[name]]:
+        raise TreepackError(f"{source}: the prompt has {min(answers)}; expected a request without a response")
+    *others, last = found.messages
+    return replace(found, messages=[*others, last | left_over(value, REQUEST_FIELDS, "request")])
+
+
+def _prompt_of_request(value: dict[str, Any], source: str) -> Prompt | None:
     temperature = temperature_of(value)
     tools = value.get("tools") or value.get("functions") or None
     if "contents" in value:
@@ -197,7 +227,7 @@ def _message(value: Message, source: str) -> list[Message]:
     content = done.get("content")
     if done.get("role") in ("tool", "function") and not _is_schema(done) and _is_data(content):
         done["content"] = json.dumps(content, ensure_ascii=False)
-    return list(_of_sdk(done)) if _has_sdk_parts(content) else [done]
+    return list(messages_of_sdk(done)) if has_sdk_parts(content) else [done]
 
 
 def _is_data(content: Any) -> bool:
@@ -221,10 +251,17 @@ def responses_of(value: Any, *, source: str) -> list[list[Message]]:
         found = [[{"role": "assistant", "content": value}]] if isinstance(value, str) else None
     if found is None:
         raise TreepackError(f"{source}: the response is {shown(value)}; expected a message or text")
-    done = [merged_turns([each | {"role": "assistant"} for each in response]) for response in found]
+    done = [answered(merged_turns([_said(each, source) for each in response])) for response in found]
     for response in done:
         _check_calls(response, source)
     return done
+
+
+def _said(message: Message, source: str) -> Message:
+    role = message.get("role", "assistant")
+    if RENAMED.get(role, role) != "assistant":
+        raise TreepackError(f"{source}: the response has a message of role {quoted(role)}; expected the assistant's")
+    return message | {"role": "assistant"}
 
 
 def _check_calls(response: Sequence[Message], source: str) -> None:
@@ -242,6 +279,13 @@ def _in_parts(response: Sequence[Message]) -> bool:
 
 
 def _responses_of_object(value: dict[str, Any], source: str) -> list[list[Message]] | None:
+    found = _responses_of_response(value, source)
+    if found and found[0] and "role" not in value:
+        found[0][-1] = found[0][-1] | left_over(value, RESPONSE_FIELDS, "response")
+    return found
+
+
+def _responses_of_response(value: dict[str, Any], source: str) -> list[list[Message]] | None:
     for name in ("choices", "candidates"):
         if is_messages(value.get(name)) and value[name]:
             return [_of_choice(each, source) for each in value[name]]
@@ -261,7 +305,7 @@ def _responses_of_object(value: dict[str, Any], source: str) -> list[list[Messag
     if any(name in value for name in ("role", "content", "tool_calls")) or _is_other(value):
         return [_message(value if _is_other(value) else {"role": "assistant"} | value, source)]
     if isinstance(value.get("toolCalls", value.get("text")), str | list):
-        return [list(_of_sdk_response(value))]
+        return [list(messages_of_sdk_response(value))]
     for name in ("completion", "text"):
         if isinstance(value.get(name), str):
             return [[{"role": "assistant", "content": value[name]}]]
@@ -281,6 +325,8 @@ def _of_choice(choice: dict[str, Any], source: str) -> list[Message]:
         messages = [{"role": "assistant", "content": choice["text"]}]
     else:
         raise TreepackError(f"{source}: has the choice {shown(choice)}; expected a message")
+    if messages:
+        messages[-1] = messages[-1] | left_over(choice, RESPONSE_FIELDS, "choice")
     reason = next((choice[name] for name in REASONS if choice.get(name) is not None), None)
     if messages and isinstance(reason, str):
         messages[-1].setdefault("finish_reason", reason if reason.islower() else reason.lower())
@@ -296,7 +342,7 @@ def _message_of_choice(message: Message, source: str) -> list[Message]:
 
 def _responses_of_list(values: list[Message], source: str) -> list[list[Message]] | None:
     if all("toolName" in each for each in values):
-        return [[{"role": "assistant", "content": "", "tool_calls": [_sdk_call(each) for each in values]}]]
+        return [[{"role": "assistant", "content": "", "tool_calls": [sdk_call(each) for each in values]}]]
     if all(isinstance(each.get("message"), dict) for each in values):
         return [_of_choice(each, source) for each in values]
     # OpenTelemetry logs one message for each response, other libraries one for each part of a response.
@@ -307,50 +353,3 @@ def _responses_of_list(values: list[Message], source: str) -> list[list[Message]
     if all(isinstance(each.get("type"), str) for each in values):
         return [[{"role": "assistant", "content": values}]]
     return None
-
-
-# The AI SDK
-
-
-def _has_sdk_parts(content: Any) -> bool:
-    kinds = {part.get("type") for part in content} if is_messages(content) else set()
-    return bool(kinds & {"tool-call", "tool-result"}) or (
-        "reasoning" in kinds and not any("summary" in p for p in content)
-    )
-
-
-def _of_sdk(message: Message) -> Iterator[Message]:
-    """Yield a message of the AI SDK: the results of tools as messages, then its text, reasoning and calls."""
-    parts = message["content"]
-    results = [part for part in parts if part.get("type") == "tool-result"]
-    for part in results:
-        output = part.get("output", part.get("result"))
-        if isinstance(output, dict) and "value" in output:
-            output = output["value"]
-        text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
-        yield {"role": "tool", "tool_call_id": part.get("toolCallId"), "name": part.get("toolName"), "content": text}
-    others = [part for part in parts if part.get("type") not in ("tool-result", "tool-call", "reasoning")]
-    done = message | {"content": others}
-    if calls := [_sdk_call(part) for part in parts if part.get("type") == "tool-call"]:
-        done["tool_calls"] = calls
-    if thoughts := [str(part.get("text")) for part in parts if part.get("type") == "reasoning" and part.get("text")]:
-        done["reasoning_content"] = "\n\n".join(thoughts)
-    if others or calls or thoughts or not results:
-        yield done
-
-
-def _sdk_call(part: Message) -> Message:
-    arguments = part.get("input", part.get("args"))
-    return {"id": part.get("toolCallId"), "name": part.get("toolName"), "arguments": arguments}
-
-
-def _of_sdk_response(value: dict[str, Any]) -> Iterator[Message]:
-    calls = parsed(value.get("toolCalls")) or []
-    message: Message = {"role": "assistant", "content": value.get("text")}
-    if is_messages(calls) and calls:
-        message["tool_calls"] = [_sdk_call(each) for each in calls]
-    if isinstance(reasoning := value.get("reasoning", value.get("reasoningText")), str):
-        message["reasoning_content"] = reasoning
-    if isinstance(reason := value.get("finishReason"), str):
-        message["finish_reason"] = reason
-    yield message

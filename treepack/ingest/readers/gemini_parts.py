@@ -13,6 +13,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import shown
 from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.turns import left_over
 
 Message = dict[str, Any]
 
@@ -87,6 +88,7 @@ def _add(part: dict[str, Any], message: Message, results: list[Message]) -> None
         message.setdefault("tool_calls", []).append(
             {"id": call.get("id"), "name": call.get("name"), "arguments": arguments}
         )
+        message |= left_over(call, ("id", "name", "args"), "tool_calls")
     elif result is not None:
         response = result.get("response")
         content = response if isinstance(response, str) else json.dumps(response, ensure_ascii=False)

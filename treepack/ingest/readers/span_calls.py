@@ -12,16 +12,17 @@ Every attribute of a call is read, or in `HARMLESS`, or it becomes a note.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import ChatCall
-from treepack.ingest.readers.content_blocks import MEDIA_PARTS
 from treepack.ingest.readers.fields import shown, temperature_of
+from treepack.ingest.readers.message_trees import RENAMED_ROLES, message_of_tree
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.spans import TraceSpan, get, parsed, tree
+from treepack.ingest.readers.turns import answered, left_over, merged_turns
 from treepack.trajectory import Skipped
 
 Message = dict[str, Any]
@@ -32,13 +33,18 @@ INSTRUCTIONS, INPUT, OUTPUT = "gen_ai.system_instructions", "gen_ai.input.messag
 TOOLS, TEMPERATURE, REASONS = "gen_ai.tool.definitions", "gen_ai.request.temperature", "gen_ai.response.finish_reasons"
 LLM_INPUT, LLM_OUTPUT = "llm.input_messages", "llm.output_messages"
 PROMPT, COMPLETION, FUNCTIONS = "gen_ai.prompt", "gen_ai.completion", "llm.request.functions"
-RENAMED_ROLES = {"Human": "user", "human": "user", "AI": "assistant", "ai": "assistant", "model": "assistant"}
 NO_CALL_NOTE = "span without an LLM call"
 NO_CONTENT_NOTE = "LLM call whose messages were not captured"
 FAILED_NOTE = "LLM call that failed"
 RAW_NOTE = "LLM call with input.value and output.value only, which have no fixed form"
+INDEXED_REASONS = (
+    "gen_ai.response.finish_reason",
+    "gen_ai.response.stop_reason",
+    "llm.response.finish_reason",
+    "llm.response.stop_reason",
+)
+PART_FIELDS = frozenset("type content id name arguments response result modality mime_type".split())
 EMPTY_SCHEMA_NOTE = "empty tool schema not used"
-HIDDEN_NOTE = "encrypted reasoning left out"
 # Attributes of calls in conventions that are not read, each with the name of the convention.
 UNREAD = {
     "ai.prompt": "the Vercel AI SDK",
@@ -58,20 +64,29 @@ UNREAD = {
     "lk.chat_ctx": "LiveKit",
 }
 CHOICE_EVENTS = frozenset({"gen_ai.choice", "gen_ai.assistant.message", "gen_ai.content.completion"})
-# Beginnings of attributes without which nothing is lost: times, costs, counts, names of servers, settings, and copies
-# of the call that is read. `input.value` and `output.value` are the request and the response as the client saw them.
+# Attributes without which nothing is lost, or with a dot at their end, all below one: times, costs, counts, names of
+# servers, settings, and copies of the call. `input.value` and `output.value` are the call as the client saw it.
 HARMLESS = tuple(
     """
     gen_ai.operation.name gen_ai.provider.name gen_ai.system gen_ai.conversation.id gen_ai.agent. gen_ai.usage.
-    gen_ai.request. gen_ai.response.id gen_ai.response.model gen_ai.response.finish_reasons gen_ai.output.type
-    gen_ai.openai. gen_ai.token. gen_ai.user gen_ai.headers gen_ai.is_streaming gen_ai.workflow. gen_ai.task.
-    gen_ai.evaluation. gen_ai.data_source. gen_ai.server. openinference. llm.token_count. llm.cost. llm.system
-    llm.provider llm.model_name llm.request. llm.response. llm.usage. llm.prompt_template. llm.invocation_parameters
-    llm.finish_reason llm.is_streaming llm.headers llm.user llm.frequency_penalty llm.presence_penalty llm.top_k
-    llm.chat.stop_sequences llm.watsonx. input. output. session.id user.id tag.tags metadata graph.node. agent.name
-    prompt. traceloop. server. network. http. url. service. telemetry. thread. code. error.type exception. otel. host.
-    process. os. aws. azure. az. cloud. k8s. langfuse. langsmith. logfire. client. peer. net. deployment. annotations
-    evaluations trace.annotations trace.evaluations session.annotations session.evaluations model_request_parameters
+    gen_ai.request.model gen_ai.request.temperature gen_ai.request.top_p gen_ai.request.top_k gen_ai.request.seed
+    gen_ai.request.max_tokens gen_ai.request.max_completion_tokens gen_ai.request.n gen_ai.request.choice.count
+    gen_ai.request.stop_sequences gen_ai.request.frequency_penalty gen_ai.request.presence_penalty
+    gen_ai.request.repetition_penalty gen_ai.request.encoding_formats gen_ai.request.reasoning_effort
+    gen_ai.request.reasoning_summary gen_ai.request.structured_output_schema gen_ai.request.stream
+    gen_ai.response.id gen_ai.response.model gen_ai.response.finish_reasons gen_ai.response.finish_reason
+    gen_ai.response.stop_reason gen_ai.response.reasoning_effort gen_ai.output.type gen_ai.openai. gen_ai.token.
+    gen_ai.user gen_ai.headers gen_ai.is_streaming gen_ai.workflow. gen_ai.task. gen_ai.evaluation.name
+    gen_ai.evaluation.explanation gen_ai.data_source. gen_ai.server. openinference. llm.token_count. llm.cost.
+    llm.system llm.provider llm.model_name llm.request.type llm.request.model_name llm.request.reasoning_effort
+    llm.request.repetition_penalty llm.response.model_name llm.response.finish_reason llm.response.stop_reason
+    llm.usage. llm.prompt_template. llm.invocation_parameters llm.finish_reason llm.is_streaming llm.headers
+    llm.user llm.frequency_penalty llm.presence_penalty llm.top_k llm.chat.stop_sequences llm.watsonx. input.value
+    input.mime_type output.value output.mime_type session.id user.id tag.tags metadata graph.node. agent.name
+    prompt.id prompt.vendor prompt.url traceloop. server. network. http. url. service. telemetry. thread. code.
+    error.type exception. otel. host. process. os. aws. azure. az. cloud. k8s. langfuse. langsmith. logfire. client.
+    peer. net. deployment. annotations evaluations trace.annotations trace.evaluations session.annotations
+    session.evaluations model_request_parameters
     """.split()
 )
 
@@ -133,7 +148,7 @@ READ = (INSTRUCTIONS, INPUT, OUTPUT, TOOLS, LLM_INPUT, LLM_OUTPUT, "llm.tools", 
 def _unused(attributes: dict[str, Any]) -> Iterator[str]:
     """Yield the names of attributes that are neither read nor harmless, up to the first index."""
     for name in _flat_names(attributes):
-        if not name.startswith(HARMLESS) and not any(name == each or name.startswith(each + ".") for each in READ):
+        if not any(name == each or name.startswith(each.rstrip(".") + ".") for each in (*READ, *HARMLESS)):
             # "llm.documents.0.text" and "llm.documents.1.text" -> "llm.documents"
             parts = name.split(".")
             yield ".".join(parts[: next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts))])
@@ -165,7 +180,7 @@ def _genai(span: TraceSpan, notes: dict[str, None]) -> Iterator[ChatCall]:
     for number, response in enumerate(responses):
         if isinstance(reasons, list) and number < len(reasons):
             response = {"finish_reason": reasons[number]} | response
-        said = messages_of_parts([{"role": "assistant"} | response], span.source, OUTPUT)
+        said = answered(messages_of_parts([{"role": "assistant"} | response], span.source, OUTPUT))
         yield ChatCall(prompt, said, _tools(_value(span, TOOLS), notes), temperature=_temperature(span))
 
 
@@ -205,6 +220,7 @@ def messages_of_parts(messages: Any, source: str, name: str) -> list[Message]:
 def _message_of_parts(role: Any, parts: list[Message], source: str, name: str) -> Message:
     message: Message = {"role": role, "content": ""}
     for part in parts:
+        message |= left_over(part, PART_FIELDS, "parts")
         kind, content = part.get("type"), part.get("content")
         if kind == "tool_call":
             message.setdefault("tool_calls", []).append({key: part.get(key) for key in ("id", "name", "arguments")})
@@ -233,8 +249,8 @@ def _openinference(span: TraceSpan, notes: dict[str, None]) -> Iterator[ChatCall
     """Yield the call of `span`, or one for each answer if several were asked for."""
     settings = parsed(get(span.attributes, "llm.invocation_parameters"))
     settings = settings if isinstance(settings, dict) else {}
-    prompt = [_message_of_tree(each, span, notes) for each in _list(span, LLM_INPUT)]
-    said = [{"role": "assistant"} | _message_of_tree(each, span, notes) for each in _list(span, LLM_OUTPUT)]
+    prompt = [message_of_tree(each, span.source, notes) for each in _list(span, LLM_INPUT)]
+    said = [{"role": "assistant"} | message_of_tree(each, span.source, notes) for each in _list(span, LLM_OUTPUT)]
     if said and (reason := get(span.attributes, "llm.finish_reason")) is not None:
         said[-1].setdefault("finish_reason", reason)
     schemas = [parsed(get(each, "tool.json_schema")) for each in _list(span, "llm.tools")]
@@ -243,7 +259,7 @@ def _openinference(span: TraceSpan, notes: dict[str, None]) -> Iterator[ChatCall
     # The items of one response may be several messages, and so may be several answers to one question.
     is_several = isinstance(settings.get("n"), int) and settings["n"] > 1
     for responses in [[each] for each in said] if is_several else [said]:
-        yield ChatCall(merged_turns(prompt), merged_turns(responses), tools, temperature=temperature)
+        yield ChatCall(merged_turns(prompt), answered(merged_turns(responses)), tools, temperature=temperature)
 
 
 def _list(span: TraceSpan, name: str) -> list[Message]:
@@ -252,67 +268,6 @@ def _list(span: TraceSpan, name: str) -> list[Message]:
     if not is_messages(value):
         raise TreepackError(f"{span.source}: {name} is {shown(value)}; expected a list of objects")
     return value
-
-
-def _message_of_tree(message: Message, span: TraceSpan, notes: dict[str, None]) -> Message:
-    fields = message.get("message", message)
-    if not isinstance(fields, dict):
-        raise TreepackError(f"{span.source}: has the message {shown(fields)}; expected an object")
-    done = {key: value for key, value in fields.items() if key not in _TREE_FIELDS}
-    role = fields.get("role")
-    if role is not None:
-        done["role"] = RENAMED_ROLES.get(role, role) if isinstance(role, str) else role
-    done["content"] = fields.get("content")
-    calls = [each.get("tool_call", each) for each in _objects(fields.get("tool_calls"), span)]
-    if isinstance(name := fields.get("function_call_name"), str):
-        done["function_call"] = {"name": name, "arguments": fields.get("function_call_arguments_json")}
-    for part in _objects(fields.get("contents"), span):
-        if isinstance(call := part.get("tool_call"), dict):
-            calls += [call] if call not in calls else []
-        elif isinstance(content := part.get("message_content"), dict):
-            _add_content(done, content, notes)
-    if calls:
-        done["tool_calls"] = [_call_of_tree(call, notes) for call in calls]
-    return done
-
-
-_TREE_FIELDS = frozenset("role content contents tool_calls function_call_name function_call_arguments_json".split())
-
-
-def _objects(value: Any, span: TraceSpan) -> list[Message]:
-    if value is not None and not is_messages(value):
-        raise TreepackError(f"{span.source}: has {shown(value)} in a message; expected a list of objects")
-    return value or []
-
-
-def _call_of_tree(call: Message, notes: dict[str, None]) -> Message:
-    if call.get("reasoning_signature") is not None:
-        notes[HIDDEN_NOTE] = None
-    done = {key: value for key, value in call.items() if key != "reasoning_signature"}
-    function = done.get("function")
-    # A call without arguments is written without them, with "" or with "{}", in the same trace.
-    if isinstance(function, dict) and function.get("arguments") == "":
-        done["function"] = function | {"arguments": "{}"}
-    return done
-
-
-def _add_content(message: Message, part: dict[str, Any], notes: dict[str, None]) -> None:
-    """Add a part of the content to `message`: text, reasoning, or something that `skip_reason` finds."""
-    kind, text = part.get("type"), part.get("text")
-    hidden = any(part.get(key) is not None for key in ("signature", "data", "encrypted_content"))
-    if kind == "reasoning":
-        if isinstance(text, str):
-            message["reasoning_content"] = message.get("reasoning_content", "") + text
-        elif hidden:
-            notes[HIDDEN_NOTE] = None
-        return
-    if kind == "tool_use" and not isinstance(text, str):
-        return
-    before = message.get("content")
-    if kind in MEDIA_PARTS or not isinstance(text, str):
-        message["content"] = [*(before if isinstance(before, list) else []), {"type": str(kind)}]
-    elif not isinstance(before, list) and before != text:
-        message["content"] = (before or "") + text
 
 
 # OpenLLMetry
@@ -325,9 +280,10 @@ def _traceloop(span: TraceSpan, notes: dict[str, None]) -> Iterator[ChatCall]:
         each | {"parameters": parsed(each.get("parameters"))} if "parameters" in each else each
         for each in _list(span, FUNCTIONS)
     ]
+    reason = next((found for name in INDEXED_REASONS if (found := get(span.attributes, name)) is not None), None)
     for completion in _list(span, COMPLETION):
-        said = _message_of_index({"role": "assistant"} | completion)
-        yield ChatCall(prompt, [said], _tools(functions, notes), temperature=_temperature(span))
+        said = _message_of_index({"role": "assistant", "finish_reason": reason} | completion)
+        yield ChatCall(prompt, answered([said]), _tools(functions, notes), temperature=_temperature(span))
 
 
 def _message_of_index(message: Message) -> Message:
@@ -339,7 +295,9 @@ def _message_of_index(message: Message) -> Message:
     if is_messages(content) and content and all(isinstance(part.get("type"), str) for part in content):
         done["content"] = content
     if is_messages(calls := done.get("tool_calls")):
-        done["tool_calls"] = [{key: value for key, value in call.items() if key != "type"} for call in calls]
+        done["tool_calls"] = [{key: call[key] for key in ("id", "name", "arguments") if key in call} for call in calls]
+        for call in calls:
+            done |= left_over(call, ("id", "type", "name", "arguments"), "tool_calls")
     return done
 
 
@@ -353,40 +311,6 @@ def _tools(schemas: Any, notes: dict[str, None]) -> Any:
     if any(schema in ({}, None) for schema in schemas):
         notes[EMPTY_SCHEMA_NOTE] = None
     return [schema for schema in schemas if schema not in ({}, None)] or None
-
-
-def merged_turns(messages: Sequence[Message]) -> list[Message]:
-    """Join messages of the assistant that are parts of one turn: reasoning, then text, then calls.
-
-    The items of a response of OpenAI's Responses API are logged as one message each.
-    """
-    # reasoning | text | call | call -> one message; text | text -> two
-    done: list[Message] = []
-    for message in messages:
-        last = done[-1] if done else {}
-        if last.get("role") == message.get("role") == "assistant" and _follows(last, message):
-            done[-1] = _joined(last, message)
-        else:
-            done.append(message)
-    return done
-
-
-def _follows(before: Message, after: Message) -> bool:
-    places = [
-        [place for place, key in enumerate(("reasoning_content", "content", "tool_calls")) if message.get(key)]
-        for message in (before, after)
-    ]
-    first, second = places
-    # Only calls may be followed by more of their kind, and content in parts is left as it is.
-    is_text = all(isinstance(message.get("content") or "", str) for message in (before, after))
-    return is_text and bool(first and second) and (first[-1] < second[0] or first[-1] == second[0] == 2)
-
-
-def _joined(before: Message, after: Message) -> Message:
-    joined = {**before, **{key: value for key, value in after.items() if value}}
-    if before.get("tool_calls") and after.get("tool_calls"):
-        joined["tool_calls"] = [*before["tool_calls"], *after["tool_calls"]]
-    return joined
 
 
 ReadSpan = Callable[[TraceSpan, dict[str, None]], Iterator[ChatCall]]

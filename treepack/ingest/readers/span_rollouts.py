@@ -54,7 +54,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         TreepackError: OTLP without spans in it.
     """
     conversations: dict[str, _Conversation] = {}
-    # By trace or conversation: the damaged spans, and the facts of spans that are no calls, such as a root.
+    # Damaged spans by trace and conversation, and by trace the facts of spans that are no calls, such as a root.
     faults: dict[str, str] = {}
     others: dict[str, list[TraceSpan]] = {}
     for record in records:
@@ -70,7 +70,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             elif isinstance(found, Skipped):
                 yield found
                 if bare := _facts_only(span):
-                    others.setdefault(name, []).append(bare)
+                    others.setdefault(span.trace, []).append(bare)
             else:
                 # A whole file of spans must not stay in memory.
                 talk = conversations.setdefault(name, _Conversation(replace(record, value={})))
@@ -81,7 +81,8 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             yield Skipped(talk.record.source, DAMAGED_NOTE, detail=fault)
             faults = {each: sentence for each, sentence in faults.items() if sentence != fault}
         else:
-            yield from _read(name, talk, others.get(name, []), options)
+            traces = dict.fromkeys(span.trace for span, _ in talk.spans)
+            yield from _read(name, talk, [span for trace in traces for span in others.get(trace, [])], options)
     for sentence in dict.fromkeys(faults.values()):
         yield Skipped(sentence.partition(": ")[0], DAMAGED_NOTE, detail=sentence)
 

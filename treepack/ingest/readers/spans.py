@@ -96,7 +96,9 @@ def _contents(span: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[s
         event_attributes = attributes_of(event.get("attributes"), source)
         if event.get("name") == EVALUATION:
             score = event_attributes.get("gen_ai.evaluation.score.value")
-            if score is not None:
+            if score is None:
+                attributes |= event_attributes  # a label only, which becomes a note
+            else:
                 scores[str(event_attributes.get("gen_ai.evaluation.name", "score"))] = {"score": score}
         else:
             names.append(str(event.get("name")))
@@ -146,6 +148,8 @@ def attributes_of(attributes: Any, source: str) -> dict[str, Any]:
         raise TreepackError(
             f"{source}: attributes is {shown(attributes)}; expected an object, or a list of keys and values"
         )
+    if others := {name for each in attributes for name in each if name not in ("key", "value")}:
+        raise TreepackError(f"{source}: an attribute has {min(others)}; expected key and value only")
     return {each["key"]: _unwrap(each.get("value")) for each in attributes}
 
 

@@ -196,9 +196,10 @@ IGNORED = """
 """.split()
 USED = """
     id call_type status messages response model_parameters model metadata startTime trace_id session_id cache_hit
+    proxy_server_request
     error_str
 """.split()
-KNOWN = frozenset((*IGNORED, *USED, "proxy_server_request"))
+KNOWN = frozenset((*IGNORED, *USED))
 FORMAT = Format(
     name="litellm",
     program="LiteLLM (standard logging payloads, spend logs)",

@@ -199,7 +199,7 @@ FORMAT = Format(
     program="lm-evaluation-harness (samples_TASK.jsonl)",
     recognised_by="`doc_id`, `arguments`, `resps` and `filtered_resps`",
     requires=[{"doc_id": ANY, "arguments": ARGUMENTS, "resps": LIST, "filtered_resps": ANY}],
-    used="doc_id target arguments resps filter metrics exact_match".split(),
+    used="doc_id target arguments resps filter metrics exact_match acc".split(),
     ignored="doc doc_hash prompt_hash target_hash filtered_resps".split(),
     dropped=(
         "doc (the row of the task's data set)",

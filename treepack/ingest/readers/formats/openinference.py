@@ -27,11 +27,11 @@ MARKS = ("openinference.", "llm.input_messages", "llm.output_messages")
 NESTED_MARKS = (("openinference", "span"), ("llm", "input_messages"), ("llm", "output_messages"))
 # Fields of spans without which nothing is lost, and the known fields of all spans that are not read.
 SPAN_FIELDS = """
-    id name kind end_time endTime status_message parent_id parent_span_id links resource instrumentation_scope scope
-    latency_ms cumulative_token_count tokens cost trace_state context.trace_state events.timestamp events.timeUnixNano
-    events.time events.droppedAttributesCount traceState flags
-    resourceSpans.resource resourceSpans.schemaUrl resourceSpans.scopeSpans.scope resourceSpans.scopeSpans.schemaUrl
-    resourceSpans.scopeSpans.spans.name resourceSpans.scopeSpans.spans.kind
+    endTimeUnixNano droppedAttributesCount droppedEventsCount droppedLinksCount id name kind end_time endTime
+    status_message links resource instrumentation_scope scope latency_ms cumulative_token_count tokens cost
+    trace_state context.trace_state events.timestamp events.timeUnixNano events.time events.droppedAttributesCount
+    traceState flags resourceSpans.resource resourceSpans.schemaUrl resourceSpans.scopeSpans.scope
+    resourceSpans.scopeSpans.schemaUrl resourceSpans.scopeSpans.spans.name resourceSpans.scopeSpans.spans.kind
     resourceSpans.scopeSpans.spans.endTimeUnixNano resourceSpans.scopeSpans.spans.traceState
     resourceSpans.scopeSpans.spans.flags resourceSpans.scopeSpans.spans.links
     resourceSpans.scopeSpans.spans.droppedAttributesCount resourceSpans.scopeSpans.spans.droppedEventsCount

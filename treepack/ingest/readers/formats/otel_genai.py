@@ -26,6 +26,10 @@ OTLP = Kind(
     "a list of spans in other conventions than OpenInference",
     lambda value: isinstance(value, list) and not is_openinference({"resourceSpans": value}),
 )
+# Other names of the fields that are read.
+OTHER_NAMES = """
+    span_id traceId spanId parentSpanId parent_id parent_span_id startTime startTimeUnixNano status_code
+""".split()
 FORMAT = Format(
     name="otel-genai",
     program="OpenTelemetry (generative AI conventions), OpenLLMetry, by any instrumentation of them",
@@ -39,9 +43,12 @@ FORMAT = Format(
         resourceSpans.scopeSpans.spans.events.attributes resourceSpans.scopeSpans.spans.traceId
         resourceSpans.scopeSpans.spans.spanId resourceSpans.scopeSpans.spans.parentSpanId
         resourceSpans.scopeSpans.spans.startTimeUnixNano resourceSpans.scopeSpans.spans.status
-        context.trace_id start_time attributes events.name events.attributes
+        context.trace_id context.span_id trace_id start_time status attributes events.name events.attributes
     """.split(),
-    ignored=SPAN_FIELDS,
+    ignored=(
+        "span_id traceId spanId parentSpanId parent_id parent_span_id startTime startTimeUnixNano status_code".split()
+        + SPAN_FIELDS
+    ),
     dropped=(*DROPPED, "blobs, files, uris and server-side tools (calls that have some are skipped)"),
     keeps={REWARDS},
     read_file=read_file,
