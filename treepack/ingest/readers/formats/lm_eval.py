@@ -9,7 +9,7 @@
 The prompt is text, or chat messages as JSON text in a list. The harness writes one record for each filter of a task,
 with the same responses: they are one rollout, and the metrics are its rewards, named "exact_match,strict-match" if
 there are several filters. Metrics of a document with several responses or requests describe all of them together, so
-they are not used.
+they are not used. Written from the source of the harness; no file of others was at hand to check it.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _metric_numbers(metrics: dict[str, Any]) -> dict[str, float]:
 ARGUMENTS = Kind("an object or a list", lambda value: isinstance(value, dict | list))
 FORMAT = Format(
     name="lm-eval",
-    program="lm-evaluation-harness (samples_TASK.jsonl)",
+    program="lm-evaluation-harness (samples_TASK.jsonl; after its source)",
     recognised_by="`doc_id`, `arguments`, `resps` and `filtered_resps`",
     requires=[{"doc_id": ANY, "arguments": ARGUMENTS, "resps": LIST, "filtered_resps": ANY}],
     used="doc_id target arguments resps filter metrics exact_match acc".split(),

@@ -10,7 +10,7 @@
 Attributes are flat or nested, and nested ones may be JSON text. The prompt of a call is the whole conversation, and
 calls that continue each other are joined. Spans without a session are joined by their trace. Annotations and
 evaluations with a score are the reward. `input.value` and `output.value` repeat the call in no fixed form, so a call
-that has nothing else is skipped.
+that has nothing else is skipped. Rows of tables are read after the description of Phoenix's client.
 """
 
 from __future__ import annotations

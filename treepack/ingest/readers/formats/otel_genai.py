@@ -9,7 +9,8 @@
 Messages are `{role, parts: [text | reasoning | tool_call | tool_call_response]}`, as objects or as JSON text, in the
 span or in one of its events. OpenLLMetry writes them as `gen_ai.prompt.0.content` and `gen_ai.completion.0.content`.
 The prompt of a call is the whole conversation, and calls that continue each other are joined. Spans without a
-conversation are joined by their trace. The scores of `gen_ai.evaluation.result` events are the reward.
+conversation are joined by their trace. The scores of `gen_ai.evaluation.result` events are the reward. The attributes
+of OpenLLMetry are read after its source.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ OTHER_NAMES = """
 """.split()
 FORMAT = Format(
     name="otel-genai",
-    program="OpenTelemetry (generative AI conventions), OpenLLMetry, by any instrumentation of them",
+    program="OpenTelemetry (generative AI conventions), OpenLLMetry (after its source), by any instrumentation of them",
     recognised_by="`resourceSpans`, or a span id beside `attributes`",
     requires=[
         {"resourceSpans": OTLP},
