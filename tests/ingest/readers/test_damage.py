@@ -158,7 +158,8 @@ def test_a_file_that_is_no_file_of_its_kind_is_skipped_as_a_whole(tmp_path: Path
 def test_records_that_belong_together_are_read_without_the_damaged_one(tmp_path: Path) -> None:
     good = (ROLLOUTS / "otel-genai" / "spans.jsonl").read_bytes().splitlines()
     bad = json.loads(good[0])
-    bad["attributes"]["gen_ai.input.messages"] = "[{"
+    bad["attributes"] |= {"gen_ai.input.messages": "[{", "gen_ai.conversation.id": "other"}
+    bad["trace_id"] = "0xbb"
     path = write(tmp_path, lines(good[0], bad, *good[1:]))
     whole, _ = names_and_faults(str(ROLLOUTS / "otel-genai" / "spans.jsonl"))
     names, faults = names_and_faults(path)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treepack.errors import TreepackError
 from treepack.ingest.readers.formats import langsmith, otel_genai
 from treepack.ingest.readers.registry import ReadOptions, Record
 from treepack.trajectory import Chat, Skipped, Trajectory
@@ -163,6 +162,16 @@ def test_scores_are_the_reward() -> None:
     assert only(read(otel_genai, value, reward_key="short"))[0].reward == 0.25
 
 
+def test_a_score_without_a_number_and_an_attribute_without_a_value_are_not_lost() -> None:
+    label = {"gen_ai.evaluation.name": "right", "gen_ai.evaluation.score.label": "yes"}
+    value = span([ASK], [said("assistant", "5")], events=[{"name": "gen_ai.evaluation.result", "attributes": label}])
+    assert only(read(otel_genai, value))[0].notes == ("span attribute 'gen_ai.evaluation.score.label' not used",)
+    bad = otlp(span([ASK], [said("assistant", "5")]))
+    bad["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["attributes"][0] = {"key": "a", "text": "b"}
+    (fault,) = read(otel_genai, bad)
+    assert fault.detail == "log.jsonl:1: an attribute has text; expected key and value only"
+
+
 def test_spans_of_no_call_are_skipped() -> None:
     tool, bare, unasked = (span([], []) for _ in range(3))
     del unasked["attributes"]["gen_ai.input.messages"]
@@ -177,16 +186,22 @@ def test_spans_of_no_call_are_skipped() -> None:
     ]
 
 
-def test_a_call_with_a_part_that_is_no_text_is_skipped_and_one_without_text_refused() -> None:
+def test_a_call_with_a_part_that_is_no_text_is_skipped() -> None:
     image = span([said("user", {"type": "blob", "modality": "image", "content": "aGk="})], [said("assistant", "5")])
     text = span([ASK], [said("assistant", "5")], start_time=9)
     items = read(otel_genai, image, text)
     assert skipped(items) == [("log.jsonl:1", "images, audio and video are not read")]
     assert outline(only(items)[1]) == [("user", "2 + 3?", 0.0), ("assistant", "5", 1.0)]
-    with pytest.raises(TreepackError) as caught:
-        read(otel_genai, span([said("user", {"type": "text", "content": 5})], [said("assistant", "5")]))
+
+
+def test_a_damaged_span_skips_its_conversation_only() -> None:
+    bad = span([said("user", {"type": "text", "content": 5})], [said("assistant", "5")])
+    items = read(otel_genai, *ROUNDS, bad, *(each | {"trace_id": "u"} for each in ROUNDS))
+    assert [item.trajectory_id for item in items if isinstance(item, Trajectory)] == ["u"]
+    (fault,) = (item for item in items if isinstance(item, Skipped))
+    assert (fault.source, fault.reason, fault.is_rollout) == ("log.jsonl:1", "conversation with a damaged span", True)
     expected = 'gen_ai.input.messages has the part {"type": "text", "content": 5}; expected text under content'
-    assert str(caught.value) == f"log.jsonl:1: {expected}"
+    assert fault.detail == f"log.jsonl:3: {expected}"
 
 
 # LangSmith
@@ -317,8 +332,24 @@ def test_what_is_no_call_failed_or_repeats_another_is_skipped() -> None:
     assert only(items)[0].source == "log.jsonl:1"
 
 
-def test_a_message_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(
-        TreepackError, match=r"^log.jsonl:1: has a message of type 'RemoveMessage'; expected one of human, "
-    ):
-        read(langsmith, run("2Za", [constructor("RemoveMessage", "")], generated(END)))
+def test_a_trace_with_a_run_that_cannot_be_read_is_skipped_and_the_others_are_read() -> None:
+    bad = run("2Za", [constructor("RemoveMessage", "")], generated(END))
+    worse = run("3Zb", [[HUMAN]], generated(END), trace_id="s", feedback_stats={"right": {"avg": "good"}})
+    invalid = constructor("AIMessage", "", invalid_tool_calls=[{"name": "f", "args": "{"}])
+    items = read(langsmith, bad, worse, run("5Zd", [[HUMAN]], generated(invalid), trace_id="u"), *GOOD)
+    faults = [item for item in items if isinstance(item, Skipped)]
+    assert {item.reason for item in faults} == {"trace with a run that cannot be read"}
+    assert [item.detail.partition(";")[0] for item in faults] == [
+        "log.jsonl:1: has a message of type 'RemoveMessage'",
+        'log.jsonl:2: feedback_stats.right.avg is "good"',
+        "log.jsonl:3: has a tool call that is not JSON",
+    ]
+    assert only(items)[0].trajectory_id == "t"
+
+
+GOOD = [run("2Za", [[HUMAN]], generated(END), trace_id="t")]
+
+
+def test_a_field_of_a_message_that_is_not_understood_is_noted() -> None:
+    trajectory, _ = only(read(langsmith, run("2Za", [[HUMAN]], generated(constructor("AIMessage", "5", answer="6")))))
+    assert trajectory.notes == ("message field 'answer' not used",)

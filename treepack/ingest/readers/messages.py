@@ -53,10 +53,10 @@ OF_PARTS = frozenset({"type", "text"})
 OF_CALLS = frozenset({"id", "type", "function", "index", "name"})
 NO_CONTENT = "message without content"
 MEDIA = ("images", "videos", "audios")
-# Variables that `chat_template` passes to the template itself, or that would change its mode.
 # Names of the tool schemas of a record, and of the parameters of a schema.
 TOOLS = frozenset("tools functions tool_definitions tool_schemas available_tools".split())
 PARAMETERS = ("input_schema", "inputSchema", "parameters_json_schema", "parametersJsonSchema", "json_schema", "schema")
+# Variables that `chat_template` passes to the template itself, or that would change its mode.
 RESERVED = frozenset(
     "messages conversations tools chat_template add_generation_prompt continue_final_message "
     "return_assistant_tokens_mask".split()

@@ -36,8 +36,11 @@ from treepack.ingest.readers.formats import (
     harbor_traces,
     inspect,
     intercode,
+    langfuse,
     langsmith,
+    litellm,
     llama_factory,
+    lm_eval,
     megatron_rl,
     mini_swe_agent,
     mint,
@@ -48,6 +51,7 @@ from treepack.ingest.readers.formats import (
     openai_preference,
     openai_responses,
     openhands,
+    openinference,
     otel_genai,
     pi,
     prime_rl,
@@ -80,7 +84,7 @@ from treepack.ingest.readers.formats import (
 from treepack.ingest.readers.inputs import InputHash, displayed, list_inputs
 from treepack.ingest.readers.path_steps import with_step
 from treepack.ingest.readers.ranges import Range
-from treepack.ingest.readers.recognition import UnknownFormatError, lists_of_objects, recognise
+from treepack.ingest.readers.recognition import UnknownFormatError, lists_of_objects, recognise, refuse_unread
 from treepack.ingest.readers.records import DAMAGED_FILE, NoObjectError, Piece, Record
 from treepack.ingest.readers.torch_files import NotPlainError
 from treepack.processes import batched
@@ -119,6 +123,7 @@ FORMATS: tuple[Format, ...] = (
     inspect.FORMAT,
     atif.FORMAT,
     harbor_traces.FORMAT,
+    lm_eval.FORMAT,
     nemo_gym.FORMAT,
     verifiers.FORMAT,
     verifiers_results.FORMAT,
@@ -146,10 +151,13 @@ FORMATS: tuple[Format, ...] = (
     rllm.FORMAT,
     rllm_gateway.FORMAT,
     token_trees.FORMAT,
+    litellm.FORMAT,
     openai_chat.FORMAT,
     openai_responses.FORMAT,
     anthropic_messages.FORMAT,
+    openinference.FORMAT,
     otel_genai.FORMAT,
+    langfuse.FORMAT,
     langsmith.FORMAT,
     mooncake.FORMAT,
     tokens.FORMAT,
@@ -304,7 +312,8 @@ def parts_of_path(
         is_extra = is_searched and format == "auto"
         if not is_extra and not options.skip_bad:
             raise
-        extra = Skipped(displayed(path), "file of no known format", is_rollout=False)
+        reason = error.reason if isinstance(error, UnknownFormatError) else UnknownFormatError.reason
+        extra = Skipped(displayed(path), reason, is_rollout=False)
         part = Done([extra if is_extra else Skipped(displayed(path), DAMAGED_FILE, detail=str(error))])
         return iter([part]), error
     first = [Done(recognised.skipped)] if recognised.skipped else []
@@ -361,7 +370,8 @@ def detect_format(record: Record) -> str:
     """Return the name of the first format in `FORMATS` that `record` matches.
 
     Raises:
-        UnknownFormatError: no format matches; the message lists the fields of the record.
+        UnknownFormatError: no format matches, or another program wrote the record; the message lists its fields, or
+            names the program.
         TreepackError: the record is a row of a trie or packed directory.
     """
     # The columns of a packed row, and of a node of a trie. Both have token ids, so `tokens` would match them.
@@ -370,6 +380,8 @@ def detect_format(record: Record) -> str:
             f"{record.source}: is a part of a trie or packed directory; "
             "give the whole directory with its manifest to pack, stats or train, or the rollouts it was made from"
         )
+    # Before the formats: a part of such a record may look like one of them, and only this part would be read.
+    refuse_unread(record)
     for each in FORMATS:
         if each.matches(record.value):
             return each.name

@@ -43,6 +43,12 @@ ROLES = {
     "AIMessageChunk": "assistant",
     "FunctionMessage": "function",
 }
+# Fields of messages without which nothing is lost: ids, usage, and copies of other fields.
+HARMLESS = frozenset(
+    "id type example additional_kwargs response_metadata usage_metadata tool_call_chunks invalid_tool_calls lc "
+    "stop_reason stop_sequence usage model object created annotations chunk_position artifact status".split()
+)
+DAMAGED_NOTE = "trace with a run that cannot be read"
 NO_CALL_NOTE = "run without an LLM call"
 
 
@@ -57,13 +63,16 @@ class _Trace:
     runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     example: Any = None
     scores: dict[str, Any] = field(default_factory=dict)
+    fault: str = ""
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the traces of one file, in the order of their first runs.
 
+    A trace with a run that cannot be read is skipped: the calls after it would be trained without it.
+
     Raises:
-        TreepackError: messages or nested runs that are not of the forms above.
+        TreepackError: nested runs that are not of the forms above.
     """
     traces: dict[str, _Trace] = {}
     for record in records:
@@ -73,7 +82,10 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             is_root = run.get("parent_run_id") is None
             trace.example = (run.get("reference_example_id") if is_root else None) or trace.example
             # Scores of other runs are kept, unless the root has a score of the same name.
-            scores = _scores(run, record.source)
+            try:
+                scores = _scores(run, record.source)
+            except TreepackError as error:
+                scores, trace.fault = {}, str(error)
             trace.scores = trace.scores | scores if is_root else scores | trace.scores
             if run.get("run_type") != "llm":
                 yield Skipped(record.source, NO_CALL_NOTE, is_rollout=False)
@@ -82,8 +94,13 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             else:
                 trace.runs.append((record.source, run))
     for name, trace in traces.items():
-        if trace.runs:
-            yield from _read(name, trace, options)
+        try:
+            if trace.fault:
+                raise TreepackError(trace.fault)
+            items = list(_read(name, trace, options))
+        except TreepackError as error:
+            items = [Skipped(trace.record.source, DAMAGED_NOTE, detail=str(error))]
+        yield from items
 
 
 def _runs(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -171,11 +188,11 @@ def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
     # [m, m] is one prompt, and [[m, m], [m]] are two.
     prompts = messages if all(isinstance(each, list) for each in messages) else [messages]
     for prompt, responses in zip(prompts, _responses(outputs, source), strict=False):
-        prompt_messages = [each for message in prompt for each in _messages(message, source)]
+        prompt_messages = [each for message in prompt for each in chat_messages(message, source)]
         if isinstance(inputs.get("system"), str):
             prompt_messages.insert(0, {"role": "system", "content": inputs["system"]})
         for response in responses:
-            said = _messages(response, source)
+            said = chat_messages(response, source)
             response_messages = [each | {"role": "assistant"} for each in said]
             yield ChatCall(prompt_messages, response_messages, tools, temperature=temperature)
 
@@ -198,7 +215,7 @@ def _responses(outputs: dict[str, Any], source: str) -> list[list[Any]]:
     raise TreepackError(f"{source}: outputs is {shown(outputs)}; expected generations, choices or a message")
 
 
-def _messages(message: Any, source: str) -> list[Message]:
+def chat_messages(message: Any, source: str) -> list[Message]:
     """Return a message in chat form. The results of tools among its parts become separate messages."""
     if isinstance(message, str):
         return [{"role": "assistant", "content": message}]
@@ -214,7 +231,14 @@ def _messages(message: Any, source: str) -> list[Message]:
     role = role or fields.get("role")
     if role is None:
         raise TreepackError(f"{source}: has a message of type {quoted(kind)}; expected one of {', '.join(ROLES)}")
-    done = {name: each for name, each in fields.items() if name in READ and each is not None} | {"role": role}
+    # Fields of other names become notes.
+    done = {name: each for name, each in fields.items() if (each is not None if name in READ else each)}
+    done = without(done, HARMLESS) | {"role": role}
+    if fields.get("invalid_tool_calls"):
+        raise TreepackError(f"{source}: has a tool call that is not JSON; remove the message")
+    reasons = (_object(fields.get("response_metadata")).get(name) for name in ("finish_reason", "stop_reason"))
+    if isinstance(reason := next((each for each in (*reasons, fields.get("stop_reason")) if each), None), str):
+        done.setdefault("finish_reason", reason)
     return _by_parts(_with_calls(done, _object(fields.get("additional_kwargs"))))
 
 

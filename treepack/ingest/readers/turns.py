@@ -1,0 +1,56 @@
+"""Messages of the assistant that are parts of one turn, as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+
+
+def left_over(value: dict[str, Any], known: Collection[str], prefix: str) -> dict[str, Any]:
+    """Return the fields of a part of a message that are not `known`, under names that become notes of the message."""
+    # {"name": "f", "input": {}} without "input" in `known`, prefix "tool_calls" -> {"tool_calls.input": {}}
+    return {
+        f"{prefix}.{name}": each for name, each in value.items() if name not in known and each not in (None, [], {}, "")
+    }
+
+
+def answered(messages: list[Message]) -> list[Message]:
+    """Return the messages of a response, or none if the model has written nothing."""
+    keys = ("content", "reasoning_content", "tool_calls", "function_call")
+    return messages if any(message.get(key) for message in messages for key in keys) else []
+
+
+def merged_turns(messages: Sequence[Message]) -> list[Message]:
+    """Join messages of the assistant that are parts of one turn: reasoning, then text, then calls.
+
+    The items of a response of OpenAI's Responses API are logged as one message each.
+    """
+    # reasoning | text | call | call -> one message; text | text -> two
+    done: list[Message] = []
+    for message in messages:
+        last = done[-1] if done else {}
+        if last.get("role") == message.get("role") == "assistant" and _follows(last, message):
+            done[-1] = _joined(last, message)
+        else:
+            done.append(message)
+    return done
+
+
+def _follows(before: Message, after: Message) -> bool:
+    places = [
+        [place for place, key in enumerate(("reasoning_content", "content", "tool_calls")) if message.get(key)]
+        for message in (before, after)
+    ]
+    first, second = places
+    # Only calls may be followed by more of their kind, and content in parts is left as it is.
+    is_text = all(isinstance(message.get("content") or "", str) for message in (before, after))
+    return is_text and bool(first and second) and (first[-1] < second[0] or first[-1] == second[0] == 2)
+
+
+def _joined(before: Message, after: Message) -> Message:
+    joined = {**before, **{key: value for key, value in after.items() if value}}
+    if before.get("tool_calls") and after.get("tool_calls"):
+        joined["tool_calls"] = [*before["tool_calls"], *after["tool_calls"]]
+    return joined
