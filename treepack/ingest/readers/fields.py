@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
@@ -45,6 +46,7 @@ class ReadOptions:
     with the lengths and shared prefixes of rollouts but without tokens or text; token ids are then placeholders.
     `skip_bad` skips damaged records and files, which are refused otherwise. `max_record_size` limits the bytes of a
     record, and of a file that is read as a whole. `keep_routes` keeps recorded routes, see `route_fields`.
+    `columns` maps records of a homemade layout, see `readers.columns`.
     """
 
     reward_key: str | None = None
@@ -54,6 +56,7 @@ class ReadOptions:
     skip_bad: bool = False
     max_record_size: int = MAX_RECORD_SIZE
     keep_routes: bool = False
+    columns: ColumnMap | None = None
 
 
 def describe(
