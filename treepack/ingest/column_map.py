@@ -76,6 +76,20 @@ class ColumnMap:
         """The keys that name the content of a rollout; empty if the records have a known layout."""
         return frozenset(self.paths).intersection(CONTENT)
 
+    @property
+    def line(self) -> str:
+        """The map as text: the value of `--columns`."""
+        pairs = [
+            f"{key}={'+'.join(path.text + '?' * path.is_optional for path in paths)}"
+            for key, paths in self.paths.items()
+        ]
+        for role in ROLES:
+            if names := [name for name, named in self.roles.items() if named == role]:
+                pairs.append(f"{role}={'+'.join(names)}")
+        if self.ignore:
+            pairs.append(f"{IGNORE}={'+'.join(path.text for path in self.ignore)}")
+        return ",".join(pairs)
+
 
 def column_map(given: Given) -> ColumnMap:
     """Return the map of `KEY=PATH,...`, of the JSON file with this name, or of an object with the same keys.

@@ -220,7 +220,7 @@ class _Talk:
         if known is None and lower not in ROLES and lower not in RENAMED_ROLES:
             raise TreepackError(
                 f"{where} has role {quoted(name)}; expected system, user, assistant or tool, or name it, for example "
-                f"{WHERE} assistant={name}"
+                f"{WHERE} {self._columns.line}{',' if self._columns.line else ''}assistant={name}"
             )
         return known or lower
 

@@ -182,6 +182,14 @@ class Format:
         paths = [name for fields in self.requires for names in fields for name in _as_tuple(names)]
         return {path.partition(".")[0] for path in paths}
 
+    def why_not(self, value: dict[str, Any]) -> str:
+        """Return why the record `value` is not read as this format: a missing or wrong field, or an earlier format."""
+        return "has its fields, but another format comes first" if self.matches(value) else self._refusal(value)
+
+    def num_present(self, value: dict[str, Any]) -> int:
+        """Return how many required fields of its closest alternative `value` has; 0 if a function decides."""
+        return 0 if callable(self.requires) else max(_num_present(value, fields) for fields in self.requires)
+
     def check(self, record: Record) -> None:
         """Refuse a record that does not have this format.
 

@@ -79,7 +79,7 @@ from treepack.ingest.readers.formats import (
 )
 from treepack.ingest.readers.inputs import InputHash, displayed, list_inputs
 from treepack.ingest.readers.ranges import Range
-from treepack.ingest.readers.recognition import UnknownFormatError, recognise
+from treepack.ingest.readers.recognition import Recognised, UnknownFormatError, recognise
 from treepack.ingest.readers.records import DAMAGED_FILE, NoObjectError, Piece, Record
 from treepack.ingest.readers.torch_files import NotPlainError
 from treepack.ingest.readers.unknown import unknown_format, with_suggestion
@@ -286,13 +286,7 @@ def parts_of_path(
         as_ranges=as_ranges,
     )
     try:
-        recognised = recognise(
-            pieces,
-            partial(_format_of, format=format, options=options),
-            refuse=partial(refusal, options=options),
-            expected=FORMAT_OF_NAME.get("columns" if options.columns else format),
-            skip_bad=options.skip_bad,
-        )
+        recognised = recognised_file(pieces, options, format=format)
     # An unknown file in a searched folder is skipped and counted; a file that the caller named is an error.
     except (UnknownFormatError, NoObjectError, NotPlainError) as error:
         is_extra = is_searched and format == "auto"
@@ -307,6 +301,21 @@ def parts_of_path(
     if recognised.format is None:
         return iter(first), None
     return chain(first, _parts_of_file(recognised.format.name, recognised.pieces, options)), None
+
+
+def recognised_file(pieces: Iterator[Piece | Range], options: ReadOptions, *, format: str) -> Recognised:  # noqa: A002
+    """Return the format of a file with these `pieces`; `format` is a name, or "auto".
+
+    Raises:
+        TreepackError: as `recognise`.
+    """
+    return recognise(
+        pieces,
+        partial(_format_of, format=format, options=options),
+        refuse=partial(refusal, options=options),
+        expected=FORMAT_OF_NAME.get("columns" if options.columns else format),
+        skip_bad=options.skip_bad,
+    )
 
 
 def _parts_of_file(name: str, pieces: Iterator[Piece | Range], options: ReadOptions) -> Iterator[Unread | Done]:
