@@ -90,8 +90,10 @@ def records_of(record: Record, columns: ColumnMap) -> Mapped:
         if content is None:
             records.append(None)
             continue
-        own = {key: _one_of(each, key, number, len(contents), record) for key, each in others.items()}
-        fields = content | {NAMES.get(key, key): value for key, value in (own if has_answers else others).items()}
+        own = others
+        if has_answers:
+            own = {key: _one_of(each, key, number, len(contents), record) for key, each in others.items()}
+        fields = content | {NAMES.get(key, key): value for key, value in own.items()}
         kept = _beside(rest, fields, record.source)
         hidden |= dict.fromkeys(name for name in rest if name not in kept and rest[name] is not None)
         records.append(replace(record, value=kept | fields, line=None))
@@ -133,10 +135,8 @@ def _value(record: Record, key: str, paths: Sequence[ColumnPath]) -> Any:
     values = [value_at(record.value, path.steps) for path in paths]
     for path, value in zip(paths, values, strict=True):
         if value is MISSING and not path.is_optional:
-            raise TreepackError(
-                f"{record.source}: has no {path.text} (column {key}); correct the path, or write {key}={path.text}? if "
-                "records may lack it"
-            )
+            optional = "" if key in CONTENT else f", or write {key}={path.text}? if records may lack it"
+            raise TreepackError(f"{record.source}: has no {path.text} (column {key}); correct the path{optional}")
     found = [value for value in values if value is not MISSING]
     if len(paths) == 1:
         return found[0] if found else None

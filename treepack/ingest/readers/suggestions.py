@@ -29,8 +29,11 @@ DEPTH = 4  # of fields inside of fields that are searched
 MAX_FIELDS = 500  # values of a record that are searched
 SPEAKERS = "role from speaker sender author who participant name type source agent actor".split()
 SPEECH = "content value text message body msg utterance said parts output".split()
-PROMPTS = re.compile(r"prompt|question|query|instruct|problem|request|task|ask|input|user|human|source|puzzle", re.I)
-ANSWERS = re.compile(r"respon|completion|answer|output|reply|generat|assist|bot|said|solution|result|text|target", re.I)
+PROMPTS = frozenset("prompt question query instruction problem request task ask input user human puzzle".split())
+ANSWERS = frozenset(
+    "response responses completion completions answer answers output outputs reply replies generation generations "
+    "generated assistant bot said solution solutions prediction predictions rollout rollouts sample samples".split()
+)
 REWARD = re.compile(r"reward|score|return|correct|pass", re.I)
 MASK = re.compile(r"mask|train|loss|flag", re.I)
 USERS = re.compile(r"user|human|customer|client|student|patient|caller|question|prompt", re.I)
@@ -154,8 +157,8 @@ def _token_candidates(fields: dict[str, Any]) -> Iterator[str]:
     lists = [path for path, field in fields.items() if IDS.test(field) and _is_ids(field)]
     masks = [path for path in lists if MASK.search(path) and set(fields[path]) <= {0, 1}]
     ids = [path for path in lists if path not in masks]
-    prompts = [path for path in ids if PROMPTS.search(path)]
-    answers = [path for path in ids if ANSWERS.search(path) and path not in prompts]
+    prompts = [path for path in ids if _words(path) & PROMPTS]
+    answers = [path for path in ids if _words(path) & ANSWERS and path not in prompts]
     if prompts and answers:
         yield f"prompt_ids={prompts[0]},answer_ids={answers[0]}"
     for path in ids:
@@ -170,37 +173,35 @@ def _is_ids(field: Any) -> bool:
 
 
 def _answer_candidates(fields: dict[str, Any]) -> Iterator[str]:
-    texts = [path for path, field in fields.items() if _is_talk(field) and not re.search(r"(^|[._])id$", path)]
-    prompts = [path for path in texts if PROMPTS.search(_last(path)) and not ANSWERS.search(_last(path))]
-    prompts += [path for path in texts if PROMPTS.search(_last(path)) and path not in prompts]
+    texts = [path for path, field in fields.items() if _is_talk(field) and "id" not in _words(path)]
+    # "prompt" before "task", and a name such as user_response is an answer.
+    prompts = sorted(
+        (path for path in texts if _words(path) & PROMPTS and not _words(path) & ANSWERS),
+        key=lambda path: "prompt" not in _words(path),
+    )
     answers = [line for path, field in fields.items() for line in _answers(path, field)]
     for prompt in prompts:
-        key = "prompt" if "prompt" in _last(prompt).lower() else "question"
+        key = "prompt" if "prompt" in _words(prompt) else "question"
         for path, line in answers:
             if path != prompt:
                 yield f"{key}={prompt},{line}"
-    # Two long texts under other names: the first is the prompt.
-    long = [path for path in texts if isinstance(fields[path], str) and " " in fields[path].strip()]
-    if len(long) == 2:
-        yield f"question={long[0]},answer={long[1]}"
 
 
 def _answers(path: str, field: Any) -> Iterator[tuple[str, str]]:
     """Yield the path and the columns of one answer, or of a list of answers with their rewards."""
-    name = _last(path)
-    is_texts = isinstance(field, list) and field and all(isinstance(each, str) for each in field)
-    if ANSWERS.search(name) and (_is_talk(field) or is_texts):
+    is_texts = isinstance(field, list) and bool(field) and all(isinstance(each, str) for each in field)
+    if _words(path) & ANSWERS and (_is_talk(field) or is_texts):
         yield path, f"answer={path}"
     objects = as_messages(field)
-    if objects and objects[0].get("role") != "user":
-        texts = [key for key in objects[0] if all(isinstance(each.get(key), str) for each in objects)]
-        texts.sort(key=lambda key: (not ANSWERS.search(key), -_length(key, objects)))
-        numbers = [
-            key for key in objects[0] if REWARD.search(key) and all(_is_number(each.get(key)) for each in objects)
-        ]
-        for text in texts[:2]:
-            rewards = f",reward={path}[].{numbers[0]}" if numbers else ""
-            yield path, f"answer={path}[].{text}{rewards}"
+    if not objects or any(name in objects[0] for name in ("role", "from", "speaker")):
+        return
+    texts = [key for key in objects[0] if all(isinstance(each.get(key), str) for each in objects)]
+    texts = [key for key in texts if _words(key) & ANSWERS or key in ("text", "content")]
+    texts.sort(key=lambda key: -_length(key, objects))
+    numbers = [key for key in objects[0] if REWARD.search(key) and all(_is_number(each.get(key)) for each in objects)]
+    for text in texts:
+        rewards = f",reward={path}[].{numbers[0]}" if numbers else ""
+        yield path, f"answer={path}[].{text}{rewards}"
 
 
 def _is_talk(field: Any) -> bool:
@@ -219,5 +220,7 @@ def _reward(fields: dict[str, Any]) -> str:
     return f",reward={names[0]}" if len(names) == 1 else ""
 
 
-def _last(path: str) -> str:
-    return path.rpartition(".")[2]
+def _words(path: str) -> set[str]:
+    """Return the words of the last name of a path, in lower case."""
+    # "log.userQuery_text" -> user query text
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", path.rpartition(".")[2])}

@@ -2,7 +2,7 @@
 
 {"mesages": [..]}                     rename 'mesages' if it is 'messages'
 {"train": [{..}, ..], "test": [..]}   write each element of train or test as one record
-{"ask": "2 + 2?", "said": "4"}        map its fields, for example --columns question=ask,answer=said
+{"ask": "2 + 2?", "said": "4"}        if its fields mean this, add --columns question=ask,answer=said
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def with_suggestion(error: TreepackError, record: Record | None, options: ReadOp
         return error
     if "--columns" in str(error) or (line := suggested_columns(record, options)) is None:
         return error
-    return TreepackError(f"{error}, or map its fields, for example --columns {line}")
+    return TreepackError(f"{error}, or add --columns {line}")
 
 
 def _remedy(record: Record, formats: Sequence[Format], known: Sequence[str], options: ReadOptions) -> str:
     if (renamed := _misspelt(record, formats, known, options)) is not None:
         return f"rename '{renamed[0]}' if it is '{renamed[1]}'; 'treepack formats' lists the formats and their fields"
     if (line := suggested_columns(record, options)) is not None:
-        return f"map its fields, for example --columns {line}; 'treepack formats --record FILE' shows the fields"
+        return f"if its fields mean this, add --columns {line}; 'treepack formats --record FILE' shows the fields"
     if names := [name for name in lists_of_objects(record.value) if _has_records(record, name, formats)]:
         return (
             f"write each element of {' or '.join(names)} as one record, if these are the rollouts; 'treepack formats' "
