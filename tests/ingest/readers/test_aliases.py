@@ -91,6 +91,13 @@ def test_texts_of_prompt_and_response_stay_text_without_a_system_prompt(tmp_path
     assert turns(with_system) == [("system", "Be brief.", 0.0), *SHOP]
 
 
+def test_the_text_of_a_system_message_may_be_its_system_prompt(tmp_path: Path) -> None:
+    said = [{"role": "system", "text": "", "system_prompt": "Be brief."}, {"role": "user", "text": "Bolts?"}]
+    item = one(tmp_path, {"trajectory": [*said, {"role": "ai", "text": "Seven.", "system_prompt": None}]})
+    assert turns(item) == [("system", "Be brief.", 0.0), *SHOP]
+    assert item.notes == ()
+
+
 def test_a_list_of_responses_is_one_group(tmp_path: Path) -> None:
     value = {"prompt": "2 + 2?", "responses": ["4", "5"], "rewards": [1.0, 0.0]}
     both = items(tmp_path, value)

@@ -160,6 +160,17 @@ def test_several_answers_may_be_messages_or_token_ids() -> None:
     assert [content.tokens.tolist() for content in contents if isinstance(content, Tokens)] == [[1, 2, 3], [1, 2, 4, 5]]
 
 
+def test_answers_in_json_are_texts_and_not_messages() -> None:
+    both = items("question=ask,answer=a", {"ask": "Call stock.", "a": ['{"name": "stock"}', '{"name": "box"}']})
+    assert [turns(each)[-1][1] for each in both] == ['{"name": "stock"}', '{"name": "box"}']
+
+
+def test_a_field_inside_of_messages_can_be_ignored() -> None:
+    value = {"talk": [{"role": "user", "content": "Bolts?", "mood": 1}, {"role": "assistant", "content": "Seven."}]}
+    assert one("messages=talk", value).notes == ("message field 'mood' not used",)
+    assert one("messages=talk,ignore=talk[0].mood", value).notes == ("field 'talk[0].mood' ignored",)
+
+
 def test_token_ids_with_a_mask_are_read_from_their_columns() -> None:
     content = one("ids=toks,mask=train", {"toks": [5, 6, 7, 8], "train": [0, 0, 1, 1]}).content
     assert isinstance(content, Tokens)

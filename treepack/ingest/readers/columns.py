@@ -68,17 +68,20 @@ def records_of(record: Record, columns: ColumnMap) -> Mapped:
     Raises:
         TreepackError: a path leads to nothing, or to a value of the wrong kind.
     """
+    # Ignored fields are removed first, so that they may be inside of messages.
+    ignored = [path for path in columns.ignore if value_at(record.value, path.steps) is not MISSING]
+    if ignored:
+        kept = without_paths(record.value, [path.steps for path in ignored])
+        record = replace(record, value={} if kept is GONE else kept)
     is_inside = partial(_is_in_messages, record=record, columns=columns)
     paths = {key: paths for key, paths in columns.paths.items() if not is_inside(key)}
     found = {key: _value(record, key, each) for key, each in paths.items()}
     values = {key: value for key, value in found.items() if value is not None or key in CONTENT}
-    ignored = [path for path in columns.ignore if value_at(record.value, path.steps) is not MISSING]
-    taken = [path.steps for each in (*paths.values(), ignored) for path in each]
-    rest = without_paths(record.value, taken)
+    rest = without_paths(record.value, [path.steps for each in paths.values() for path in each])
     rest = {} if rest is GONE else rest
     talk = _Talk(record.source, columns)
     contents = _contents(values, talk, rest)
-    has_answers = _has_answers(values)
+    has_answers = _has_answers(values, talk)
     if has_answers and "reward" not in values:
         _take_rewards(values, rest, len(contents))
     others = {key: value for key, value in values.items() if key not in CONTENT and key != "system_prompt"}
@@ -169,7 +172,7 @@ class _Talk:
 
     def answer(self, value: Any) -> list[dict[str, Any]] | str | None:
         """Return one answer: text, messages, or a single message; None if it is neither."""
-        if isinstance(value, str) and not self._is_talk(value):
+        if isinstance(value, str) and not self.is_talk(value):
             return value
         if isinstance(value, dict):
             role = self._paths["role"].steps if "role" in self._paths else ("role",)
@@ -177,15 +180,15 @@ class _Talk:
             value = [value if has_role else {"role": "assistant"} | value]
         return self.messages(value, "answer")
 
-    def _is_talk(self, text: str) -> bool:
-        """Return True if `text` is JSON of messages, each of which has a role."""
-        value = as_messages(text)
+    def is_talk(self, value: Any) -> bool:
+        """Return True if `value` is messages, each of which has a role, as it is or as JSON text."""
+        messages = as_messages(value)
         role = self._paths["role"].steps if "role" in self._paths else ("role",)
-        return bool(value) and all(value_at(each, role) is not MISSING for each in value or ())
+        return bool(messages) and all(value_at(each, role) is not MISSING for each in messages or ())
 
     def prompt(self, value: Any) -> list[dict[str, Any]] | str | None:
         """Return a prompt: text or messages; None if it is neither."""
-        if isinstance(value, str) and not self._is_talk(value):
+        if isinstance(value, str) and not self.is_talk(value):
             return value
         return self.messages(value, "prompt")
 
@@ -209,6 +212,9 @@ class _Talk:
                 raise TreepackError(f"{where} has the field {name} beside the column of {WHERE}; map or ignore it")
         if "role" in fields or "role" in rest:
             fields["role"] = self._role(fields.get("role", rest.get("role")), where)
+        # Trajectories of SWE-agent on the hub have the text of the system message in a field of its own.
+        if fields.get("role") == "system" and not fields.get("content") and isinstance(rest.get("system_prompt"), str):
+            fields["content"] = rest.pop("system_prompt")
         return rest | fields
 
     def _role(self, role: Any, where: str) -> Any:
@@ -237,7 +243,7 @@ def as_messages(value: Any) -> list[dict[str, Any]] | None:
 def _contents(values: dict[str, Any], talk: _Talk, rest: dict[str, Any]) -> list[dict[str, Any] | None]:
     """Return the fields that are the content of each new record, None for an empty answer."""
     if TOKEN_KEYS & values.keys():
-        return _token_contents(values)
+        return _token_contents(values, talk)
     if "messages" in values:
         messages = talk.messages(values["messages"], "messages")
         if messages is None:
@@ -247,7 +253,7 @@ def _contents(values: dict[str, Any], talk: _Talk, rest: dict[str, Any]) -> list
     if "chosen" in values:
         return [_pair(values, talk)]
     if "answer" in values:
-        answers = values["answer"] if _has_answers(values) else [values["answer"]]
+        answers = values["answer"] if _has_answers(values, talk) else [values["answer"]]
         return [None if answer in (None, "", []) else _completion(values, answer, talk) for answer in answers]
     # No content is mapped: the record has a known layout. Parts of messages are those of the field `messages`.
     if talk._paths or talk._columns.roles:
@@ -260,19 +266,21 @@ def _contents(values: dict[str, Any], talk: _Talk, rest: dict[str, Any]) -> list
     return [{"system": values["system_prompt"]} if "system_prompt" in values else {}]
 
 
-def _token_contents(values: dict[str, Any]) -> list[dict[str, Any] | None]:
+def _token_contents(values: dict[str, Any], talk: _Talk) -> list[dict[str, Any] | None]:
     content = {NAMES.get(key, key): values[key] for key in sorted(TOKEN_KEYS & values.keys())}
-    if not _has_answers(values):
+    if not _has_answers(values, talk):
         return [content]
     return [content | {"response_ids": each} if len(each) else None for each in content["response_ids"]]
 
 
-def _has_answers(values: dict[str, Any]) -> bool:
+def _has_answers(values: dict[str, Any], talk: _Talk) -> bool:
     """Return True if the record has a list of answers, also of one."""
     answer, ids = values.get("answer"), values.get("answer_ids")
     if isinstance(ids, list) and ids and all(isinstance(each, list | np.ndarray) for each in ids):
         return True
-    return isinstance(answer, list) and bool(answer) and as_messages(answer) is None
+    # Texts may be JSON of any kind, so they are messages only with a role.
+    is_one = is_messages(answer) or talk.is_talk(answer)
+    return isinstance(answer, list) and bool(answer) and not is_one
 
 
 def _completion(values: dict[str, Any], given: Any, talk: _Talk) -> dict[str, Any]:

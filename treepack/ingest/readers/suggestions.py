@@ -30,10 +30,14 @@ MAX_FIELDS = 500  # values of a record that are searched
 SPEAKERS = "role from speaker sender author who participant name type source agent actor".split()
 SPEECH = "content value text message body msg utterance said parts output".split()
 PROMPTS = frozenset("prompt question query instruction problem request task ask input user human puzzle".split())
-ANSWERS = frozenset(
+# The first of these words in a name counts: assistant_response before assistant_note.
+ANSWERS = (
     "response responses completion completions answer answers output outputs reply replies generation generations "
-    "generated assistant bot said solution solutions prediction predictions rollout rollouts sample samples".split()
-)
+    "generated said solution solutions prediction predictions rollout rollouts sample samples assistant bot text"
+).split()
+THOUGHTS = frozenset(
+    "scratchpad reasoning thinking thought thoughts language format type hash sha url path".split()
+)  # no answers
 REWARD = re.compile(r"reward|score|return|correct|pass", re.I)
 MASK = re.compile(r"mask|train|loss|flag", re.I)
 USERS = re.compile(r"user|human|customer|client|student|patient|caller|question|prompt", re.I)
@@ -158,7 +162,7 @@ def _token_candidates(fields: dict[str, Any]) -> Iterator[str]:
     masks = [path for path in lists if MASK.search(path) and set(fields[path]) <= {0, 1}]
     ids = [path for path in lists if path not in masks]
     prompts = [path for path in ids if _words(path) & PROMPTS]
-    answers = [path for path in ids if _words(path) & ANSWERS and path not in prompts]
+    answers = [path for path in ids if _is_answer(path) and path not in prompts]
     if prompts and answers:
         yield f"prompt_ids={prompts[0]},answer_ids={answers[0]}"
     for path in ids:
@@ -174,34 +178,42 @@ def _is_ids(field: Any) -> bool:
 
 def _answer_candidates(fields: dict[str, Any]) -> Iterator[str]:
     texts = [path for path, field in fields.items() if _is_talk(field) and "id" not in _words(path)]
+    systems = [path for path in texts if "system" in _words(path) and isinstance(fields[path], str)]
     # "prompt" before "task", and a name such as user_response is an answer.
     prompts = sorted(
-        (path for path in texts if _words(path) & PROMPTS and not _words(path) & ANSWERS),
+        (path for path in texts if _words(path) & PROMPTS and not _is_answer(path) and path not in systems),
         key=lambda path: "prompt" not in _words(path),
     )
     answers = [line for path, field in fields.items() for line in _answers(path, field)]
+    answers.sort(key=lambda each: (each[0].count("."), min(_rank(word, ANSWERS) for word in _words(each[0]))))
+    system = f",system_prompt={systems[0]}" if systems else ""
     for prompt in prompts:
         key = "prompt" if "prompt" in _words(prompt) else "question"
         for path, line in answers:
             if path != prompt:
-                yield f"{key}={prompt},{line}"
+                yield f"{key}={prompt},{line}{system}"
 
 
 def _answers(path: str, field: Any) -> Iterator[tuple[str, str]]:
     """Yield the path and the columns of one answer, or of a list of answers with their rewards."""
     is_texts = isinstance(field, list) and bool(field) and all(isinstance(each, str) for each in field)
-    if _words(path) & ANSWERS and (_is_talk(field) or is_texts):
+    if _is_answer(path) and (_is_talk(field) or is_texts):
         yield path, f"answer={path}"
     objects = as_messages(field)
     if not objects or any(name in objects[0] for name in ("role", "from", "speaker")):
         return
     texts = [key for key in objects[0] if all(isinstance(each.get(key), str) for each in objects)]
-    texts = [key for key in texts if _words(key) & ANSWERS or key in ("text", "content")]
+    texts = [key for key in texts if _is_answer(key) or key == "content"]
     texts.sort(key=lambda key: -_length(key, objects))
     numbers = [key for key in objects[0] if REWARD.search(key) and all(_is_number(each.get(key)) for each in objects)]
-    for text in texts:
+    for text in texts if numbers or _is_answer(path) else ():
         rewards = f",reward={path}[].{numbers[0]}" if numbers else ""
         yield path, f"answer={path}[].{text}{rewards}"
+
+
+def _is_answer(path: str) -> bool:
+    words = _words(path)
+    return bool(words.intersection(ANSWERS)) and not words & (THOUGHTS | {"system"})
 
 
 def _is_talk(field: Any) -> bool:
