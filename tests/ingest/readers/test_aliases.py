@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from support.paths import ROOT
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import column_map
 from treepack.ingest.options import BuildOptions
-from treepack.ingest.readers.aliases import ALIASES
+from treepack.ingest.readers.aliases import ALIASES, CONTAINERS, SYSTEM
 from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.formats import columns as columns_format
 from treepack.ingest.readers.records import Record
@@ -160,8 +161,15 @@ def test_two_possible_answers_are_refused_with_the_lines_that_read_them(
 
 
 @pytest.mark.parametrize("line", ALIASES)
-def test_every_line_of_the_table_is_a_valid_map(line: str) -> None:
+def test_every_line_of_the_table_is_a_valid_map_and_in_the_documentation(line: str) -> None:
     assert column_map(line).line == line
+    assert f"`{line.removesuffix(f',{SYSTEM}')}`" in (ROOT / "docs/inputs.md").read_text()
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_every_name_of_a_conversation_is_in_the_documentation_and_read(name: str, tmp_path: Path) -> None:
+    assert f"`{name}`" in (ROOT / "docs/inputs.md").read_text()
+    assert turns(one(tmp_path, {name: [USER, ANSWER]})) == SHOP
 
 
 # JSON text

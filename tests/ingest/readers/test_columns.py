@@ -182,7 +182,7 @@ def test_a_mask_of_messages_is_in_each_message_or_beside_them(mask: str) -> None
     said = ["Bolts?", "Seven.", "Nuts?", "Four."]
     roles = ["user", "assistant"] * 2
     flags = [True, False, True, True]
-    talk = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+    talk: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
     if mask == "flag":
         talk = [turn | {"flag": flag} for turn, flag in zip(talk, flags, strict=True)]
     value = {"talk": talk} | ({"flags": flags} if mask == "flags" else {})
