@@ -143,6 +143,10 @@ def test_an_answer_beside_a_rewarded_response_is_the_reference(tmp_path: Path) -
             {"conversation": [USER, ANSWER, USER], "response": "Eight."},
             ["messages=conversation,ignore=response", "prompt=conversation,answer=response"],
         ),
+        (
+            {"prompt": "Bolts?", "trajectory": [ANSWER, USER, ANSWER]},
+            ["prompt=prompt,answer=trajectory", "messages=trajectory,ignore=prompt"],
+        ),
     ],
 )
 def test_two_possible_answers_are_refused_with_the_lines_that_read_them(
@@ -158,6 +162,20 @@ def test_two_possible_answers_are_refused_with_the_lines_that_read_them(
         assert isinstance(item, Trajectory)
         trained.append(str(item.content))
     assert len(set(trained)) == len(lines)
+
+
+def test_earlier_rounds_beside_a_question_are_never_left_out_in_silence(tmp_path: Path) -> None:
+    said = refusal(tmp_path, {"query": "Bolts?", "answer": "Seven.", "history": [["Nuts?", "Four."]]})
+    assert said == (
+        "r.jsonl:1: has earlier rounds in history, which belong to the prompt; write them as messages, or leave them "
+        "out with --columns question=query,answer=answer,ignore=history"
+    )
+    assert turns(one(tmp_path, {"query": "Bolts?", "answer": "Seven.", "history": []})) == SHOP
+
+
+def test_scores_of_several_answers_are_their_rewards(tmp_path: Path) -> None:
+    both = items(tmp_path, {"prompt": "2 + 2?", "completions": ["4", "5"], "scores": [1.0, 0.0]})
+    assert [each.reward for each in both if isinstance(each, Trajectory)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("line", ALIASES)

@@ -15,7 +15,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import ColumnMap, column_map
-from treepack.ingest.readers.columns import as_messages
+from treepack.ingest.readers.columns import ROLE_NAMES, as_messages
 from treepack.ingest.readers.fields import REWARDS
 from treepack.ingest.readers.paths import MISSING, value_at
 from treepack.ingest.readers.records import Record
@@ -77,6 +77,7 @@ def columns_of(record: Record) -> ColumnMap:
             f"{source}: has none of the layouts that are read without --columns; name its fields, for example "
             "--columns prompt=FIELD,answer=FIELD, or list the layouts with 'treepack formats columns'"
         )
+    _refuse_left_out(value, source, lines[0])
     readings = [line for line in lines if not (_reads_reference(line, value) and len(lines) > 1)]
     answers = {name for name in ANSWERS if _is_filled(value.get(name))}
     if _is_reference(value):
@@ -91,6 +92,30 @@ def columns_of(record: Record) -> ColumnMap:
     raise TreepackError(
         f"{source}: can be read in several ways; choose one: " + " or ".join(f"--columns {line}" for line in named)
     )
+
+
+def _refuse_left_out(value: dict[str, Any], source: str, line: str) -> None:
+    """Refuse a record with a part of the prompt that `line` does not read.
+
+    Raises:
+        TreepackError: earlier rounds are beside a question, or a prompt is beside messages that begin with an answer.
+    """
+    if _is_filled(value.get("history")) and "history" not in _fields(line):
+        raise TreepackError(
+            f"{source}: has earlier rounds in history, which belong to the prompt; write them as messages, or leave "
+            f"them out with --columns {line},ignore=history"
+        )
+    prompt = next((name for name in ("prompt", "question") if _is_filled(value.get(name))), None)
+    if prompt is None or not line.startswith("messages="):
+        return
+    name = next(iter(_compiled(line).paths["messages"])).text
+    role = next((part.partition("=")[2] for part in line.split(",") if part.startswith("role=")), "role")
+    first = str((as_messages(value[name]) or [{}])[0].get(role)).lower()
+    if ROLE_NAMES.get(first, first) == "assistant":
+        raise TreepackError(
+            f"{source}: can be read in several ways; choose one: --columns {_answer_line(line, name, prompt)} or "
+            f"--columns {line},ignore={prompt}"
+        )
 
 
 def _matching(value: dict[str, Any]) -> list[str]:
@@ -172,12 +197,12 @@ def _with_ignore(line: str, answers: set[str]) -> str:
     return f"{line},ignore={'+'.join(others)}" if others else line
 
 
-def _answer_line(line: str, answer: str) -> str | None:
-    """Return the line that reads the field `answer` with the prompt of `line`."""
+def _answer_line(line: str, answer: str, prompt: str | None = None) -> str | None:
+    """Return the line that reads the field `answer` with the prompt of `line`, or with the field `prompt`."""
     columns = _compiled(line)
     if "messages" in columns.paths:
         parts = [pair for pair in line.split(",") if pair.startswith(("role=", "content="))]
-        return ",".join([f"prompt={columns.paths['messages'][0].text}", f"answer={answer}", *parts])
+        return ",".join([f"prompt={prompt or columns.paths['messages'][0].text}", f"answer={answer}", *parts])
     if "answer" not in columns.paths:
         return None
     pairs = [f"answer={answer}" if pair.startswith("answer=") else pair for pair in line.split(",")]

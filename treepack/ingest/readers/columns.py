@@ -351,7 +351,7 @@ def _mask_messages(messages: list[dict[str, Any]], values: dict[str, Any], talk:
 
 def _take_rewards(values: dict[str, Any], rest: dict[str, Any], num_answers: int) -> None:
     """Use a list of rewards under a usual name, one for each answer."""
-    for name in REWARDS:
+    for name in (*REWARDS, "scores"):
         listed = rest.get(name)
         if isinstance(listed, list | np.ndarray) and len(listed) == num_answers:
             values["reward"] = rest.pop(name)

@@ -107,3 +107,16 @@ def _list_in_document(piece: Piece | Range, format_of: FormatOf) -> Recognised |
 def lists_of_objects(value: dict[str, Any]) -> list[str]:
     """Return the names of the fields that are lists of at least one object, and of nothing else."""
     return [name for name, field in value.items() if isinstance(field, list) and field and is_messages(field)]
+
+
+def refuse_own_row(record: Record) -> None:
+    """Refuse a row of a packed directory, or a node of a trie.
+
+    Raises:
+        TreepackError: `record` has the columns of one. Both have token ids, so `tokens` would match them.
+    """
+    if "subtree_end" in record.value or {"tree_id", "node_id"} <= record.value.keys():
+        raise TreepackError(
+            f"{record.source}: is a part of a trie or packed directory; "
+            "give the whole directory with its manifest to pack, stats or train, or the rollouts it was made from"
+        )

@@ -79,7 +79,7 @@ from treepack.ingest.readers.formats import (
 )
 from treepack.ingest.readers.inputs import InputHash, displayed, list_inputs
 from treepack.ingest.readers.ranges import Range
-from treepack.ingest.readers.recognition import Recognised, UnknownFormatError, recognise
+from treepack.ingest.readers.recognition import Recognised, UnknownFormatError, recognise, refuse_own_row
 from treepack.ingest.readers.records import DAMAGED_FILE, NoObjectError, Piece, Record
 from treepack.ingest.readers.torch_files import NotPlainError
 from treepack.ingest.readers.unknown import unknown_format, with_suggestion
@@ -389,16 +389,3 @@ def detect_format(record: Record) -> str:
 def refusal(record: Record, options: ReadOptions) -> UnknownFormatError:
     """Return the error about a record of no known format, with a remedy that was tried on it."""
     return unknown_format(with_containers(record), FORMATS, KNOWN_FIELDS, options)
-
-
-def refuse_own_row(record: Record) -> None:
-    """Refuse a row of a packed directory, or a node of a trie.
-
-    Raises:
-        TreepackError: `record` has the columns of one. Both have token ids, so `tokens` would match them.
-    """
-    if "subtree_end" in record.value or {"tree_id", "node_id"} <= record.value.keys():
-        raise TreepackError(
-            f"{record.source}: is a part of a trie or packed directory; "
-            "give the whole directory with its manifest to pack, stats or train, or the rollouts it was made from"
-        )
