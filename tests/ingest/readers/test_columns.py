@@ -160,6 +160,11 @@ def test_several_answers_may_be_messages_or_token_ids() -> None:
     assert [content.tokens.tolist() for content in contents if isinstance(content, Tokens)] == [[1, 2, 3], [1, 2, 4, 5]]
 
 
+def test_a_system_prompt_that_no_column_takes_is_named() -> None:
+    item = one("question=ask,answer=said", {"ask": "Bolts?", "said": "Seven.", "system": "Be brief."})
+    assert (turns(item), item.notes) == (SHOP, ("field 'system' not used",))
+
+
 def test_answers_in_json_are_texts_and_not_messages() -> None:
     both = items("question=ask,answer=a", {"ask": "Call stock.", "a": ['{"name": "stock"}', '{"name": "box"}']})
     assert [turns(each)[-1][1] for each in both] == ['{"name": "stock"}', '{"name": "box"}']

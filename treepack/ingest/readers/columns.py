@@ -118,6 +118,7 @@ def _beside(rest: dict[str, Any], fields: dict[str, Any], source: str) -> dict[s
             )
     # Readers of the new record would take these for its content.
     hidden = fields.keys() | (READ_AS_CONTENT | {"prompt"} if is_talk else set())
+    hidden |= {"system"} if "completion" in fields else set()
     return {name: value for name, value in rest.items() if name not in hidden}
 
 
@@ -163,7 +164,12 @@ class _Talk:
         self._num = 0
         self.took_mask = False
 
-    def messages(self, value: Any, key: str) -> list[dict[str, Any]] | None:
+    @property
+    def has_parts(self) -> bool:
+        """True if the map names parts of messages or roles."""
+        return bool(self._paths or self._columns.roles)
+
+    def messages(self, value: Any) -> list[dict[str, Any]] | None:
         """Return the messages of `value`, or None if it is no list of objects, also not as JSON text."""
         value = as_messages(value)
         if value is None:
@@ -178,7 +184,7 @@ class _Talk:
             role = self._paths["role"].steps if "role" in self._paths else ("role",)
             has_role = value_at(value, role) is not MISSING
             value = [value if has_role else {"role": "assistant"} | value]
-        return self.messages(value, "answer")
+        return self.messages(value)
 
     def is_talk(self, value: Any) -> bool:
         """Return True if `value` is messages, each of which has a role, as it is or as JSON text."""
@@ -190,7 +196,7 @@ class _Talk:
         """Return a prompt: text or messages; None if it is neither."""
         if isinstance(value, str) and not self.is_talk(value):
             return value
-        return self.messages(value, "prompt")
+        return self.messages(value)
 
     def notes(self) -> list[str]:
         """Return a note for each path that no message of the record has."""
@@ -245,7 +251,7 @@ def _contents(values: dict[str, Any], talk: _Talk, rest: dict[str, Any]) -> list
     if TOKEN_KEYS & values.keys():
         return _token_contents(values, talk)
     if "messages" in values:
-        messages = talk.messages(values["messages"], "messages")
+        messages = talk.messages(values["messages"])
         if messages is None:
             raise _wrong_kind(talk.source, "messages", values["messages"], "a list of messages")
         _mask_messages(messages, values, talk)
@@ -256,9 +262,9 @@ def _contents(values: dict[str, Any], talk: _Talk, rest: dict[str, Any]) -> list
         answers = values["answer"] if _has_answers(values, talk) else [values["answer"]]
         return [None if answer in (None, "", []) else _completion(values, answer, talk) for answer in answers]
     # No content is mapped: the record has a known layout. Parts of messages are those of the field `messages`.
-    if talk._paths or talk._columns.roles:
+    if talk.has_parts:
         found = rest.get("messages")
-        messages = talk.messages(found, "messages")
+        messages = talk.messages(found)
         if messages is None:
             raise _wrong_kind(talk.source, "messages", found, "a list of messages; name them with messages=PATH")
         del rest["messages"]
