@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import click
 
+from .record import show_record
+
 
 @click.command()
 @click.argument("name", required=False)
+@click.option(
+    "--record",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Show the first record of this file as a tree of fields, with the use that is made of each.",
+)
+@click.option("--columns", metavar="FILE|KEY=PATH,...", help="With --record: the same as in treepack build-trie.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def formats(name: str | None, as_json: bool) -> None:
+def formats(name: str | None, record: str | None, columns: str | None, as_json: bool) -> None:
     """List the formats of rollouts and the information that each keeps. With NAME, print all facts of one format.
+
+    With --record, show the first record of a file: its format, why others do not fit, and for each field if it is
+    trained, in the prompt, a reward, a group, metadata or not used. NAME is then the format that the file must have.
 
     The content of a file decides its format. With --format NAME, build-trie, stats, show and report accept
     only that format.
@@ -20,6 +32,11 @@ def formats(name: str | None, as_json: bool) -> None:
 
     if name:
         check_format(name)
+    if columns is not None and record is None:
+        raise click.UsageError("--columns maps the record of --record; give --record FILE too")
+    if record is not None:
+        show_record(record, name, columns, as_json=as_json)
+        return
     if as_json:
         fields = ("program", "recognised_by", "used", "dropped")
         facts = {

@@ -34,6 +34,12 @@ reading_options = option_group(
             help="Format of the inputs, as treepack formats lists them; by default it is recognised by content.",
         ),
         click.option(
+            "--columns",
+            metavar="FILE|KEY=PATH,...",
+            help="Where the parts of a rollout are in records of another layout, for example "
+            "question=ask,answer=tries[].text,reward=tries[].ok; keys and paths are in docs/inputs.md.",
+        ),
+        click.option(
             "--tokenizer",
             metavar="NAME_OR_DIR",
             help="Hugging Face tokenizer whose chat template renders conversations.",

@@ -256,7 +256,7 @@ def _read(
         if unknown and len(unknown) == len(surveyed):
             raise unknown[0]
 
-    tokens = refuse_nothing(tokens_of_parts(), reading.log.counts, reading.log.skipped)
+    tokens = refuse_nothing(tokens_of_parts(), reading.log.counts, reading.log.skipped, reading.log.unused)
     for _ in with_progress(
         tokens,
         progress,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treepack.errors import TreepackError
+from treepack.ingest import column_map
 
 if TYPE_CHECKING:
     from treepack.ingest.template.rendering import TemplateFile
@@ -29,6 +30,8 @@ class BuildOptions:
 
     Attributes:
         format: a name that `treepack formats` lists, or "auto" to recognise each file by its content.
+        columns: where the parts of a rollout are in records of another layout: "KEY=PATH,...", the path of a JSON
+            file, or an object with the same keys; see docs/inputs.md.
         tokenizer: name or folder of the tokenizer whose chat template renders conversations.
         chat_template: path of a file with a chat template, which replaces that of the tokenizer.
         tools: tool schemas for conversations that have none, or the path of a JSON file with them.
@@ -57,6 +60,7 @@ class BuildOptions:
     """
 
     format: str = "auto"
+    columns: column_map.Given | None = None
     tokenizer: str | None = None
     chat_template: str | None = None
     tools: list[dict[str, Any]] | str | None = None
@@ -91,6 +95,11 @@ class BuildOptions:
             raise TreepackError("route_conflicts is about kept routes; set keep_routes (--keep-routes)")
         if self.strict and self.skip_bad:
             raise TreepackError("strict refuses what skip_bad skips; give one of them (--strict, --skip-bad)")
+        if self.columns is not None and self.format not in ("auto", "columns"):
+            raise TreepackError(
+                f"columns maps records of no known format, and format is {self.format}; give one of them"
+            )
+        self.column_map()
         if isinstance(self.tools, list) and not all(isinstance(tool, dict) for tool in self.tools):
             raise TreepackError("tools has an entry that is no object; expected a list of tool schemas")
 
@@ -111,6 +120,14 @@ class BuildOptions:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise TreepackError(f"{self.tools}: expected a JSON list of tool schemas")
         return tools
+
+    def column_map(self) -> column_map.ColumnMap | None:
+        """Return the map of `columns`, read from its file if it is a path; None if there is none.
+
+        Raises:
+            TreepackError: the file cannot be read, or the map is not valid.
+        """
+        return None if self.columns is None else column_map.column_map(self.columns)
 
     def template_file(self) -> TemplateFile | None:
         """Return the chat template, read from its file; None if there is none.
@@ -135,6 +152,8 @@ class BuildOptions:
         # Written only if set: tries that were built without these options keep their bytes.
         if (file := self.template_file()) is not None:
             record["chat_template"] = {"name": Path(file.path).name, "sha256": file.sha256}
+        if self.columns is not None:
+            record["columns"] = column_map.as_record(self.columns)
         if self.control_tokens != "keep":
             record["control_tokens"] = self.control_tokens
         if self.keep_routes:

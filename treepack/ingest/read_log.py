@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from treepack.columns import NO_TRAJECTORY
@@ -22,6 +23,7 @@ from treepack.trajectory import Chat, Skipped, Trajectory
 T = TypeVar("T")
 
 MAX_NAMED = 100  # skipped rollouts and groups that a log names; all of them are counted
+UNUSED = "not used"  # in the notes on fields that no reader uses
 PREFIX = "skipped: "  # begins the reasons for skipping among the counts
 RENAMED_NOTE = "id that several trajectories have, followed by @ and the source"
 LARGE_SHARE = 0.05  # above this share of skipped rollouts, a summary begins with it
@@ -42,6 +44,7 @@ class ReadLog:
         reasons: the number of skipped rollouts for each reason; unlike `counts`, without files and single turns.
         trained_control: source and note of the first `MAX_NAMED` rollouts that train a control token of their text.
         totals: sums that other stages add, such as the tokens of a baseline.
+        unused: notes on fields that are not used, of the rollouts that became no sample.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -55,10 +58,11 @@ class ReadLog:
     reasons: Counter[str] = field(default_factory=Counter)
     trained_control: list[tuple[str, str]] = field(default_factory=list)
     totals: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
 
     def merge(self, other: ReadLog) -> None:
         """Add the log of the next part."""
-        for name in ("counts", "reasons", "totals"):
+        for name in ("counts", "reasons", "totals", "unused"):
             getattr(self, name).update(getattr(other, name))
         for name in ("num_rollouts", "num_conversations", "num_samples", "num_skipped", "num_without_group"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -87,6 +91,8 @@ class ReadLog:
             self.num_conversations += isinstance(item, Trajectory) and isinstance(item.content, Chat)
         elif lost and lost[0].is_rollout:  # a rollout of several samples is lost only with the last of them
             self._lose(lost[0])
+            if isinstance(item, Trajectory):
+                self.unused.update(note for note in item.notes if UNUSED in note)
 
     def count_renamed(self, number: int) -> None:
         """Count trajectories whose id is not unique."""
@@ -140,8 +146,15 @@ class ReadLog:
         }
 
 
-def refuse_nothing(items: Iterable[T], counts: Mapping[str, int], skipped: Sequence[Skipped] = ()) -> Iterator[T]:
+def refuse_nothing(
+    items: Iterable[T],
+    counts: Mapping[str, int],
+    skipped: Sequence[Skipped] = (),
+    unused: Mapping[str, int] = MappingProxyType({}),
+) -> Iterator[T]:
     """Yield `items`; if there is none, refuse the input with the `counts` of reasons for skipping and an example.
+
+    The error also has the notes `unused`, because a field that no reader uses may contain the answers.
 
     Raises:
         TreepackError: there is no item.
@@ -156,6 +169,6 @@ def refuse_nothing(items: Iterable[T], counts: Mapping[str, int], skipped: Seque
     most_frequent = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     listed = ", ".join(f"{reason} ({count:,})" for reason, count in most_frequent)
     example = next((each.detail for each in skipped if each.detail), "")
-    raise TreepackError(
-        NO_TRAJECTORY + (f"; skipped: {listed}" if listed else "") + (f"; the first: {example}" if example else "")
-    )
+    fields = ", ".join(f"{note} ({count:,})" for note, count in sorted(unused.items()))
+    parts = {"skipped: ": listed, "": fields, "the first: ": example}
+    raise TreepackError("; ".join([NO_TRAJECTORY, *(name + part for name, part in parts.items() if part)]))

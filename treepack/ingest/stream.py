@@ -75,6 +75,7 @@ def options_and_job(options: BuildOptions, tokenizer: Any = None) -> tuple[ReadO
         skip_bad=options.skip_bad,
         max_record_size=options.max_record_size,
         keep_routes=options.keep_routes,
+        columns=options.column_map(),
     )
     job = Job(
         tokenizer,

@@ -118,7 +118,7 @@ class TrieBuilder:
             TreepackError: bad input, no trajectory at all, or text without a tokenizer; or the disk fails.
         """
         reading = with_progress(
-            refuse_nothing(self._batches(log), log.counts, log.skipped),
+            refuse_nothing(self._batches(log), log.counts, log.skipped, log.unused),
             progress,
             "reading",
             unit="tokens",

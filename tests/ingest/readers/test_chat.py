@@ -301,7 +301,7 @@ def test_an_unknown_record_or_format_is_refused(tmp_path: Any) -> None:
     with pytest.raises(TreepackError) as caught:
         list(read_trajectories([path]))
     expected = f"{path}:1: has no known format, but the fields x, y; "
-    expected += "'treepack formats' lists the formats and their fields"
+    expected += "'treepack formats' lists the formats and their fields, and --columns reads other layouts"
     assert str(caught.value) == expected
     with pytest.raises(TreepackError) as caught:
         list(read_trajectories([path], format="yaml"))

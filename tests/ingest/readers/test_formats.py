@@ -27,7 +27,7 @@ from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS
-GENERAL = ("tokens", "chat")
+GENERAL = ("tokens", "chat", "columns")
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.unread import MASK, danger, is_empty, not_used
@@ -60,7 +61,8 @@ class ReadOptions:
     with the lengths and shared prefixes of rollouts but without tokens or text; token ids are then placeholders.
     `skip_bad` skips damaged records and files, which are refused otherwise. `max_record_size` limits the bytes of a
     record, and of a file that is read as a whole. `keep_routes` keeps recorded routes, see `route_fields`. `harmless`
-    are fields that are metadata although their names could be those of answers or masks.
+    are fields that are metadata although their names could be those of answers or masks. `columns` maps records of a
+    homemade layout, see `readers.columns`.
     """
 
     reward_key: str | None = None
@@ -71,6 +73,7 @@ class ReadOptions:
     max_record_size: int = MAX_RECORD_SIZE
     keep_routes: bool = False
     harmless: frozenset[str] = frozenset()
+    columns: ColumnMap | None = None
 
 
 def describe(

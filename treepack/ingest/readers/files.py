@@ -60,6 +60,8 @@ from treepack.ingest.readers.yaml_files import SUFFIXES as YAML_SUFFIXES
 from treepack.ingest.readers.yaml_files import read_yaml
 from treepack.trajectory import Skipped
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins the small text that stands for a file in a clone
+
 
 def read_records(path: str, *, input_hash: InputHash | None = None) -> Iterator[Record]:
     """Yield the records of one file (`<stdin>`: of standard input), in order.
@@ -149,6 +151,8 @@ def _pieces_of(raw: HashingReader, path: str, how: Handling) -> Iterator[Piece]:
     compression = COMPRESSION.get(stream.peek(2)[:2])
     if compression is not None:
         stream = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), compression), CHUNK)
+    if stream.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
+        raise TreepackError(f"{shown}: is a pointer of Git LFS; fetch the file with git lfs pull")
     if Path(path).suffix in YAML_SUFFIXES:
         return pieces_of_value(read_yaml(read_whole(stream, shown, how.max_size), shown), shown)
     magic = stream.peek(4)[:4]

@@ -33,8 +33,10 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.batches import is_column
+from treepack.ingest.readers.containers import with_containers
 from treepack.ingest.readers.fields import BadValueError, ReadOptions, group_of, shown
 from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.paths import MISSING
 from treepack.ingest.readers.records import DAMAGED_FILE, DAMAGED_RECORD, Record
 from treepack.ingest.readers.unread import Declared, declare
 from treepack.ingest.readers.unread_notes import NotesOfFile, notes_of_record
@@ -44,7 +46,6 @@ from treepack.trajectory import Skipped, Trajectory
 TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE = "token ids", "masks", "log-probabilities", "rewards", "lineage"
 KEEPS = (TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE)
 EVERYTHING = frozenset(KEEPS)
-MISSING = object()  # the value of a field that is absent, because null is a value
 MAX_REMOVED = 100  # damaged records of a file whose records belong together; each costs a reading of the file
 SIMILAR = 0.8  # share of equal characters above which one name may be a misspelling of another
 
@@ -186,6 +187,14 @@ class Format:
         paths = [name for fields in self.requires for names in fields for name in _as_tuple(names)]
         return {path.partition(".")[0] for path in paths}
 
+    def why_not(self, value: dict[str, Any]) -> str:
+        """Return why the record `value` is not read as this format: a missing or wrong field, or an earlier format."""
+        return "has its fields, but another format comes first" if self.matches(value) else self._refusal(value)
+
+    def num_present(self, value: dict[str, Any]) -> int:
+        """Return how many required fields of its closest alternative `value` has; 0 if a function decides."""
+        return 0 if callable(self.requires) else max(_num_present(value, fields) for fields in self.requires)
+
     def check(self, record: Record) -> None:
         """Refuse a record that does not have this format.
 
@@ -225,6 +234,7 @@ class Format:
 
     def _of_value(self, record: Record, number: int, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
         assert self.read is not None
+        record = with_containers(record)
         self._check_record(record, number)
         try:
             items = list(self.read(record, options))
@@ -263,7 +273,7 @@ class Format:
         yield Skipped(path, DAMAGED_FILE, detail=f"{path}: contains damaged records that belong to all others")
 
     def _check_records(self, records: Iterable[Record]) -> Iterator[Record]:
-        for number, record in enumerate(records):
+        for number, record in enumerate(map(with_containers, records)):
             self._check_record(record, number)
             yield record
 
@@ -285,7 +295,8 @@ class Format:
         for name in names:
             if (field := _field(value, name)) is not MISSING:
                 return f"{name} is {shown(field)}; expected {kind.text} (format {self.name})"
-        similar = close_names(value, names)
+        # A similar name that has another kind of value is another field.
+        similar = [name for name in close_names(value, names) if kind.test(value[name])]
         hint = f", but {', '.join(similar)}" if similar else ""
         return f"has no {' or '.join(names)}{hint}; expected {form}"
 

@@ -154,6 +154,13 @@ class InputHash:
             sha256.follow(sys.maxsize - HASH_AHEAD)
         self._files.append((path, sha256))
 
+    def forget(self, path: str) -> None:
+        """Remove the file `path`, which turned out to be no input."""
+        for name, sha256 in self._files:
+            if name == path and isinstance(sha256, FileHash):
+                sha256.stop()
+        self._files = [each for each in self._files if each[0] != path]
+
     def hexdigest(self) -> str:
         """Return one hash of all files so far."""
         return hashlib.sha256(

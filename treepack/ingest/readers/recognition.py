@@ -1,8 +1,9 @@
-"""Recognise the format of a file by its first record, and find the list of records inside a document.
+"""Recognise the format of a file by its records, and find the list of records inside a document.
 
     pieces of a file --recognise--> Recognised: format, all pieces of the file, skipped records
 
-With `skip_bad`, damaged records before the first usable one are skipped. `registry` has the formats.
+The first record of a known format decides. Records before it are refused by the reader as any other bad record, or
+skipped with `skip_bad`. `registry` has the formats.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from treepack.ingest.readers.ranges import Range
 from treepack.ingest.readers.records import Piece, Record, pieces_of_list
 from treepack.trajectory import Skipped
 
-MAX_PIECES = 16  # of a file whose first records are damaged, in which a record of a known format is searched
+# Pieces and records in which one of a known format is searched; each record is compared with all formats.
+MAX_PIECES, MAX_RECORDS = 16, 256
 
 
 # Programs whose exports are not read, each with its marks: alternatives of fields, as `Format.requires` has them.
@@ -77,7 +79,7 @@ def refuse_unread(record: Record) -> None:
             raise UnreadProgramError(record.source, program)
 
 
-FormatOf = Callable[[Record], Format]  # raises UnknownFormatError if no format, or not the expected one, matches
+FormatOf = Callable[[Record], Format | None]  # None if no format, or not the expected one, matches
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,38 +92,46 @@ class Recognised:
 
 
 def recognise(
-    pieces: Iterator[Piece | Range], format_of: FormatOf, *, expected: Format | None = None, skip_bad: bool
+    pieces: Iterator[Piece | Range],
+    format_of: FormatOf,
+    *,
+    refuse: Callable[[Record], TreepackError],
+    expected: Format | None = None,
+    skip_bad: bool,
 ) -> Recognised:
-    """Recognise the format of a file by its first record, or with `skip_bad` by the first one that has a known format.
+    """Recognise the format of a file by the first of its records that has a known format.
 
     A document with one list of records is read as this list. If no record matches, the file has the `expected` format,
-    and reading it raises the error.
+    and reading it raises the error. `refuse` returns the error about a record of no known format.
 
     Raises:
-        TreepackError: the first record is damaged, or of no known format while none is expected.
+        TreepackError: the first record is damaged, or no record has a known format while none is expected.
     """
-    damaged: list[Skipped] | None = [] if skip_bad else None
-    refusal: UnknownFormatError | None = None
+    damaged: list[Skipped] = []
+    unknown: Record | None = None  # the first record that has no known format
+    num_records = 0
     first: list[Piece | Range] = []  # taken to recognise the format, and put back before the others
-    for piece in islice(pieces, MAX_PIECES if skip_bad else 1):
+    for piece in islice(pieces, MAX_PIECES):
         first.append(piece)
+        if not skip_bad and len(first) == 1:
+            next(piece.records(), None)  # raises the error about a damaged first record
         for record in piece.records(damaged):
-            try:
-                return Recognised(format_of(record), chain(first, pieces), [])
-            except UnknownFormatError as error:
-                refusal = refusal or error
-            if not skip_bad:
-                break
-    if refusal is None:
-        return Recognised(None, iter(()), damaged or [])
-    # The next piece is taken only if it matters: reading a file to its end adds it to the hash of the inputs.
-    inner = _list_in_document(first[0], format_of) if len(first) == 1 else None
-    following = [] if inner is None else list(islice(pieces, 1))
-    if inner is not None and not following:
-        return inner
+            if (found := format_of(record)) is not None:
+                return Recognised(found, chain(first, pieces), [])
+            unknown = unknown or record
+            num_records += 1
+        if len(first) == 1 and (inner := _list_in_document(piece, format_of)) is not None:
+            following = list(islice(pieces, 1))
+            if not following:
+                return inner
+            pieces = chain(following, pieces)
+        if not skip_bad and num_records >= MAX_RECORDS:
+            break
+    if unknown is None:
+        return Recognised(None, iter(()), damaged)
     if expected is None:
-        raise refusal
-    return Recognised(expected, chain(first, following, pieces), [])
+        raise refuse(unknown)
+    return Recognised(expected, chain(first, pieces), [])
 
 
 def _list_in_document(piece: Piece | Range, format_of: FormatOf) -> Recognised | None:
@@ -135,12 +145,10 @@ def _list_in_document(piece: Piece | Range, format_of: FormatOf) -> Recognised |
     if len(names) != 1:
         return None
     values = record.value[names[0]]
-    try:
-        format_of_list = format_of(Record(record.source, record.path, values[0]))
-    except TreepackError:
-        return None
+    elements = (Record(record.source, record.path, value) for value in values[:MAX_RECORDS])
+    format_of_list = next((found for element in elements if (found := format_of(element)) is not None), None)
     # A list of messages or spans is one rollout, or several that need each other.
-    if format_of_list.read is None:
+    if format_of_list is None or format_of_list.read is None:
         return None
     others = [other for other, value in record.value.items() if other != names[0] and value is not None]
     skipped = [Skipped(record.source, f"fields beside the list '{names[0]}' of a document", is_rollout=False)]
@@ -150,3 +158,16 @@ def _list_in_document(piece: Piece | Range, format_of: FormatOf) -> Recognised |
 def lists_of_objects(value: dict[str, Any]) -> list[str]:
     """Return the names of the fields that are lists of at least one object, and of nothing else."""
     return [name for name, field in value.items() if isinstance(field, list) and field and is_messages(field)]
+
+
+def refuse_own_row(record: Record) -> None:
+    """Refuse a row of a packed directory, or a node of a trie.
+
+    Raises:
+        TreepackError: `record` has the columns of one. Both have token ids, so `tokens` would match them.
+    """
+    if "subtree_end" in record.value or {"tree_id", "node_id"} <= record.value.keys():
+        raise TreepackError(
+            f"{record.source}: is a part of a trie or packed directory; "
+            "give the whole directory with its manifest to pack, stats or train, or the rollouts it was made from"
+        )

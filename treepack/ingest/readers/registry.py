@@ -2,27 +2,27 @@
 
     files --records--> Record --Format.trajectories--> Trajectory | Skipped
 
-The format of a file is detected from its first record (`recognition`): the first format of `FORMATS` that matches,
-unless the caller names a format. The order matters. Formats with particular fields come first, and `tokens` and `chat`
-come last, because records of other formats contain token ids and messages too.
+The format of a file is detected from its records (`recognition`): the first format of `FORMATS` that matches, unless
+the caller names a format, or maps columns. The order matters. Formats with particular fields come first, and `tokens`,
+`chat` and `columns` come last, because records of other formats contain token ids and messages too.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.files.address import is_address
+from treepack.ingest.readers.aliases import FIELDS
+from treepack.ingest.readers.containers import with_containers
 from treepack.ingest.readers.copies import find_copies, size_of, skipped_copies
 from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.files import read_pieces
-from treepack.ingest.readers.format import SIMILAR, Format, close_names
+from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.formats import (
     alpaca,
     anthropic_messages,
@@ -32,6 +32,7 @@ from treepack.ingest.readers.formats import (
     chat,
     claude_code,
     codex,
+    columns,
     dars,
     harbor_traces,
     inspect,
@@ -84,9 +85,16 @@ from treepack.ingest.readers.formats import (
 from treepack.ingest.readers.inputs import InputHash, displayed, list_inputs
 from treepack.ingest.readers.path_steps import with_step
 from treepack.ingest.readers.ranges import Range
-from treepack.ingest.readers.recognition import UnknownFormatError, lists_of_objects, recognise, refuse_unread
+from treepack.ingest.readers.recognition import (
+    Recognised,
+    UnknownFormatError,
+    recognise,
+    refuse_own_row,
+    refuse_unread,
+)
 from treepack.ingest.readers.records import DAMAGED_FILE, NoObjectError, Piece, Record
 from treepack.ingest.readers.torch_files import NotPlainError
+from treepack.ingest.readers.unknown import unknown_format, with_suggestion
 from treepack.processes import batched
 from treepack.trajectory import Skipped, Trajectory
 
@@ -100,10 +108,6 @@ __all__ = [
     "read_parts",
     "read_trajectories",
 ]
-
-# A refusal lists this many fields of a record, and this many characters of each name: enough to recognise the program,
-# and short enough for a terminal. Documents keyed by task have thousands of fields.
-MAX_FIELDS, MAX_FIELD = 20, 40
 
 FORMATS: tuple[Format, ...] = (
     tau_bench.FORMAT,
@@ -162,9 +166,10 @@ FORMATS: tuple[Format, ...] = (
     mooncake.FORMAT,
     tokens.FORMAT,
     chat.FORMAT,
+    columns.FORMAT,
 )
 FORMAT_OF_NAME: dict[str, Format] = {each.name: each for each in FORMATS}
-KNOWN_FIELDS = tuple(sorted({name for each in FORMATS for name in each.required_fields()}))
+KNOWN_FIELDS = tuple(sorted({name for each in FORMATS for name in each.required_fields()} | set(FIELDS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,17 +306,14 @@ def parts_of_path(
         as_ranges=as_ranges,
     )
     try:
-        recognised = recognise(
-            pieces,
-            partial(_format_of, format=format),
-            expected=FORMAT_OF_NAME.get(format),
-            skip_bad=options.skip_bad,
-        )
+        recognised = recognised_file(pieces, options, format=format)
     # An unknown file in a searched folder is skipped and counted; a file that the caller named is an error.
     except (UnknownFormatError, NoObjectError, NotPlainError) as error:
         is_extra = is_searched and format == "auto"
         if not is_extra and not options.skip_bad:
             raise
+        if is_extra and input_hash is not None:
+            input_hash.forget(displayed(path))
         reason = error.reason if isinstance(error, UnknownFormatError) else UnknownFormatError.reason
         extra = Skipped(displayed(path), reason, is_rollout=False)
         part = Done([extra if is_extra else Skipped(displayed(path), DAMAGED_FILE, detail=str(error))])
@@ -320,6 +322,21 @@ def parts_of_path(
     if recognised.format is None:
         return iter(first), None
     return chain(first, _parts_of_file(recognised.format.name, recognised.pieces, options)), None
+
+
+def recognised_file(pieces: Iterator[Piece | Range], options: ReadOptions, *, format: str) -> Recognised:  # noqa: A002
+    """Return the format of a file with these `pieces`; `format` is a name, or "auto".
+
+    Raises:
+        TreepackError: as `recognise`.
+    """
+    return recognise(
+        pieces,
+        partial(_format_of, format=format, options=options),
+        refuse=partial(refusal, options=options),
+        expected=FORMAT_OF_NAME.get("columns" if options.columns else format),
+        skip_bad=options.skip_bad,
+    )
 
 
 def _parts_of_file(name: str, pieces: Iterator[Piece | Range], options: ReadOptions) -> Iterator[Unread | Done]:
@@ -334,26 +351,39 @@ def _read_pieces(pieces: Iterable[Piece | Range], name: str, options: ReadOption
     """Read the records of `pieces`; with `skip_bad`, yield the damaged records of a piece after its trajectories."""
     damaged: list[Skipped] | None = [] if options.skip_bad else None
     arrays = FORMAT_OF_NAME[name].arrays
-    records = (record for piece in pieces for record in piece.records(damaged, arrays))
-    for item in with_step(FORMAT_OF_NAME[name].trajectories(records, options), name):
-        yield item
-        if damaged:
-            yield from damaged
-            damaged.clear()
+    last: list[Record] = []  # the record that is read now, for the error about it
+
+    def records() -> Iterator[Record]:
+        for piece in pieces:
+            for record in piece.records(damaged, arrays):
+                last[:] = [record]
+                yield record
+
+    try:
+        for item in with_step(FORMAT_OF_NAME[name].trajectories(records(), options), name):
+            yield item
+            if damaged:
+                yield from damaged
+                damaged.clear()
+    except TreepackError as error:
+        # These formats are recognised by one field, which other layouts have too.
+        if name not in ("chat", "columns", "tokens") or not last:
+            raise
+        raise with_suggestion(error, last[0], options) from error
     yield from damaged or ()
 
 
-def _format_of(record: Record, format: str) -> Format:  # noqa: A002
-    """Return the format with the name `format`, or the first one that matches `record` if the name is "auto".
-
-    Raises:
-        UnknownFormatError: `record` has another format, or none that is known.
-    """
+def _format_of(record: Record, format: str, options: ReadOptions) -> Format | None:  # noqa: A002
+    """Return the format with the name `format` if `record` has it, or the first that matches if the name is "auto"."""
+    if options.columns is not None:
+        return columns.FORMAT if columns.has_columns(record, options.columns) else None
+    refuse_own_row(record)
+    record = with_containers(record)
     if format == "auto":
-        return FORMAT_OF_NAME[detect_format(record)]
-    if not FORMAT_OF_NAME[format].matches(record.value):
-        raise UnknownFormatError(f"{record.source}: is not of the format {format}")
-    return FORMAT_OF_NAME[format]
+        # Before the formats: a part of such a record may look like one of them, and only this part would be read.
+        refuse_unread(record)
+        return next((each for each in FORMATS if each.matches(record.value)), None)
+    return FORMAT_OF_NAME[format] if FORMAT_OF_NAME[format].matches(record.value) else None
 
 
 def check_format(name: str) -> None:
@@ -374,37 +404,12 @@ def detect_format(record: Record) -> str:
             names the program.
         TreepackError: the record is a row of a trie or packed directory.
     """
-    # The columns of a packed row, and of a node of a trie. Both have token ids, so `tokens` would match them.
-    if "subtree_end" in record.value or {"tree_id", "node_id"} <= record.value.keys():
-        raise TreepackError(
-            f"{record.source}: is a part of a trie or packed directory; "
-            "give the whole directory with its manifest to pack, stats or train, or the rollouts it was made from"
-        )
-    # Before the formats: a part of such a record may look like one of them, and only this part would be read.
-    refuse_unread(record)
-    for each in FORMATS:
-        if each.matches(record.value):
-            return each.name
-    fields = f"but the fields {_list_fields(record.value)}" if record.value else "because it has no fields"
-    raise UnknownFormatError(f"{record.source}: has no known format, {fields}; {_remedy(record.value)}")
+    found = _format_of(record, "auto", ReadOptions())
+    if found is None:
+        raise refusal(record, ReadOptions())
+    return found.name
 
 
-def _remedy(value: dict[str, Any]) -> str:
-    """Return the remedy for a record of no known format, by its fields: a misspelt name, or lists inside a document."""
-    if similar := close_names(value, KNOWN_FIELDS):
-        (name,) = difflib.get_close_matches(similar[0], KNOWN_FIELDS, 1, SIMILAR)
-        return f"rename '{similar[0]}' if it is '{name}'; 'treepack formats' lists the formats and their fields"
-    if names := lists_of_objects(value):
-        return (
-            f"write each element of {' or '.join(names)} as one record, if these are the rollouts; 'treepack formats' "
-            "lists the formats and their fields"
-        )
-    return "'treepack formats' lists the formats and their fields"
-
-
-def _list_fields(fields: Iterable[str]) -> str:
-    """Join the names of `fields` on one line, at most `MAX_FIELDS` of them."""
-    names = [" ".join(name.split())[:MAX_FIELD] for name in fields]
-    # 25 fields -> the first 20 "and 5 more"
-    more = f" and {len(names) - MAX_FIELDS:,} more" if len(names) > MAX_FIELDS else ""
-    return ", ".join(names[:MAX_FIELDS]) + more
+def refusal(record: Record, options: ReadOptions) -> UnknownFormatError:
+    """Return the error about a record of no known format, with a remedy that was tried on it."""
+    return unknown_format(with_containers(record), FORMATS, KNOWN_FIELDS, options)

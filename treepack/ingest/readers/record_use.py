@@ -1,0 +1,278 @@
+"""What the first record of a file is read as: each of its fields with the use that its reader makes of it.
+
+    {"messages": [{"role": "user", "content": "Bolts?"}, {"role": "assistant", "content": "Seven."}], "shelf": "A"}
+    --explain-->  messages[].role structure (2)   messages[].content prompt (1), trained (1)   shelf metadata (1)
+
+The use is found by experiment: a value is changed, the record is read again, and the trajectories are compared with
+those before. So it is true for every format. Elements of lists count together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.ingest.column_map import ColumnMap
+from treepack.ingest.readers import aliases
+from treepack.ingest.readers.containers import with_containers
+from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.files import read_pieces, read_records
+from treepack.ingest.readers.format import Format
+from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.registry import FORMATS, recognised_file
+from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+
+MAX_TRIED = 20  # values of one field, in elements of lists, that are changed
+MAX_READ = 64  # records of a file whose records belong together
+TRAINED, PROMPT, STRUCTURE, METADATA, UNUSED = "trained", "prompt", "structure", "metadata", "not used"
+# Facts of a trajectory that a field may set.
+FACTS = tuple("trajectory_id group_id step weight reward advantage temperature rollout_id".split())
+SHORT = {"trajectory_id": "id", "group_id": "group", "rollout_id": "rollout"}
+
+Place = tuple[str | int, ...]
+Items = list[Trajectory | Skipped]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldUse:
+    """A field, or the same field of all elements of a list: its first value, and how many values have each use."""
+
+    path: str
+    value: str
+    uses: dict[str, int]
+    num_values: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordUse:
+    """The first record of a file. `error` is its refusal, and `others` are the formats that it does not have."""
+
+    source: str
+    format: str | None
+    columns: str | None
+    fields: list[FieldUse]
+    outcome: list[str]
+    error: str | None
+    notes: list[str] = field(default_factory=list)
+    others: dict[str, str] = field(default_factory=dict)
+    close: dict[str, int] = field(default_factory=dict)  # required fields that the record has, of `others` with some
+
+
+def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordUse:  # noqa: A002
+    """Return the use of each field of the first record of the file `path`.
+
+    Raises:
+        TreepackError: the file cannot be read, or is no file of records.
+    """
+    pieces = read_pieces(path, max_size=options.max_record_size)
+    error: str | None = None
+    found: Format | None = None
+    try:
+        recognised = recognised_file(pieces, options, format=format)
+        found = recognised.format
+        assert found is not None  # only damaged records that were skipped have no format
+        num = 1 if found.read_file is None else MAX_READ
+        records = list(islice((record for piece in recognised.pieces for record in piece.records()), num))
+    except TreepackError as refusal:
+        error = str(refusal)
+        records = list(islice(read_records(path), 1))
+    first = with_containers(records[0].with_lists())
+    records[0] = first
+    items: Items = []
+    if found is not None:
+        try:
+            items = _items(found, records, options)
+        except TreepackError as refusal:
+            error = str(refusal)
+    others = [each for each in FORMATS if each is not found]
+    trial = None if found is None or error is not None else _Trial(found, records, options, items)
+    return RecordUse(
+        source=first.source,
+        format=None if found is None else found.name,
+        columns=_columns(found, first, options),
+        fields=list(_fields(first.value, trial)),
+        outcome=_outcome(items),
+        error=error,
+        notes=sorted({note for item in items if isinstance(item, Trajectory) for note in item.notes}),
+        others={each.name: each.why_not(first.value) for each in others},
+        close={each.name: number for each in others if (number := each.num_present(first.value))},
+    )
+
+
+def _items(found: Format, records: Sequence[Record], options: ReadOptions) -> Items:
+    return list(found.trajectories(records, replace(options, skip_bad=False)))
+
+
+def _columns(found: Format | None, record: Record, options: ReadOptions) -> str | None:
+    if found is None or found.name != "columns":
+        return None
+    try:
+        columns: ColumnMap = options.columns or aliases.columns_of(record)
+    except TreepackError:
+        return None
+    return columns.line
+
+
+def _outcome(items: Items) -> list[str]:
+    """Return one line for each kind of trajectory, and each reason for skipping."""
+    kinds = Counter(f"skipped: {item.reason}" if isinstance(item, Skipped) else _kind(item) for item in items)
+    return [f"{kind}: {number}" for kind, number in kinds.items()]
+
+
+def _kind(item: Trajectory) -> str:
+    names = {Chat: "conversation", Text: "prompt and completion as text", Tokens: "token ids"}
+    return names[type(item.content)]
+
+
+class _Trial:
+    """Reads the records of a file with one value of the first record changed."""
+
+    def __init__(self, found: Format, records: Sequence[Record], options: ReadOptions, items: Items) -> None:
+        self._format, self._records, self._options, self._items = found, records, options, items
+
+    def uses(self, place: Place, value: Any) -> set[str]:
+        """Return the uses of the `value` at `place`."""
+        uses: set[str] = set()
+        for changed in _changes(value):
+            first = replace(self._records[0], value=_with(self._records[0].value, place, changed), line=None)
+            try:
+                items = _items(self._format, [first, *self._records[1:]], self._options)
+            except TreepackError:
+                uses.add(STRUCTURE)
+                continue
+            uses |= _differences(self._items, items)
+        # A change that breaks the record says less than one that does not.
+        return uses - {STRUCTURE} or uses or {UNUSED}
+
+
+def _changes(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, str):
+        return [value + " X"]
+    if isinstance(value, int | float):
+        return [value + 1, value - 1]
+    numbers = value.tolist() if isinstance(value, np.ndarray) else list(value)
+    if all(each in (0, 1) for each in numbers):
+        # Flags of a mask: the first and the last one, of which padding may hide one.
+        return [[1 - numbers[0], *numbers[1:]], [*numbers[:-1], 1 - numbers[-1]]]
+    return [[each if each is None else each + 1 for each in numbers]]
+
+
+def _with(value: Any, place: Place, changed: Any) -> Any:
+    """Return `value` with `changed` at `place`."""
+    if not place:
+        return changed
+    inner = _with(value[place[0]], place[1:], changed)
+    if isinstance(value, dict):
+        return {**value, place[0]: inner}
+    return [inner if index == place[0] else each for index, each in enumerate(value)]
+
+
+def _differences(before: Items, after: Items) -> set[str]:
+    """Return the uses of a value by which the reading changed from `before` to `after`."""
+    if [type(item) for item in before] != [type(item) for item in after]:
+        return {STRUCTURE}
+    uses: set[str] = set()
+    for old, new in zip(before, after, strict=True):
+        if isinstance(old, Skipped) or isinstance(new, Skipped):
+            uses |= {STRUCTURE} if old != new else set()
+            continue
+        uses |= {SHORT.get(name, name) for name in FACTS if getattr(old, name) != getattr(new, name)}
+        if old.metadata != new.metadata:
+            uses.add(METADATA)
+        uses |= _in_content(old.content, new.content)
+    return uses
+
+
+def _in_content(old: Chat | Text | Tokens, new: Chat | Text | Tokens) -> set[str]:
+    if isinstance(old, Text) and isinstance(new, Text):
+        uses = {TRAINED} if old.completion != new.completion else set()
+        return uses | ({PROMPT} if old.prompt != new.prompt else set())
+    if isinstance(old, Chat) and isinstance(new, Chat):
+        return _in_chat(old, new)
+    if isinstance(old, Tokens) and isinstance(new, Tokens):
+        return _in_tokens(old, new)
+    return {STRUCTURE}
+
+
+def _in_chat(old: Chat, new: Chat) -> set[str]:
+    if [each["role"] for each in old.messages] != [each["role"] for each in new.messages]:
+        return {STRUCTURE}
+    uses = {"mask"} if old.message_weights != new.message_weights else set()
+    for one, other, weight in zip(old.messages, new.messages, old.message_weights, strict=True):
+        if one != other:
+            uses.add(TRAINED if weight else PROMPT)
+    if old.tools != new.tools or old.chat_template_kwargs != new.chat_template_kwargs:
+        uses.add(PROMPT)
+    return uses | ({"temperature"} if old.message_temperatures != new.message_temperatures else set())
+
+
+def _in_tokens(old: Tokens, new: Tokens) -> set[str]:
+    if len(old.tokens) != len(new.tokens):
+        return {STRUCTURE}
+    trained = np.zeros(len(old.tokens), np.bool_)
+    for start, end in zip(old.starts, old.ends, strict=True):
+        trained[start:end] = True
+    changed = old.tokens != new.tokens
+    uses = {TRAINED} if (changed & trained).any() else set()
+    uses |= {PROMPT} if (changed & ~trained).any() else set()
+    for name in ("starts", "ends", "span_weights"):
+        if not np.array_equal(getattr(old, name), getattr(new, name)):
+            uses.add("mask")
+    for name in ("advantages", "sampling_logprobs", "old_logprobs", "ref_logprobs", "temperatures"):
+        if not _is_equal(getattr(old, name), getattr(new, name)) and "mask" not in uses:
+            uses.add(name.replace("_", " "))
+    return uses
+
+
+def _is_equal(old: Any, new: Any) -> bool:
+    return (old is None) == (new is None) and (old is None or np.array_equal(old, new, equal_nan=True))
+
+
+def _fields(value: dict[str, Any], trial: _Trial | None) -> Iterator[FieldUse]:
+    """Yield each field in the order of the record; the same field of elements of a list is one."""
+    places: dict[str, list[tuple[Place, Any]]] = {}
+    for place, leaf in _leaves(value, ()):
+        path = "".join("[]" if isinstance(step, int) else f".{step}" for step in place).removeprefix(".")
+        places.setdefault(path, []).append((place, leaf))
+    for path, leaves in places.items():
+        filled = [(place, leaf) for place, leaf in leaves if leaf is not None and not _is_empty(leaf)]
+        # The first values and the last: 3 of [a b c d e] -> a b e
+        half = MAX_TRIED // 2
+        tried = filled if len(filled) <= MAX_TRIED else [*filled[:half], *filled[-half:]]
+        uses: Counter[str] = Counter()
+        for place, leaf in tried:
+            uses.update(("not read",) if trial is None else sorted(trial.uses(place, leaf)))
+        sample = (filled or leaves)[0][1]
+        yield FieldUse(path, shown(_plain(sample)), dict(uses) or {"empty": len(leaves)}, len(leaves))
+
+
+def _leaves(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+    """Yield the place and value of each text, number, flag, null, empty list, and list of numbers."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, (*place, name))
+    elif isinstance(value, list) and value and not _is_numbers(value):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, (*place, index))
+    else:
+        yield place, value
+
+
+def _is_numbers(value: list[Any]) -> bool:
+    return all(each is None or isinstance(each, int | float) for each in value) and value[0] is not None
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, dict | list | np.ndarray) and len(value) == 0
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value

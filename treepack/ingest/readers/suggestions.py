@@ -1,0 +1,238 @@
+"""The line of `--columns` that would read a record of an unknown layout, tried on the record before it is printed.
+
+    {"log": {"steps": [{"who": "customer", "said": "Bolts?"}, {"who": "clerk", "said": "Seven."}]}}
+    --suggested_columns-->  messages=log.steps,role=who,content=said,user=customer,assistant=clerk
+
+Names of fields and the kinds of their values give candidates: a list of messages, a prompt with one or several answers,
+or token ids. Candidates are guesses; the user sees them as an example.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.column_map import column_map
+from treepack.ingest.readers.columns import ROLE_NAMES, as_messages
+from treepack.ingest.readers.fields import REWARDS, ReadOptions
+from treepack.ingest.readers.format import IDS
+from treepack.ingest.readers.formats import columns as columns_format
+from treepack.ingest.readers.messages import RENAMED_ROLES, ROLES
+from treepack.ingest.readers.paths import parsed_json
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Chat, Trajectory
+
+DEPTH = 4  # of fields inside of fields that are searched
+MAX_FIELDS = 500  # values of a record that are searched
+SPEAKERS = "role from speaker sender author who participant name type source agent actor".split()
+SPEECH = "content value text message body msg utterance said parts output".split()
+PROMPTS = frozenset("prompt question query instruction problem request task ask input user human puzzle".split())
+# The first of these words in a name counts: assistant_response before assistant_note.
+ANSWERS = (
+    "response responses completion completions answer answers output outputs reply replies generation generations "
+    "generated said solution solutions prediction predictions rollout rollouts sample samples assistant bot text"
+).split()
+THOUGHTS = frozenset(
+    "scratchpad reasoning thinking thought thoughts language format type hash sha url path".split()
+)  # no answers
+REWARD = re.compile(r"reward|score|return|correct|pass", re.I)
+MASK = re.compile(r"mask|train|loss|flag", re.I)
+USERS = re.compile(r"user|human|customer|client|student|patient|caller|question|prompt", re.I)
+MODELS = re.compile(r"assist|agent|bot|model|\bai\b|gpt|llm|clerk|answer|respon", re.I)
+TOOLS = re.compile(r"tool|env|observ|function|result", re.I)
+PLAIN = re.compile(r"[^,=+\[\]?]+")  # names that a line of --columns can contain
+
+
+def suggested_columns(record: Record, options: ReadOptions) -> str | None:
+    """Return the value of `--columns` that reads `record`, None if no candidate does."""
+    for line in _candidates(record.with_lists().value):
+        if _reads(record, line, options):
+            return f"'{line}'" if " " in line else line
+    return None
+
+
+def _reads(record: Record, line: str, options: ReadOptions) -> bool:
+    """Return True if `line` makes at least one trajectory with something to train of `record`."""
+    try:
+        items = list(columns_format.read(record.with_lists(), replace(options, columns=column_map(line))))
+    except TreepackError:
+        return False
+    made = [item.content for item in items if isinstance(item, Trajectory)]
+    return any(not isinstance(content, Chat) or any(content.message_weights) for content in made)
+
+
+def _candidates(value: dict[str, Any]) -> Iterator[str]:
+    fields = dict(list(_fields(value, "", DEPTH))[:MAX_FIELDS])
+    reward = _reward(fields)
+    for path, field in fields.items():
+        messages = as_messages(field)
+        if messages and (parts := _parts(messages)):
+            yield f"messages={path}{parts}{reward}"
+    yield from (line + reward for line in _token_candidates(fields))
+    yield from (line if "reward=" in line else line + reward for line in _answer_candidates(fields))
+
+
+def _fields(value: dict[str, Any], before: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each field that is not null, outer fields first."""
+    inner = []
+    for name, field in value.items():
+        if field is None or not isinstance(name, str) or not PLAIN.fullmatch(name):
+            continue
+        path = f"{before}{name}"
+        yield path, field
+        opened = parsed_json(field) if isinstance(field, str) else field
+        if isinstance(opened, dict) and depth > 1:
+            inner.append((opened, f"{path}."))
+    for opened, path in inner:
+        yield from _fields(opened, path, depth - 1)
+
+
+def _parts(messages: list[dict[str, Any]]) -> str | None:
+    """Return the columns of the parts of messages, as ",role=who,content=said"; None if they are not messages."""
+    names = [name for name in messages[0] if PLAIN.fullmatch(name)]
+    roles = [name for name in names if all(isinstance(each.get(name), str | bool) for each in messages)]
+    speakers = sorted(
+        (name for name in roles if _is_speaker(name, messages)), key=lambda name: _rank(name.lower(), SPEAKERS)
+    )
+    for role in speakers[:3]:
+        speech = [name for name in names if name != role and any(_is_speech(each.get(name)) for each in messages)]
+        speech.sort(key=lambda name: (_rank(name.lower(), SPEECH), -_length(name, messages)))
+        if not speech:
+            continue
+        columns = "" if role == "role" else f",role={role}"
+        columns += "" if speech[0] == "content" else f",content={speech[0]}"
+        named = _roles([each[role] for each in messages], role)
+        if named is not None:
+            return columns + named
+    return None
+
+
+def _is_speaker(name: str, messages: list[dict[str, Any]]) -> bool:
+    values = {each[name] for each in messages}
+    return all(isinstance(value, bool) or 0 < len(value) <= 40 for value in values) and (
+        len(values) < len(messages) or name.lower() in SPEAKERS or len(values) <= 2
+    )
+
+
+def _is_speech(value: Any) -> bool:
+    return isinstance(value, str | list) and len(value) > 0
+
+
+def _length(name: str, messages: list[dict[str, Any]]) -> int:
+    return sum(len(str(each.get(name) or "")) for each in messages)
+
+
+def _rank(name: str, names: list[str]) -> int:
+    return names.index(name) if name in names else len(names)
+
+
+def _roles(values: list[Any], key: str) -> str | None:
+    """Return the columns of the names of roles that are not known, as ",user=customer"; None if no one is the model."""
+    distinct = list(dict.fromkeys(values))
+    if all(isinstance(value, bool) for value in distinct):
+        model = "false" if USERS.search(key) else "true"
+        return f",assistant={model},user={'true' if model == 'false' else 'false'}"
+    names: dict[str, list[str]] = {}
+    known = {str(value): _known_role(str(value)) for value in distinct}
+    for value, role in known.items():
+        if role is None and not PLAIN.fullmatch(value):
+            return None
+        kinds = (("user", USERS), ("assistant", MODELS), ("tool", TOOLS))
+        guess = role or next((kind for kind, words in kinds if words.search(value)), None)
+        if guess is None:
+            # Who speaks first and is nobody else is the user, and others are the model.
+            guess = "assistant" if "user" in names or "user" in known.values() else "user"
+        if role is None:
+            names.setdefault(guess, []).append(value)
+    if "assistant" not in names and "assistant" not in known.values():
+        return None
+    return "".join(f",{role}={'+'.join(each)}" for role, each in names.items())
+
+
+def _known_role(name: str) -> str | None:
+    lower = name.lower()
+    return ROLE_NAMES.get(lower) or RENAMED_ROLES.get(lower) or (lower if lower in ROLES else None)
+
+
+def _token_candidates(fields: dict[str, Any]) -> Iterator[str]:
+    lists = [path for path, field in fields.items() if IDS.test(field) and _is_ids(field)]
+    masks = [path for path in lists if MASK.search(path) and set(fields[path]) <= {0, 1}]
+    ids = [path for path in lists if path not in masks]
+    prompts = [path for path in ids if _words(path) & PROMPTS]
+    answers = [path for path in ids if _is_answer(path) and path not in prompts]
+    if prompts and answers:
+        yield f"prompt_ids={prompts[0]},answer_ids={answers[0]}"
+    for path in ids:
+        yield from (f"ids={path},mask={mask}" for mask in masks if len(fields[mask]) == len(fields[path]))
+    if len(ids) == 2 and len(prompts) == 1:
+        yield f"prompt_ids={prompts[0]},answer_ids={next(path for path in ids if path not in prompts)}"
+
+
+def _is_ids(field: Any) -> bool:
+    numbers = field if isinstance(field, list) else field.tolist()
+    return len(numbers) > 0 and all(type(each) is int and each >= 0 for each in numbers)
+
+
+def _answer_candidates(fields: dict[str, Any]) -> Iterator[str]:
+    texts = [path for path, field in fields.items() if _is_talk(field) and "id" not in _words(path)]
+    systems = [path for path in texts if "system" in _words(path) and isinstance(fields[path], str)]
+    # "prompt" before "task", and a name such as user_response is an answer.
+    prompts = sorted(
+        (path for path in texts if _words(path) & PROMPTS and not _is_answer(path) and path not in systems),
+        key=lambda path: "prompt" not in _words(path),
+    )
+    answers = [line for path, field in fields.items() for line in _answers(path, field)]
+    answers.sort(key=lambda each: (each[0].count("."), min(_rank(word, ANSWERS) for word in _words(each[0]))))
+    system = f",system_prompt={systems[0]}" if systems else ""
+    for prompt in prompts:
+        key = "prompt" if "prompt" in _words(prompt) else "question"
+        for path, line in answers:
+            if path != prompt:
+                yield f"{key}={prompt},{line}{system}"
+
+
+def _answers(path: str, field: Any) -> Iterator[tuple[str, str]]:
+    """Yield the path and the columns of one answer, or of a list of answers with their rewards."""
+    is_texts = isinstance(field, list) and bool(field) and all(isinstance(each, str) for each in field)
+    if _is_answer(path) and (_is_talk(field) or is_texts):
+        yield path, f"answer={path}"
+    objects = as_messages(field)
+    if not objects or any(name in objects[0] for name in ("role", "from", "speaker")):
+        return
+    texts = [key for key in objects[0] if all(isinstance(each.get(key), str) for each in objects)]
+    texts = [key for key in texts if _is_answer(key) or key == "content"]
+    texts.sort(key=lambda key: -_length(key, objects))
+    numbers = [key for key in objects[0] if REWARD.search(key) and all(_is_number(each.get(key)) for each in objects)]
+    for text in texts if numbers or _is_answer(path) else ():
+        rewards = f",reward={path}[].{numbers[0]}" if numbers else ""
+        yield path, f"answer={path}[].{text}{rewards}"
+
+
+def _is_answer(path: str) -> bool:
+    words = _words(path)
+    return bool(words.intersection(ANSWERS)) and not words & (THOUGHTS | {"system"})
+
+
+def _is_talk(field: Any) -> bool:
+    return (isinstance(field, str) and bool(field)) or bool(as_messages(field))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _reward(fields: dict[str, Any]) -> str:
+    """Return the column of the only number that is called a reward and is not read as one anyway."""
+    if any(name in fields for name in REWARDS):
+        return ""
+    names = [path for path, field in fields.items() if type(field) in (int, float) and re.search("reward", path, re.I)]
+    return f",reward={names[0]}" if len(names) == 1 else ""
+
+
+def _words(path: str) -> set[str]:
+    """Return the words of the last name of a path, in lower case."""
+    # "log.userQuery_text" -> user query text
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", path.rpartition(".")[2])}
