@@ -28,6 +28,7 @@ KEPT = ("name", "tool_call_id")  # copied as they are
 READ = frozenset(
     [
         *KEPT,
+        "finish_reason",
         *"role content tool_calls function_call reasoning reasoning_content loss loss_scale trainable weight".split(),
     ]
 )
