@@ -15,14 +15,14 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import as_objects, shown
 
-# Fields that may hold an answer or a part of one, a mask, or a preference. A node with one that its reader does not know
-# is refused, because the rest of the node would be trained without it.
+# Fields that may hold an answer or a part of one, a mask, or a preference. A node that has one unknown to its reader is
+# refused, because the rest of the node would be trained without it.
 ANSWERS = frozenset(
     """
     message messages text content completion completions response responses output outputs answer answers chosen
-    rejected generation generations generated_text raw_output prediction prompt value thought thoughts thinking action
-    actions observation tool_results token_ids input_ids tokens logprobs mask loss_mask response_mask assistant_mask train
-    train_detail label labels advantages
+    rejected generation generations generated_text raw_output prediction prompt value thought thoughts thinking
+    action actions observation tool_results token_ids input_ids tokens logprobs mask loss_mask response_mask
+    assistant_mask train train_detail label labels advantages
     """.split()
 )
 
@@ -59,6 +59,14 @@ def nodes_of(root: dict[str, Any], *, name: str = "children") -> Iterator[dict[s
         stack += [
             child for child in reversed(children if isinstance(children, list) else []) if isinstance(child, dict)
         ]
+
+
+def distinct_paths(paths: Iterable[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Return the `paths` of one tree that are not empty, equal to an earlier one or the beginning of another one."""
+    # A node has one path, so a path that ends at an inner node of another path is its beginning.
+    by_end = {id(path[-1]): path for path in paths if path}
+    inner = {id(node) for path in by_end.values() for node in path[:-1]}
+    return [path for end, path in by_end.items() if end not in inner]
 
 
 def unused_fields(nodes: Iterable[dict[str, Any]], known: Collection[str], *, source: str) -> tuple[str, ...]:

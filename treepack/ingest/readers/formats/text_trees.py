@@ -23,18 +23,13 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.content_blocks import skip_reason, split_blocks
+from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.fields import REWARDS as REWARD_NAMES
 from treepack.ingest.readers.fields import ReadOptions, as_number, describe, reward_of, shown
 from treepack.ingest.readers.format import ANY, FILLED, LINEAGE, MASKS, OBJECT, REWARDS, Format, no
-from treepack.ingest.readers.messages import (
-    is_messages,
-    normalise_messages,
-    normalise_template_kwargs,
-    normalise_tools,
-)
+from treepack.ingest.readers.messages import is_messages, normalise_template_kwargs
 from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.trajectories import without
+from treepack.ingest.readers.trajectories import conversation, without
 from treepack.ingest.readers.trees import leaf_paths, nodes_of, unused_fields
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
@@ -46,9 +41,9 @@ ROLES = {"human": "user", "prompter": "user", "gpt": "assistant", "ai": "assista
 OF_MESSAGE = frozenset(
     """
     name tool_call_id tool_calls function_call reasoning reasoning_content loss loss_scale trainable weight
-    finish_reason
     """.split()
 )
+ENDINGS = ("finish_reason", "stop_reason")
 # Numbers and names of the search, and what is read elsewhere; the rest of a node is noted.
 OF_TREE = frozenset(["children", "role", "id", "node_id", "parent", "parent_id", "depth", "advantage", *REWARD_NAMES])
 ROOT = (*SAID, "role", *(OF_MESSAGE - {"weight"}))  # fields of a record that is the root itself
@@ -71,9 +66,9 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     root, inside = _root(value, source)
     nodes = list(nodes_of(root))
     prompt, asked = _prompt(value, root, inside, source)
-    notes = unused_fields(nodes[1:], {*SAID, *OF_MESSAGE, *OF_TREE}, source=source)
+    notes = unused_fields(nodes[1:], {*SAID, *OF_MESSAGE, *ENDINGS, *OF_TREE}, source=source)
     if inside:
-        notes += unused_fields([root], {*SAID, *OF_MESSAGE, *OF_TREE, *ASKED, "tools"}, source=source)
+        notes += unused_fields([root], {*SAID, *OF_MESSAGE, *ENDINGS, *OF_TREE, *ASKED, "tools"}, source=source)
     taken = {inside, asked, "children", "system", "advantage", *REWARD_NAMES, *(() if inside else ROOT)}
     rest = without(value, taken)
     built = unanswered = 0
@@ -143,6 +138,8 @@ def _said(node: dict[str, Any], where: str) -> list[Message]:
     if len(names) > 1 and any(node[name] != node[names[0]] for name in names[1:]):
         raise TreepackError(f"{where} has {names[0]} and {names[1]}; keep the one that is the node's text")
     about = {name: node[name] for name in ("role", *OF_MESSAGE) if node.get(name) is not None}
+    ends = [node[name] for name in ENDINGS if node.get(name) is not None]
+    about |= {"finish_reason": ends[0]} if ends else {}
     if not names:
         _refuse_text(node, where)
         return [_renamed({"role": "assistant", "content": None} | about)] if about else []
@@ -161,7 +158,7 @@ def _said(node: dict[str, Any], where: str) -> list[Message]:
 def _refuse_text(node: dict[str, Any], where: str) -> None:
     """Refuse a node that says nothing known but has text, a list or an object."""
     # {"reward": 1} only ends a path; {"state": "x = 4"} has text under a name that is not known.
-    known = {*OF_TREE, *OF_MESSAGE}
+    known = {*OF_TREE, *OF_MESSAGE, *ENDINGS}
     other = [name for name, field in node.items() if name not in known and isinstance(field, str | list | dict)]
     if other:
         raise TreepackError(
@@ -191,18 +188,18 @@ def _trajectory(
         if said and said[-1].get("finish_reason") is not None:
             record = replace(record, value=value | {"finish_reason": said[-1]["finish_reason"]})
         return describe(record, Text(prompt, text), used=used, options=options, notes=notes) if text else None
-    asked = split_blocks(_as_messages(prompt))
-    messages = [*asked, *split_blocks(_turns(said))]
+    asked = _as_messages(prompt)
+    messages = [*asked, *_turns(said)]
     if not any(message.get("role") == "assistant" for message in messages[len(asked) :]):
         return None
     if (reason := skip_reason(messages)) is not None:
         return Skipped(record.source, reason)
-    done = normalise_messages(messages, source=record.source)
-    weights = [0.0] * len(asked) + done.weights[len(asked) :]
-    tools = normalise_tools(value.get("tools"), source=record.source)
+    item = conversation(
+        record, messages, options, used=used, tools=value.get("tools"), num_prompt=len(asked), notes=notes
+    )
     variables = normalise_template_kwargs(value.get("chat_template_kwargs"), source=record.source)
-    content = Chat(done.messages, weights, tools, variables)
-    return describe(record, content, used=used, options=options, notes=(*notes, *done.notes))
+    assert isinstance(item.content, Chat)
+    return replace(item, content=replace(item.content, chat_template_kwargs=variables))
 
 
 def _turns(said: list[Message]) -> list[Message]:
