@@ -102,7 +102,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         return
     if not is_session(rows[0].value):
         folder, stem = folder_and_document(rows[0])
-        value = {"trajectory_id": folder if stem == HISTORY and folder else rows[0].label}
+        value: dict[str, Any] = {"trajectory_id": folder if stem == HISTORY and folder else rows[0].label}
         record = replace(rows[0], source=rows[0].path, value=value)
         yield from _read_task(record, [row.value for row in rows], [], options)
         return
