@@ -88,6 +88,7 @@ from treepack.ingest.readers.ranges import Range
 from treepack.ingest.readers.recognition import UnknownFormatError, lists_of_objects, recognise
 from treepack.ingest.readers.records import DAMAGED_FILE, NoObjectError, Piece, Record
 from treepack.ingest.readers.torch_files import NotPlainError
+from treepack.ingest.readers.unread_programs import program_of
 from treepack.processes import batched
 from treepack.trajectory import Skipped, Trajectory
 
@@ -381,6 +382,11 @@ def detect_format(record: Record) -> str:
     for each in FORMATS:
         if each.matches(record.value):
             return each.name
+    if (program := program_of(record.value)) is not None:
+        raise UnknownFormatError(
+            f"{record.source}: is a log of {program}, which treepack does not read; write each conversation as one "
+            "record with messages (format chat)"
+        )
     fields = f"but the fields {_list_fields(record.value)}" if record.value else "because it has no fields"
     raise UnknownFormatError(f"{record.source}: has no known format, {fields}; {_remedy(record.value)}")
 
