@@ -39,7 +39,7 @@ def messages_of_content(content: Any, *, where: str) -> list[Message]:
         return [message] if message else []
     if role == "system":
         return [{"role": "system", "content": [_part(part) for part in parts]}] if parts else []
-    if role not in USER_ROLES:
+    if not isinstance(role, str) or role not in USER_ROLES:
         raise TreepackError(f"{where} has role {quoted(role)}; expected user or model")
     return list(user_messages(parts))
 

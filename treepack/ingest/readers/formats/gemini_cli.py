@@ -151,7 +151,7 @@ def _flush(session: _Session) -> None:
     reason: str | None = None
     for name, message in session.history.items():
         where = f"{session.source}: message {name}"
-        answer = _answer(session, message, where) if message.get("type") in MODEL else None
+        answer = _answer(session, message, where) if str(message.get("type")) in MODEL else None
         added = [answer, *_results(session, message, where)] if answer else []
         if message.get("type") == "user":
             added = list(user_messages(parts_of(message.get("content"), where=where)))
