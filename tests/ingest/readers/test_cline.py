@@ -116,7 +116,7 @@ def test_a_session_has_its_system_prompt_files_and_results_that_are_objects() ->
     texts = [(message["role"], message["content"]) for message in content.messages]
     assert texts == [
         ("system", "You keep a garden."),
-        ("user", 'How many peas?<file path="peas.txt">\n30\n</file>'),
+        ("user", 'How many peas?<file_content path="peas.txt">\n30\n</file_content>'),
         ("assistant", ""),
         ("tool", json.dumps([{"query": "peas", "result": "30"}])),
         ("assistant", "Thirty."),

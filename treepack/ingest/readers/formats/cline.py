@@ -207,7 +207,10 @@ def _block(block: dict[str, Any]) -> dict[str, Any]:
     if kind == "reasoning" and isinstance(text, str):
         return {"type": "thinking", "thinking": text}
     if kind == "file" and isinstance(block.get("content"), str):
-        return {"type": "text", "text": f'<file path="{block.get("path")}">\n{block["content"]}\n</file>'}
+        return {
+            "type": "text",
+            "text": f'<file_content path="{block.get("path")}">\n{block["content"]}\n</file_content>',
+        }
     if kind == "tool_result" and _is_data(block.get("content")):
         return block | {"content": json.dumps(block["content"], ensure_ascii=False)}
     return block

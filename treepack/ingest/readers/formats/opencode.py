@@ -29,7 +29,7 @@ from treepack.ingest.readers.beside import read_document
 from treepack.ingest.readers.calls import ChatCall, read_chats, within
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.fields import ReadOptions, as_objects
-from treepack.ingest.readers.format import ANY, LIST, MASKS, OBJECT, OBJECTS, TEXT, Format
+from treepack.ingest.readers.format import LIST, MASKS, OBJECT, TEXT, Format, first
 from treepack.ingest.readers.inputs import STDIN
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import with_notes
@@ -81,10 +81,9 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         TreepackError: messages or parts of another kind, or `readers.messages` refuses a message.
     """
     rows = list(records)
-    first = rows[0]
-    if "parts" in first.value:
+    if "parts" in rows[0].value:
         messages = [row.value for row in rows]
-        yield from _read_session(replace(first, source=first.path), {}, messages, options)
+        yield from _read_session(replace(rows[0], source=rows[0].path), {}, messages, options)
         return
     for row in rows:
         if "messages" in row.value:
@@ -130,8 +129,8 @@ def _read_session(
         else:
             _add(session, _user(session, about, parts))
     # A list of messages alone has the id of its session in each message.
-    first = messages[0].get("info") if messages else None
-    name = info.get("id") or (first.get("sessionID") if isinstance(first, dict) else None) or record.label
+    head = messages[0].get("info") if messages else None
+    name = info.get("id") or (head.get("sessionID") if isinstance(head, dict) else None) or record.label
     value = {
         "trajectory_id": str(name),
         "model": ", ".join(session.models) or None,
@@ -272,7 +271,7 @@ FORMAT = Format(
     program="opencode",
     recognised_by="`info` with `messages` or `parts`; or a session, message or part of its storage",
     requires=[
-        {"info": OBJECT, "messages": OBJECTS, "info.directory": ANY},
+        {"info": OBJECT, "messages": first({"info": OBJECT, "parts": LIST})},
         {"info.role": TEXT, "info.sessionID": TEXT, "parts": LIST},
         {"id": TEXT, "projectID": TEXT, "directory": TEXT},
         {"id": TEXT, "sessionID": TEXT, "role": TEXT, "time": OBJECT},
