@@ -133,6 +133,11 @@ def test_lines_of_one_uuid_are_one_message_and_repeated_lines_add_nothing() -> N
     assert (chat.messages[1]["content"], chat.messages[1]["reasoning_content"]) == ("A", "Hm.")
 
 
+def test_lines_of_qwen_code_without_ids_follow_each_other() -> None:
+    lines = [{key: value for key, value in entry(name, None).items() if "uuid" not in key.lower()} for name in "qArB"]
+    assert said_in(read_qwen(*lines)) == {"S": "q A r B"}
+
+
 def test_a_sub_agent_of_qwen_code_belongs_to_its_session_and_may_have_a_launch() -> None:
     tools = [{"name": "f", "parametersJsonSchema": {"type": "object"}}]
     launch = payload("0", None, qwen_code.BOOTSTRAP, history=[content("user", "q")], systemInstruction="s", tools=tools)

@@ -150,6 +150,10 @@ def test_unused_fields_of_nodes_are_named_once_for_each_record_even_if_nothing_i
     assert reasons(read(empty)) == [f"{text_trees.NO_ANSWER}; node field 'visits' not used"]
 
 
+def test_the_name_of_a_node_without_a_role_is_no_part_of_a_message() -> None:
+    assert texts({"prompt": "q", "children": [node("a", node("b", name="2"), name="1")]}) == [("q", "ab")]
+
+
 def test_a_path_without_an_answer_is_counted() -> None:
     value = {"messages": [{"role": "user", "content": "q"}], "children": [node("a"), {"role": "user", "content": "r"}]}
     assert reasons(read(value)) == [text_trees.NO_ANSWER_PATH]
@@ -163,6 +167,8 @@ def test_a_path_without_an_answer_is_counted() -> None:
         (node("a", label=True), "field label"),
         (node("a", loss_mask=[1]), "field loss_mask"),
         ({"state": "x = 4"}, "but state"),
+        ({"message": {"role": "assistant", "text": "a"}}, "expected text, or a message with content"),
+        ({"content": {"parts": ["a"]}}, "expected text, or a message with content"),
         ({"messages": [{"role": "assistant", "content": "a"}], "role": "assistant"}, "move it into the messages"),
     ],
 )

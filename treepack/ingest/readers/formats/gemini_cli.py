@@ -24,7 +24,7 @@ from typing import Any
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.fields import ReadOptions, as_objects
-from treepack.ingest.readers.format import ANY, LIST, MASKS, OBJECTS, TEXT, Format, first, one_of
+from treepack.ingest.readers.format import ANY, LIST, MASKS, OBJECTS, TEXT, Format, first, one_of, some
 from treepack.ingest.readers.gemini_parts import assistant_message, messages_of_content, parts_of, user_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import with_notes
@@ -207,9 +207,10 @@ def _results(session: _Session, message: Message, where: str) -> Iterator[Messag
 FORMAT = Format(
     name="gemini-cli",
     program="Gemini CLI",
-    recognised_by="`sessionId` and `projectHash`; `clientHistory` or `history` of `parts` with `role`; a list of these",
+    recognised_by="`sessionId` with `projectHash` or `messages`; `clientHistory` or `history` of `parts`; a list of `parts`",
     requires=[
         {"sessionId": TEXT, "projectHash": TEXT},
+        {"sessionId": TEXT, "messages": some({"type": one_of("gemini")})},
         {"clientHistory": first({"role": ANY, "parts": LIST}), "toolCall": ANY},
         {"history": first({"role": ANY, "parts": LIST})},
         {"role": one_of("user", "model"), "parts": OBJECTS},

@@ -23,7 +23,7 @@ from typing import Any
 from treepack.ingest.readers.calls import ChatCall, read_chats, within
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.fields import ReadOptions, as_objects
-from treepack.ingest.readers.format import ANY, LIST, MASKS, OBJECT, TEXT, Format, one_of
+from treepack.ingest.readers.format import LIST, MASKS, OBJECT, TEXT, Format, one_of
 from treepack.ingest.readers.gemini_parts import messages_of_content, parts_of
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
@@ -74,7 +74,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         TreepackError: a content that `gemini_parts` refuses.
     """
     rows = list(records)
-    entries, notes = _entries(rows)
+    entries, notes = _entries(rows), dict[str, None]()
     system, tools = _launch(rows)
     calls: list[ChatCall] = []
     prompts: dict[str | None, _Prompt] = {None: _Prompt(system)}
@@ -106,15 +106,18 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         yield within(item, str(session), number) if number and isinstance(session, str) else item
 
 
-def _entries(rows: list[Record]) -> tuple[dict[str, _Entry], dict[str, None]]:
-    """Return the entries by their uuid, in the order of the file, and notes to be counted."""
+def _entries(rows: list[Record]) -> dict[str, _Entry]:
+    """Return the entries by their uuid, in the order of the file."""
     entries: dict[str, _Entry] = {}
+    last: str | None = None
     for row in rows:
         value = row.value
-        uuid, parent, message = value.get("uuid"), value.get("parentUuid"), value.get("message")
-        if not isinstance(uuid, str):
-            continue
+        message = value.get("message")
         message = message if isinstance(message, dict) else {}
+        # Without ids, each line follows the line before it.
+        uuid = value["uuid"] if isinstance(value.get("uuid"), str) else row.source
+        parent = value.get("parentUuid", last)
+        last = uuid
         if uuid not in entries:
             entries[uuid] = _Entry(
                 row.source,
@@ -126,7 +129,7 @@ def _entries(rows: list[Record]) -> tuple[dict[str, _Entry], dict[str, None]]:
         # A stream writes one message as several lines, and a resumed session may repeat lines.
         parts = entries[uuid].content["parts"]
         parts += [part for part in parts_of(message.get("parts"), where=row.source) if part not in parts]
-    return entries, {}
+    return entries
 
 
 def _history(value: dict[str, Any], source: str) -> list[Any] | None:
@@ -185,10 +188,10 @@ def _prompt(entries: dict[str, _Entry], last: str | None, prompts: dict[str | No
 FORMAT = Format(
     name="qwen-code",
     program="Qwen Code",
-    recognised_by="`type`, `sessionId` and `uuid`, with `message.parts`, or with `subtype` and `systemPayload`",
+    recognised_by="`type` and `sessionId`, with `message.parts`, or with `subtype` and `systemPayload`",
     requires=[
         {"type": one_of("user", "assistant", "tool_result", "system"), "sessionId": TEXT, "message.parts": LIST},
-        {"type": one_of("system"), "sessionId": TEXT, "uuid": ANY, "subtype": TEXT, "systemPayload": OBJECT},
+        {"type": one_of("system"), "sessionId": TEXT, "subtype": TEXT, "systemPayload": OBJECT},
     ],
     checked="first",
     used="""

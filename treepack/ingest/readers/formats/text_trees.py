@@ -138,6 +138,8 @@ def _said(node: dict[str, Any], where: str) -> list[Message]:
     if len(names) > 1 and any(node[name] != node[names[0]] for name in names[1:]):
         raise TreepackError(f"{where} has {names[0]} and {names[1]}; keep the one that is the node's text")
     about = {name: node[name] for name in ("role", *OF_MESSAGE) if node.get(name) is not None}
+    if "role" not in about:
+        about.pop("name", None)  # the name of the node, not of who speaks
     ends = [node[name] for name in ENDINGS if node.get(name) is not None]
     about |= {"finish_reason": ends[0]} if ends else {}
     if not names:
@@ -150,7 +152,10 @@ def _said(node: dict[str, Any], where: str) -> list[Message]:
             raise TreepackError(f"{where} has {names[0]} and {next(iter(about))}; move it into the messages")
         return [_renamed(message) for message in said]
     if isinstance(said, dict):
-        return [_renamed(about | said)]
+        message = {"role": "assistant"} | about | said
+        if names[0] in ("text", "content") or message.keys().isdisjoint(("content", "tool_calls", "function_call")):
+            raise TreepackError(f"{where} has the {names[0]} {shown(said)}; expected text, or a message with content")
+        return [_renamed(message)]
     message = {"content": said} | about
     return [message if isinstance(said, str) and "role" not in about else _renamed({"role": "assistant"} | message)]
 
