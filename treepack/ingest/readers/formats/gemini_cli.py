@@ -207,7 +207,7 @@ def _results(session: _Session, message: Message, where: str) -> Iterator[Messag
 FORMAT = Format(
     name="gemini-cli",
     program="Gemini CLI",
-    recognised_by="`sessionId` with `projectHash` or `messages`; `clientHistory` or `history` of `parts`; a list of `parts`",
+    recognised_by="`sessionId` with `projectHash` or `messages`; `clientHistory`, `history` or a list of `parts`",
     requires=[
         {"sessionId": TEXT, "projectHash": TEXT},
         {"sessionId": TEXT, "messages": some({"type": one_of("gemini")})},
