@@ -94,10 +94,10 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     cut = [_readable(path, source) for root in roots for path in leaf_paths(root, source=source)]
     reasons = dict.fromkeys(reason for _, reason in cut if reason is not None)
     paths = distinct_paths(_up_to_answer(path, source) for path, _ in cut)
-    if not paths:
-        yield Skipped(source, "; ".join(reasons) or NO_ANSWER)
-        return
     name = str(value.get("conversation_id") or value.get("id") or record.label)
+    if not paths:
+        yield Skipped(source, "; ".join(reasons) or NO_ANSWER, group_id=name)
+        return
     notes = (CONTEXT_NOTE, *(f"turns after it not used: {reason}" for reason in reasons), *notes)
     items: list[Trajectory] = []
     for leaf, path in enumerate(paths):

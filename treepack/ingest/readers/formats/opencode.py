@@ -59,6 +59,8 @@ MESSAGE = frozenset(
     """.split()
 )
 
+MAX_AGENTS = 1_000_000  # sub-agents of a session that get different numbers
+
 Message = dict[str, Any]
 
 
@@ -143,7 +145,7 @@ def _read_session(
     items = read_chats(replace(record, value=value), session.calls, options)
     for item in with_notes(items, (CONTEXT_NOTE, *session.notes)):
         # The number of a sub-agent only has to differ from that of others of the session.
-        yield within(item, parent, 1 + zlib.crc32(str(name).encode())) if isinstance(parent, str) else item
+        yield within(item, parent, 1 + zlib.crc32(str(name).encode()) % MAX_AGENTS) if isinstance(parent, str) else item
 
 
 def _add(session: _Session, messages: list[Message]) -> None:

@@ -43,6 +43,8 @@ PAYLOAD = """
     truncatedCount targetUuid snapshots content textElements summary
 """.split()
 
+MAX_AGENTS = 1_000_000  # sub-agents of a session that get different numbers
+
 Message = dict[str, Any]
 
 
@@ -102,7 +104,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     context = () if system and tools else (CONTEXT_NOTE,)
     for item in with_notes(read_chats(record, calls, options), (*context, *notes)):
         # The number of a sub-agent only has to differ from that of others of the session.
-        number = 1 + zlib.crc32(agent.encode()) if isinstance(agent, str) else 0
+        number = 1 + zlib.crc32(agent.encode()) % MAX_AGENTS if isinstance(agent, str) else 0
         yield within(item, str(session), number) if number and isinstance(session, str) else item
 
 
