@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,14 +126,15 @@ def test_a_session_has_its_system_prompt_files_and_results_that_are_objects() ->
     assert (item.trajectory_id, item.metadata) == ("s-peas", {"agent": "lead", "model": "m-2"})
 
 
-def test_files_of_the_interface_beside_a_task_are_skipped_as_such() -> None:
-    items = list(read_trajectories([ROLLOUTS / "cline" / "1700000000001"]))
+def test_files_of_the_interface_beside_a_task_are_skipped_as_such(tmp_path: Path) -> None:
+    task = tmp_path / "17"
+    shutil.copytree(ROLLOUTS / "cline" / "1700000000001", task)
+    (task / "ui_messages.json").write_text(json.dumps([{"ts": 1, "type": "say", "say": "text", "text": "Seeds"}]))
+    (task / "task_metadata.json").write_text(json.dumps({"files_in_context": [], "model_usage": []}))
+    items = list(read_trajectories([task]))
     assert reasons(items) == [cline.SHOWN, cline.SHOWN]
-    assert [item.trajectory_id for item in items if isinstance(item, Trajectory)] == [
-        "1700000000001/turn-1",
-        "1700000000001/turn-4",
-        "1700000000001/turn-5",
-    ]
+    names = [item.trajectory_id for item in items if isinstance(item, Trajectory)]
+    assert names == ["17/turn-1", "17/turn-4", "17/turn-5"]
 
 
 def test_a_message_with_a_field_of_another_program_is_no_task() -> None:

@@ -132,5 +132,5 @@ def test_fields_of_messages_that_are_not_known_are_noted() -> None:
 
 def test_the_storage_is_read_with_its_sessions() -> None:
     items = list(read_trajectories([ROLLOUTS / "opencode" / "storage"]))
-    assert said_in(items) == {"ses_3": "look for eggs.  no nest THERE IS NO NEST."}
+    assert said_in(items) == {"ses_3": "look for eggs. THERE IS NO NEST."}
     assert set(reasons(items)) == {opencode.PART_OF_SESSION}
