@@ -14,41 +14,15 @@ from itertools import chain, islice
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.format import ANY, LIST, OBJECT, TEXT, Fields, Format, first, has_fields, some, starting
+from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.ranges import Range
 from treepack.ingest.readers.records import Piece, Record, pieces_of_list
+from treepack.ingest.readers.unread_programs import AGENTS, TRACERS, program_of
 from treepack.trajectory import Skipped
 
 # Pieces and records in which one of a known format is searched; each record is compared with all formats.
 MAX_PIECES, MAX_RECORDS = 16, 256
-
-
-# Programs whose exports are not read, each with its marks: alternatives of fields, as `Format.requires` has them.
-BRAINTRUST: Fields = {
-    "_xact_id": ANY,
-    ("root_span_id", "span_attributes", "experiment_id", "log_id", "project_id"): ANY,
-}
-WEAVE: Fields = {"op_name": TEXT, "started_at": ANY, ("inputs", "trace_id"): ANY}
-UNREAD: dict[str, list[Fields]] = {
-    "Braintrust": [
-        BRAINTRUST,
-        {"root_span_id": ANY, "span_attributes": ANY},
-        {"events": first(BRAINTRUST)},
-        {"data": first(BRAINTRUST)},
-    ],
-    "Weave": [{"op_name": starting("weave:///")}, WEAVE, {"calls": first(WEAVE)}],
-    "MLflow": [
-        {"info": OBJECT, "data.spans": LIST},
-        {"spans": some({"attributes.mlflow.traceRequestId": ANY})},
-        {("trace_metadata", "request_metadata"): ANY, ("execution_time_ms", "execution_duration"): ANY},
-    ],
-    "Helicone": [
-        {"request_created_at": ANY, ("request_body", "response_body", "response_created_at"): ANY},
-        {"heliconeMetadata": OBJECT},
-        {"data": first({"request_created_at": ANY, ("request_body", "response_body", "response_created_at"): ANY})},
-    ],
-}
 
 
 class UnknownFormatError(TreepackError):
@@ -60,23 +34,27 @@ class UnknownFormatError(TreepackError):
 class UnreadProgramError(UnknownFormatError):
     """A record is an export of a program that treepack does not read."""
 
-    def __init__(self, source: str, program: str) -> None:
-        super().__init__(
-            f"{source}: is an export of {program}, which treepack does not read; write each call of a model as one "
-            "record with request and response (format openai-chat)"
-        )
+    def __init__(self, source: str, program: str, remedy: str) -> None:
+        super().__init__(f"{source}: is an export of {program}, which treepack does not read; {remedy}")
         self.reason = f"export of {program}, which is not read"
 
 
 def refuse_unread(record: Record) -> None:
-    """Refuse a record of a program in `UNREAD`.
+    """Refuse a record of a program in `TRACERS`.
 
     Raises:
         UnreadProgramError: `record` has the marks of such a program.
     """
-    for program, marks in UNREAD.items():
-        if has_fields(record.value, marks):
-            raise UnreadProgramError(record.source, program)
+    if (program := program_of(record.value, TRACERS)) is not None:
+        remedy = "write each call of a model as one record with request and response (format openai-chat)"
+        raise UnreadProgramError(record.source, program, remedy)
+
+
+def unread_agent(record: Record) -> UnreadProgramError | None:
+    """Return the error about a record of a program in `AGENTS`, None if it is not of one."""
+    remedy = "write each conversation as one record with messages (format chat)"
+    program = program_of(record.value, AGENTS)
+    return None if program is None else UnreadProgramError(record.source, program, remedy)
 
 
 FormatOf = Callable[[Record], Format | None]  # None if no format, or not the expected one, matches

@@ -30,10 +30,13 @@ from treepack.ingest.readers.formats import (
     atif,
     auto_code_rover,
     chat,
+    chatgpt,
     claude_code,
+    cline,
     codex,
     columns,
     dars,
+    gemini_cli,
     harbor_traces,
     inspect,
     intercode,
@@ -51,12 +54,15 @@ from treepack.ingest.readers.formats import (
     openai_chat,
     openai_preference,
     openai_responses,
+    openassistant,
+    opencode,
     openhands,
     openinference,
     otel_genai,
     pi,
     prime_rl,
     prime_rl_sft,
+    qwen_code,
     rllm,
     rllm_gateway,
     sharegpt,
@@ -66,6 +72,7 @@ from treepack.ingest.readers.formats import (
     swe_agent,
     tau2,
     tau_bench,
+    text_trees,
     tinker,
     tinker_datum,
     token_trees,
@@ -91,6 +98,7 @@ from treepack.ingest.readers.recognition import (
     recognise,
     refuse_own_row,
     refuse_unread,
+    unread_agent,
 )
 from treepack.ingest.readers.records import DAMAGED_FILE, NoObjectError, Piece, Record
 from treepack.ingest.readers.torch_files import NotPlainError
@@ -121,6 +129,10 @@ FORMATS: tuple[Format, ...] = (
     intercode.FORMAT,
     tree_of_thoughts.FORMAT,
     pi.FORMAT,
+    qwen_code.FORMAT,
+    gemini_cli.FORMAT,
+    opencode.FORMAT,
+    cline.FORMAT,
     claude_code.FORMAT,
     codex.FORMAT,
     openhands.FORMAT,
@@ -156,6 +168,9 @@ FORMATS: tuple[Format, ...] = (
     rllm_gateway.FORMAT,
     token_trees.FORMAT,
     litellm.FORMAT,
+    chatgpt.FORMAT,
+    openassistant.FORMAT,
+    text_trees.FORMAT,
     openai_chat.FORMAT,
     openai_responses.FORMAT,
     anthropic_messages.FORMAT,
@@ -412,4 +427,4 @@ def detect_format(record: Record) -> str:
 
 def refusal(record: Record, options: ReadOptions) -> UnknownFormatError:
     """Return the error about a record of no known format, with a remedy that was tried on it."""
-    return unknown_format(with_containers(record), FORMATS, KNOWN_FIELDS, options)
+    return unread_agent(record) or unknown_format(with_containers(record), FORMATS, KNOWN_FIELDS, options)

@@ -30,7 +30,7 @@ from typing import Any
 from treepack.ingest.readers.calls import ChatCall, group_of_first, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason, split_blocks
 from treepack.ingest.readers.fields import ReadOptions
-from treepack.ingest.readers.format import MASKS, TEXT, Format, one_of
+from treepack.ingest.readers.format import ANY, MASKS, TEXT, Format, no, one_of
 from treepack.ingest.readers.inputs import STDIN
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.session_files import (
@@ -303,7 +303,8 @@ FORMAT = Format(
     program="Claude Code",
     recognised_by="`type` and `sessionId`, a first line of `type` summary or file-history-snapshot, a file .meta.json",
     requires=[
-        {"type": TEXT, "sessionId": TEXT},
+        # Qwen Code writes lines with the same fields, but messages in the form of Gemini's API.
+        {"type": TEXT, "sessionId": TEXT, "message.parts": no(ANY), "systemPayload": no(ANY)},
         {"type": one_of("summary"), "leafUuid": TEXT},
         {"type": one_of("file-history-snapshot"), "messageId": TEXT},
         {"agentType": TEXT, "toolUseId": TEXT},
