@@ -179,8 +179,8 @@ EXPECTED = "expected system, user, assistant or tool"
             "message 3 calls f with 3; expected an object or JSON text",
         ),
         (ASSISTANT | {"reasoning": ["r"]}, 'message 3 has the reasoning ["r"]; expected text'),
-        (ASSISTANT | {"loss": 1}, "message 3 has loss 1; expected true or false"),
-        (ASSISTANT | {"trainable": "no"}, 'message 3 has trainable "no"; expected true or false'),
+        (ASSISTANT | {"loss": 2}, "message 3 has loss 2; expected true or false"),
+        (ASSISTANT | {"trainable": "half"}, 'message 3 has trainable "half"; expected true or false'),
         (ASSISTANT | {"weight": -1}, "message 3 has weight -1; expected 0 or a number in [1e-12, 1e+12]"),
         (ASSISTANT | {"weight": 1e-320}, "message 3 has weight 1e-320; expected 0 or a number in [1e-12, 1e+12]"),
         (

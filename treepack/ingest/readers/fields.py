@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.options import MAX_RECORD_SIZE
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
 
@@ -64,8 +65,12 @@ def describe(
     options: ReadOptions,
     advantage: float | None = None,
     notes: tuple[str, ...] = (),
+    has_end: bool = True,
 ) -> Trajectory:
     """Return the trajectory of `record`; the reader has put the fields `used` into `content`.
+
+    Fields about the end of the rollout (`endings`) are those of its last answer; they also stay metadata. Without
+    `has_end`, this answer is not in `content`, or its end is known from elsewhere.
 
     Raises:
         TreepackError: a field has a value of the wrong kind, a reward, weight or advantage is not finite, or text
@@ -87,7 +92,8 @@ def describe(
     temperature, temperature_field = _temperature(value)
     taken = {group_field, id_field, step_field, reward_field, "weight", temperature_field}
     metadata, dropped = _metadata({k: v for k, v in value.items() if k not in used and k not in taken})
-    return check_scalars(
+    ending, remarks = endings.ending_of({key: field for key, field in value.items() if key not in used})
+    item = check_scalars(
         Trajectory(
             trajectory_id=record.label if name is None else name,
             source=source,
@@ -98,10 +104,14 @@ def describe(
             reward=reward,
             advantage=advantage,
             metadata=metadata,
-            notes=notes + dropped,
+            notes=notes + dropped + remarks,
             temperature=temperature,
+            is_truncated=isinstance(content, Chat) and endings.last_is_cut(content),
         )
     )
+    if ending == endings.ENDED:
+        return item
+    return endings.cut(item) if has_end else replace(item, is_truncated=True)
 
 
 def _temperature(value: dict[str, Any]) -> tuple[float | None, str | None]:

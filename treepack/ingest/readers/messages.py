@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields import as_number, fault_in_json, quoted, shown
-from treepack.trajectory import WEIGHTS, is_weight
+from treepack.ingest.readers import endings
+from treepack.ingest.readers.fields import fault_in_json, quoted, shown
+from treepack.ingest.readers.turn_weights import WEIGHT_FIELDS, weight_of
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 RENAMED_ROLES = {"developer": "system", "function": "tool"}
@@ -28,7 +29,8 @@ KEPT = ("name", "tool_call_id")  # copied as they are
 READ = frozenset(
     [
         *KEPT,
-        *"role content tool_calls function_call reasoning reasoning_content loss loss_scale trainable weight".split(),
+        *"role content tool_calls function_call reasoning reasoning_content".split(),
+        *WEIGHT_FIELDS,
     ]
 )
 MEDIA = ("images", "videos", "audios")
@@ -41,11 +43,15 @@ RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Normalised messages, the loss weight of each (0 for every role but assistant), and remarks to be counted."""
+    """Normalised messages, the loss weight of each (0 for every role but assistant), and remarks to be counted.
+
+    `cuts[i]` is True if message i is an answer that a limit or a filter cut.
+    """
 
     messages: list[dict[str, Any]]
     weights: list[float]
     notes: tuple[str, ...]
+    cuts: list[bool]
 
 
 def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
@@ -68,6 +74,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
     """
     done: list[dict[str, Any]] = list(before.messages) if before else []
     weights: list[float] = list(before.weights) if before else []
+    cuts: list[bool] = list(before.cuts) if before else []
     # A dict without values is an ordered set: each note once, in the order of the messages.
     notes: dict[str, None] = dict.fromkeys(before.notes if before else ())
     for index, message in enumerate(messages, len(done)):
@@ -89,12 +96,25 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
         if message["role"] == "function" and "tool_call_id" not in normal and done:
             normal.update(_id_of_last_call(done))
         done.append(normal)
-        weights.append(_weight(message, where) if role == "assistant" else 0.0)
-        if role != "assistant" and (message.get("loss") is True or message.get("trainable") is True):
+        weight, remarks = weight_of(message, where) if role == "assistant" else (0.0, ())
+        is_cut, more = _ending(message, normal) if role == "assistant" else (False, ())
+        weights.append(0.0 if endings.EMPTY_NOTE in more else weight)
+        cuts.append(is_cut)
+        notes |= dict.fromkeys((*remarks, *more))
+        if role != "assistant" and any(message.get(name) is True for name in ("loss", "trainable", "train")):
             notes[f"role '{role}' marked as trained, not trained"] = None
-        unused = (key for key, value in message.items() if key not in READ and value is not None)
+        known = READ.union(endings.FIELDS) if role == "assistant" else READ
+        unused = (key for key, value in message.items() if key not in known and value is not None)
         notes.update({f"message field '{key}' not used": None for key in unused})
-    return Messages(done, weights, tuple(notes))
+    return Messages(done, weights, tuple(notes), cuts)
+
+
+def _ending(message: dict[str, Any], normal: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
+    """Return whether the answer `message` was cut, and notes; `normal` is its normal form."""
+    ending, notes = endings.ending_of(message)
+    if ending == endings.ENDED:
+        return False, notes
+    return True, notes if endings.has_text(normal) else (*notes, endings.EMPTY_NOTE)
 
 
 def normalise_tools(tools: Any, *, source: str) -> list[dict[str, Any]] | None:
@@ -203,8 +223,7 @@ def _tool_call(call: dict[str, Any], default_id: str, where: str) -> dict[str, A
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise TreepackError(f"{where} has the tool call {shown(call)}; expected a name and arguments")
-    arguments = function.get("arguments")
-    arguments = "{}" if arguments is None else arguments
+    arguments = _without_nothing(function.get("arguments"))
     if not isinstance(arguments, str | dict):
         raise TreepackError(f"{where} calls {name} with {shown(arguments)}; expected an object or JSON text")
     if isinstance(arguments, dict) and (fault := fault_in_json(arguments)) is not None:
@@ -216,23 +235,14 @@ def _tool_call(call: dict[str, Any], default_id: str, where: str) -> dict[str, A
     }
 
 
+def _without_nothing(arguments: Any) -> Any:
+    """Return the arguments of a call; those of a call without arguments, in any form, are the text of an object."""
+    # Logs have null, "", "  ", "null", [] and '""' for {}; a template would print them as they are.
+    if arguments is None or arguments == []:
+        return "{}"
+    return "{}" if isinstance(arguments, str) and arguments.strip() in ("", "null", "None", '""', "[]") else arguments
+
+
 def _id_of_last_call(done: list[dict[str, Any]]) -> dict[str, str | int]:
     calls = done[-1].get("tool_calls")
     return {"tool_call_id": calls[-1]["id"]} if calls else {}
-
-
-def _weight(message: dict[str, Any], where: str) -> float:
-    weight = 1.0
-    # Several fields multiply: {"trainable": true, "loss_scale": 0.5} -> 0.5, {"loss": false, "weight": 2} -> 0.
-    for name in ("loss", "trainable"):
-        if (trained := message.get(name)) is not None:
-            if not isinstance(trained, bool):
-                raise TreepackError(f"{where} has {name} {shown(trained)}; expected true or false")
-            weight *= trained
-    for name in ("weight", "loss_scale"):
-        if (value := message.get(name)) is not None:
-            number = as_number(value, source=where, name=name)
-            if not is_weight(number):
-                raise TreepackError(f"{where} has {name} {shown(value)}; expected {WEIGHTS}")
-            weight *= number
-    return weight

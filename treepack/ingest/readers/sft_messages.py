@@ -73,7 +73,8 @@ def read_chat(
     if (reason := MEDIA_REASON if has_media(record.value) else skip_reason(messages)) is not None:
         return Skipped(record.source, reason)
     done = normalise_messages(split_blocks(messages), source=record.source)
-    content = Chat(done.messages, done.weights, normalise_tools(record.value.get("tools"), source=record.source))
+    tools = normalise_tools(record.value.get("tools"), source=record.source)
+    content = Chat(done.messages, done.weights, tools, message_cuts=done.cuts)
     marks = [name for name in ("label", "kto_tag") if isinstance(record.value.get(name), bool)]
     item = describe(record, content, used={*used, "tools", *marks}, options=options, notes=done.notes)
     return replace(item, reward=float(record.value[marks[0]])) if marks and item.reward is None else item
@@ -106,7 +107,7 @@ def read_pair(
     for side, answer, reward in (("chosen", chosen, 1.0), ("rejected", rejected, 0.0)):
         done = normalise_messages([*prompt, *split_blocks(answer)], source=f"{record.source}: {side}")
         weights = [0.0] * len(prompt) + done.weights[len(prompt) :]
-        content = Chat(done.messages, weights, tools)
+        content = Chat(done.messages, weights, tools, message_cuts=done.cuts)
         notes = done.notes if side == "chosen" else ()  # once per record
         item = describe(record, content, used={*used, "tools"}, options=options, notes=notes)
         name = f"{item.trajectory_id}/{side}"

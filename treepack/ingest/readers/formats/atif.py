@@ -213,7 +213,7 @@ def _read_steps(
     if not any(done.weights):
         yield Skipped(record.source, "no step of a model that can be trained")
         return
-    content = Chat(done.messages, done.weights, schemas)
+    content = Chat(done.messages, done.weights, schemas, message_cuts=done.cuts)
     yield describe(record, content, used=(), options=options, notes=done.notes + notes)
 
 

@@ -13,6 +13,7 @@ variables of the chat template, for example {"enable_thinking": false}.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
@@ -64,7 +65,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     tools = normalise_tools(value.get("tools"), source=source)
     # {"enable_thinking": false}: the trajectory keeps it, so that the prompt is rendered as it was sampled.
     variables = normalise_template_kwargs(value.get("chat_template_kwargs"), source=source)
-    content = Chat(done.messages, done.weights, tools, variables)
+    content = Chat(done.messages, done.weights, tools, variables, message_cuts=done.cuts)
     yield describe(record, content, used=USED, options=options, notes=done.notes)
 
 
@@ -80,7 +81,7 @@ def _prompt_and_completion(prompt: Any, completion: Any, source: str) -> Message
     )
     done = normalise_messages([*asked, *answered], source=source)
     weights = [0.0] * len(asked) + done.weights[len(asked) :]
-    return Messages(done.messages, weights, done.notes)
+    return replace(done, weights=weights)
 
 
 def _system(value: dict[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
