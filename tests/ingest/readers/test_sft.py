@@ -48,7 +48,7 @@ def test_an_instruction_and_its_input_are_one_question_behind_earlier_rounds() -
     assert spoken(content) == [
         ("system", "Be brief.", 0.0),
         ("user", "Hi", 0.0),
-        ("assistant", "Yes", 1.0),
+        ("assistant", "Yes", 0.0),  # the label belongs to the last answer
         ("user", "Add.\n2 and 3", 0.0),
         ("assistant", "5", 1.0),
     ]
@@ -234,6 +234,8 @@ def test_parts_of_a_turn_of_ms_swift_are_one_message_with_the_weight_of_the_firs
         {"role": "assistant", "content": "5", "loss_scale": 0.25},
     ]
     ((trajectory, content),) = read(ms_swift, {"messages": messages, "label": True})
+    ((_, unlabelled),) = read(ms_swift, {"messages": messages})
+    assert unlabelled.message_weights == [0.0, 1.0, 0.0, 0.0, 0.0, 0.25]
     assert [(message["role"], len(message.get("tool_calls", []))) for message in content.messages] == [
         ("user", 0),
         ("assistant", 2),
@@ -243,7 +245,7 @@ def test_parts_of_a_turn_of_ms_swift_are_one_message_with_the_weight_of_the_firs
         ("assistant", 0),
     ]
     assert content.messages[1]["content"] == "I add."
-    assert content.message_weights == [0.0, 1.0, 0.0, 0.0, 0.0, 0.25]
+    assert content.message_weights == [0.0, 0.0, 0.0, 0.0, 0.0, 0.25]
     assert trajectory.reward == 1.0
 
 

@@ -224,7 +224,7 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
             and run.content.messages == done.messages[: min(num_prompt, len(run.content.messages))]
         ]
         if not continued:
-            content = _chat(done.messages, weights, tools, variables, temperatures, cuts)
+            content = _chat(done.messages, weights, (tools, variables), temperatures, cuts)
             runs.append(JoinedChat((number,), content, done.notes))
             logged.append(whole)
             continue
@@ -235,7 +235,7 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
         weights = [*earlier, *weights[len(earlier) :]]
         temperatures = [*(before.content.message_temperatures or [None] * len(earlier)), *temperatures[len(earlier) :]]
         cuts = [*(before.content.message_cuts or [False] * len(earlier)), *cuts[len(earlier) :]]
-        content = _chat(done.messages, weights, tools, variables, temperatures, cuts)
+        content = _chat(done.messages, weights, (tools, variables), temperatures, cuts)
         notes = tuple(dict.fromkeys((*before.notes, *done.notes)))  # each note once, in order
         runs[longest] = JoinedChat((*before.calls, number), content, notes)
         logged[longest] = whole
@@ -243,15 +243,10 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
 
 
 def _chat(
-    messages: list[dict[str, Any]],
-    weights: list[float],
-    tools: Any,
-    variables: Any,
-    temperatures: list[float | None],
-    cuts: list[bool],
+    messages: list[Any], weights: list[float], more: tuple[Any, Any], temperatures: list[Any], cuts: list[bool]
 ) -> Chat:
     known = any(temperature is not None for temperature in temperatures)
-    return Chat(messages, weights, tools, variables, temperatures if known else None, cuts if any(cuts) else None)
+    return Chat(messages, weights, *more, temperatures if known else None, cuts if any(cuts) else None)
 
 
 def _split(message: Any, parts: dict[int, list[Any]]) -> list[Any]:

@@ -40,10 +40,9 @@ _CUT = frozenset(
     """
     length max_length max_len max_tokens max_token max_output_tokens max_output_reached max_new_tokens
     max_completion_tokens model_length token_limit token_limit_exceeded length_limit length_exceeded
-    model_context_window_exceeded context_length context_length_exceeded context_window_exceeded
-    contextwindowexceedederror contextlengthexceedederror contextlengthexceeded max_context_length
+    model_context_window_exceeded context_length context_length_exceeded context_window_exceeded max_context_length
     context_overflow context_limit max_response_length max_response_length_exceeded response_length_exceeded
-    outputlengthexceedederror output_length_exceeded max_prompt_length_exceeded truncated truncation incomplete
+    outputlengthexceedederror output_length_exceeded truncated truncation incomplete
     pause_turn timeout timed_out time_limit abort aborted cancel cancelled canceled user_cancel interrupted error failed
     network_error insufficient_system_resource
     """.split()
@@ -149,3 +148,28 @@ def has_text(message: Mapping[str, Any]) -> bool:
     """Return True if a message in normal form has text, reasoning or calls, so that something of it can be trained."""
     texts = (message.get("content"), message.get("reasoning_content"))
     return bool(message.get("tool_calls")) or any(isinstance(text, str) and text.strip() for text in texts)
+
+
+def raw_of(fields: Mapping[str, Any]) -> Any:
+    """Return the raw value of the field of a choice, node or step that says why it ended, None if there is none."""
+    if any(is_set(fields.get(name)) for name in FLAGS):
+        return "truncated"
+    return next((fields[name] for name in FIELDS if name not in FLAGS and fields.get(name) is not None), None)
+
+
+def raw_of_response(response: Mapping[str, Any]) -> Any:
+    """Return why a response of the Responses API ended: its `incomplete_details`, else its `status`."""
+    details = response.get("incomplete_details")
+    reason = details.get("reason") if isinstance(details, Mapping) else details
+    return response.get("status") if reason is None else reason
+
+
+def raw_of_step(step: Mapping[str, Any]) -> Any:
+    """Return why the response of a step of verifiers ended: a field of the step, or of its response."""
+    if (raw := raw_of(step)) is not None or not isinstance(response := step.get("response"), Mapping):
+        return raw
+    choices = response.get("choices")
+    holders = [*(choices[:1] if isinstance(choices, list) else []), response.get("message"), response]
+    return next(
+        (each for holder in holders if isinstance(holder, Mapping) and (each := raw_of(holder)) is not None), None
+    )

@@ -166,7 +166,9 @@ def _calls(session: _Session) -> tuple[list[ChatCall], tuple[str, ...]]:
         if (reason := prompt.reason or skip_reason(answer)) is not None:
             notes[f"call not used: {reason}"] = None
             continue
-        calls.append(ChatCall(prompt.messages, answer))
+        # Only the last line of a message has the reason.
+        reasons = [reason for block in blocks if (reason := block.message.get("stop_reason")) is not None]
+        calls.append(ChatCall(prompt.messages, answer, ending=reasons[-1] if reasons else None))
     return calls, tuple(notes)
 
 
@@ -261,11 +263,12 @@ FORMAT = Format(
     checked="first",
     used="""
         type uuid parentUuid sessionId agentId cwd version subtype content message.id message.role message.content
-        message.model message.content.tool_use_id compactMetadata.preservedSegment attachment.prompt isApiErrorMessage
+        message.model message.stop_reason message.content.tool_use_id compactMetadata.preservedSegment
+        attachment.prompt isApiErrorMessage
     """.split(),
     dropped=(
         "attachments except queued commands (reminders)",
-        "message.usage, message.stop_reason, toolUseResult",
+        "message.usage, toolUseResult",
         "lines that are not in the tree: summary, file-history-snapshot, queue-operation, last-prompt, mode",
     ),
     keeps={MASKS},

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.exchanges import Exchange, description, read_exchanges, request_and_response
@@ -114,7 +115,8 @@ def _calls(exchange: Exchange) -> list[_Choice]:
         if said.get("content") is None and isinstance(message.get("refusal"), str):
             said["content"] = message["refusal"]
         tools, temperature = request.get("tools") or request.get("functions") or None, temperature_of(request)
-        chat = ChatCall(request["messages"], [said], tools, temperature=temperature)
+        ending = endings.raw_of(choice)
+        chat = ChatCall(request["messages"], [said], tools, temperature=temperature, ending=ending)
         tokens = token_call(exchange.response, choice, temperature)
         calls.append(_Choice(chat, tokens, bool(_parts(choice))))
     return calls
@@ -132,7 +134,8 @@ def token_call(response: dict[str, Any], choice: dict[str, Any], temperature: fl
     if not prompt or not generated:
         return None
     logprobs = message.get("generation_log_probs") or [part.get("logprob") for part in parts]
-    return TokenCall(prompt, generated, {"rollout_log_probs": logprobs, "temperatures": temperature})
+    values = {"rollout_log_probs": logprobs, "temperatures": temperature}
+    return TokenCall(prompt, generated, values, ending=endings.raw_of(choice))
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -159,11 +162,12 @@ FORMAT = Format(
     requires=is_exchange,
     checked="none",
     used="""
-        request.messages request.tools request.temperature response.choices.message response.choices.logprobs.content
+        request.messages request.tools request.temperature response.choices.message
+        response.choices.finish_reason response.choices.logprobs.content
         response.prompt_token_ids response.choices.token_ids response.id response.model session_id group_id reward
     """.split(),
     dropped=(
-        "the other settings of request and response (usage, finish_reason)",
+        "the other settings of request and response (usage)",
         "top_logprobs",
     ),
     keeps=EVERYTHING,

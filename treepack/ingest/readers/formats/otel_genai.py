@@ -34,6 +34,7 @@ CALLS = (None, "chat", "generate_content", "text_completion")
 EVALUATION = "gen_ai.evaluation.result"
 INSTRUCTIONS, INPUT, OUTPUT = "gen_ai.system_instructions", "gen_ai.input.messages", "gen_ai.output.messages"
 TOOLS, TEMPERATURE = "gen_ai.tool.definitions", "gen_ai.request.temperature"
+FINISH = "gen_ai.response.finish_reasons"
 RENAMED_ROLES = {"Human": "user", "AI": "assistant", "model": "assistant"}  # as LangChain and Gemini have them
 NO_CALL_NOTE = "span without an LLM call"
 NO_CONTENT_NOTE = "LLM call whose messages were not captured"
@@ -166,10 +167,14 @@ def _calls(span: _TraceSpan) -> Iterator[ChatCall]:
     responses = _parse(span, OUTPUT)
     if not is_messages(responses):
         raise TreepackError(f"{span.source}: {OUTPUT} is {shown(responses)}; expected a list of messages")
-    for response in responses:
+    # One reason for each response, also in the span itself.
+    reasons = _parse(span, FINISH)
+    for number, response in enumerate(responses):
+        finish = reasons[number] if isinstance(reasons, list) and number < len(reasons) else None
         said = _messages([{"role": "assistant"} | response], span, OUTPUT)
         temperature = temperature_of({"temperature": span.attributes.get(TEMPERATURE)})
-        yield ChatCall(prompt, said, _parse(span, TOOLS) or None, temperature=temperature)
+        ending = response.get("finish_reason")
+        yield ChatCall(prompt, said, _parse(span, TOOLS) or None, temperature=temperature, ending=ending or finish)
 
 
 def _parse(span: _TraceSpan, name: str) -> Any:
