@@ -29,7 +29,7 @@ from treepack.ingest.template.rendering import (
     check_syntax,
     render,
 )
-from treepack.ingest.template.stops import CUT_NOTE, Stops, no_stop_note, without_end
+from treepack.ingest.template.stops import CUT_NOTE, Stops, no_stop_note
 from treepack.ingest.template.texts import Text
 from treepack.trajectory import Chat
 
@@ -131,7 +131,7 @@ class ChatTemplate:
         """Return message `k` as a turn that ends as its sampler ended it, and notes; no spans if nothing is trained."""
         message, marker, notes = chat.messages[k], "", tuple[str, ...]()
         if chat.message_cuts is not None and chat.message_cuts[k]:
-            answer, notes = without_end(answer, message, self._special), (CUT_NOTE,)
+            answer, notes = stops.without_end(answer, message), (CUT_NOTE,)
         elif not stops.is_stopped(answer.trained_end()):
             marker = stops.marker(message, chat.messages[k + 1] if k + 1 < len(chat.messages) else None)
             if not stops.is_stopped(marker):

@@ -25,7 +25,8 @@ from treepack.ingest.template.thoughts import inner_thought
 CUT_NOTE = "answer cut by a limit or a filter, its end token is not trained"
 # "<|user|>" of a tokenizer that does not know it as a special token.
 CONTROL = r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]?>"
-TAG = re.compile(r"</?[A-Za-z_]+>")  # a special token such as </tool_call> ends no turn
+# Special tokens inside a turn, which end none: </tool_call>, <|tool_call_end|>, </think>. <|call|> ends one.
+INNER = re.compile(r"tool[_\u2581]calls?|think|thought|arg_|function", re.IGNORECASE)
 
 
 def no_stop_note(template: str) -> str:
@@ -34,15 +35,7 @@ def no_stop_note(template: str) -> str:
     return f"{ends}, so no stop token is trained"
 
 
-def without_end(answer: Answer, turn: Message, special: tuple[str, ...]) -> Answer:
-    """Return `answer` without what the template prints after the last text of `turn`, a cut answer."""
-    start, stop = answer.spans[0][0], answer.spans[-1][1]
-    end = start + _end_of_text(answer.text.slice(start, stop), turn, special)
-    spans = tuple((a, min(b, end)) for a, b in answer.spans if a < end)
-    return replace(answer, spans=spans)
-
-
-def _end_of_text(printed: str, turn: Message, special: tuple[str, ...]) -> int:
+def _end_of_text(printed: str, turn: Message, ends: tuple[str, ...]) -> int:
     """Return the number of characters of `printed`, the text of a turn, up to the end of what the model wrote."""
     for text in _last_texts(turn):
         for form in text_forms(text):
@@ -50,7 +43,7 @@ def _end_of_text(printed: str, turn: Message, special: tuple[str, ...]) -> int:
                 return place + len(form)
     # Complete calls, or text that the template changes: all but the end token.
     stem = printed.rstrip()
-    end = max((token for token in special if stem.endswith(token)), key=len, default="")
+    end = max((token for token in ends if stem.endswith(token)), key=len, default="")
     return len(stem) - len(end)
 
 
@@ -73,10 +66,16 @@ class Stops:
     def __init__(self, forms: Forms, special: tuple[str, ...], bos: str, eos: str) -> None:
         """Take the `special` tokens of the tokenizer; probe nothing yet."""
         self._forms = forms
-        self._ends = tuple(token for token in special if token and (token == eos or not TAG.fullmatch(token)))
+        self._ends = tuple(token for token in special if token and (token == eos or not INNER.search(token)))
         known = sorted((token for token in special if token != bos), key=lambda token: (-len(token), token))
         self._marker = re.compile(r"\s*(" + "|".join([*map(re.escape, filter(None, known)), CONTROL]) + ")")
         self._markers: dict[tuple[str, bool], str] = {}  # by the next role and whether the turn has calls
+
+    def without_end(self, answer: Answer, turn: Message) -> Answer:
+        """Return `answer` without what the template prints after the last text of `turn`, a cut answer."""
+        start, stop = answer.spans[0][0], answer.spans[-1][1]
+        end = start + _end_of_text(answer.text.slice(start, stop), turn, self._ends)
+        return replace(answer, spans=tuple((a, min(b, end)) for a, b in answer.spans if a < end))
 
     def is_stopped(self, trained: str) -> bool:
         """Return True if the trained text of a turn ends with a token that stops a sampler."""
@@ -116,6 +115,6 @@ class Stops:
                 continued = render([*messages, self._forms.convert(following)], setting)
                 match = self._marker.match(continued, len(ended)) if continued.startswith(ended) else None
                 # A token that begins every message, also those of the assistant, ends no turn.
-                if match and not self.is_stopped(ended) and match[1] not in header:
+                if match and not (self.is_stopped(ended) or INNER.search(match[1]) or match[1] in header):
                     return match[0]
         return ""
