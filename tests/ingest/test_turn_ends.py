@@ -68,9 +68,7 @@ def test_a_cut_answer_trains_its_text_and_not_its_end(tokenizer: Any) -> None:
     assert [piece[-5:] for piece in trained] == ["SAID1", "SAID2"]
     # The last turn ends with its text; the prompt of a later turn still has the end of an earlier one, untrained.
     assert cut[-1][-1].endswith("SAID2")
-    assert whole[-1][-1].startswith(cut[-1][-1])
-    if len(cut) == len(whole) == 1:
-        assert "".join(whole[0]).startswith("".join(cut[0]))
+    assert "".join(whole[-1]).startswith("".join(cut[-1]))
     assert notes(read(tokenizer, PLAIN, cut=True)).count(CUT_NOTE) == 1
 
 
@@ -83,7 +81,7 @@ def test_one_sample_per_turn_respects_cuts_and_keeps_the_end_in_later_prompts(to
 
 @pytest.mark.parametrize("tokenizer", ["qwen2_5"], indirect=True)
 def test_a_cut_in_the_arguments_of_a_call_trains_no_character_after_them(tokenizer: Any) -> None:
-    broken = CALL | {"function": CALL["function"] | {"arguments": '{"part": "bo'}}
+    broken = CALL | {"function": {"name": "stock", "arguments": '{"part": "bo'}}
     ((_, trained),) = texts(tokenizer, [user("Bolts?"), assistant("", tool_calls=[broken])], cut=True)
     assert trained.endswith('{\\"part\\": \\"bo')  # as JSON text, the form of this template
 

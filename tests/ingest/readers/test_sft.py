@@ -286,3 +286,43 @@ def test_what_is_not_of_the_form_is_refused_by_its_place() -> None:
     assert refusal(ms_swift, {"messages": question, "rejected_response": "No"}) == (
         "has a rejected_response but no chosen one; end messages with a message of the assistant"
     )
+
+
+TURNS = [{"from": who, "value": "x"} for who in ("human", "gpt", "human", "gpt")]
+MESSAGES = [{"role": who, "content": "x"} for who in ("user", "assistant", "user", "assistant")]
+
+
+@pytest.mark.parametrize(
+    ("reader", "value"),
+    [
+        (sharegpt, {"conversations": TURNS}),
+        (ms_swift, {"messages": MESSAGES}),
+        (alpaca, {"instruction": "x", "output": "x", "history": [["x", "x"]]}),
+    ],
+)
+@pytest.mark.parametrize("mark", [{"label": False}, {"kto_tag": True}, {"kto_tag": 0}, {"label": "true"}])
+def test_a_label_belongs_to_the_last_answer(reader: Any, value: dict[str, Any], mark: dict[str, Any]) -> None:
+    ((trajectory, content),) = read(reader, value | mark)
+    assert content.message_weights == [0.0, 0.0, 0.0, 1.0]
+    assert trajectory.reward == (0.0 if mark in ({"label": False}, {"kto_tag": 0}) else 1.0)
+    # A number may be a class of the data set.
+    ((_, unlabelled),) = read(reader, value | {"label": 1})
+    assert unlabelled.message_weights == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_fields_of_turns_of_sharegpt_are_marks_or_counted() -> None:
+    turns = [
+        {"from": "human", "value": "Q", "train": False},
+        {"from": "gpt", "value": "A", "train": False},
+        {"from": "gpt", "value": "B", "train": 1, "markdown": None, "emotion": "calm"},
+    ]
+    ((trajectory, content),) = read(sharegpt, {"conversations": turns})
+    assert content.message_weights == [0.0, 0.0, 1.0]
+    assert trajectory.notes == ("message field 'emotion' not used",)
+
+
+def test_marks_of_messages_of_llama_factory_decide_too() -> None:
+    said = {"role": "assistant", "content": [{"type": "text", "value": "A"}]}
+    asked = {"role": "user", "content": [{"type": "text", "value": "Q"}]}
+    ((_, content),) = read(llama_factory, {"messages": [asked, said | {"train": "0"}, said | {"loss_weight": 0.5}]})
+    assert content.message_weights == [0.0, 0.0, 0.5]
