@@ -256,6 +256,7 @@ CASES: list[tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = [
         [{"tokens": [1, 2], "response_length": 1, "status": "completed"}],
     ),
     (tokens, [IDS | {"finish_reason": "length"}], [IDS | {"finish_reason": "stop"}]),
+    (tokens, [IDS | {"finish": "depth"}], [IDS | {"finish": "repetition"}]),
     (verl, [IDS | {"extra_fields": {"stop_reason": "length"}}], [IDS | {"extra_fields": {"stop_reason": "completed"}}]),
     (
         tinker,

@@ -27,6 +27,7 @@ FIELDS = tuple(
     """.split()
 )
 FLAGS = frozenset({"is_truncated", "truncated"})
+FINISH = "finish"  # the field of treepack's own rollouts, which has other reasons too, such as repetition
 EMPTY_NOTE = "answer without text, cut by a limit or stopped by a filter, not trained"
 
 _ENDED = frozenset(
@@ -44,7 +45,7 @@ _CUT = frozenset(
     context_overflow context_limit max_response_length max_response_length_exceeded response_length_exceeded
     outputlengthexceedederror output_length_exceeded truncated truncation incomplete
     pause_turn timeout timed_out time_limit abort aborted cancel cancelled canceled user_cancel interrupted error failed
-    network_error insufficient_system_resource
+    network_error insufficient_system_resource depth
     """.split()
 )
 _FILTERED = frozenset(
@@ -83,6 +84,8 @@ def ending_of(fields: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
             outcome = classify(value)
             outcomes += [outcome] if outcome else []
             notes += [] if outcome or isinstance(value, bool) else [unknown_note(name, value)]
+    if classify(fields.get(FINISH)) == CUT:
+        outcomes.append(CUT)
     return next((each for each in (CUT, FILTERED) if each in outcomes), ENDED), tuple(notes)
 
 
