@@ -19,17 +19,18 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from support import real_templates
+from support import real_templates, template_stops
 from support.conversations import SOURCES, Conversation, real_conversations, samples_of_formats
 from support.template_oracle import faults, marked
 from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Skipped
 
 MESSAGES = 64  # of a conversation at most: rendering every turn is quadratic in their number
-COLUMNS = "| template | append-only | rewritten | skipped | because |\n|---|---|---|---|---|"
+COLUMNS = "| template | append-only | rewritten | skipped | stops | because |\n|---|---|---|---|---|---|"
 INTRODUCTION = """# Chat templates
 
 A template renders a conversation again at every turn. If it only appends, a conversation becomes one sample. If it
@@ -41,6 +42,11 @@ with `--chat-template FILE`; trl's `*_training` templates keep conversations app
 In all of them, trained tokens are the text of the assistant with its reasoning if the template prints it, its calls and
 the end of the turn, and belong to no other message (`tests/ingest/test_template_matrix.py`).
 `python benchmarks/templates.py` writes the table.
+
+The column stops has the token by which a trained answer stops a sampler, and after a comma that of a turn with calls if
+it is another one. Where a template prints no end token, as GLM-4.5's, the marker of the next role is the stop token: it
+is trained, also at the end of a conversation. Where no special token ends a turn, the column says none, and a note of
+the command names the template.
 """
 
 
@@ -53,8 +59,20 @@ def conversations(limit: int | None) -> list[Conversation]:
     ]
 
 
-def outcome(name: str, limit: int | None) -> tuple[str, Counter[str], Counter[str]]:
-    """Return counts of the outcomes of all conversations with a template, and of the reasons of its skips."""
+def stops(tokenizer: Any) -> str:
+    """Return the cell of the tokens that stop a sampler, after an answer and after calls."""
+    cells = [", ".join(f"`{end}`" if end else "none" for end in dict.fromkeys(found)) for found in _ends(tokenizer)]
+    return ", ".join(dict.fromkeys(cells))
+
+
+def _ends(tokenizer: Any) -> list[list[str]]:
+    answers, calling = (template_stops.ends(tokenizer, each) for each in (template_stops.PLAIN, template_stops.CALLING))
+    # The first turn of the second conversation is the one with calls.
+    return [found for found in (answers, calling and calling[:1]) if found]
+
+
+def outcome(name: str, limit: int | None) -> tuple[str, Counter[str], Counter[str], str]:
+    """Return counts of the outcomes of all conversations with a template, the reasons of its skips, and its stops."""
     outcomes, reasons = Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(real_templates.save(name, Path(folder)))
@@ -67,13 +85,13 @@ def outcome(name: str, limit: int | None) -> tuple[str, Counter[str], Counter[st
             reasons[samples[0].reason] += 1
         else:
             outcomes["append-only" if len(samples) == 1 else "rewritten"] += 1
-    return name, outcomes, reasons
+    return name, outcomes, reasons, stops(tokenizer)
 
 
-def line(name: str, outcomes: Counter[str], reasons: Counter[str]) -> str:
+def line(name: str, outcomes: Counter[str], reasons: Counter[str], ends: str) -> str:
     """Return a row of the table."""
     because = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(2))
-    cells = [f"`{name}`", *(f"{outcomes[key]:,}" for key in ("append-only", "rewritten", "skipped")), because]
+    cells = [f"`{name}`", *(f"{outcomes[key]:,}" for key in ("append-only", "rewritten", "skipped")), ends, because]
     return f"| {' | '.join(cells)} |"
 
 

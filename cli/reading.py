@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from treepack.ingest.options import CONTROL_TOKENS, EXPANSIONS, SHARES, BuildOptions
+from treepack.ingest.options import CONTROL_TOKENS, EXPANSIONS, SHARES, TRUNCATED, BuildOptions
 
 from .option_groups import as_usage, option_group
 from .sizes import Size
@@ -79,6 +79,14 @@ reading_options = option_group(
             show_default=True,
             help="Special tokens that messages spell out: keep them as an engine does, tokenise them as ordinary text, "
             "or skip the conversation.",
+        ),
+        click.option(
+            "--truncated",
+            type=click.Choice(TRUNCATED),
+            default=USUAL.truncated,
+            show_default=True,
+            help="Rollouts whose last answer was cut: keep trains them without an end token, drop masks their loss and "
+            "keeps their reward in the baseline of the group.",
         ),
         click.option("--strict", is_flag=True, help="Refuse the first rollout that would be skipped."),
         click.option(

@@ -75,6 +75,7 @@ class Chat:
     `content` is a string, `tool_calls` have the nested `function` form, and `reasoning_content` contains reasoning.
     `message_weights[i]` is the loss weight of message i: 0 if it is not trained, and 0 for every role but assistant.
     `message_temperatures[i]` is the temperature at which message i was sampled, None if it is not known.
+    `message_cuts[i]` is True if a limit or a filter cut message i, so that its end token was not sampled.
     `chat_template_kwargs` are variables of the chat template, for example `{"enable_thinking": false}`.
     """
 
@@ -83,14 +84,21 @@ class Chat:
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     message_temperatures: list[float | None] | None = None
+    message_cuts: list[bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A plain prompt and its completion; the completion and an end-of-sequence token after it are trained."""
+    """A plain prompt and its completion; the completion and an end-of-sequence token after it are trained.
+
+    No end token is added if `is_cut`, because a limit or a filter cut the completion, or if `has_special`: then the
+    completion was decoded with its special tokens, and was cut if none of them is at its end.
+    """
 
     prompt: str
     completion: str
+    is_cut: bool = False
+    has_special: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,8 @@ class Trajectory:
     If a rollout became several samples, `rollout_id` is the rollout, and `rollout_part` ascends in the order in which
     they were sampled. Samples with the same `rollout_id` and `source` belong to one rollout, which counts once in its
     group. The part is `ON_SEVERAL_PATHS` for a turn that several paths of a search tree have.
+
+    `is_truncated` is True if a limit or a filter cut the last answer of the rollout.
     """
 
     trajectory_id: str
@@ -121,6 +131,7 @@ class Trajectory:
     temperature: float | None = None
     rollout_id: str | None = None
     rollout_part: int | None = None
+    is_truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
 
 from support.byte_tokenizer import MARKED, PLAIN, STRIPPING, save
 from support.paths import REAL
@@ -225,6 +228,25 @@ def test_text_is_prompt_completion_and_the_end_token_once(tokenizers: dict[str, 
     (sample,) = samples(Trajectory("t", "s", Text("", "fox")), tokenizer)
     assert tokens(sample).starts.tolist() == [1]
     assert sample.notes == ("the first token is not trained, because no token predicts it",)
+
+
+def test_a_text_that_begins_with_the_first_token_of_a_sequence_gets_no_second_one(tmp_path: Path) -> None:
+    backend = Tokenizer.from_file(f"{save(tmp_path, None)}/tokenizer.json")
+    first = backend.token_to_id("<|im_start|>")
+    backend.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", first)])
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|endoftext|>")
+    for prompt in ("The quick ", "<|im_start|>The quick "):
+        (sample,) = samples(Trajectory("t", "s", Text(prompt, "fox")), fast)
+        assert text(sample, fast) == "<|im_start|>The quick fox<|endoftext|>"
+
+
+@pytest.mark.parametrize("completion", ["fox", "fox<|endoftext|>", "fox<|endoftext|>\n"])
+def test_a_text_has_one_end_token_unless_it_is_cut(tokenizers: dict[str, Any], completion: str) -> None:
+    tokenizer = tokenizers["none"]
+    (whole,) = samples(Trajectory("t", "s", Text("The ", completion)), tokenizer)
+    (cut,) = samples(Trajectory("t", "s", Text("The ", completion, is_cut=True)), tokenizer)
+    assert text(whole, tokenizer).count("<|endoftext|>") == 1
+    assert text(cut, tokenizer) == f"The {completion}"
 
 
 def test_unusable_trajectories_are_skipped(tokenizers: dict[str, Any]) -> None:

@@ -58,7 +58,8 @@ def marked(chat: Chat, *, limit: int = 12) -> Chat:
         if message.get("tool_calls"):
             new["tool_calls"] = [_marked_call(call, i, j) for j, call in enumerate(message["tool_calls"])]
         messages.append(new)
-    return replace(chat, messages=messages, message_weights=chat.message_weights[:limit])
+    cuts = None if chat.message_cuts is None else chat.message_cuts[:limit]
+    return replace(chat, messages=messages, message_weights=chat.message_weights[:limit], message_cuts=cuts)
 
 
 def _marked_call(call: dict[str, Any], i: int, j: int) -> dict[str, Any]:
@@ -161,6 +162,24 @@ def end_of_turn(tokenizer: Any) -> str:
     return render(tokenizer, messages, None, {}).partition("mark1cz")[2].rstrip()
 
 
+def stop_of_turn(tokenizer: Any, following: str) -> str:
+    """Return the text by which a turn without calls stops a sampler, before a message of the role `following`.
+
+    That is the end of the turn, or if the template writes none, the special token that begins the next message.
+    """
+    if end := end_of_turn(tokenizer):
+        return end
+    messages = [{"role": "user", "content": "mark0xz"}, {"role": "assistant", "content": "mark1cz"}]
+    try:
+        text = render(tokenizer, [*messages, {"role": following, "content": "mark2xz"}], None, {})
+    except Exception:  # the template refuses such a conversation
+        return ""
+    after = text.partition("mark1cz")[2].lstrip()
+    is_next = following != "assistant"
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return next((token for token in special if is_next and after.startswith(token)), "")
+
+
 def faults(tokenizer: Any, chat: Chat, samples: list[Trajectory | Skipped], tools: Any) -> list[str]:
     """Return what is wrong with `samples` of the marked conversation `chat`: nothing if they are right or skipped."""
     if any(isinstance(sample, Skipped) for sample in samples):
@@ -215,14 +234,18 @@ def _faults_of_reasoning(tokenizer: Any, chat: Chat, trained: list[str], tools: 
 
 
 def _faults_of_ends(tokenizer: Any, chat: Chat, trained: list[str]) -> list[str]:
-    """A turn without calls must end as the template ends turns, unless generation marks decide where it ends."""
+    """A turn without calls must end as its sampler ended it, unless generation marks decide where it ends."""
     if GENERATION.search(tokenizer.chat_template):
         return []
-    end = end_of_turn(tokenizer)
     wrong = []
     for text in trained:
         marks = list(MARK.finditer(text))
-        if marks and not chat.messages[int(marks[-1][1])].get("tool_calls") and text[marks[-1].end() :].strip() != end:
+        if not marks or chat.messages[place := int(marks[-1][1])].get("tool_calls"):
+            continue
+        following = chat.messages[place + 1]["role"] if place + 1 < len(chat.messages) else "user"
+        is_cut = chat.message_cuts is not None and chat.message_cuts[place]
+        end = "" if is_cut else stop_of_turn(tokenizer, following)
+        if text[marks[-1].end() :].strip() != end:
             wrong.append(f"{marks[-1][0]} ends with {text[marks[-1].end() :]!r} and should with {end!r}")
     return wrong
 

@@ -106,8 +106,10 @@ def _new_messages(
     if after is None:
         return None
     tail, rest = after
-    size = _size_of_end(before.text.slice(max(0, len(before.text) - SAME_END)), tail)
-    if size == 0 and replied.get("tool_calls"):
+    # A marker of the next role at the end of the body belongs to the new messages, which print it too.
+    stem = before.text.prefix(len(before.text) - len(before.marker))
+    size = _size_of_end(stem.slice(max(0, len(stem) - SAME_END)), tail)
+    if size == 0 and replied.get("tool_calls") and not before.marker:
         return None
     if rest.startswith(tail[:size]):
         between = rest[size:]
@@ -117,6 +119,7 @@ def _new_messages(
         if end is None:
             return None
         between = rest[len(end) :]
+    between = between.removeprefix(before.marker)
     return _before_body(between, turn, lambda: continued.removeprefix(render(base + new, False)))
 
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.template.answers import Answers
+from treepack.ingest.template.answers import Answer, Answers
 from treepack.ingest.template.forms import PROBE_TOOL, Forms
 from treepack.ingest.template.history import History
 from treepack.ingest.template.rendering import (
@@ -28,6 +29,7 @@ from treepack.ingest.template.rendering import (
     check_syntax,
     render,
 )
+from treepack.ingest.template.stops import CUT_NOTE, Stops, no_stop_note
 from treepack.ingest.template.texts import Text
 from treepack.trajectory import Chat
 
@@ -42,6 +44,7 @@ class RenderedTurn:
     """A trained assistant turn: the rendering up to its end, and the spans of characters in it that are trained.
 
     `index` counts the assistant messages from 0, and `message` counts all messages. `weight` is the loss weight.
+    `marker` is the end of the text if that is the marker of the next role, which stops a sampler (`template.stops`).
     """
 
     index: int
@@ -49,6 +52,7 @@ class RenderedTurn:
     text: Text
     spans: tuple[tuple[int, int], ...]
     weight: float
+    marker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +77,13 @@ class ChatTemplate:
         # A token may be added as special without a role such as eos, and a token with a role may not be marked special.
         added = tokenizer.added_tokens_decoder.values()
         self._special = tuple({token.content for token in added if token.special} | set(tokenizer.all_special_tokens))
-        self._end = str(tokenizer.eos_token or "")
+        self._end, self._begin = (
+            str(tokenizer.eos_token or ""),
+            str(tokenizer.special_tokens_map.get("bos_token") or ""),
+        )
+        self._name = Path(file.path if file else str(tokenizer.name_or_path)).name
         self._forms: dict[tuple[str, bool], Forms] = {}  # (template, with tools or not) -> forms, probed once
+        self._stops: dict[tuple[str, bool], Stops] = {}  # of the same keys
 
     def turns(self, chat: Chat, *, tools: Tools, source: str) -> RenderedChat:
         """Render each assistant turn of `chat` that has a non-zero weight and generated text, as the last message.
@@ -109,12 +118,31 @@ class ChatTemplate:
                 continue
             notes |= dict.fromkeys(answer.notes)
             if answer.spans:
-                # The text ends with the last trained character: a newline after <|im_end|> belongs to the next prompt.
-                text = answer.text.prefix(answer.spans[-1][1])
-                turns.append(RenderedTurn(index, k, text, answer.spans, chat.message_weights[k]))
+                turn, remarks = self._turn(answer, index, k, chat, self._stops[setting.template, tools is not None])
+                turns += [turn] if turn.spans else []
+                notes |= dict.fromkeys(remarks)
         if refusal and not turns:
             raise refusal
         return RenderedChat(turns, tuple(notes))
+
+    def _turn(
+        self, answer: Answer, index: int, k: int, chat: Chat, stops: Stops
+    ) -> tuple[RenderedTurn, tuple[str, ...]]:
+        """Return message `k` as a turn that ends as its sampler ended it, and notes; no spans if nothing is trained."""
+        message, marker, notes = chat.messages[k], "", tuple[str, ...]()
+        if chat.message_cuts is not None and chat.message_cuts[k]:
+            answer, notes = stops.without_end(answer, message), (CUT_NOTE,)
+        elif not stops.is_stopped(answer.trained_end()):
+            marker = stops.marker(message, chat.messages[k + 1] if k + 1 < len(chat.messages) else None)
+            if not stops.is_stopped(marker):
+                notes = (no_stop_note(self._name),)
+        if not answer.spans:
+            return RenderedTurn(index, k, answer.text, (), 0.0), notes
+        # The text ends with the last trained character: a newline after <|im_end|> belongs to the next prompt.
+        start, end = answer.spans[-1]
+        text = answer.text.prefix(end).plus(marker)
+        spans = (*answer.spans[:-1], (start, end + len(marker)))
+        return RenderedTurn(index, k, text, spans, chat.message_weights[k], marker), notes
 
     def whole(self, chat: Chat, *, tools: Tools, source: str, prompt: bool = False) -> str:
         """Render all messages of `chat` at once, with `prompt` also the generation prompt.
@@ -155,7 +183,8 @@ class ChatTemplate:
         template = self._template(tools)
         key = (template, tools is not None)
         if key not in self._forms:
-            self._forms[key] = Forms(Setting(source, template, tools, self._special_tokens))
+            self._forms[key] = forms = Forms(Setting(source, template, tools, self._special_tokens))
+            self._stops[key] = Stops(forms, self._special, self._begin, self._end)
         # Templates use bos_token and the like as variables; the conversation may set more, and overrides them.
         variables = self._special_tokens | (chat.chat_template_kwargs or {})
         return Setting(source, template, tools, variables), self._forms[key]

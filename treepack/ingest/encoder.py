@@ -48,6 +48,17 @@ class Encoder:
         begin = self._backend.encode("", add_special_tokens=True).ids
         is_begin = begin == [tokenizer.bos_token_id]
         self.prefix: Int32 = np.array(begin if is_begin else [], np.int32)
+        # One id, which ends a sequence, or none.
+        end = tokenizer.eos_token_id
+        self.end: Int32 = np.array([] if end is None else [end], np.int32)
+
+    def is_ended(self, text: str) -> bool:
+        """Return True if `text` ends with the token that ends a sequence, perhaps with whitespace after it."""
+        return len(self.end) > 0 and text.rstrip().endswith(str(self.tokenizer.eos_token))
+
+    def ends_special(self, ids: Int32) -> bool:
+        """Return True if the last one of `ids` is a special token."""
+        return len(ids) > 0 and bool(np.isin(ids[-1], self._special_ids))
 
     def encode(self, text: str) -> Int32:
         """Return the ids of `text`, int32; O(length)."""

@@ -20,6 +20,7 @@ EXPANSIONS = ("trajectory", "turns")
 SHARES = ("all", "group", "none")
 ROUTE_CONFLICTS = ("split", "first")
 CONTROL_TOKENS = ("keep", "text", "skip")
+TRUNCATED = ("keep", "drop")
 MAX_RECORD_SIZE = 1 << 30  # bytes of one record, decompressed; as Python values it takes about four times as much
 MIN_RECORD_SIZE = 1 << 20  # a lower limit would be below the pieces in which files are read
 
@@ -48,6 +49,8 @@ class BuildOptions:
         max_record_size: maximum bytes of a line, and of a file that is read as a whole, decompressed.
         control_tokens: special tokens that messages spell out: "keep" tokenises them as an engine does, "text" as
             ordinary text, and "skip" skips the conversation.
+        truncated: rollouts whose last answer a limit or a filter cut: "keep" trains them, without an end token, and
+            "drop" masks their loss, while their reward counts in the baseline of their group.
         workers: processes that read, tokenise, sort and write; the result is the same for any number. They start if
             there are at least 32 MB of token ids, or any text to tokenise. Each takes about 0.6 s to start.
         keep_routes: keep the experts that the routers of a mixture chose when the rollouts were sampled, for training
@@ -78,10 +81,11 @@ class BuildOptions:
     workers: int = 1
     keep_routes: bool = False
     route_conflicts: str = "split"
+    truncated: str = "keep"
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense, naming the option."""
-        choices = {"expand": EXPANSIONS, "share": SHARES, "control_tokens": CONTROL_TOKENS}
+        choices = {"expand": EXPANSIONS, "share": SHARES, "control_tokens": CONTROL_TOKENS, "truncated": TRUNCATED}
         for name, known in {**choices, "route_conflicts": ROUTE_CONFLICTS}.items():
             if getattr(self, name) not in known:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
@@ -156,6 +160,8 @@ class BuildOptions:
             record["columns"] = column_map.as_record(self.columns)
         if self.control_tokens != "keep":
             record["control_tokens"] = self.control_tokens
+        if self.truncated != "keep":
+            record["truncated"] = self.truncated
         if self.keep_routes:
             record |= {"keep_routes": True, "route_conflicts": self.route_conflicts}
         return record | {name: True for name in ("normalize_ids", "per_path", "skip_bad") if getattr(self, name)}

@@ -86,6 +86,7 @@ def options_and_job(options: BuildOptions, tokenizer: Any = None) -> tuple[ReadO
         options.per_path,
         chat_template=options.template_file(),
         control_tokens=options.control_tokens,
+        truncated=options.truncated,
     )
     return how, job
 

@@ -36,6 +36,7 @@ from treepack.ingest.encoder import Encoder
 from treepack.ingest.samples import pieces_of, sample_of, samples_of_prompts, samples_of_turns
 from treepack.ingest.search_turns import Item, records_of, samples_of_record
 from treepack.ingest.stable_ids import with_stable_ids
+from treepack.ingest.template.stops import CUT_NOTE
 from treepack.processes import batched, in_order
 from treepack.trajectory import (
     Chat,
@@ -50,6 +51,7 @@ from treepack.trajectory import (
 
 EXPANSIONS = ("trajectory", "turns")
 REFUSED_TRAILING_NOTE = "messages after the last trained turn left out, because the template refuses them"
+TRUNCATED_NOTE = "truncated rollout not trained, its reward counts in its group"
 CLOCK_NOTE = "the chat template prints today's date"
 
 # One of them is in every folder of a tokenizer; the first is the format of fast tokenizers.
@@ -151,7 +153,7 @@ def tokenize(
 class Job:
     """Settings of tokenisation: the arguments of `tokenize`; `strict` refuses the first rollout that is skipped.
 
-    `chat_template` replaces the template of the tokenizer, and `control_tokens` is the option of `BuildOptions`.
+    `chat_template` replaces the template of the tokenizer; `control_tokens` and `truncated` are of `BuildOptions`.
 
     Raises:
         TreepackError: `expand` is not one of `EXPANSIONS`.
@@ -165,6 +167,7 @@ class Job:
     per_path: bool = False
     chat_template: TemplateFile | None = None
     control_tokens: str = "keep"
+    truncated: str = "keep"
 
     def __post_init__(self) -> None:
         """Refuse an unknown `expand`."""
@@ -214,6 +217,7 @@ class Tokenisation:
         if isinstance(item, Skipped):
             yield item
             return
+        item = self._without_loss(item)
         if self._job.normalize_ids:
             item = with_stable_ids(item)
         if self._job.control_tokens == "text" and control_tokens.has_mark(item.content):
@@ -260,12 +264,21 @@ class Tokenisation:
     def _of_text(self, item: Trajectory, content: Text) -> Trajectory | Skipped:
         encoder = self.encoder(item.source)
         # The prompt [bos] + "2 + 2 = " is not trained, the completion "4" + eos is.
-        prompt = np.concatenate([encoder.prefix, encoder.encode(content.prompt)])
+        prompt = encoder.encode(content.prompt)
+        if not np.array_equal(prompt[: len(encoder.prefix)], encoder.prefix):  # a decoded prompt begins with it
+            prompt = np.concatenate([encoder.prefix, prompt])
         completion = encoder.encode(content.completion)
-        end = encoder.tokenizer.eos_token_id
-        if end is not None and (len(completion) == 0 or completion[-1] != end):
-            completion = np.append(completion, np.int32(end))
+        if content.is_cut or (content.has_special and not encoder.ends_special(completion)):
+            item = self._without_loss(replace(item, notes=(*item.notes, CUT_NOTE), is_truncated=True))
+        elif not content.has_special and not encoder.is_ended(content.completion):
+            completion = np.concatenate([completion, encoder.end])
         return sample_of(replace(item, group_id=self._group(item)), [(prompt, 0.0), (completion, 1.0)])
+
+    def _without_loss(self, item: Trajectory) -> Trajectory:
+        """Return `item` with the weight 0 if it is truncated and such rollouts are dropped; its reward stays."""
+        if self._job.truncated != "drop" or not item.is_truncated or TRUNCATED_NOTE in item.notes:
+            return item
+        return replace(item, weight=0.0, notes=(*item.notes, TRUNCATED_NOTE))
 
     def _of_chat(self, item: Trajectory, chat: Chat) -> Iterator[Trajectory | Skipped]:
         if not chat.messages:

@@ -71,6 +71,57 @@ def test_messages_carry_their_own_weight() -> None:
     assert marked.notes == ("role 'user' marked as trained, not trained",)
 
 
+@pytest.mark.parametrize(
+    ("marks", "weight"),
+    [
+        ({"train": False}, 0.0),
+        ({"train": "false"}, 0.0),
+        ({"train": True, "weight": "0.5"}, 0.5),
+        ({"training": 0}, 0.0),
+        ({"loss": 0.0}, 0.0),
+        ({"trainable": "1", "loss_weight": 2}, 2.0),
+        ({"mask": 0}, 0.0),
+        ({"mask": 1}, 1.0),
+        ({"masked": True}, 0.0),
+        ({"masked": False}, 1.0),
+        ({"weight": False}, 0.0),
+        ({"loss_scale": 0.25, "loss_weight": 2}, 0.5),
+        ({"train_detail": []}, 1.0),
+        ({"train_detail": [{"begin_offset": 0, "end_offset": 4, "train": True}]}, 1.0),
+        ({"train_detail": [{"begin_offset": 0, "end_offset": 4, "train": False}]}, 0.0),
+    ],
+)
+def test_marks_of_all_dialects_decide_the_weight_of_a_turn(marks: dict[str, Any], weight: float) -> None:
+    item = read({"messages": [USER, ASSISTANT | marks, ASSISTANT]})
+    assert isinstance(item.content, Chat)
+    assert (item.content.message_weights, item.notes) == ([0.0, weight, 1.0], ())
+
+
+@pytest.mark.parametrize(("end", "train"), [(2, True), (4, False)])
+def test_a_turn_that_is_trained_in_part_is_not_trained_and_counted(end: int, train: bool) -> None:
+    first = {"begin_offset": 0, "end_offset": 1, "train": True}
+    parts = [first, {"begin_offset": 2, "end_offset": end, "train": train}]
+    item = read({"messages": [USER, ASSISTANT | {"train_detail": parts}, ASSISTANT]})
+    assert isinstance(item.content, Chat)
+    assert item.content.message_weights == [0.0, 0.0, 1.0]
+    assert item.notes == ("turn with a train_detail that trains a part of it, not trained",)
+
+
+@pytest.mark.parametrize("nothing", [None, "", " \n", "null", "{}", '""', [], "[]"])
+def test_a_call_without_arguments_has_an_empty_object(nothing: Any) -> None:
+    for call in ({"name": "f", "arguments": nothing}, {"function": {"name": "f", "arguments": nothing}}):
+        assert _arguments(call) == "{}"
+
+
+def test_arguments_that_are_no_json_stay_as_they_are() -> None:
+    assert _arguments({"name": "f", "arguments": "ls -l"}) == "ls -l"
+
+
+def _arguments(call: dict[str, Any]) -> Any:
+    messages = content({"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}).messages
+    return messages[1]["tool_calls"][0]["function"]["arguments"]
+
+
 def test_a_record_with_images_is_skipped() -> None:
     value = {"messages": [USER, ASSISTANT], "images": ["1.jpg"]}
     items = list(chat.read(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions()))
@@ -200,8 +251,8 @@ EXPECTED = "expected system, user, assistant or tool"
             "message 3 has the field 'loss_mask', which can be a mask and is not read; remove it, or say which turns "
             "are trained with loss, true or false",
         ),
-        (ASSISTANT | {"loss": 1}, "message 3 has loss 1; expected true or false"),
-        (ASSISTANT | {"trainable": "no"}, 'message 3 has trainable "no"; expected true or false'),
+        (ASSISTANT | {"loss": 2}, "message 3 has loss 2; expected true or false"),
+        (ASSISTANT | {"trainable": "half"}, 'message 3 has trainable "half"; expected true or false'),
         (ASSISTANT | {"weight": -1}, "message 3 has weight -1; expected 0 or a number in [1e-12, 1e+12]"),
         (ASSISTANT | {"weight": 1e-320}, "message 3 has weight 1e-320; expected 0 or a number in [1e-12, 1e+12]"),
         (

@@ -48,7 +48,7 @@ def test_an_instruction_and_its_input_are_one_question_behind_earlier_rounds() -
     assert spoken(content) == [
         ("system", "Be brief.", 0.0),
         ("user", "Hi", 0.0),
-        ("assistant", "Yes", 1.0),
+        ("assistant", "Yes", 0.0),  # the label belongs to the last answer
         ("user", "Add.\n2 and 3", 0.0),
         ("assistant", "5", 1.0),
     ]
@@ -234,6 +234,8 @@ def test_parts_of_a_turn_of_ms_swift_are_one_message_with_the_weight_of_the_firs
         {"role": "assistant", "content": "5", "loss_scale": 0.25},
     ]
     ((trajectory, content),) = read(ms_swift, {"messages": messages, "label": True})
+    ((_, unlabelled),) = read(ms_swift, {"messages": messages})
+    assert unlabelled.message_weights == [0.0, 1.0, 0.0, 0.0, 0.0, 0.25]
     assert [(message["role"], len(message.get("tool_calls", []))) for message in content.messages] == [
         ("user", 0),
         ("assistant", 2),
@@ -243,7 +245,7 @@ def test_parts_of_a_turn_of_ms_swift_are_one_message_with_the_weight_of_the_firs
         ("assistant", 0),
     ]
     assert content.messages[1]["content"] == "I add."
-    assert content.message_weights == [0.0, 1.0, 0.0, 0.0, 0.0, 0.25]
+    assert content.message_weights == [0.0, 0.0, 0.0, 0.0, 0.0, 0.25]
     assert trajectory.reward == 1.0
 
 
@@ -284,3 +286,43 @@ def test_what_is_not_of_the_form_is_refused_by_its_place() -> None:
     assert refusal(ms_swift, {"messages": question, "rejected_response": "No"}) == (
         "has a rejected_response but no chosen one; end messages with a message of the assistant"
     )
+
+
+TURNS = [{"from": who, "value": "x"} for who in ("human", "gpt", "human", "gpt")]
+MESSAGES = [{"role": who, "content": "x"} for who in ("user", "assistant", "user", "assistant")]
+
+
+@pytest.mark.parametrize(
+    ("reader", "value"),
+    [
+        (sharegpt, {"conversations": TURNS}),
+        (ms_swift, {"messages": MESSAGES}),
+        (alpaca, {"instruction": "x", "output": "x", "history": [["x", "x"]]}),
+    ],
+)
+@pytest.mark.parametrize("mark", [{"label": False}, {"kto_tag": True}, {"kto_tag": 0}, {"label": "true"}])
+def test_a_label_belongs_to_the_last_answer(reader: Any, value: dict[str, Any], mark: dict[str, Any]) -> None:
+    ((trajectory, content),) = read(reader, value | mark)
+    assert content.message_weights == [0.0, 0.0, 0.0, 1.0]
+    assert trajectory.reward == (0.0 if mark in ({"label": False}, {"kto_tag": 0}) else 1.0)
+    # A number may be a class of the data set.
+    ((_, unlabelled),) = read(reader, value | {"label": 1})
+    assert unlabelled.message_weights == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_fields_of_turns_of_sharegpt_are_marks_or_counted() -> None:
+    turns = [
+        {"from": "human", "value": "Q", "train": False},
+        {"from": "gpt", "value": "A", "train": False},
+        {"from": "gpt", "value": "B", "train": 1, "markdown": None, "emotion": "calm"},
+    ]
+    ((trajectory, content),) = read(sharegpt, {"conversations": turns})
+    assert content.message_weights == [0.0, 0.0, 1.0]
+    assert trajectory.notes == ("message field 'emotion' not used",)
+
+
+def test_marks_of_messages_of_llama_factory_decide_too() -> None:
+    said = {"role": "assistant", "content": [{"type": "text", "value": "A"}]}
+    asked = {"role": "user", "content": [{"type": "text", "value": "Q"}]}
+    ((_, content),) = read(llama_factory, {"messages": [asked, said | {"train": "0"}, said | {"loss_weight": 0.5}]})
+    assert content.message_weights == [0.0, 0.0, 0.5]

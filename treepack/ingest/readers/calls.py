@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.content_blocks import split_blocks
 from treepack.ingest.readers.fields import BadValueError, ReadOptions, as_number, describe, shown
 from treepack.ingest.readers.formats import tokens
@@ -60,20 +61,23 @@ class TokenCall:
     `values` belong to the response: a `loss_mask` with one value per token (without it, all tokens are trained), and
     numbers under names of the `tokens` reader (`rollout_log_probs, old_log_probs, ref_log_prob, advantages,
     temperatures`): one per token of the response, one per trained token, or one for all. None and empty lists count as
-    absent. `routes` are the recorded experts of prompt and response (`route_fields`).
+    absent. `routes` are the recorded experts of prompt and response (`route_fields`). `ending` is the raw value of the
+    field that says why the response ended (`endings`), None if there is none.
     """
 
     prompt: Any
     response: Any
     values: dict[str, Any] = field(default_factory=dict)
     routes: Any = None
+    ending: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
     """One call by its messages, as logged. The assistant messages of the response are trained, the prompt is not.
 
-    `temperature` is that of the sampler for the response, None if it is not known.
+    `temperature` is that of the sampler for the response, None if it is not known. `ending` is the raw value of the
+    field that says why the response ended (`endings`), None if there is none or if the messages have it.
     """
 
     prompt: Sequence[Any]
@@ -81,6 +85,7 @@ class ChatCall:
     tools: Any = None
     chat_template_kwargs: Any = None
     temperature: float | None = None
+    ending: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,8 @@ def read_calls(record: Record, calls: Sequence[TokenCall], options: ReadOptions)
     except BadValueError as error:
         yield Skipped(record.source, error.reason, detail=str(error))
         return
+    if calls and endings.is_cut(calls[-1].ending):
+        items = [replace(item, is_truncated=True) if isinstance(item, Trajectory) else item for item in items]
     yield from _with_names(record, items, [part.calls for part in joined], num_calls=len(calls))
 
 
@@ -132,12 +139,20 @@ def read_chats(record: Record, calls: Sequence[ChatCall], options: ReadOptions) 
     Raises:
         TreepackError: `readers.messages` refuses messages or tools.
     """
+    # Fields of the rollout about its end are those of its last call, unless the calls have fields of their own.
+    last = len(calls) - 1 if all(call.ending is None for call in calls) else len(calls)
     try:
         joined = join_chats(calls, source=record.source)
-        items = [describe(record, part.content, used=(), options=options, notes=part.notes) for part in joined]
+        items = [
+            describe(record, part.content, used=(), options=options, notes=part.notes, has_end=last in part.calls)
+            for part in joined
+        ]
     except BadValueError as error:
         yield Skipped(record.source, error.reason, detail=str(error))
         return
+    # The whole rollout is truncated if its last call is; another one may be a call of a sub-agent.
+    ends = [item.is_truncated for item, part in zip(items, joined, strict=True) if len(calls) - 1 in part.calls]
+    items = [replace(item, is_truncated=any(ends)) for item in items] if ends else items
     yield from _with_names(record, items, [part.calls for part in joined], num_calls=len(calls))
 
 
@@ -196,19 +211,23 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
             continue
         prompt = [part for message in call.prompt for part in _split(message, parts)]
         where, num_prompt = f"{source}: call {number + 1}", len(prompt)
-        whole = [*prompt, *split_blocks(call.response)]
+        response = endings.mark(split_blocks(call.response), call.ending)
+        # A later prompt repeats an answer without the reason why it ended.
+        whole = [endings.without_fields(message) for message in (*prompt, *response)]
         # Successive prompts repeat nearly all messages. A repeated message need not be normalised again, so only the
         # messages after the longest equal run are: normalising all would be quadratic in the number of turns.
         equal_runs = [i for i, messages in enumerate(logged) if messages == whole[: min(num_prompt, len(messages))]]
         longest = max(equal_runs, key=lambda i: len(logged[i]), default=-1)
         start = len(logged[longest]) if equal_runs else 0
-        done = normalise_messages(whole[start:], source=where, before=_messages(runs[longest]) if equal_runs else None)
+        new = [*prompt, *response][start:]
+        done = normalise_messages(new, source=where, before=_messages(runs[longest]) if equal_runs else None)
         tools = normalise_tools(call.tools, source=where)
         if call.temperature is not None:
             check_temperatures(np.array([call.temperature]), source=where, name="temperature")
         variables = normalise_template_kwargs(call.chat_template_kwargs, source=where)
         weights = [0.0] * num_prompt + done.weights[num_prompt:]
         temperatures = [None] * num_prompt + [call.temperature] * (len(done.messages) - num_prompt)
+        cuts = [False] * num_prompt + done.cuts[num_prompt:]
         # Equal as logged is not enough (the tools may differ), and not needed (null and "" are the same content).
         continued = [
             i
@@ -217,7 +236,7 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
             and run.content.messages == done.messages[: min(num_prompt, len(run.content.messages))]
         ]
         if not continued:
-            content = _chat(done.messages, weights, tools, variables, temperatures)
+            content = _chat(done.messages, weights, (tools, variables), temperatures, cuts)
             runs.append(JoinedChat((number,), content, done.notes))
             logged.append(whole)
             continue
@@ -227,7 +246,8 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
         earlier = before.content.message_weights
         weights = [*earlier, *weights[len(earlier) :]]
         temperatures = [*(before.content.message_temperatures or [None] * len(earlier)), *temperatures[len(earlier) :]]
-        content = _chat(done.messages, weights, tools, variables, temperatures)
+        cuts = [*(before.content.message_cuts or [False] * len(earlier)), *cuts[len(earlier) :]]
+        content = _chat(done.messages, weights, (tools, variables), temperatures, cuts)
         notes = tuple(dict.fromkeys((*before.notes, *done.notes)))  # each note once, in order
         runs[longest] = JoinedChat((*before.calls, number), content, notes)
         logged[longest] = whole
@@ -235,10 +255,10 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
 
 
 def _chat(
-    messages: list[dict[str, Any]], weights: list[float], tools: Any, variables: Any, temperatures: list[float | None]
+    messages: list[Any], weights: list[float], more: tuple[Any, Any], temperatures: list[Any], cuts: list[bool]
 ) -> Chat:
     known = any(temperature is not None for temperature in temperatures)
-    return Chat(messages, weights, tools, variables, temperatures if known else None)
+    return Chat(messages, weights, *more, temperatures if known else None, cuts if any(cuts) else None)
 
 
 def _split(message: Any, parts: dict[int, list[Any]]) -> list[Any]:
@@ -248,7 +268,8 @@ def _split(message: Any, parts: dict[int, list[Any]]) -> list[Any]:
 
 
 def _messages(run: JoinedChat) -> Messages:
-    return Messages(run.content.messages, run.content.message_weights, run.notes)
+    cuts = run.content.message_cuts or [False] * len(run.content.messages)
+    return Messages(run.content.messages, run.content.message_weights, run.notes, cuts)
 
 
 class _CallChain:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.options import MAX_RECORD_SIZE
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.unread import MASK, danger, is_empty, not_used
 from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
@@ -84,8 +85,12 @@ def describe(
     options: ReadOptions,
     advantage: float | None = None,
     notes: tuple[str, ...] = (),
+    has_end: bool = True,
 ) -> Trajectory:
     """Return the trajectory of `record`; the reader has put the fields `used` into `content`.
+
+    Fields about the end of the rollout (`endings`) are those of its last answer; they also stay metadata. Without
+    `has_end`, this answer is not in `content`, or its end is known from elsewhere.
 
     Raises:
         TreepackError: a field has a value of the wrong kind, a reward, weight or advantage is not finite, or text
@@ -110,7 +115,8 @@ def describe(
     check_rest({k: v for k, v in rest.items() if k not in options.harmless}, source)
     metadata, dropped = _metadata(rest)
     dropped += _other_rewards(rest, reward, reward_field)
-    return check_scalars(
+    ending, remarks = endings.ending_of({key: field for key, field in value.items() if key not in used})
+    item = check_scalars(
         Trajectory(
             trajectory_id=record.label if name is None else name,
             source=source,
@@ -121,10 +127,14 @@ def describe(
             reward=reward,
             advantage=advantage,
             metadata=metadata,
-            notes=notes + dropped,
+            notes=notes + dropped + remarks,
             temperature=temperature,
+            is_truncated=isinstance(content, Chat) and endings.last_is_cut(content),
         )
     )
+    if ending == endings.ENDED:
+        return item
+    return endings.cut(item) if has_end else replace(item, is_truncated=True)
 
 
 def check_rest(rest: dict[str, Any], source: str) -> None:

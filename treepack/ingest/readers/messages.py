@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields import BadValueError, as_number, fault_in_json, quoted, shown
+from treepack.ingest.readers import endings
+from treepack.ingest.readers.fields import BadValueError, fault_in_json, quoted, shown
+from treepack.ingest.readers.turn_weights import WEIGHT_FIELDS, weight_of
 from treepack.ingest.readers.unread import MASK, danger, is_empty
-from treepack.trajectory import WEIGHTS, is_weight
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 RENAMED_ROLES = {"developer": "system", "function": "tool", "human": "user", "model": "assistant", "ai": "assistant"}
@@ -45,7 +46,8 @@ READ = frozenset(
     [
         *KEPT,
         *REASONING,
-        *"role content refusal tool_calls function_call loss loss_scale trainable weight finish_reason".split(),
+        *"role content refusal tool_calls function_call".split(),
+        *WEIGHT_FIELDS,
     ]
 )
 # Fields of parts and calls that say nothing about their text.
@@ -65,11 +67,15 @@ RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Normalised messages, the loss weight of each (0 for every role but assistant), and remarks to be counted."""
+    """Normalised messages, the loss weight of each (0 for every role but assistant), and remarks to be counted.
+
+    `cuts[i]` is True if message i is an answer that a limit or a filter cut.
+    """
 
     messages: list[dict[str, Any]]
     weights: list[float]
     notes: tuple[str, ...]
+    cuts: list[bool]
 
 
 def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
@@ -92,6 +98,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
     """
     done: list[dict[str, Any]] = list(before.messages) if before else []
     weights: list[float] = list(before.weights) if before else []
+    cuts: list[bool] = list(before.cuts) if before else []
     # A dict without values is an ordered set: each note once, in the order of the messages.
     notes: dict[str, None] = dict.fromkeys(before.notes if before else ())
     for index, message in enumerate(messages, len(done)):
@@ -113,16 +120,22 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
         if message.get("content") is None and isinstance(message.get("refusal"), str):
             normal["content"] = message["refusal"]
             used |= {"refusal"}
-        _check_content(message, normal, where, notes)
+        is_cut, more = _ending(message, normal) if role == "assistant" else (False, ())
+        if not is_cut:  # a filter may leave nothing
+            _check_content(message, normal, where, notes)
         normal.update({key: _name(message[key], key, where) for key in KEPT if message.get(key) is not None})
         # OpenAI's older form has no ids: a message of role "function" is the result of the call just before it.
         if message["role"] == "function" and "tool_call_id" not in normal and done:
             normal.update(_id_of_last_call(done))
         done.append(normal)
-        weights.append(_weight(message, where) if role == "assistant" else 0.0)
-        if role != "assistant" and (message.get("loss") is True or message.get("trainable") is True):
+        weight, remarks = weight_of(message, where) if role == "assistant" else (0.0, ())
+        weights.append(0.0 if endings.EMPTY_NOTE in more else weight)
+        cuts.append(is_cut)
+        notes |= dict.fromkeys((*remarks, *more))
+        if role != "assistant" and any(message.get(name) is True for name in ("loss", "trainable", "train")):
             notes[f"role '{role}' marked as trained, not trained"] = None
-        unused = [key for key, value in message.items() if key not in used and not is_empty(value)]
+        known = used.union(endings.FIELDS) if role == "assistant" else used
+        unused = [key for key, value in message.items() if key not in known and not is_empty(value)]
         for key in unused:
             if danger(key, message[key]) == MASK:
                 raise TreepackError(
@@ -130,7 +143,15 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
                     "turns are trained with loss, true or false"
                 )
         notes.update({f"message field '{key}' not used": None for key in unused})
-    return Messages(done, weights, tuple(notes))
+    return Messages(done, weights, tuple(notes), cuts)
+
+
+def _ending(message: dict[str, Any], normal: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
+    """Return whether the answer `message` was cut, and notes; `normal` is its normal form."""
+    ending, notes = endings.ending_of(message)
+    if ending == endings.ENDED:
+        return False, notes
+    return True, notes if endings.has_text(normal) else (*notes, endings.EMPTY_NOTE)
 
 
 def _check_content(message: dict[str, Any], normal: dict[str, Any], where: str, notes: dict[str, None]) -> None:
@@ -310,7 +331,7 @@ def _tool_call(call: dict[str, Any], default_id: str, where: str, notes: dict[st
         notes[f"tool call of type '{str(call['type'])[:40]}' read as a function"] = None
     # Arguments beside the function, and not in it, mean the same.
     places = [(holder, key) for holder in (function, call) for key in ARGUMENTS if holder.get(key) is not None]
-    arguments = places[0][0][places[0][1]] if places else "{}"
+    arguments = _without_nothing(places[0][0][places[0][1]]) if places else "{}"
     if not places:
         notes["tool call without arguments"] = None
     if not isinstance(arguments, str | dict):
@@ -327,23 +348,14 @@ def _tool_call(call: dict[str, Any], default_id: str, where: str, notes: dict[st
     }
 
 
+def _without_nothing(arguments: Any) -> Any:
+    """Return the arguments of a call; those of a call without arguments, in any form, are the text of an object."""
+    # Logs have null, "", "  ", "null", [] and '""' for {}; a template would print them as they are.
+    if arguments is None or arguments == []:
+        return "{}"
+    return "{}" if isinstance(arguments, str) and arguments.strip() in ("", "null", "None", '""', "[]") else arguments
+
+
 def _id_of_last_call(done: list[dict[str, Any]]) -> dict[str, str | int]:
     calls = done[-1].get("tool_calls")
     return {"tool_call_id": calls[-1]["id"]} if calls else {}
-
-
-def _weight(message: dict[str, Any], where: str) -> float:
-    weight = 1.0
-    # Several fields multiply: {"trainable": true, "loss_scale": 0.5} -> 0.5, {"loss": false, "weight": 2} -> 0.
-    for name in ("loss", "trainable"):
-        if (trained := message.get(name)) is not None:
-            if not isinstance(trained, bool):
-                raise TreepackError(f"{where} has {name} {shown(trained)}; expected true or false")
-            weight *= trained
-    for name in ("weight", "loss_scale"):
-        if (value := message.get(name)) is not None:
-            number = as_number(value, source=where, name=name)
-            if not is_weight(number):
-                raise TreepackError(f"{where} has {name} {shown(value)}; expected {WEIGHTS}")
-            weight *= number
-    return weight

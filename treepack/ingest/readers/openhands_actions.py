@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.event_views import EventView, Message, command_output, parts_of
 from treepack.ingest.readers.messages import is_messages
 
@@ -92,10 +93,13 @@ def _response(event: Event) -> Message | None:
     """Return the message of the model that the action `event` came from, or None if it is not in the file."""
     response = _object(_object(event.get("tool_call_metadata")).get("model_response"))
     choices = response.get("choices")
-    message = choices[0].get("message") if is_messages(choices) and choices else None
+    choice = choices[0] if is_messages(choices) and choices else {}
+    message = choice.get("message")
     if not isinstance(message, dict):
         return None
     fields = {name: message[name] for name in ("tool_calls", "reasoning_content") if message.get(name)}
+    if (ending := endings.raw_of(choice)) is not None:
+        fields["finish_reason"] = ending
     return {"role": "assistant", "content": message.get("content") or ""} | fields
 
 

@@ -130,6 +130,9 @@ def _turn(group: list[Item], source: str, notes: dict[str, None], *, summaries: 
             message.setdefault("tool_calls", []).append(_call(item, source))
     if text := "\n\n".join(filter(None, reasoning)):
         message["reasoning_content"] = text
+    # An item of a response that a limit cut.
+    if any(item.get("status") == "incomplete" for item in group):
+        message["finish_reason"] = "incomplete"
     return message
 
 

@@ -20,9 +20,11 @@ from treepack.ingest.readers.content_blocks import MEDIA_REASON, skip_reason, sp
 from treepack.ingest.readers.fields import ReadOptions, describe, shown
 from treepack.ingest.readers.messages import has_media, is_messages, normalise_messages, normalise_tools
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.turn_weights import as_flag
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 Message = dict[str, Any]
+LABELS = ("label", "kto_tag")
 
 
 def rounds(system: Any, history: Any, query: str, response: str | None, *, source: str) -> list[Message]:
@@ -65,7 +67,8 @@ def read_chat(
 ) -> Trajectory | Skipped:
     """Return the trajectory of one conversation, with the tools of the record; all assistant messages are trained.
 
-    A boolean `label` or `kto_tag` is the reward, 1 or 0, if the record has no other reward.
+    A boolean `label` or `kto_tag` is the reward, 1 or 0, if the record has no other reward. It belongs to the last
+    answer, so only this one is trained; the answers before it are its prompt.
 
     Raises:
         TreepackError: `readers.messages` refuses messages or tools.
@@ -73,10 +76,23 @@ def read_chat(
     if (reason := MEDIA_REASON if has_media(record.value) else skip_reason(messages)) is not None:
         return Skipped(record.source, reason)
     done = normalise_messages(split_blocks(messages), source=record.source)
-    content = Chat(done.messages, done.weights, normalise_tools(record.value.get("tools"), source=record.source))
-    marks = [name for name in ("label", "kto_tag") if isinstance(record.value.get(name), bool)]
+    tools = normalise_tools(record.value.get("tools"), source=record.source)
+    marks = [name for name in LABELS if _is_label(name, record.value.get(name))]
+    weights = _of_last_answer(done.messages, done.weights) if marks else done.weights
+    content = Chat(done.messages, weights, tools, message_cuts=done.cuts)
     item = describe(record, content, used={*used, "tools", *marks}, options=options, notes=done.notes)
-    return replace(item, reward=float(record.value[marks[0]])) if marks and item.reward is None else item
+    return replace(item, reward=float(bool(as_flag(record.value[marks[0]])))) if marks and item.reward is None else item
+
+
+def _is_label(name: str, value: Any) -> bool:
+    # A number under the name `label` may be a class of the data set.
+    return isinstance(value, bool | str if name == "label" else bool | str | int) and as_flag(value) is not None
+
+
+def _of_last_answer(messages: Sequence[Message], weights: Sequence[float]) -> list[float]:
+    # roles [user, assistant, user, assistant], weights [0, 1, 0, 1] -> [0, 0, 0, 1]
+    last = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    return [weight if place == last else 0.0 for place, weight in enumerate(weights)]
 
 
 def read_pair(
@@ -106,7 +122,7 @@ def read_pair(
     for side, answer, reward in (("chosen", chosen, 1.0), ("rejected", rejected, 0.0)):
         done = normalise_messages([*prompt, *split_blocks(answer)], source=f"{record.source}: {side}")
         weights = [0.0] * len(prompt) + done.weights[len(prompt) :]
-        content = Chat(done.messages, weights, tools)
+        content = Chat(done.messages, weights, tools, message_cuts=done.cuts)
         notes = done.notes if side == "chosen" else ()  # once per record
         item = describe(record, content, used={*used, "tools"}, options=options, notes=notes)
         name = f"{item.trajectory_id}/{side}"

@@ -39,7 +39,7 @@ def conversation(
     done = normalise_messages(split_blocks(messages), source=record.source)
     # num_prompt 2: weights [1, 0, 1] -> [0, 0, 1]
     weights = [0.0] * num_prompt + done.weights[num_prompt:]
-    content = Chat(done.messages, weights, normalise_tools(tools, source=record.source))
+    content = Chat(done.messages, weights, normalise_tools(tools, source=record.source), message_cuts=done.cuts)
     return describe(record, content, used=used, options=options, notes=done.notes + notes)
 
 

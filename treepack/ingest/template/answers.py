@@ -52,6 +52,7 @@ THINKING_REMEDY = (
 CLOSED_NOTE = "thought opened by the generation prompt closed without reasoning, untrained"
 EMPTY_NOTE = "assistant turn without text, reasoning or calls, not trained"
 PROBE_THOUGHT = "probe_thought"
+SEEN_END = 256  # characters at the end of a turn among which its end token is
 LONGEST_TAGS = 64  # characters of an opening and a closing tag, without whitespace: more than any of `thoughts`
 
 
@@ -67,6 +68,11 @@ class Answer:
     def trained(self) -> str:
         """The trained text."""
         return "".join(self.text.slice(start, end) for start, end in self.spans)
+
+    def trained_end(self) -> str:
+        """Return the last characters of the last span, at least the longest special token; O(1) in the text."""
+        start, end = self.spans[-1]
+        return self.text.slice(max(start, end - SEEN_END), end)
 
 
 class Answers:

@@ -51,7 +51,7 @@ def check_answer(message: Message, answer: str, *, end: str, source: str) -> tup
 
 
 def _has_text(printed: str, text: str) -> bool:
-    return any(_squeeze(form) in printed for form in _forms(text))
+    return any(_squeeze(form) in printed for form in text_forms(text))
 
 
 def _has_calls(answer: str, calls: list[dict[str, Any]]) -> bool:
@@ -100,7 +100,7 @@ def _leaves(value: Any) -> Iterator[str]:
             yield str(each)
 
 
-def _forms(text: str) -> Iterator[str]:
+def text_forms(text: str) -> Iterator[str]:
     """Yield the forms in which templates print `text`: as it is, in JSON, in single quotes, in HTML."""
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]

@@ -58,7 +58,7 @@ class Forms:
     def __init__(self, setting: Setting) -> None:
         """Take from `setting` the template, the variables of every conversation, and whether there are tools."""
         self._has_tools = setting.tools is not None
-        self._setting = replace(setting, source="probe", tools=[PROBE_TOOL] if self._has_tools else None)
+        self.setting = replace(setting, source="probe", tools=[PROBE_TOOL] if self._has_tools else None)
 
     def check(self, messages: list[Message], source: str) -> None:
         """Refuse a conversation with messages that the template leaves out.
@@ -167,7 +167,7 @@ class Forms:
 
     def _render(self, messages: list[Message]) -> str | None:
         try:
-            return render(messages, self._setting)
+            return render(messages, self.setting)
         except UnfaithfulError:
             return None
 
@@ -182,7 +182,7 @@ class Forms:
     ) -> str:
         leading, tools, trailing = probe
         messages = [*leading, _calling(arguments, empty), *trailing]
-        return render(self._in_form(messages), replace(self._setting, tools=tools))
+        return render(self._in_form(messages), replace(self.setting, tools=tools))
 
 
 def calls_of(arguments: list[Any]) -> list[dict[str, Any]]:

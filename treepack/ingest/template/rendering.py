@@ -9,6 +9,7 @@ A template is foreign code, which can raise anything.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,6 +67,14 @@ class Setting:
     def at(self, source: str) -> Setting:
         """Return the same inputs for another `source`."""
         return replace(self, source=source)
+
+
+def is_json_object(text: str) -> bool:
+    """Return True if `text` is an object in JSON, as the arguments of a call are."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def read_template(path: str) -> TemplateFile:

@@ -4,7 +4,8 @@
     {"instruction": "Add.", "chosen": "5", "rejected": "6"}          a pair
     "history": [["2 + 2?", "4"]]                                     earlier rounds, which are trained too
 
-If a record has no other reward, `kto_tag` (true or false) is the reward.
+If a record has no other reward, `kto_tag` (true or false) is the reward. It is that of the output; then earlier rounds
+are not trained.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def _call(exchange: Exchange) -> ChatCall:
     messages = request["messages"] if isinstance(request["messages"], list) else [request["messages"]]
     response = [{"role": "assistant", "content": exchange.response["content"]}]
     tools = request.get("tools") or None
-    return ChatCall([*system, *messages], response, tools, temperature=temperature_of(request))
+    ending = exchange.response.get("stop_reason")
+    return ChatCall([*system, *messages], response, tools, temperature=temperature_of(request), ending=ending)
 
 
 FORMAT = Format(
@@ -72,11 +73,12 @@ FORMAT = Format(
     ],
     checked="none",
     used="""
-        request.system request.messages request.tools request.temperature response.content response.id response.model
+        request.system request.messages request.tools request.temperature response.content
+        response.stop_reason response.id response.model
         session_id group_id reward
     """.split(),
     dropped=(
-        "the other settings of request and response (usage, stop_reason)",
+        "the other settings of request and response (usage)",
         "encrypted reasoning (a note counts it)",
     ),
     keeps={REWARDS, LINEAGE},

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
 from treepack.ingest.readers.format import ANY, EVERYTHING, OBJECTS, Format, Kind, each, no
@@ -96,7 +97,7 @@ def _chat_calls(items: list[dict[str, Any]], tools: Any) -> Iterator[ChatCall]:
     # [user, choice, user, choice] -> calls with 1 and 3 messages of prompt
     for place, item in enumerate(items):
         if "message" in item:
-            yield ChatCall(messages[:place], messages[place : place + 1], tools)
+            yield ChatCall(messages[:place], messages[place : place + 1], tools, ending=endings.raw_of(item))
 
 
 def _token_call(choice: dict[str, Any], source: str) -> TokenCall | None:
@@ -116,7 +117,8 @@ def _token_call(choice: dict[str, Any], source: str) -> TokenCall | None:
     prompt = choice.get("prompt_token_ids")
     if not isinstance(ids, list) or not isinstance(prompt, list):
         return None
-    return TokenCall(prompt, ids, {"rollout_log_probs": [entry.get("logprob") for entry in entries]})
+    values = {"rollout_log_probs": [entry.get("logprob") for entry in entries]}
+    return TokenCall(prompt, ids, values, ending=endings.raw_of(choice))
 
 
 def _parse(value: Any, source: str) -> Any:
@@ -154,7 +156,7 @@ FORMAT = Format(
     """.split(),
     dropped=(
         "logs, exceptions and exchanges",
-        "finish_reason and top_logprobs of a choice",
+        "top_logprobs of a choice",
         "metadata, metrics and logs of a group",
     ),
     keeps=EVERYTHING,

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.beside import beside, folder_and_document, read_document
 from treepack.ingest.readers.calls import TokenCall, group_of_first, read_calls, within
 from treepack.ingest.readers.fields import ReadOptions, as_objects, describe, reward_of, shown, temperature_of
@@ -223,7 +224,15 @@ def _has_ids(step: dict[str, Any]) -> bool:
 def _token_call(step: dict[str, Any]) -> TokenCall:
     metrics = _metrics(step)
     values = {"rollout_log_probs": metrics.get("logprobs")}
-    return TokenCall(metrics["prompt_token_ids"], metrics["completion_token_ids"], values)
+    return TokenCall(metrics["prompt_token_ids"], metrics["completion_token_ids"], values, ending=_ending(step))
+
+
+def _ending(step: dict[str, Any]) -> Any:
+    """Return why the answer of a step ended, which agents log in `extra` fields; None if it is not in the file."""
+    metrics = _metrics(step)
+    holders = [step, step.get("extra"), metrics, metrics.get("extra")]
+    reasons = (endings.raw_of(holder) for holder in holders if isinstance(holder, dict))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _read_steps(
@@ -249,7 +258,7 @@ def _read_steps(
     if not any(done.weights):
         yield Skipped(record.source, "no step of a model that can be trained")
         return
-    content = Chat(done.messages, done.weights, schemas)
+    content = Chat(done.messages, done.weights, schemas, message_cuts=done.cuts)
     yield describe(record, content, used=(), options=options, notes=done.notes + notes)
 
 
@@ -270,6 +279,8 @@ def _messages(step: dict[str, Any], source: str) -> list[dict[str, Any]]:
         message["tool_calls"] = [{name: call.get(field) for name, field in names.items()} for call in calls]
     if not _is_trained(step):
         message["loss"] = False
+    if (ending := _ending(step)) is not None:
+        message["finish_reason"] = ending
     observation = step.get("observation")
     results = observation.get("results") if isinstance(observation, dict) else None
     answers = [_result(result, calls) for result in as_objects(results, source=source, name="observation.results")]

@@ -69,7 +69,8 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     folder, stem = folder_and_document(record)
     name = "/".join(part for part in (folder, "" if this_round is not None and folder else stem) if part)
     value = {"trajectory_id": name, "group_id": TIME.sub("", folder) or stem}
-    yield describe(Record(path, path, value), Chat(done.messages, weights), used=(), options=options, notes=done.notes)
+    content = Chat(done.messages, weights, message_cuts=done.cuts)
+    yield describe(Record(path, path, value), content, used=(), options=options, notes=done.notes)
 
 
 def _rounds(path: str) -> list[tuple[int, Path]]:

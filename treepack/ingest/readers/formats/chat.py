@@ -6,9 +6,10 @@
     {"prompt": "text", "completion": "text"}             the completion is trained
     {"system": "...", "messages": [...], "tools": [..]}  a request to Anthropic's API, whose blocks are split
 
-A message may have `loss` (ms-swift) or `trainable` (ART, rLLM), which are booleans, and `weight` (OpenAI) or
-`loss_scale` (ms-swift), which are numbers >= 0; all of them multiply. A record may have `chat_template_kwargs`, the
-variables of the chat template, for example {"enable_thinking": false}.
+A message may have marks such as `loss`, `train` and `weight` (`turn_weights`), and the reason why an answer ended, such
+as `finish_reason` (`endings`); the record may have the reason of its last answer. A record may have
+`chat_template_kwargs`, the variables of the chat template, for example {"enable_thinking": false}. Texts of AReaL's
+dumps contain their end tokens, so none is added.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.request_answer import answer_messages, dialogue, message_list
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
+# Fields of AReaL's dumps, whose texts were decoded with their special tokens.
+AREAL = frozenset({"seqlen", "prompt_len", "head_version", "tail_version"})
 # Fields that become content; the others are metadata.
 USED = frozenset({"messages", "prompt", "completion", "system", "chat_template_kwargs"})
 
@@ -65,7 +68,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             raise TreepackError(f"{source}: has no messages{hint}; expected messages, or prompt and completion")
         # Text has no turns, so no chat template is applied to it.
         if isinstance(prompt, str) and isinstance(completion, str):
-            yield describe(record, Text(prompt, completion), used={"prompt", "completion"}, options=options)
+            text = Text(prompt, completion, has_special=value.keys() >= AREAL)
+            yield describe(record, text, used={"prompt", "completion"}, options=options)
             return
         if isinstance(prompt, str):
             raise TreepackError(
@@ -83,7 +87,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     tools = normalise_tools(tools_of(value), source=source)
     # {"enable_thinking": false}: the trajectory keeps it, so that the prompt is rendered as it was sampled.
     variables = normalise_template_kwargs(value.get("chat_template_kwargs"), source=source)
-    content = Chat(done.messages, weights, tools, variables)
+    content = Chat(done.messages, weights, tools, variables, message_cuts=done.cuts)
     yield describe(record, content, used=used | TOOLS, options=options, notes=done.notes + notes)
 
 

@@ -216,7 +216,9 @@ def _calls(session: _Session) -> tuple[list[ChatCall], tuple[str, ...]]:
         if (reason := prompt.reason or skip_reason(answer)) is not None:
             notes[f"call not used: {reason}"] = None
             continue
-        calls.append(ChatCall(prompt.messages, answer))
+        # Only the last line of a message has the reason.
+        reasons = [reason for block in blocks if (reason := block.message.get("stop_reason")) is not None]
+        calls.append(ChatCall(prompt.messages, answer, ending=reasons[-1] if reasons else None))
     return calls, tuple(notes)
 
 
@@ -315,11 +317,11 @@ FORMAT = Format(
         message.model message.content.tool_use_id compactMetadata.preservedSegment attachment.prompt
         isApiErrorMessage message.content.type message.content.text message.content.thinking message.content.id
         message.content.name message.content.input message.content.content message.content.is_error
-        toolUseResult.agentId
+        toolUseResult.agentId message.stop_reason
     """.split(),
     dropped=(
         "attachments except queued commands (reminders)",
-        "message.usage, message.stop_reason, toolUseResult except the id of a sub-agent",
+        "message.usage, toolUseResult except the id of a sub-agent",
         "lines that are not in the tree: summary, file-history-snapshot, queue-operation, last-prompt, mode",
     ),
     keeps={MASKS},

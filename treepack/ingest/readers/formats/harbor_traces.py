@@ -19,6 +19,7 @@ from itertools import groupby
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.calls import ChatCall, read_chats, within
 from treepack.ingest.readers.fields import ReadOptions, quoted, shown
 from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, OBJECTS, REWARDS, Format
@@ -103,6 +104,8 @@ def _read_agent(name: str, rows: list[Record], options: ReadOptions) -> Iterator
     if not calls:
         yield Skipped(rows[0].source, "no message that the model wrote")
         return
+    # The error that ended the trial; of all limits only this one cuts an answer, the others come between two answers.
+    calls[-1] = replace(calls[-1], ending=result if endings.is_cut(result := value.get("result")) else None)
     # Only the last row has the result of the trial.
     facts = {
         **without(value, KNOWN),

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.fields import ReadOptions, as_objects, temperature_of
@@ -78,7 +79,10 @@ def _read_sample(record: Record, sample: Sample, options: ReadOptions) -> Iterat
     if reason is not None or not any(message["role"] == "assistant" for message in messages):
         yield Skipped(record.source, reason or NO_CALL, group_id=group)
         return
-    yield conversation(one, messages, options, notes=(MESSAGES_NOTE, *notes))
+    # The output of the sample is its last response.
+    choices = _object(sample.get("output")).get("choices")
+    ending = choices[0].get("stop_reason") if is_messages(choices) and choices else None
+    yield conversation(one, endings.mark(messages, ending), options, notes=(MESSAGES_NOTE, *notes))
 
 
 def _resolved(sample: Sample) -> Sample:
@@ -119,7 +123,8 @@ def _calls(sample: Sample, source: str) -> tuple[list[ChatCall], tuple[str, ...]
             reason = reason or next((reasons[place] for place in places if reasons[place]), None)
             if reason is None:
                 temperature = temperature_of(event.get("config"))
-                calls.append(ChatCall(prompt, [response], event.get("tools") or None, temperature=temperature))
+                tools, ending = event.get("tools") or None, choice.get("stop_reason")
+                calls.append(ChatCall(prompt, [response], tools, temperature=temperature, ending=ending))
             else:
                 notes[f"call not used: {reason}"] = None
     return calls, tuple(notes)
@@ -205,10 +210,11 @@ FORMAT = Format(
     used="""
         eval.task eval.model samples.id samples.epoch samples.messages samples.scores samples.attachments samples.events
         samples.events_data.messages samples.events.input_refs samples.events.output.choices samples.events.tools
-        samples.events.config.temperature samples.error
+        samples.events.config.temperature samples.events.output.choices.stop_reason
+        samples.error
     """.split(),
     dropped=(
-        "samples.store, samples.metadata, samples.output (repeats the last response)",
+        "samples.store, samples.metadata, samples.output but for its stop reason (repeats the last response)",
         "other events, and samples.events.call (the request of the provider)",
         "plan, results, stats, reductions",
     ),

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.fields import ReadOptions, as_number, quoted, shown, temperature_of
@@ -180,7 +181,7 @@ def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
         system = [{"role": "system", "content": inputs["instructions"]}] if inputs.get("instructions") else []
         prompt = messages_of_items(inputs["input"], source=source).messages
         said = messages_of_items(outputs["output"], source=source).messages
-        yield ChatCall([*system, *prompt], said, tools, temperature=temperature)
+        yield ChatCall([*system, *prompt], said, tools, None, temperature, endings.raw_of_response(outputs))
         return
     messages = inputs.get("messages")
     if not isinstance(messages, list):
@@ -191,28 +192,41 @@ def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
         prompt_messages = [each for message in prompt for each in chat_messages(message, source)]
         if isinstance(inputs.get("system"), str):
             prompt_messages.insert(0, {"role": "system", "content": inputs["system"]})
-        for response in responses:
+        for response, ending in responses:
             said = chat_messages(response, source)
             response_messages = [each | {"role": "assistant"} for each in said]
-            yield ChatCall(prompt_messages, response_messages, tools, temperature=temperature)
+            yield ChatCall(prompt_messages, response_messages, tools, None, temperature, ending or _ending(response))
 
 
-def _responses(outputs: dict[str, Any], source: str) -> list[list[Any]]:
-    """Return the responses to each prompt."""
+def _responses(outputs: dict[str, Any], source: str) -> list[list[tuple[Any, Any]]]:
+    """Return the responses to each prompt, each with the reason why it ended if that is beside it."""
     if isinstance(entries := outputs.get("generations"), list):
         lists = entries if all(isinstance(each, list) for each in entries) else [entries]
-        return [[_object(each).get("message") or _object(each).get("text") for each in one] for one in lists]
+        return [[_generation(_object(each)) for each in one] for one in lists]
     if isinstance(entries := outputs.get("choices"), list):
-        return [[_object(each).get("message") for each in entries]]
+        return [[(_object(each).get("message"), endings.raw_of(_object(each))) for each in entries]]
     # Forms of other wrappers: one message, or the whole conversation with the response at its end.
     for name in ("message", "output"):
         if isinstance(outputs.get(name), dict):
-            return [[outputs[name]]]
+            return [[(outputs[name], endings.raw_of(outputs))]]
     if isinstance(entries := outputs.get("messages"), list):
-        return [entries[-1:]]
+        return [[(each, endings.raw_of(outputs)) for each in entries[-1:]]]
     if "content" in outputs or "tool_calls" in outputs:
-        return [[outputs]]
+        return [[(outputs, None)]]
     raise TreepackError(f"{source}: outputs is {shown(outputs)}; expected generations, choices or a message")
+
+
+def _generation(generation: dict[str, Any]) -> tuple[Any, Any]:
+    text = generation.get("message") or generation.get("text")
+    return text, endings.raw_of(_object(generation.get("generation_info")))
+
+
+def _ending(message: Any) -> Any:
+    """Return why the response `message` ended: a field of it, or of its `response_metadata`."""
+    fields = _object(message)
+    fields = _object(fields.get("kwargs")) or _object(fields.get("data")) or fields
+    reasons = (endings.raw_of(_object(each)) for each in (fields.get("response_metadata"), fields))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def chat_messages(message: Any, source: str) -> list[Message]:

@@ -18,6 +18,7 @@ from treepack.ingest.readers.format import ANY, MASKS, REWARDS, SET, Format, fir
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.sft_messages import Message, calls_of_text, read_chat, read_whole_pair
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
 PAIR = ("chosen_messages", "rejected_messages")
@@ -45,7 +46,8 @@ def _messages(messages: list[dict[str, Any]], source: str) -> list[Message]:
         parts = message.get("content")
         if not is_messages(parts):
             raise TreepackError(f"{where} has the content {shown(parts)}; expected parts with type and value")
-        chat: Message = {"role": message.get("role"), "content": []}
+        # `normalise_messages` reads the marks among the other fields, such as `loss_weight`.
+        chat: Message = without(message, ("role", "content")) | {"role": message.get("role"), "content": []}
         # [reasoning "a", text "b", tool_call '{..}'] -> reasoning_content "a", content ["b"], tool_calls [{..}]
         for part in parts:
             kind, value = part.get("type"), part.get("value")
@@ -55,8 +57,7 @@ def _messages(messages: list[dict[str, Any]], source: str) -> list[Message]:
                 chat["reasoning_content"] = chat.get("reasoning_content", "") + value
             else:
                 chat["content"].append({"type": kind, "text": value})
-        # `weight` is the name of the loss weight in chat form.
-        done.append(chat if message.get("loss_weight") is None else chat | {"weight": message["loss_weight"]})
+        done.append(chat)
     return done
 
 

@@ -8,7 +8,7 @@
 A reply that the agent could not use is not among the messages. It is in `extra` of the user message that complains
 about it. No later prompt contains this reply, so it is trained in a separate trajectory. Calls of OpenAI's Responses
 API are logged as whole responses, with their items and tools. If the server added token ids to every response in
-`extra`, these ids are read.
+`extra`, these ids are read. An `exit_status` such as LimitsExceeded ends a run between two answers, so it cuts none.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.beside import folder_and_document
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.fields import ReadOptions, as_objects, temperature_of
@@ -54,11 +55,11 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             continue
         # The refused reply answered the same prompt as the next accepted reply.
         if (refused := _refused_reply(message, record.source, notes)) is not None:
-            calls.append(ChatCall(list(history), [refused], tools))
+            calls.append(ChatCall(list(history), [refused], tools, ending=_ending(message)))
             tokens.append(_token_call(message))
         said = _chat_message(message, record.source, notes)
         if said is not None and said.get("role") == "assistant":
-            calls.append(ChatCall(list(history), [said], tools))
+            calls.append(ChatCall(list(history), [said], tools, ending=_ending(message)))
             tokens.append(_token_call(message))
         history += [] if said is None else [said]
     description = replace(record, value=_description(record))
@@ -68,6 +69,17 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         return
     notes |= {SOME_NOTE: None} if with_ids else {}
     yield from with_notes(read_chats(description, calls, options), tuple(notes))
+
+
+def _ending(message: dict[str, Any]) -> Any:
+    """Return why the response in `message` ended: a field of its choice, or of the response itself."""
+    extra = message.get("extra")
+    response = extra.get("response") if isinstance(extra, dict) else None
+    response = message if message.get("object") == "response" else response
+    if not isinstance(response, dict):
+        return None
+    choices = response.get("choices")
+    return endings.raw_of(choices[0]) if is_messages(choices) and choices else endings.raw_of_response(response)
 
 
 def _token_call(message: dict[str, Any]) -> TokenCall | None:

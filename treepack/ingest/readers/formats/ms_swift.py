@@ -1,7 +1,7 @@
 """Records of ms-swift that are more than chat: pairs, the roles of agents, and rounds of query and response.
 
     {"messages": [..., assistant], "rejected_response": "..."}    a pair; or rejected_messages, a whole conversation
-    {"messages": [...], "label": true}                            the label is the reward
+    {"messages": [...], "label": true}                            the label is the reward of the last answer
     {"query": "3 + 3?", "response": "6", "history": [["2 + 2?", "4"]], "system": "Be brief."}
     {"conversation": [{"human": "2 + 2?", "assistant": "4"}], "system": "Be brief."}
 
@@ -16,17 +16,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.ingest.readers.format import ANY, FILLED, FLAG, MASKS, REWARDS, SET, TEXT, Format, first, no, one_of, some
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.sft_messages import calls_of_text, read_chat, read_whole_pair, rounds
+from treepack.ingest.readers.turn_weights import WEIGHT_FIELDS
 from treepack.trajectory import Skipped, Trajectory
 
 # Roles that ms-swift adds to chat.
 CALL, RESULTS = "tool_call", ("tool_response", "tool")
-# Marks of a message that decide whether it is trained.
-MARKS = ("loss", "loss_scale")
 # Fields that become messages. `label` is the reward, which `sft_messages` reads.
 USED = frozenset(
     """
@@ -100,7 +100,8 @@ def _merge_turns(messages: list[dict[str, Any]], source: str) -> list[dict[str, 
         role = message.get("role")
         if role == CALL:
             calls = calls_of_text(message.get("content"), where=f"{source}: message {number}")
-            part = {"role": "assistant", "content": "", "tool_calls": calls} | _marks(message)
+            part: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
+            part |= _marks(message) | {name: message[name] for name in endings.FIELDS if name in message}
         else:
             part = message | {"role": "tool"} if role in RESULTS else message
         last = done[-1] if done and part.get("role") == done[-1].get("role") == "assistant" else None
@@ -117,13 +118,14 @@ def _merge_turns(messages: list[dict[str, Any]], source: str) -> list[dict[str, 
                     f"{source}: message {number} continues a turn, but its content is a list; expected text"
                 )
             calls = [*(last.get("tool_calls") or []), *(part.get("tool_calls") or [])]
-            done[-1] = last | {"content": "".join(texts)} | ({"tool_calls": calls} if calls else {})
+            ended = {name: part[name] for name in endings.FIELDS if name in part}
+            done[-1] = last | {"content": "".join(texts)} | ({"tool_calls": calls} if calls else {}) | ended
         before = role
     return done
 
 
 def _marks(message: dict[str, Any]) -> dict[str, Any]:
-    return {name: message[name] for name in MARKS if message.get(name) is not None}
+    return {name: message[name] for name in WEIGHT_FIELDS if message.get(name) is not None}
 
 
 FORMAT = Format(

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.fields import GROUPS, IDS, ReadOptions, temperature_of
@@ -58,6 +59,10 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         yield Skipped(source, reason)
         return
     slim = replace(record, value=_description(value, response))
+    # The response is that of the last call, with the output of all calls before it.
+    if (ending := endings.raw_of_response(response)) is not None and calls.chats:
+        calls.chats[-1] = replace(calls.chats[-1], ending=ending)
+        calls.tokens[-1:] = [replace(call, ending=ending) for call in calls.tokens[-1:]]
     if calls.tokens and calls.have_all_ids:
         yield from read_calls(slim, calls.tokens, options)
         return

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.exchanges import Exchange, description, read_exchanges, request_and_response
@@ -111,7 +112,8 @@ def _calls(exchange: Exchange) -> list[_Choice]:
         # The response of a server has more fields than a message of a prompt.
         said = {"role": "assistant"} | {name: field for name, field in message.items() if name in READ}
         tools, temperature = request.get("tools") or request.get("functions") or None, temperature_of(request)
-        chat = ChatCall(request["messages"], [said], tools, temperature=temperature)
+        ending = endings.raw_of(choice)
+        chat = ChatCall(request["messages"], [said], tools, temperature=temperature, ending=ending)
         tokens = token_call(exchange.response, choice, temperature)
         calls.append(_Choice(chat, tokens, bool(_parts(choice))))
     return calls
@@ -129,7 +131,8 @@ def token_call(response: dict[str, Any], choice: dict[str, Any], temperature: fl
     if not prompt or not generated:
         return None
     logprobs = message.get("generation_log_probs") or [part.get("logprob") for part in parts]
-    return TokenCall(prompt, generated, {"rollout_log_probs": logprobs, "temperatures": temperature})
+    values = {"rollout_log_probs": logprobs, "temperatures": temperature}
+    return TokenCall(prompt, generated, values, ending=endings.raw_of(choice))
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -159,9 +162,10 @@ FORMAT = Format(
         request.messages request.tools request.temperature response.choices.message
         response.choices.logprobs.content response.prompt_token_ids response.choices.token_ids response.id
         response.model session_id group_id reward response.body.model response.body.choices.message
+        response.choices.finish_reason
     """.split(),
     dropped=(
-        "the other settings of request and response (usage, finish_reason)",
+        "the other settings of request and response (usage)",
         "top_logprobs",
     ),
     keeps=EVERYTHING,

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.exchanges import Exchange, description, read_exchanges, request_and_response
@@ -139,7 +140,8 @@ def _add(
     tools = request.get("tools") or response.get("tools") or None
     rollout.exchanges.append(exchange)
     temperature = temperature_of(request if request.get("temperature") is not None else response)
-    rollout.calls.append(ChatCall([*system, *prompt], output.messages, tools, temperature=temperature))
+    ending = endings.raw_of_response(response)
+    rollout.calls.append(ChatCall([*system, *prompt], output.messages, tools, temperature=temperature, ending=ending))
     rollout.notes |= dict.fromkeys((*question.notes, *output.notes))
     return [*prompt, *output.messages]
 
@@ -162,7 +164,7 @@ FORMAT = Format(
     used="""
         id input instructions tools temperature previous_response_id conversation.id model group_id reward
         output.type output.role output.content output.name output.arguments output.call_id output.summary
-        output.id output.status
+        output.id output.status status
     """.split(),
     dropped=(
         "the other settings of request and response (usage)",

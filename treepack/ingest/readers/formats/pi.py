@@ -247,9 +247,12 @@ def _chat_message(message: dict[str, Any], source: str) -> dict[str, Any]:
         return {"role": "user", "content": content}
     if role in ("branchSummary", "compactionSummary"):
         return {"role": "user", "content": message.get("summary")}
-    if role != "assistant" or isinstance(content, str):
+    if role != "assistant":
         return {"role": role, "content": content}
-    said: dict[str, Any] = {"role": role, "content": []}
+    ended = {"stopReason": message.get("stopReason")}
+    if isinstance(content, str):
+        return {"role": role, "content": content} | ended
+    said: dict[str, Any] = {"role": role, "content": []} | ended
     for part in as_objects(content, source=source, name="content"):
         kind = part.get("type")
         if kind == "thinking":

@@ -7,6 +7,8 @@
 
 A step is a call. If all steps of a trajectory have token ids, these ids are read. If not, the messages are read, and
 the last assistant message of a step is its response. The trajectories of one episode belong to its agents, by name.
+A `termination_reason` of max_response_length_exceeded means that the last response was cut; the other limits end an
+episode between two responses.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
 from treepack.ingest.readers.format import ANY, EVERYTHING, Format, each
@@ -32,6 +35,7 @@ KNOWN = frozenset(
 )
 # Names that rLLM gives to the only agent of an episode.
 UNNAMED = frozenset({None, "", "default_traj_name", "agent"})
+CUT_RESPONSE = "max_response_length_exceeded"
 SOME_NOTE = "token ids of some steps only, all steps read as text"
 
 
@@ -89,13 +93,25 @@ def _read_trajectory(
     steps = as_objects(trajectory.get("steps"), source=source, name="steps")
     calls = [_token_call(step) for step in steps]
     # The weights may change during a rollout; the last version is the one that wrote its end.
+    reason = str(record.value.get("termination_reason")).rpartition(".")[2].lower()
+    ended = reason if reason == CUT_RESPONSE else None
     versions = [step["weight_version"] for step in steps if step.get("weight_version") is not None]
     one = replace(record, value=record.value | ({"weight_version": versions[-1]} if versions else {}))
     if calls and all(call is not None for call in calls):
-        yield from read_calls(one, [call for call in calls if call is not None], options)
+        token_calls = [call for call in calls if call is not None]
+        token_calls[-1] = replace(token_calls[-1], ending=token_calls[-1].ending or ended)
+        yield from read_calls(one, token_calls, options)
         return
     notes = (SOME_NOTE,) if any(call is not None for call in calls) else ()
-    yield from with_notes(read_chats(one, [_chat_call(step, source) for step in steps], options), notes)
+    chats = [_chat_call(step, source) for step in steps]
+    chats[-1:] = [replace(chat, ending=chat.ending or ended) for chat in chats[-1:]]
+    yield from with_notes(read_chats(one, chats, options), notes)
+
+
+def _ending(step: dict[str, Any]) -> Any:
+    output = step.get("model_output")
+    raw = endings.raw_of(step)
+    return endings.raw_of(output) if raw is None and isinstance(output, dict) else raw
 
 
 def _token_call(step: dict[str, Any]) -> TokenCall | None:
@@ -106,7 +122,8 @@ def _token_call(step: dict[str, Any]) -> TokenCall | None:
     if not prompt or not response:
         return None
     logprobs = step.get("logprobs") or (output or {}).get("logprobs")
-    return TokenCall(prompt, response, {"rollout_log_probs": logprobs, "advantages": step.get("advantage")})
+    values = {"rollout_log_probs": logprobs, "advantages": step.get("advantage")}
+    return TokenCall(prompt, response, values, ending=_ending(step))
 
 
 def _chat_call(step: dict[str, Any], source: str) -> ChatCall:
@@ -114,7 +131,7 @@ def _chat_call(step: dict[str, Any], source: str) -> ChatCall:
     messages = as_objects(step.get("chat_completions"), source=source, name="chat_completions")
     # roles [user, assistant, tool] -> last 1: a prompt of 1 message
     last = next((k for k in reversed(range(len(messages))) if messages[k].get("role") == "assistant"), len(messages))
-    return ChatCall(messages[:last], messages[last : last + 1])
+    return ChatCall(messages[:last], messages[last : last + 1], ending=_ending(step))
 
 
 FORMAT = Format(

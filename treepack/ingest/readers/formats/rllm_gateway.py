@@ -71,7 +71,8 @@ def _read_session(session: str, traces: list[Record], options: ReadOptions) -> I
             continue
         values = {"rollout_log_probs": trace.value.get("logprobs")}
         values["temperatures"] = temperature_of(trace.value.get("raw_request"))
-        calls.append(TokenCall(prompt, _ids(trace, "completion_token_ids"), values))
+        ending = trace.value.get("finish_reason")
+        calls.append(TokenCall(prompt, _ids(trace, "completion_token_ids"), values, ending=ending))
     if calls:
         yield from read_calls(one, calls, options)
 
@@ -119,7 +120,8 @@ def _chat_call(trace: Record) -> ChatCall:
         raise TreepackError(f"{trace.source}: response_message is {shown(response)}; expected a message")
     request = trace.value.get("raw_request")
     tools = request.get("tools") if isinstance(request, dict) else None
-    return ChatCall(messages, [response] if response else [], tools, temperature=temperature_of(request))
+    ending = trace.value.get("finish_reason")
+    return ChatCall(messages, [response] if response else [], tools, None, temperature_of(request), ending)
 
 
 FORMAT = Format(
@@ -129,12 +131,12 @@ FORMAT = Format(
     requires=[{"trace_id": TEXT, "session_id": TEXT, ("response_message", "completion_token_ids"): ANY}],
     used="""
         trace_id session_id model messages response_message prompt_token_ids metadata completion_token_ids
-        logprobs prompt_delta_token_ids parent_trace_id weight_version
+        logprobs prompt_delta_token_ids parent_trace_id weight_version finish_reason
     """.split(),
     dropped=(
         "routing_matrices",
         "lineage_id (prompts tell which calls continue each other)",
-        "finish_reason, latency_ms, token_counts and timestamp",
+        "latency_ms, token_counts and timestamp",
         "raw_request but for its tools and temperature, and raw_response",
     ),
     keeps={TOKEN_IDS, MASKS, LOGPROBS},

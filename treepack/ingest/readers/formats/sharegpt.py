@@ -3,8 +3,8 @@
     human "2 + 3?"   function_call '{"name": "add", "arguments": {..}}'   observation "5"   gpt "It is 5."
     =>  user         assistant {tool_calls: [add]}                        tool "5"          assistant "It is 5."
 
-`chosen` and `rejected`, each one message, make a pair. A message may have a `weight`, and may be in chat form, with
-`role` and `content`. `tools` is often JSON text.
+`chosen` and `rejected`, each one message, make a pair. A message may have marks such as `weight` and `train`
+(`turn_weights`), and may be in chat form, with `role` and `content`. `tools` is often JSON text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from treepack.ingest.readers.fields import ReadOptions, quoted, shown
 from treepack.ingest.readers.format import ANY, MASKS, REWARDS, Format, first, no
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.sft_messages import calls_of_text, read_chat, read_pair
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
 ROLES = {
@@ -35,8 +36,6 @@ ROLES = {
 }
 CALL = "function_call"
 PAIRS = ({"from", "value"}, {"role", "content"})
-# Marks of a message that decide whether, and how much, it is trained.
-KEPT = ("weight", "loss", "loss_scale")
 USED = frozenset({"conversations", "system"})
 # A pair has these two fields besides the common conversation.
 PAIR = frozenset({"chosen", "rejected"})
@@ -70,10 +69,12 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(speaker, str) or (speaker != CALL and speaker not in ROLES):
         known = ", ".join([*ROLES, CALL])
         raise TreepackError(f"{where} is from {quoted(speaker)}; expected one of {known}")
-    kept = {name: turn[name] for name in KEPT if name in turn}
+    # `normalise_messages` reads the marks among the other fields, and counts those that it does not know.
+    kept = without(turn, ("from", "value"))
     if speaker == CALL:
-        return {"role": "assistant", "content": "", "tool_calls": calls_of_text(turn.get("value"), where=where)} | kept
-    return {"role": ROLES[speaker], "content": turn.get("value")} | kept
+        calls = calls_of_text(turn.get("value"), where=where)
+        return kept | {"role": "assistant", "content": "", "tool_calls": calls}
+    return kept | {"role": ROLES[speaker], "content": turn.get("value")}
 
 
 FORMAT = Format(

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.ingest.readers.format import ANY, ARRAY, EVERYTHING, LIST, Fields, Format, each, no
@@ -115,10 +116,13 @@ def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
     if isinstance(versions := value.get("weight_versions"), list) and versions:
         kept["weight_version"] = versions[-1]
     if len(value["tokens"]) == 0:
-        yield from _read_text(replace(record, value=kept), options)
-        return
-    kept = without(kept, TEXT) | kept_routes(value, options)
-    yield from tokens.read(replace(record, value=kept), options)
+        items = _read_text(replace(record, value=kept), options)
+    else:
+        kept = without(kept, TEXT) | kept_routes(value, options)
+        items = tokens.read(replace(record, value=kept), options)
+    is_cut = endings.is_cut(value["status"])
+    for item in items:
+        yield endings.cut(item) if is_cut and isinstance(item, Trajectory) else item
 
 
 def _read_text(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.beside import beside, read_document
 from treepack.ingest.readers.fields import ReadOptions, as_objects, shown, temperature_of
 from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, OBJECT, REWARDS, Fields, Format, has_fields
@@ -148,6 +149,9 @@ def _said(message: dict[str, Any], names: dict[Any, Any], source: str) -> dict[s
     names.update((call["id"], call.get("name")) for call in calls if isinstance(call.get("id"), str))
     kept = [without(call, {"requestor"}) for call in calls]
     said = {"role": message.get("role"), "content": message.get("content")}
+    # The choice of the response; a limit on steps (`termination_reason`) ends a simulation between two answers.
+    if (ending := endings.raw_of(_dict(message.get("raw_data")))) is not None:
+        said["finish_reason"] = ending
     return said | {"tool_calls": kept} if kept else said
 
 
@@ -191,7 +195,7 @@ FORMAT = Format(
         "what the user did with tools (the agent does not see it)",
         "simulations.ticks (simulations by voice are skipped)",
         "simulations.review and other reviews",
-        "times, costs, usage, raw_data",
+        "times, costs, usage, raw_data but for its finish_reason",
         "user_info",
         "tasks (all but the messages that they begin with)",
     ),

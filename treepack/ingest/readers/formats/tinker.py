@@ -79,7 +79,7 @@ def _read_trajectory(
         # The mask is 0 on the response, so the transition stays context of later ones.
         if masked and isinstance(sampled, list):
             values["loss_mask"] = [0] * len(sampled)
-        calls.append(TokenCall(prompt, sampled, values))
+        calls.append(TokenCall(prompt, sampled, values, ending=action.get("stop_reason")))
     rest = without(record.value, ("transitions", "final_ob"))
     yield from read_calls(replace(record, value=rest | {"reward": reward}), calls, options)
 
@@ -105,12 +105,13 @@ FORMAT = Format(
     requires=[{"trajectories_G": LIST}, {"transitions": each({"ob": ANY, "ac": ANY})}],
     used="""
         trajectories_G final_rewards_G trajectories_G.transitions.ob trajectories_G.transitions.ac.tokens
+        trajectories_G.transitions.ac.stop_reason
         trajectories_G.transitions.ac.maybe_logprobs trajectories_G.transitions.reward
         trajectories_G.transitions.metrics trajectories_G.stop_reason
     """.split(),
     dropped=(
         "final_ob (nothing was sampled after it)",
-        "episode_done, ac.stop_reason and logs",
+        "episode_done and logs",
         "metrics_G and rollout_errors",
         "chunks that are not text (rollouts that have some are skipped)",
     ),

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers import graphs
+from treepack.ingest.readers import endings, graphs
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats, within
 from treepack.ingest.readers.content_blocks import MEDIA_REASON, skip_reason
 from treepack.ingest.readers.fields import ReadOptions, as_objects, shown, temperature_of
@@ -112,7 +112,7 @@ def _read_trace(
         yield Skipped(record.source, "no call with a response")
         return
     one = replace(record, value=_facts(episode, trace, agent, record.source))
-    temperatures = _temperatures(trace, agent, record.source)
+    temperatures, reasons = _temperatures(trace, agent, record.source), _endings(trace, record.source)
     ids = graphs.ids_of(nodes, source=record.source)
     if (reason := _skip_reason(trace, ids, record.source)) is not None:
         yield Skipped(record.source, reason)
@@ -125,11 +125,16 @@ def _read_trace(
         calls = [_token_call(nodes, ids, paths[number], number, record.source) for number in sampled]
         for call, number in zip(calls, sampled, strict=True):
             call.values["temperatures"] = temperatures.get(number)
+        calls[-1] = replace(calls[-1], ending=reasons.get(sampled[-1]))
         items = read_calls(one, calls, options)
     else:
         notes += (PARTIAL_NOTE,) if any(len(ids[number]) > 0 for number in needed) else ()
         chats = [
-            replace(_chat_call(trace, paths[number], number, record.source), temperature=temperatures.get(number))
+            replace(
+                _chat_call(trace, paths[number], number, record.source),
+                temperature=temperatures.get(number),
+                ending=reasons.get(number),
+            )
             for number in sampled
         ]
         items = read_chats(one, chats, options)
@@ -144,6 +149,15 @@ def _temperatures(trace: dict[str, Any], agent: dict[str, Any], source: str) -> 
         if isinstance(node := call.get("node"), int) and (own := temperature_of(call.get("sampling"))) is not None:
             known[node] = own
     return {number: temperature for number, temperature in known.items() if temperature is not None}
+
+
+def _endings(trace: dict[str, Any], source: str) -> dict[int, Any]:
+    """Return why the response of each node ended: a field of its call, or of the node itself."""
+    known = {number: endings.raw_of(node) for number, node in enumerate(trace.get("nodes") or [])}
+    for call in as_objects(trace.get("calls"), source=source, name="calls"):
+        if isinstance(node := call.get("node"), int) and call.get("finish_reason") is not None:
+            known[node] = call["finish_reason"]
+    return known
 
 
 def _token_call(nodes: list[dict[str, Any]], ids: list[Any], path: list[int], number: int, source: str) -> TokenCall:
@@ -218,7 +232,8 @@ FORMAT = Format(
     used="""
         env.id group.id run.work.step traces.id traces.task.key traces.agent.name traces.agent.trainable
         traces.tools traces.nodes.tools traces.rewards traces.metrics traces.info traces.stop_condition traces.ok
-        traces.calls.model traces.nodes.parent traces.nodes.message traces.nodes.sampled traces.nodes.token_ids
+        traces.calls.model traces.calls.finish_reason traces.nodes.parent traces.nodes.message traces.nodes.sampled
+        traces.nodes.token_ids
         traces.nodes.mask traces.nodes.logprobs traces.nodes.advantages traces.nodes.reference_logprobs
         traces.nodes.trainer_logprobs traces.mm_token_type_id_map
     """.split(),
@@ -227,7 +242,7 @@ FORMAT = Format(
         "traces.nodes.loss_weights (noted)",
         "traces.nodes.is_content, entropies, semantic_parents and timestamp",
         "traces.root_reply and numbers of tokens",
-        "traces.calls but for model and temperature (usage, times)",
+        "traces.calls but for model, temperature and finish_reason (usage, times)",
         "timing, errors, rewrites, versions and extra_usage",
         "task.data",
     ),

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.beside import beside, read_document
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.fields import ReadOptions, shown, temperature_of
@@ -71,7 +72,8 @@ def _read_rollout(record: Record, run: dict[str, Any], options: ReadOptions) -> 
     # A record without steps is one call itself.
     for talk in steps or [value]:
         prompt, completion = (_messages(talk, name, source) for name in ("prompt", "completion"))
-        calls.append(ChatCall(prompt, completion, tools))
+        ending = endings.raw_of_step(talk) if steps else None
+        calls.append(ChatCall(prompt, completion, tools, ending=ending))
     yield from read_chats(one, calls, options)
 
 
@@ -82,7 +84,8 @@ def _token_call(step: dict[str, Any], source: str) -> TokenCall:
         "rollout_log_probs": tokens.get("completion_logprobs"),
         "advantages": step.get("advantage"),
     }
-    return TokenCall(tokens.get("prompt_ids"), tokens.get("completion_ids"), values, tokens.get("routed_experts"))
+    routes, ending = tokens.get("routed_experts"), endings.raw_of_step(step)
+    return TokenCall(tokens.get("prompt_ids"), tokens.get("completion_ids"), values, routes, ending)
 
 
 def _name(value: dict[str, Any], steps: list[dict[str, Any]], record: Record) -> str:
@@ -135,7 +138,7 @@ FORMAT = Format(
     used="""
         example_id prompt completion reward metrics info answer is_truncated tool_defs trajectory.tokens.prompt_ids
         trajectory.tokens.completion_ids trajectory.tokens.completion_mask trajectory.tokens.completion_logprobs
-        trajectory.advantage trajectory.trajectory_id model sampling_args.temperature
+        trajectory.advantage trajectory.is_truncated trajectory.trajectory_id model sampling_args.temperature
     """.split(),
     dropped=(
         "timing, token_usage and errors",
