@@ -85,8 +85,8 @@ FORMAT = Format(
         {"conversations": first({"from": ANY, "value": ANY}, {"role": ANY, "content": ANY}), FIELDS_OF_HARBOR: no(ANY)},
     ],
     used="""
-        conversations.from conversations.value conversations.weight system tools chosen.value rejected.value
-        kto_tag chosen.from rejected.from
+        conversations.from conversations.value system tools chosen.value rejected.value kto_tag chosen.from
+        rejected.from conversations.* chosen.* rejected.*
     """.split(),
     dropped=("images, videos, audios (records that have some are skipped)",),
     keeps={MASKS, REWARDS},
