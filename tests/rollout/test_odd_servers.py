@@ -43,7 +43,7 @@ class OddServer(EngineServer):
 
     def application(self) -> web.Application:
         application = super().application()
-        application.middlewares.append(self._changed)  # type: ignore[arg-type]
+        application.middlewares.append(self._changed)
         return application
 
     @web.middleware

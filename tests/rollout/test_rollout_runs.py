@@ -285,7 +285,7 @@ def test_the_options_of_a_run_are_on_the_disk_before_its_first_tree(
     fsync = os.fsync
 
     def watched(descriptor: int) -> None:
-        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        flushed.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
         fsync(descriptor)
 
     monkeypatch.setattr("treepack.rollout.output.os.fsync", watched)

@@ -114,7 +114,8 @@ def _is_whole(metadata: Metadata) -> bool:
     """Return True if the types are those that DCP writes, and all data are in files of the checkpoint itself."""
     if not isinstance(metadata.storage_meta, StorageMeta | None):
         return False
-    entries, places = metadata.state_dict_metadata, metadata.storage_data
+    entries: Any = metadata.state_dict_metadata
+    places = metadata.storage_data
     if not isinstance(entries, dict) or not isinstance(places, dict):
         return False
     kinds = (TensorStorageMetadata, BytesStorageMetadata)
