@@ -222,7 +222,8 @@ def is_inside(path: AnyPath, folder: AnyPath) -> bool:
     """Return True if `path` is `folder` or lies in it; both are on this machine, or both are addresses."""
     if isinstance(path, RemotePath) or isinstance(folder, RemotePath):
         return isinstance(path, RemotePath) and isinstance(folder, RemotePath) and path.is_relative_to(folder)
-    return path.resolve().is_relative_to(folder.resolve())
+    # Path.resolve raises on a link to itself; reading that link gives a better message.
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def _swap(temporary: Path, out: Path) -> None:
