@@ -37,7 +37,8 @@ def standard_streams() -> Iterator[None]:
     _open_closed()
     before = sys.stdout, sys.stderr
     null = None if None not in before else Path(os.devnull).open("w")  # noqa: SIM115
-    out, err = ((stream or null) for stream in before)
+    streams: list[Any] = [null if stream is None else stream for stream in before]
+    out, err = streams
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="backslashreplace")  # a name may have characters that the terminal's encoding lacks
     guarded: list[Any] = [
@@ -49,7 +50,7 @@ def standard_streams() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
-        for stream, guard in zip((out, err), guarded, strict=True):
+        for stream, guard in zip(streams, guarded, strict=True):
             if guard.has_failed:
                 # Drop the rest of the buffer. Otherwise Python writes it again when it exits, and prints a traceback.
                 with suppress(OSError, ValueError):
@@ -121,7 +122,7 @@ def _escaped_line(text: str) -> str:
 
 def _is_terminal(stream: Any) -> bool:
     with suppress(OSError, ValueError):
-        return stream.isatty()
+        return bool(stream.isatty())
     return False
 
 

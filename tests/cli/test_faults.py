@@ -203,7 +203,7 @@ def test_bytes_into_a_full_stdout_are_one_sentence() -> None:
 def test_a_terminal_that_lacks_a_letter_gets_an_escape(inputs: Path, tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text('{"id": "\u4f60", "tokens": [1, 2], "loss_mask": [0, 1]}\n', encoding="utf-8")
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    words = ["show", tmp_path / "r.jsonl", "--trajectory", "\u4f60"]
+    words: list[str | Path] = ["show", tmp_path / "r.jsonl", "--trajectory", "\u4f60"]
     done = subprocess.run([TREEPACK, *words], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "\\u4f60" in done.stdout

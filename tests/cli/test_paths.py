@@ -70,6 +70,17 @@ def test_a_part_whose_name_no_file_can_have_is_one_sentence(treepack: Run, folde
     assert "which is not a file name of its directory; write the directory again" in result.err
 
 
+@pytest.mark.parametrize("out", [False, True])
+def test_a_manifest_of_deep_brackets_is_damaged(treepack: Run, folder: Path, out: bool) -> None:
+    (folder / "deep").mkdir()
+    (folder / "deep" / "manifest.json").write_text("[" * 100_000)
+    words = ["build-trie", "rollouts.jsonl", "--out", "deep", "--overwrite"] if out else ["stats", "deep"]
+    result = treepack(*words)
+    assert result.status == 1
+    sentence = "deep exists and was not written by treepack; remove it" if out else "deep/manifest.json: is damaged ("
+    assert result.err.startswith(f"treepack: {sentence}")
+
+
 def test_a_pipe_in_a_folder_is_skipped_and_counted(treepack: Run, folder: Path) -> None:
     inputs = folder / "inputs"
     inputs.mkdir()

@@ -186,6 +186,14 @@ def test_a_record_without_a_field_is_damaged_and_not_a_traceback(folder: Path, f
     assert found in (f"{RECORD} has wrong fields", f"{RECORD} was altered")
 
 
+def test_a_record_of_deep_brackets_is_damaged(folder: Path) -> None:
+    path = folder / "run" / "checkpoints" / STEP
+    (path / RECORD).write_text("[" * 100_000)
+    fault = read_record(path)
+    assert isinstance(fault, str)
+    assert fault.startswith(f"{RECORD} cannot be read: RecursionError")
+
+
 @pytest.mark.parametrize("content", [b"", b"x" * 50, pickle.dumps({"a": 1}), pickle.dumps([1.5])])
 def test_a_table_of_contents_of_another_kind_is_one_sentence(folder: Path, content: bytes) -> None:
     step = folder / "run" / "checkpoints" / STEP

@@ -138,7 +138,7 @@ def is_own_directory(path: Path) -> bool:
     for name in (MANIFEST, RUN, "train.json", "values.json"):
         try:
             content = json.loads((path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         if isinstance(content, dict) and str(content.get("format")).startswith("treepack-"):
             return True

@@ -226,7 +226,7 @@ def read_manifest(directory: str | AnyPath | Location, kind: str | None = None) 
     try:
         manifest = json.loads(content)
         format_name, version = str(manifest["format"]), manifest["version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); write the directory again") from error
     if format_name not in _REQUIRED:
         raise TreepackError(f"{path}: has the format {format_name!r}; expected {kind or ' or '.join(_REQUIRED)}")

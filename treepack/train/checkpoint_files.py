@@ -91,7 +91,7 @@ def parse_record(content: bytes, name: str) -> dict[str, Any] | str:
     """Return the record with this content of the checkpoint `name`, or its fault."""
     try:
         record = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"{RECORD} cannot be read: {describe_error(error)}"
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         return f"{RECORD} does not have the format {FORMAT}"

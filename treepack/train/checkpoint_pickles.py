@@ -67,11 +67,12 @@ class CheckpointReader(FileSystemReader):
             raise _foreign(path, f"names {error}") from None
         except Exception as error:  # bytes that are no pickle may raise anything
             raise _damaged(path) from error
-        if not isinstance(metadata, Metadata) or not _is_whole(metadata):
+        if not _is_whole(metadata):
             raise _damaged(path)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        return metadata
+        whole: Metadata = metadata
+        return whole
 
 
 class PlainPlanner(DefaultLoadPlanner):
@@ -110,12 +111,11 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _is_whole(metadata: Metadata) -> bool:
+def _is_whole(metadata: Any) -> bool:
     """Return True if the types are those that DCP writes, and all data are in files of the checkpoint itself."""
-    if not isinstance(metadata.storage_meta, StorageMeta | None):
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_meta, StorageMeta | None):
         return False
-    entries: Any = metadata.state_dict_metadata
-    places = metadata.storage_data
+    entries, places = metadata.state_dict_metadata, metadata.storage_data
     if not isinstance(entries, dict) or not isinstance(places, dict):
         return False
     kinds = (TensorStorageMetadata, BytesStorageMetadata)
