@@ -28,6 +28,7 @@ from treepack.files.manifest import read_manifest
 from treepack.trajectory import Int32, Int64
 from treepack.trie.nodes import subtree_ends
 from treepack.trie.row_groups import PartGroups, TrieFooters, read_footers, read_groups
+from treepack.trie.shape import check_nodes, check_trained
 from treepack.trie.trie import Trie
 
 # Share of a slice, before and after the place of an even cut, in which a better place is looked for. The second one is
@@ -324,7 +325,7 @@ def read_slice(directory: str | AnyPath, part: TrieSlice, *, tokens: bool = True
         values = np.broadcast_to(np.int32(-1), (int(sizes.sum()),))
     # End nodes [2, 2, 4], subtrees [0, 5), [1, 3), ... -> 3 - 0, 2 - 0, ... trajectories.
     num_passing = np.searchsorted(end_node, node_end) - np.searchsorted(end_node, np.arange(len(parent)))
-    return Trie(
+    trie = Trie(
         tokens=values,
         node_start=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]),
         node_end=node_end,
@@ -335,6 +336,12 @@ def read_slice(directory: str | AnyPath, part: TrieSlice, *, tokens: bool = True
         trajectories=_renumber(table, parent, end_node),
         share=part.share,
     )
+    try:
+        check_nodes(trie)
+        check_trained(table, table["num_tokens"].to_numpy())
+    except TreepackError as error:
+        raise TreepackError(f"{location}: {error}") from error
+    return trie
 
 
 def _read_rows(location: Location, groups: Sequence[PartGroups], columns: list[str], rows: Int64) -> pa.Table:

@@ -15,7 +15,7 @@ import numpy as np
 
 from treepack.errors import TreepackError, install_hint
 
-# Elements up to which a tensor may repeat stored values, as `expand` makes it. 400 bytes of a file can name 2^40 of them.
+# Elements up to which a tensor may repeat stored values, as `expand` makes it: a file of 400 bytes can name 2^40.
 MAX_REPEATED = 1 << 20
 MAGIC = b"PK\x03\x04"  # of a zip archive, the format of torch.save since torch 1.6
 
