@@ -50,17 +50,35 @@ def check_columns(found: pa.Schema, expected: pa.Schema, part: str, remedy: str)
 
 
 def with_types(table: pa.Table, expected: pa.Schema) -> pa.Table:
-    """Return `table` with the types of `expected` in each of its columns; `check_columns` has accepted it.
+    """Return `table` with the fields of `expected` for each of its columns; `check_columns` has accepted it.
 
     Raises:
         pyarrow.ArrowException: a column of large lists does not fit into lists.
+        ValueError: a column has a null, also inside of its lists, where the format has none; naming the column.
     """
-    for place, field in enumerate(table.schema):
-        at = expected.get_field_index(field.name)
-        if at >= 0 and field.type != expected.field(at).type:
-            kind = expected.field(at).type
-            table = table.set_column(place, pa.field(field.name, kind), table.column(place).cast(kind))
-    return table
+    arrays, fields = [], []
+    for column, own in zip(table.columns, table.schema, strict=True):
+        at = expected.get_field_index(own.name)
+        field = own if at < 0 else expected.field(at)
+        arrays.append(column if column.type == field.type else column.cast(field.type))
+        fields.append(field.remove_metadata())
+        if at >= 0 and _has_wrong_null(arrays[-1], field):
+            raise ValueError(f"a null in {field.name}")
+    return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def _has_wrong_null(column: pa.ChunkedArray, field: pa.Field) -> bool:
+    if not field.nullable and column.null_count:
+        return True
+    # A number that is missing in a list becomes NaN, and an index cannot be NaN.
+    if not types.is_list(field.type) or (field.nullable and types.is_floating(field.type.value_type)):
+        return False
+    for chunk in column.chunks:
+        values = chunk.flatten()
+        inner = values.flatten() if types.is_struct(values.type) else []
+        if values.null_count or any(each.null_count for each in inner):
+            return True
+    return False
 
 
 def shown_type(kind: pa.DataType) -> str:

@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from treepack.errors import TreepackError
-from treepack.files import schema
 from treepack.files.manifest import FileEntry, Manifest, check_part, file_sha256
 from treepack.files.part_columns import check_columns, with_types
 from treepack.files.remote_output import publish
@@ -183,6 +182,8 @@ class Part:
         except (pa.ArrowException, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise TreepackError(f"{self.path}: cannot be read as Parquet ({reason}); write it again") from error
+        except ValueError as error:
+            raise TreepackError(f"{self.path}: has {error}; write it again") from error
 
 
 def open_part(directory: Path, entry: FileEntry, columns: pa.Schema) -> Part:
@@ -244,25 +245,7 @@ def read_row_groups(
         groups = [part.read()] if whole else (part.read_group(i) for i in range(len(part.group_sizes)))
         try:
             for group in groups:
-                cast = group.cast(known)
-                _refuse_nulls(cast, f"{directory}: {stem} files")
-                yield cast
+                yield group.cast(known)
         except (pa.ArrowException, ValueError) as error:  # ValueError: a null in a column that has none
             reason = str(error).partition("\n")[0]
             raise TreepackError(f"{directory}: {stem} files have wrong values ({reason}); write it again") from error
-
-
-def _refuse_nulls(table: pa.Table, where: str) -> None:
-    """Refuse a null inside of a list that has none by its schema; a null in place of a list is an error of the cast.
-
-    Raises:
-        TreepackError: naming the column.
-    """
-    for column in table.schema:
-        if column.nullable or not pa.types.is_list(column.type) or column.name in schema.NODE_VALUES.names:
-            continue
-        for chunk in table[column.name].chunks:
-            values = chunk.flatten()
-            fields = values.flatten() if pa.types.is_struct(values.type) else []
-            if values.null_count or any(each.null_count for each in fields):
-                raise TreepackError(f"{where} have a null inside of {column.name}; write it again")

@@ -15,8 +15,9 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.number_lists import LARGE, list_fields
 from treepack.ingest.readers.ranges import Range
-from treepack.ingest.readers.records import Piece, Record, pieces_of_list
+from treepack.ingest.readers.records import Lines, Piece, Record, pieces_of_list
 from treepack.trajectory import Skipped
 
 MAX_PIECES = 16  # of a file whose first records are damaged, in which a record of a known format is searched
@@ -54,7 +55,9 @@ def recognise(
     first: list[Piece | Range] = []  # taken to recognise the format, and put back before the others
     for piece in islice(pieces, MAX_PIECES if skip_bad else 1):
         first.append(piece)
-        for record in piece.records(damaged):
+        # As objects of Python, the numbers of a large line need twenty times its bytes. Rows of Parquet have arrays too.
+        is_large = isinstance(piece, Lines) and len(piece.data) > LARGE
+        for record in piece.records(damaged, list_fields(piece.data) if is_large else ()):
             try:
                 return Recognised(format_of(record), chain(first, pieces), [])
             except UnknownFormatError as error:
