@@ -18,39 +18,39 @@ from treepack.model.denominators import check_columns, trajectory_table
 from treepack.model.objectives import Objective
 
 SEED = 41
-TRIE_COMMANDS: list[tuple[object, ...]] = [
-    ("stats", "{}"),
-    ("stats", "{}", "--check"),
-    ("stats", "{}", "--effective-ratio", "--capacity", 24),
-    ("show", "{}"),
-    ("show", "{}", "--group", "g1"),
-    ("show", "{}", "--trajectory", "r3", "--json"),
-    ("pack", "{}", "--capacity", 24, "--out", "{out}"),
-    ("pack", "{}", "--capacity", 24, "--semantics", "once", "--out", "{out}"),
-    ("pack", "{}", "--capacity", 24, "--method", "sequence", "--normalize", "group", "--out", "{out}"),
-    ("pack", "{}", "--capacity", 6, "--too-long", "truncate", "--out", "{out}"),
-    ("pack", "{}", "--capacity", 24, "--leaf-weights", "--out", "{out}"),
-    ("pack", "{}", "--capacity", 24, "--partitions", 3, "--out", "{out}"),
-    ("pack", "{}", "--capacity", 24, "--method", "greedy-online", "--balance", 2, "--out", "{out}"),
-    ("advantages", "{}", "--estimator", "grpo", "--out", "{out}"),
-    ("advantages", "{}", "--estimator", "treepo", "--edges", "--out", "{out}"),
-    ("advantages", "{}", "--estimator", "treerl", "--segment", "recorded", "--out", "{out}"),
-    ("advantages", "{}", "--estimator", "gae", "--out", "{out}"),
-    ("report", "{}", "--out", "{out}.html"),
+TRIE_COMMANDS = [
+    "stats {}",
+    "stats {} --check",
+    "stats {} --effective-ratio --capacity 24",
+    "show {}",
+    "show {} --group g1",
+    "show {} --trajectory r3 --json",
+    "pack {} --capacity 24 --out {out}",
+    "pack {} --capacity 24 --semantics once --out {out}",
+    "pack {} --capacity 24 --method sequence --normalize group --out {out}",
+    "pack {} --capacity 6 --too-long truncate --out {out}",
+    "pack {} --capacity 24 --leaf-weights --out {out}",
+    "pack {} --capacity 24 --partitions 3 --out {out}",
+    "pack {} --capacity 24 --method greedy-online --balance 2 --out {out}",
+    "advantages {} --estimator grpo --out {out}",
+    "advantages {} --estimator treepo --edges --out {out}",
+    "advantages {} --estimator treerl --segment recorded --out {out}",
+    "advantages {} --estimator gae --out {out}",
+    "report {} --out {out}.html",
 ]
-PACKED_COMMANDS: list[tuple[object, ...]] = [
-    ("stats", "{}"),
-    ("stats", "{}", "--check"),
-    ("stats", "{}", "--check", "--trie", "{trie}"),
-    ("show", "{}"),
-    ("show", "{}", "--row", 1, "--json"),
-    ("show", "{}", "--trajectory", "r3"),
-    ("augment", "{trie}", "--packed", "{}", "--out", "{out}.jsonl"),
-    ("dataset", "{}"),
-    ("dataset", "{}"),
-    ("report", "{}", "--out", "{out}.html"),
+PACKED_COMMANDS = [
+    "stats {}",
+    "stats {} --check",
+    "stats {} --check --trie {trie}",
+    "show {}",
+    "show {} --row 1 --json",
+    "show {} --trajectory r3",
+    "augment {trie} --packed {} --out {out}.jsonl",
+    "dataset {}",
+    "dataset {}",
+    "report {} --out {out}.html",
 ]
-RARE = ("report",)  # takes longer than the others
+RARE = "report"  # takes longer than the others
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +72,17 @@ def read_dataset(directory: Path) -> None:
         trajectory_table(dataset, objective)
 
 
-def run(command: tuple[object, ...], directory: Path, folder: Path) -> str:
-    if command[0] == "dataset":
-        return guarded(lambda: read_dataset(directory), "dataset")
-    out = folder / "out"
-    names = {"out": str(out), "trie": str(folder / "trie")}
-    arguments = [str(part).format(str(directory), **names) for part in command]
-    overwrite = ["--overwrite"] if "--out" in arguments else []
-    return outcome(*arguments, *overwrite)
+def run(command: str, directory: Path, folder: Path) -> str:
+    if command.startswith("dataset"):
+        return guarded(lambda: read_dataset(directory), command)
+    names = {"out": str(folder / "out"), "trie": str(folder / "trie")}
+    arguments = [part.format(str(directory), **names) for part in command.split()]
+    return outcome(*arguments, *(["--overwrite"] if "--out" in arguments else []))
 
 
-def chosen(commands: list[tuple[object, ...]], rng: random.Random) -> list[tuple[object, ...]]:
-    """Two commands; slow ones are rare."""
-    usual = [command for command in commands if command[0] not in RARE]
+def chosen(commands: list[str], rng: random.Random) -> list[str]:
+    """Two commands; the slow one is rare."""
+    usual = [command for command in commands if not command.startswith(RARE)]
     return rng.sample(commands if rng.random() < 0.05 else usual, 2)
 
 

@@ -44,9 +44,10 @@ def rollouts() -> list[Trajectory]:
     made = []
     for i in range(8):
         ids = [5, 6, 7, 8, 10 + i // 4, 20 + i, 30 + i % 2, 9]
-        numbers = {name: [-0.5] * 5 for name in ("sampling_logprobs", "old_logprobs", "ref_logprobs")}
-        numbers |= {"advantages": [0.5] * 5, "temperatures": [0.7] * 5, "returns": [1.0] * 5}
-        numbers |= {"old_values": [0.25] * 5, "edge_factors": [0.5] * 5}
+        fields: dict[str, Any] = dict.fromkeys(("sampling_logprobs", "old_logprobs", "ref_logprobs"), [-0.5] * 5)
+        fields |= {"advantages": [0.5] * 5, "temperatures": [0.7] * 5, "returns": [1.0] * 5}
+        fields |= {"old_values": [0.25] * 5, "edge_factors": [0.5] * 5}
+        fields |= {"rollout_id": "whole", "rollout_part": i} if i < 2 else {}
         metadata = {"segments": [3, 5], "segment_ids": [i // 4, i + 2], "leaf_weight": 0.5, "leaf_weights_before": 1.0}
         trajectory = make(
             f"r{i}",
@@ -58,8 +59,7 @@ def rollouts() -> list[Trajectory]:
             advantage=0.5,
             temperature=0.7,
             metadata=metadata,
-            **numbers,
-            **({"rollout_id": "whole", "rollout_part": i} if i < 2 else {}),
+            **fields,
         )
         made.append(with_routes(trajectory, np.tile(np.array([0, 1], np.uint8), (8, 2, 1))))
     return made
@@ -155,7 +155,7 @@ WORDS: dict[str, Callable[[str], str]] = {
     "empty text": lambda text: "",
     "same text": lambda text: "x",
     "long text": lambda text: text + "y" * 5000,
-    "control text": lambda text: text + "\x1b]0;x\x07\n",
+    "control text": lambda text: text + "\x1b]0;x\x07",
     "JSON text": lambda text: "[1, {}]",
     "half JSON": lambda text: '{"a": ',
     "JSON null": lambda text: "null",

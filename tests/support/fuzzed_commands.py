@@ -10,21 +10,23 @@ import io
 import traceback
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import click
-from treepack_cli import commands
 
 from treepack.errors import TreepackError
 
 LONGEST = 3000  # characters of a sentence: a long text of a file is not printed whole
+# The command line is installed under a name that is no folder of the project.
+COMMANDS = import_module("treepack_cli").commands
 OWN = Path(__file__).parents[2]
 
 
 def outcome(*arguments: object) -> str:
     """Run a command; return "done" or "refused", and raise an AssertionError for any exception that is foreign."""
     names = [str(argument) for argument in arguments]
-    return guarded(lambda: commands.main(names, "treepack", standalone_mode=False), " ".join(names))
+    return guarded(lambda: COMMANDS.main(names, "treepack", standalone_mode=False), " ".join(names))
 
 
 def guarded(work: Callable[[], object], name: str) -> str:

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
 from treepack import __version__
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, shown
 from treepack.files import schema
 from treepack.files.address import AnyPath
 from treepack.files.cache import addresses_in
 from treepack.files.directory import MANIFEST
 from treepack.files.location import Location, locate
-from treepack.files.manifest_values import check_values, shown
+from treepack.files.manifest_values import check_values
 
 
 class FileEntry(TypedDict):

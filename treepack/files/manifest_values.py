@@ -11,17 +11,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, shown
 
-MAX_SHOWN = 60  # characters of a value in an error
+MAX_ENTRY = 120  # characters of the name of an entry in an error
 MAX_TEXT = 1 << 12  # characters of a name or a path, as long as the longest path of Linux
 _LIMIT = 1 << 63
-
-
-def shown(value: Any) -> str:
-    """Return a value of a manifest for an error, cut if it is long."""
-    text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else repr(value)
-    return text if len(text) <= MAX_SHOWN + 2 and text == repr(value) else f"{text[:MAX_SHOWN]}..."
 
 
 def check_values(manifest: Mapping[str, Any], path: str) -> None:
@@ -61,7 +55,7 @@ def check_values(manifest: Mapping[str, Any], path: str) -> None:
 
 def _require(is_good: bool, path: str, name: str, value: Any) -> None:
     if not is_good:
-        name = name if len(name) <= 2 * MAX_SHOWN else f"{name[: 2 * MAX_SHOWN]}..."
+        name = name if len(name) <= MAX_ENTRY else f"{name[:MAX_ENTRY]}..."
         raise TreepackError(f"{path}: is damaged ({name} is {shown(value)}); write the directory again")
 
 

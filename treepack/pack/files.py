@@ -209,15 +209,18 @@ def read_rows(directory: str | AnyPath) -> Iterator[Row]:
     """Yield the rows of a packed directory, on this machine or in an object store, in order.
 
     Raises:
-        TreepackError: see `read_manifest` and `check_part`.
+        TreepackError: see `read_manifest`, `open_part` and `row_of_table`; or there is no row.
     """
-    directory = local_copy(as_path(directory))
+    directory, num_rows = local_copy(as_path(directory)), 0
     for entry in read_manifest(directory, schema.PACKED_FORMAT)["files"]:
         part = open_part(directory, entry, schema.PACKED)
         for group in range(len(part.group_sizes)):
             table = part.read_group(group)
+            num_rows += table.num_rows
             for i in range(table.num_rows):
                 yield row_of_table(table, i)
+    if not num_rows:
+        raise TreepackError(f"{directory}: contains no row; pack the trie again")
 
 
 def row_of_table(table: pa.Table, i: int) -> Row:

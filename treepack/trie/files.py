@@ -147,6 +147,8 @@ def read_trie(
     parent = nodes["parent_id"].to_numpy()
     if not len(parent) or not len(trajectories):
         raise TreepackError(f"{directory}: has no node or no trajectory; build the trie again")
+    if (parent >= np.arange(len(parent))).any():
+        raise TreepackError(f"{directory}: a node comes before its parent; build the trie again")
     trie = Trie(
         tokens=read.tokens,
         node_start=np.concatenate([[0], np.cumsum(read.sizes)]),

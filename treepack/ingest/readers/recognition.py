@@ -55,9 +55,9 @@ def recognise(
     first: list[Piece | Range] = []  # taken to recognise the format, and put back before the others
     for piece in islice(pieces, MAX_PIECES if skip_bad else 1):
         first.append(piece)
-        # As objects of Python, the numbers of a large line need twenty times its bytes. Rows of Parquet have arrays too.
-        is_large = isinstance(piece, Lines) and len(piece.data) > LARGE
-        for record in piece.records(damaged, list_fields(piece.data) if is_large else ()):
+        # As objects of Python, the numbers of a large line need twenty times its bytes. Rows of Parquet are arrays too.
+        arrays = list_fields(piece.data) if isinstance(piece, Lines) and len(piece.data) > LARGE else ()
+        for record in piece.records(damaged, arrays):
             try:
                 return Recognised(format_of(record), chain(first, pieces), [])
             except UnknownFormatError as error:
