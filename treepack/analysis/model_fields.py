@@ -51,6 +51,9 @@ def check_fields(config: Config, name: str) -> None:
         value = config.get(key)
         if value is not None and not (isinstance(value, list) and all(type(each) is of for each in value)):
             raise TreepackError(f"{name}: has {key} {shown(value)}; expected a list of {of.__name__} in config.json")
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise TreepackError(f"{name}: has model_type {shown(model_type)}; expected a text in config.json")
     for key in _OPTIONAL:
         value = config.get(key)
         if value is not None and (type(value) is not int or not 0 <= value <= MAX_SIZE):
