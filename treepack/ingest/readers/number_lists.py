@@ -37,7 +37,7 @@ _SPACE = rb"[ \t\r\n]*"
 _NUMBER = re.compile(rb"(-?)(0|[1-9][0-9]*)(?:\.([0-9]+))?(?:[eE]([+-]?[0-9]+))?")
 _FLAT_LIST = re.compile(rb"\[([-+.0-9eE, \t\r\n]+)\]")
 _FIELD = re.compile(rb'%s"([^"\\]*)"%s:%s' % (_SPACE, _SPACE, _SPACE))
-_LIST_FIELD = re.compile(rb'"([^"\\]{1,64})"%s:%s\[%s-?[0-9]' % (_SPACE, _SPACE, _SPACE))
+_LIST_FIELD = re.compile(rb'"([^"\\\x00-\x1f]{1,64})"%s:%s\[%s-?[0-9]' % (_SPACE, _SPACE, _SPACE))
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
