@@ -54,6 +54,7 @@ ENCODING = Encoding(
     dictionary=("loss_weight", "trajectory_groups"),
     list_statistics=False,
 )
+COLUMNS = frozenset(schema.PACKED.names)
 # Columns that have a value, and in a list only values, in each row. In the others, null means a missing value.
 WITHOUT_NULLS = frozenset(field.name for field in schema.PACKED if not field.nullable)
 
@@ -239,8 +240,7 @@ def row_of_table(table: pa.Table, i: int) -> Row:
         raise TreepackError(
             f"its rows have no column {missing[0]}, so an older treepack wrote them; pack the trie again"
         )
-    known = [name for name in table.column_names if name in schema.PACKED.names]
-    values: dict[str, Any] = {name: _cell(table, name, i) for name in known}
+    values: dict[str, Any] = {name: _cell(table, name, i) for name in table.column_names if name in COLUMNS}
     terms = None
     if "term_token" in values:
         columns: dict[str, Any] = {term_field(name): values.get(name) for name in schema.TERMS.names}
