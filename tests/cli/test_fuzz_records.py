@@ -72,7 +72,6 @@ PREFIXES = [
     {"trajectory_id": f"r{i}", "group_id": f"g{i // 4}", "turn": 1, "num_tokens": 3, "value": 0.5} for i in range(8)
 ]
 PROMPTS = [{"id": "p", "input_ids": [5, 6]}]
-MESSAGES = [{"id": "p", "messages": [{"role": "user", "content": "1 + 1"}]}]
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,8 @@ class Kind:
 OUT = "--out {out} --overwrite"
 BUILD = f"build-trie {{}} {OUT}"
 AFTER = ("stats {out} --check", "pack {out} --out {out}-packed --overwrite", "show {out}")
-ROLLOUT = "rollout {} --engine {folder}/engine.json --sampler independent --max-tokens 2 --width 1 --out {out}.jsonl"
+ENGINE = "--engine {folder}/engine.json --sampler independent --max-tokens 2 --width 1 --stop-token-id 9"
+ROLLOUT = f"rollout {{}} {ENGINE} --out {{out}}.jsonl"
 KINDS = {
     "tokens": Kind([TOKENS], (BUILD, *AFTER)),
     "tree": Kind([TREE], (BUILD, "pack {out} --leaf-weights --out {out}-packed --overwrite")),
@@ -110,7 +110,6 @@ KINDS = {
     ),
     "config": Kind(None, ("stats {folder}/trie --model {}",), lines=False),
     "prompts": Kind(PROMPTS, (ROLLOUT,)),
-    "messages": Kind(MESSAGES, (f"{ROLLOUT} --tokenizer {{tokenizer}}",)),
 }
 
 
