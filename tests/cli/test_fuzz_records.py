@@ -198,7 +198,7 @@ def test_an_odd_value_is_read_or_refused_in_one_sentence(folder: Path, tmp_path:
             if results[-1] == "refused":
                 break
     assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults)
-    assert {"done", "refused"} == {*results}
+    assert "refused" in results
 
 
 @pytest.mark.parametrize("name", KINDS)
