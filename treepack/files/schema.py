@@ -155,6 +155,10 @@ RECORDED = pa.schema([*TEMPERATURES, *ROLLOUTS])  # those that rollouts may have
 OPTIONAL = pa.schema([*TEMPERATURES, *CREDIT, *ROLLOUTS])
 
 
+TRIE = {"nodes": pa.schema([*NODES, *NODE_OPTIONAL]), "trajectories": pa.schema([*TRAJECTORIES, *OPTIONAL])}
+"""All columns that the parts of a trie may have, by the first word of their names."""
+
+
 def trajectory_columns(names: Iterable[str]) -> pa.Schema:
     """Return `TRAJECTORIES` and those columns of `OPTIONAL` that are among `names`."""
     known = set(names)
@@ -219,6 +223,8 @@ TERMS = pa.schema(
         ),
     ]
 )
+
+PACKED = pa.schema([*ROWS, *TERMS, *ROUTES])  # all columns that a part of a packed directory may have
 
 # One row per query. The metadata of the file has the format, the version and `num_updates`, the training steps counted.
 QUERIES = pa.schema(

@@ -19,12 +19,11 @@ name no gamma and lambda. verl's defaults are 1 and 1; TRL's PPO has 1 and 0.95,
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
+from treepack.files.metadata import parse_metadata
 from treepack.rl.advantages.flat import magnitudes, means, standardise
 from treepack.rl.group_tree import node_paths, token_places
 from treepack.trajectory import Float64, Int64
@@ -115,8 +114,8 @@ def is_truncated(trie: Trie, kept: Int64, key: str) -> NDArray[np.bool_]:
     """
     if key == "none":
         return np.zeros(len(kept), np.bool_)
-    texts = trie.trajectories["metadata"].to_pylist()
-    records = [json.loads(texts[i]) for i in kept.tolist()]
+    texts, sources = (trie.trajectories[name].to_pylist() for name in ("metadata", "source"))
+    records = [parse_metadata(texts[i], sources[i]) for i in kept.tolist()]
     if records and key != TRUNCATED_KEY and not any(key in record for record in records):
         raise TreepackError(
             f"truncated is {key!r}, but no trajectory has this field in its metadata; name a field that exists, or none"
