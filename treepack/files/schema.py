@@ -206,6 +206,12 @@ TERMS = pa.schema(
             "turn on several paths of a search tree",
             nullable=True,
         ),
+        _field(
+            "trajectory_weights",
+            pa.list_(pa.float64()),
+            "weight of each trajectory, with its leaf weight; the column is missing if all are 1",
+            nullable=True,
+        ),
         _field("term_temperature", pa.list_(pa.float32()), "sampler's temperature", nullable=True),
         _field("term_return", pa.list_(pa.float64()), "return, the target of the critic", nullable=True),
         _field(

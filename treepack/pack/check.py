@@ -78,6 +78,8 @@ def _check_terms(row: Row, terms: RowTerms) -> None:
         inside = bool((rollouts >= -1).all() and (rollouts <= np.arange(len(rollouts))).all())
         if not inside or (rollouts[named] != named).any():
             raise TreepackError(f"row {row.row_id}: trajectory_rollouts is impossible; pack the trie again")
+    if (weights := terms.trajectory_weights) is not None and not ((weights >= 0) & np.isfinite(weights)).all():
+        raise TreepackError(f"row {row.row_id}: trajectory_weights has an impossible value; pack the trie again")
     inside = _all_below(terms.token, row.num_tokens) and _all_below(terms.trajectory, len(row.trajectory_ids))
     if len(sizes) != 1 or not inside:
         raise TreepackError(f"row {row.row_id}: its terms point outside the row; pack the trie again")
