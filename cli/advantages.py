@@ -133,8 +133,8 @@ def _warn_of_skipped(manifest: Manifest, trie: AnyPath) -> None:
     metavar="FIELD|none",
     default="finish",
     show_default=True,
-    help="gae: field of a record or its metadata that is true, or the name of a limit such as length, if a limit cut off "
-    "the rollout; the value after its last token is then added.",
+    help="gae: field of a record or its metadata that is true, or the name of a limit such as length, if a limit cut "
+    "off the rollout; the value after its last token is then added.",
 )
 @click.option(
     "--reject-equal/--keep-equal",

@@ -236,7 +236,7 @@ def scored_tokens(
         codes = np.searchsorted(temperatures, temperature)  # it finds NaN, too: NaN is sorted after all numbers
         keys, index = np.unique(token.astype(np.int64, copy=False) * len(temperatures) + codes, return_inverse=True)
         tokens, code = np.divmod(keys, len(temperatures))
-        of_tokens: Float32 | Float64 = temperatures[code]
+        of_tokens: Any = temperatures[code]
         return tokens, index.astype(np.int32), of_tokens
     # Two trajectories 0 - 1 - 2 and 0 - 1 - 3 with tokens 1, 2 and 3 trained, in a row of 4 tokens:
     #   token         [1, 2, 1, 3]    one entry per term

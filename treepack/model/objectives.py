@@ -73,7 +73,7 @@ LOSSES = ("sft", "grpo", "ppo", "gspo", "cispo", "dpo", "value")
 DENOMINATORS = ("token", "trajectory", "group", "global", "edge")
 ESTIMATORS = ("k1", "k2", "k3")
 
-GREEDY = ", because a greedy sampler has no probabilities whose ratios could be trained"
+GREEDY = ", because ratios need the probabilities of a sampler, and greedy sampling has none"
 
 # Usual values of each loss; see the papers above.
 _PRESETS: dict[str, dict[str, Any]] = {
