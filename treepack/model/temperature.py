@@ -55,8 +55,8 @@ def refuse_temperatures(datasets: Sequence[PackedDataset], temperature: float | 
         if low == 0:
             raise TreepackError(
                 f"{dataset.path}: some tokens were sampled at the temperature 0, but ratios need the probabilities of "
-                "a sampler, and greedy sampling has none; leave these rollouts out, or, for reference log-probabilities, "
-                "compute them at 1 with treepack logprobs --ignore-temperature"
+                "a sampler, and greedy sampling has none; leave these rollouts out, or compute reference "
+                "log-probabilities at 1 with treepack logprobs --ignore-temperature"
             )
         if missing and temperature is None:
             raise TreepackError(f"{dataset.path}: {missing:,} terms have no temperature and others have one; {_GAPS}")
