@@ -210,7 +210,18 @@ TERMS = pa.schema(
             "turn on several paths of a search tree",
             nullable=True,
         ),
-        _field("term_temperature", pa.list_(pa.float32()), "sampler's temperature", nullable=True),
+        _field(
+            "trajectory_weights",
+            pa.list_(pa.float64()),
+            "weight of each trajectory, with its leaf weight; the column is missing if all are 1",
+            nullable=True,
+        ),
+        _field(
+            "term_temperature",
+            pa.list_(pa.float32()),
+            "sampler's temperature, rounded to float32: 0.7 becomes 0.69999999",
+            nullable=True,
+        ),
         _field("term_return", pa.list_(pa.float64()), "return, the target of the critic", nullable=True),
         _field(
             "term_old_value", pa.list_(pa.float64()), "critic's old value of the state before the token", nullable=True

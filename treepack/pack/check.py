@@ -50,6 +50,8 @@ def check_row(row: Row, *, capacity: int) -> None:
 
 
 def _check_terms(row: Row, terms: RowTerms) -> None:
+    if (weights := terms.trajectory_weights) is not None and not ((weights >= 0) & np.isfinite(weights)).all():
+        raise TreepackError(f"row {row.row_id}: trajectory_weights has an impossible value; pack the trie again")
     # The sums add up in another order than those of the packer: rounding of float64, 1e-16 for each of up to 1e4 terms.
     sums = np.bincount(terms.token, weights=terms.weight, minlength=row.num_tokens).astype(np.float64)
     _expect(row, "term_weight", _almost_equal(sums, row.loss_weight))

@@ -52,7 +52,7 @@ class TrieFooters:
         first_end: node where the first trajectory of each row group ends, int64 [groups].
         longest: tokens of the longest trajectory.
         columns: columns of the trajectories.
-        known: those of them that may be null and have a value.
+        known: those of them that may be null and have a value, and "weight" if any weight is not 1.
     """
 
     node_start: Int64
@@ -152,7 +152,7 @@ def read_footers(location: Location) -> TrieFooters:
         first_end=np.array([statistics.min for statistics in ends], np.int64),
         longest=max(statistics.max for statistics in lengths),
         columns=tuple(names),
-        known=frozenset(name for name in OPTIONAL if name in names and any(_has_value(group, name) for group in rows)),
+        known=_known(names, rows),
         _node_groups=tuple((entry, i) for entry, footer in nodes for i in range(footer.num_row_groups)),
         _trajectory_groups=tuple((entry, i) for entry, footer in trajectories for i in range(footer.num_row_groups)),
     )
@@ -181,6 +181,14 @@ def _column(group: Any, name: str) -> Any:
         for column in (group.column(i) for i in range(group.num_columns))
         if column.path_in_schema.partition(".")[0] == name
     )
+
+
+def _known(names: Sequence[str], groups: Sequence[Any]) -> frozenset[str]:
+    known = [name for name in OPTIONAL if name in names and any(_has_value(group, name) for group in groups)]
+    # A row group without statistics may have any weight.
+    bounds = [_column(group, "weight").statistics for group in groups]
+    is_1 = [each is not None and each.has_min_max and each.min == each.max == 1 for each in bounds]
+    return frozenset([*known, *([] if all(is_1) else ["weight"])])
 
 
 def _has_value(group: Any, name: str) -> bool:
