@@ -35,7 +35,7 @@ DECIDING = frozenset(
     """
     loss loss_scale loss_weight trainable weight train sampled mask role from type status remove_sample trained
     is_copied_context finish_reason stop_reason is_demo is_last_step session_id parent llm_call_count
-    trial_name trace_source action
+    trial_name trace_source action label kto_tag
     """.split()
 )
 # Names that several readers take for the same thing.
@@ -90,9 +90,9 @@ class Reading:
         return [[place for place, _ in turns] for turns in self.trained]
 
 
-FACTS = (
-    "trajectory_id group_id step weight reward advantage metadata temperature rollout_id rollout_part source".split()
-)
+FACTS = """
+    trajectory_id group_id step weight reward advantage metadata temperature rollout_id rollout_part source is_truncated
+""".split()
 
 
 def _trained(item: Trajectory) -> Iterator[tuple[Any, Any]]:
