@@ -334,6 +334,40 @@ def _is_argument(value: Any, path: Path) -> bool:
     return False
 
 
+# Fields that decide what is trained, and that a record may have beside those that a reader knows.
+BESIDE: dict[str, Any] = {
+    "completion": "zq7 another answer",
+    "response": "zq7 another answer",
+    "responses": ["zq7 another answer"],
+    "output": "zq7 another answer",
+    "chosen": "zq7 another answer",
+    "text": "zq7 another answer",
+    "raw_output": "zq7 another answer",
+    "loss_mask": [0],
+    "assistant_mask": "[0]",
+    "train": False,
+    "finish_reason": "length",
+}
+
+
+def unnoticed(records: Sequence[Record]) -> list[str]:
+    """Return the fields of `BESIDE` that nobody notices in the last record: neither trained, nor noted, nor refused.
+
+    Metadata is not enough: a rollout whose answer became metadata trains something else.
+    """
+    base = read(records)
+    found = []
+    for name, value in BESIDE.items():
+        if name in records[-1].value or not base.trained:
+            continue
+        after = read(_edited(records, len(records) - 1, lambda record, n=name, v=value: record.__setitem__(n, v)))
+        is_truncated = [item.is_truncated for item in after.items if isinstance(item, Trajectory)]
+        is_noticed = bool(after.refusal) or bool(after.notes - base.notes) or after.trained != base.trained
+        if not is_noticed and not (name == "finish_reason" and any(is_truncated)):
+            found.append(name)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """A mutation of a record: its name, the records after it, and whether it trains other turns in silence."""

@@ -89,6 +89,11 @@ def test_a_changed_field_never_trains_other_turns_in_silence(name: str) -> None:
     assert [change for change in found if not excused(name, change, LEGAL)] == []
 
 
+@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+def test_no_answer_mask_or_cut_beside_the_known_fields_is_ignored(name: str) -> None:
+    assert [field for records in files_of(name) for field in law.unnoticed(records)] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMAT_OF_NAME)
 def test_two_changed_fields_never_train_other_turns_in_silence(name: str) -> None:
