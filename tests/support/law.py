@@ -360,7 +360,8 @@ def unnoticed(records: Sequence[Record]) -> list[str]:
     for name, value in BESIDE.items():
         if name in records[-1].value or not base.trained:
             continue
-        after = read(_edited(records, len(records) - 1, lambda record, n=name, v=value: record.__setitem__(n, v)))
+        last = records[-1]
+        after = read([*records[:-1], Record(last.source, last.path, {**last.value, name: value})])
         is_truncated = [item.is_truncated for item in after.items if isinstance(item, Trajectory)]
         is_noticed = bool(after.refusal) or bool(after.notes - base.notes) or after.trained != base.trained
         if not is_noticed and not (name == "finish_reason" and any(is_truncated)):

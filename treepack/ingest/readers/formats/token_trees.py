@@ -22,8 +22,7 @@ from treepack.ingest.readers.fields import ReadOptions, as_number, shown
 from treepack.ingest.readers.format import ANY, ARRAY, ARRAYS, FILLED, LINEAGE, MASKS, TOKEN_IDS, Format, first, no
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.token_fields import mask_values
-from treepack.ingest.readers.token_fields import LABELS, MASK, NAMES
+from treepack.ingest.readers.token_fields import LABELS, MASK, NAMES, mask_values
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
