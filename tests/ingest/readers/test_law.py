@@ -191,6 +191,29 @@ def test_a_text_that_a_template_made_of_the_messages_is_no_second_answer() -> No
     assert list(reading.notes) == ["field 'text' not used, because it repeats the messages"]
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {
+            "instruction": "How many bolts?",
+            "input": "",
+            "output": "Seven bolts.",
+            "text": "Q: How many bolts? A: Seven bolts.",
+        },
+        {
+            "conversations": [{"from": "human", "value": "Bolts?"}, {"from": "gpt", "value": "Seven."}],
+            "response": "Seven.",
+        },
+    ],
+)
+def test_a_copy_of_the_answer_is_noted_and_no_second_answer(value: dict[str, Any]) -> None:
+    reading = law.read([Record("r:1", "r", value)])
+    assert not reading.refusal
+    assert [note for note in reading.notes if note.endswith("not used, because it repeats the messages")]
+    other = law.read([Record("r:1", "r", {**value, "response": "Another answer."})])
+    assert "the field 'response', which can contain an answer" in other.refusal
+
+
 def test_a_mask_that_is_json_text_is_read_as_a_list() -> None:
     ids: dict[str, Any] = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9]}
     text, plain = ({**ids, "response_mask": mask} for mask in ("[1, 0, 1]", [1, 0, 1]))
