@@ -196,7 +196,7 @@ def test_a_text_that_a_template_made_of_the_messages_is_no_second_answer() -> No
     [
         {
             "instruction": "How many bolts?",
-            "input": "",
+            "input": "In all.",
             "output": "Seven bolts.",
             "text": "Q: How many bolts? A: Seven bolts.",
         },
