@@ -37,6 +37,7 @@ NOT_NEEDED = {
     "verl": {"extra_fields.tool_rewards": "parts of the score"},
     "tinker": {"trajectories_G.transitions.metrics.stop/completed": "the metrics of the last transition count"},
     "tinker-datum": {"shape": "the data have the same length"},
+    "litellm": {"startTime": "calls that continue each other are joined in any order"},
     "langsmith": {
         "inputs.messages.lc": "a version",
         "extra.metadata.ls_temperature": "the parameters of the call come first",
