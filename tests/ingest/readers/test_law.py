@@ -37,6 +37,7 @@ NOT_NEEDED = {
     "verl": {"extra_fields.tool_rewards": "parts of the score"},
     "tinker": {"trajectories_G.transitions.metrics.stop/completed": "the metrics of the last transition count"},
     "tinker-datum": {"shape": "the data have the same length"},
+    "lm-eval": {"acc": "the sample is no rollout"},
     "litellm": {"startTime": "calls that continue each other are joined in any order"},
     "langsmith": {
         "inputs.messages.lc": "a version",
