@@ -38,6 +38,14 @@ NOT_NEEDED = {
     "tinker": {"trajectories_G.transitions.metrics.stop/completed": "the metrics of the last transition count"},
     "tinker-datum": {"shape": "the data have the same length"},
     "lm-eval": {"acc": "the sample is no rollout"},
+    "openinference": {
+        "start_time": "calls that continue each other are joined in any order",
+        "attributes.annotations.0.annotation.name": "a name to choose one of several scores",
+    },
+    "otel-genai": {
+        "start_time": "calls that continue each other are joined in any order",
+        "parentSpanId": "no call is inside another one",
+    },
     "litellm": {"startTime": "calls that continue each other are joined in any order"},
     "langsmith": {
         "inputs.messages.lc": "a version",

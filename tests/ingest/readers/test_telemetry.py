@@ -165,11 +165,16 @@ def test_scores_are_the_reward() -> None:
 def test_a_score_without_a_number_and_an_attribute_without_a_value_are_not_lost() -> None:
     label = {"gen_ai.evaluation.name": "right", "gen_ai.evaluation.score.label": "yes"}
     value = span([ASK], [said("assistant", "5")], events=[{"name": "gen_ai.evaluation.result", "attributes": label}])
-    assert only(read(otel_genai, value))[0].notes == ("span attribute 'gen_ai.evaluation.score.label' not used",)
+    (item,) = otel_genai.FORMAT.trajectories([Record("log.jsonl:1", "log.jsonl", value)], ReadOptions())
+    assert item.notes == ("field 'events.attributes.gen_ai.evaluation.score.label' not used",)  # type: ignore[union-attr]
     bad = otlp(span([ASK], [said("assistant", "5")]))
     bad["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["attributes"][0] = {"key": "a", "text": "b"}
     (fault,) = read(otel_genai, bad)
     assert fault.detail == "log.jsonl:1: an attribute has text; expected key and value only"
+    attributes = bad["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["attributes"]
+    attributes[0] = attributes[1]
+    (fault,) = read(otel_genai, bad)
+    assert fault.detail.endswith(" is there twice; expected one value of each attribute")
 
 
 def test_spans_of_no_call_are_skipped() -> None:

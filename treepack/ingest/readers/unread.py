@@ -246,8 +246,7 @@ def _below(declared: Declared, name: str) -> Declared | None:
     if "." in name:
         node: Declared | None = declared
         for part in name.split("."):
-            # "llm.input_messages.0.message.role": lists are looked through.
-            node = node if node is None or part.isdecimal() else node.get(part)
+            node = None if node is None else node.get(part)
         if node is not None:
             return node
     rest: Declared | None = declared.get("*")
