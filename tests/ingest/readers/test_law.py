@@ -46,6 +46,7 @@ NOT_NEEDED = {
         "start_time": "calls that continue each other are joined in any order",
         "parentSpanId": "no call is inside another one",
     },
+    "langfuse": dict.fromkeys(("start_time", "startTime"), "calls that continue each other are joined in any order"),
     "litellm": {"startTime": "calls that continue each other are joined in any order"},
     "langsmith": {
         "inputs.messages.lc": "a version",
