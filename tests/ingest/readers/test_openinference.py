@@ -169,6 +169,7 @@ def test_spans_without_a_trace_are_not_joined() -> None:
     [
         (span(CALL | {"session.id": ["v"]}), 'session.id is ["v"]; expected text'),
         (span(CALL) | {"context": {"trace_id": True}}, "trace_id is true; expected text"),
+        (span(CALL, start_time=True), "start_time is true; expected a time"),
     ],
 )
 def test_an_id_that_is_no_text_damages_the_span(value: dict[str, Any], detail: str) -> None:

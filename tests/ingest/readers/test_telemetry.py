@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treepack.errors import TreepackError
 from treepack.ingest.readers.formats import langsmith, otel_genai
 from treepack.ingest.readers.registry import ReadOptions, Record
 from treepack.trajectory import Chat, Skipped, Trajectory
@@ -210,6 +212,18 @@ def test_a_damaged_span_skips_its_conversation_only() -> None:
 
 
 # LangSmith
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"trace_id": ["r"]}, 'trace_id is ["r"]; expected the id of a trace'),
+        ({"trace_id": None, "parent_run_id": "q"}, "has a parent and no trace_id; expected the id of its trace"),
+    ],
+)
+def test_a_run_whose_trace_is_not_known_is_refused(more: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(TreepackError, match=re.escape(sentence)):
+        read(langsmith, run("a", [HUMAN], generated(END), **more))
 
 
 def run(name: str, question: Any, answer: Any, **more: Any) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import shown
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.times import start_of
 
 COLUMN = "attributes."  # beginning of the columns of a table that contain attributes
 EVALUATION = "gen_ai.evaluation.result"
@@ -75,12 +75,11 @@ def _span(span: dict[str, Any], source: str) -> TraceSpan:
         for names in (("traceId", "trace_id"), ("spanId", "span_id"), ("parentSpanId", "parent_span_id", "parent_id"))
     ]
     trace, name, parent = (str(value) for _, value in found)
-    start = next((span[name] for name in ("startTimeUnixNano", "start_time", "startTime") if span.get(name)), 0)
-    start = start.isoformat() if isinstance(start, datetime) else start
-    # OTLP writes nanoseconds as text: "1700" -> 1700
-    start = int(start) if isinstance(start, str) and start.isdecimal() else start
-    start = start if isinstance(start, int | float | str) else 0
+    start: int | float | str = 0
     try:
+        start = start_of(span, "startTimeUnixNano", "start_time", "startTime", source=source) or 0
+        # OTLP writes nanoseconds as text: "1700" -> 1700
+        start = int(start) if isinstance(start, str) and start.isdecimal() else start
         for field, value in found:
             if not is_name(value):
                 raise TreepackError(f"{source}: {field} is {shown(value)}; expected text")

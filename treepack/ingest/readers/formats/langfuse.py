@@ -33,6 +33,7 @@ from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.span_calls import INSTRUCTIONS, messages_of_parts
 from treepack.ingest.readers.spans import get, parsed, tree
+from treepack.ingest.readers.times import start_of
 from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.ingest.readers.unread import not_used, unread
 from treepack.trajectory import Skipped, Trajectory
@@ -203,7 +204,7 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
             raise TreepackError(trace.fault)
         # Exports are in any order; a list is sorted by the time at which a call started.
         for source, value in sorted(
-            trace.generations, key=lambda item: str(_either(item[1], "startTime", "start_time"))
+            trace.generations, key=lambda item: str(start_of(item[1], "startTime", "start_time", source=item[0]))
         ):
             if str(value.get("id")) in around:
                 items.append(Skipped(source, AROUND_NOTE, is_rollout=False))
@@ -224,10 +225,6 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
     except TreepackError as error:
         items = [Skipped(trace.record.source, DAMAGED_NOTE, detail=str(error))]
     yield from items
-
-
-def _start(item: tuple[str, dict[str, Any]]) -> str:
-    return str(_either(item[1], "startTime", "start_time"))
 
 
 def _ancestors(trace: _Trace) -> set[str]:

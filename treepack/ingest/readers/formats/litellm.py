@@ -29,6 +29,7 @@ from treepack.ingest.readers.formats.openai_chat import LOGPROBS_NOTE, SOME_NOTE
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.spans import parsed
+from treepack.ingest.readers.times import start_of
 from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.ingest.readers.unread import is_empty, not_used
 from treepack.trajectory import Skipped, Trajectory
@@ -142,7 +143,8 @@ def _add(session: _Session, record: Record) -> str | None:
     reason = skip_reason([message for call in calls for message in (*call.prompt, *call.response)])
     if reason is not None:
         return reason
-    session.calls.append((str(value.get("startTime") or ""), _with_ids(session, calls, parsed(value["response"]))))
+    start = start_of(value, "startTime", source=source)
+    session.calls.append((str(start or ""), _with_ids(session, calls, parsed(value["response"]))))
     if isinstance(model := value.get("model"), str):
         session.models[model] = None
     metadata = parsed(value.get("metadata"))
