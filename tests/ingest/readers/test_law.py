@@ -38,8 +38,20 @@ NOT_NEEDED = {
     "verl": {"extra_fields.tool_rewards": "parts of the score"},
     "tinker": {"trajectories_G.transitions.metrics.stop/completed": "the metrics of the last transition count"},
     "tinker-datum": {"shape": "the data have the same length"},
+    "lm-eval": {"acc": "the sample is no rollout"},
+    "openinference": {
+        "start_time": "calls that continue each other are joined in any order",
+        "attributes.annotations.0.annotation.name": "a name to choose one of several scores",
+    },
+    "otel-genai": {
+        "start_time": "calls that continue each other are joined in any order",
+        "parentSpanId": "no call is inside another one",
+    },
+    "langfuse": dict.fromkeys(("start_time", "startTime"), "calls that continue each other are joined in any order"),
+    "litellm": {"startTime": "calls that continue each other are joined in any order"},
     "langsmith": {
-        "inputs.messages.lc": "a version",
+        "start_time": "dotted_order comes first",
+        "outputs.generations.text": "the message comes first",
         "extra.metadata.ls_temperature": "the parameters of the call come first",
     },
 }
@@ -53,6 +65,7 @@ LEGAL = {
         "empty: trajectory.query.content": "the prompt does not continue the calls before it",
     },
     "auto-code-rover": {"empty: content": "an earlier round that is no beginning of the last one"},
+    "openinference": dict.fromkeys(("null: start_time", "empty: start_time"), "a call without a time comes first"),
     "harbor-traces": {"list of texts: trace_source": "a trace of another origin"},
     "intercode": {"up: logs.0": "a rollout beside the logs"},
 }

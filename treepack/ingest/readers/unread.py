@@ -26,6 +26,7 @@ MAX_WORD = 64  # characters of a single word; a longer one is text, for example 
 HERE = ""  # key of a declared path that has deeper declared paths: a value that is no object is used
 SAME = "="  # key of a field that contains objects of the form of another path, with this path and its declared paths
 NAME = "!"  # key, and end of a declared path, of a text that is a name
+JSON = "{}"  # key, and end of a declared path, of a value that is used, and looked through if it is JSON text
 ROOT = "."  # the record itself, as the form of a field
 COVERED: Declared = {HERE: {}, "*": {}}
 
@@ -55,15 +56,16 @@ MASKS = frozenset(
 def declare(paths: Iterable[str]) -> Declared:
     """Return declared `paths` as a tree: ["a", "b.c", "b"] -> {"a": {}, "b": {"c": {}, "": {}}}.
 
-    "root.children=root" declares that the children have the fields of the root, and "kind!" that a text is a name even
-    if it has several words.
+    "root.children=root" declares that the children have the fields of the root, "kind!" that a text is a name even if
+    it has several words, and "request{}" that JSON text is looked through, for declared paths below it.
     """
     tree: Declared = {}
     ends: list[Declared] = []
     for path, _, same in (path.partition("=") for path in paths):
-        node = _at(tree, path.removesuffix(NAME))
-        if path.endswith(NAME):
-            node[NAME] = {}
+        node = _at(tree, path.removesuffix(NAME).removesuffix(JSON))
+        for mark in (NAME, JSON):
+            if path.endswith(mark):
+                node[mark] = {}
         if same:
             target = "" if same == ROOT else same
             node[SAME] = (f"{target}." if target else "", _at(tree, target) if target else tree)
@@ -153,7 +155,8 @@ def unread(
         inner = COVERED if covered and not below else below
         # {"children": [{"children": [..]}]}: the path of all levels is that of the first one.
         inner_prefix, inner = inner[SAME] if inner and SAME in inner else (f"{path}.", inner)
-        for each in _values(field):
+        is_open = below is not None and JSON in below
+        for each in _values(field, is_open=is_open):
             if isinstance(each, dict):
                 yield from unread(each, inner, inner_prefix)
             elif isinstance(each, str) and is_prose(each):
@@ -250,12 +253,17 @@ def _below(declared: Declared, name: str) -> Declared | None:
     return COVERED if rest == {} else rest
 
 
-def _values(field: Any) -> Iterator[Any]:
-    """Yield the values in `field`: itself, or those of a list, also of lists in it; of numbers only the first."""
+def _values(field: Any, *, is_open: bool) -> Iterator[Any]:
+    """Yield the values in `field`: itself, or those of a list, also of lists in it; of numbers only the first.
+
+    With `is_open`, JSON text is the object or list that it contains.
+    """
+    if is_open and (content := as_json(field)) is not None:
+        field = content
     if not isinstance(field, list):
         yield field
     elif field and isinstance(field[0], int | float):
         yield field[0]
     else:
         for each in field:
-            yield from _values(each)
+            yield from _values(each, is_open=is_open)

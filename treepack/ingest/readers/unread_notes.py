@@ -8,7 +8,7 @@ A field of the record itself may have become metadata, an id, the group, or the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from treepack.ingest.readers.token_fields import KINDS, LENGTHS, RETURN
 from treepack.ingest.readers.unread import Declared, Said, named, unread, unsaid
 from treepack.trajectory import Skipped, Tokens, Trajectory
 
+View = Callable[[dict[str, Any]], dict[str, Any]]
 # Fields of a trajectory that come from fields of a record with any of several names.
 FACTS = ("trajectory_id", "group_id", "step", "reward", "temperature", "rollout_id")
 TOKENS = "=tokens"  # key of facts if a trajectory is token ids
@@ -41,9 +42,10 @@ def notes_of_record(
 class NotesOfFile:
     """Notes on the unread fields of records that are read together; the last trajectory gets each of them once."""
 
-    def __init__(self, declared: Declared) -> None:
-        """Take the fields that the format declares."""
+    def __init__(self, declared: Declared, view: View | None = None) -> None:
+        """Take the fields that the format declares, of the `view` of each record."""
         self._declared = declared
+        self._view = view
         self._fields: dict[tuple[str, str | None, bool], None] = {}  # an ordered set
         self._room = MAX_TEXTS
         self._said = Said(())
@@ -51,7 +53,8 @@ class NotesOfFile:
     def of_records(self, records: Iterable[Record]) -> Iterator[Record]:
         """Yield `records`, and keep their fields that may not be used."""
         for record in records:
-            for path, text, is_declared in unread(record.value, self._declared):
+            value = record.value if self._view is None else self._view(record.value)
+            for path, text, is_declared in unread(value, self._declared):
                 # The texts of a very large file are not searched, so the declared ones count as used.
                 if text is not None and self._room <= 0:
                     if is_declared:
