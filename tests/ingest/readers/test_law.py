@@ -37,6 +37,7 @@ NOT_NEEDED = {
     "verl": {"extra_fields.tool_rewards": "parts of the score"},
     "tinker": {"trajectories_G.transitions.metrics.stop/completed": "the metrics of the last transition count"},
     "tinker-datum": {"shape": "the data have the same length"},
+    "opencode": {"messages.parts.synthetic": "the texts of a message of the user are sent, whoever wrote them"},
     "langsmith": {
         "inputs.messages.lc": "a version",
         "extra.metadata.ls_temperature": "the parameters of the call come first",
@@ -50,6 +51,16 @@ LEGAL = {
     },
     "auto-code-rover": {"empty: content": "an earlier round that is no beginning of the last one"},
     "harbor-traces": {"list of texts: trace_source": "a trace of another origin"},
+    "opencode": {
+        "command": "an argument of a call",
+        "null: info.summary": "an answer without this flag is no summary",
+        "null: parts.synthetic": "a text without this flag is the model's",
+    },
+    "cline": {
+        f"{kind}: {name}Parent": "a message without this name is not replaced"
+        for kind in ("null", "empty")
+        for name in ("condense", "truncation")
+    },
     "intercode": {"up: logs.0": "a rollout beside the logs"},
 }
 
