@@ -36,6 +36,10 @@ CONTEXT_NOTE = "system prompt and tools are not in exports of ChatGPT"
 FILES_NOTE = "files that the user attached are not in the export"
 RECAP_NOTE = "length of the reasoning ('Thought for 5 seconds') not used"
 THOUGHTS_NOTE = "thoughts without an answer not used"
+PARENT_NOTE = "node whose parent is not in the conversation"
+CHILD_NOTE = "node with a child that is not in the conversation"
+NAME_NOTE = "node whose id is not its name"
+EMPTY_NOTE, EMPTY_CALL_NOTE = "message of the model without text not used", "call without text not used"
 NO_ANSWER = "conversation without an answer"
 ALL = "all"  # the recipient of a message that is no call
 NODE = frozenset({"id", "message", "parent", "children"})
@@ -49,6 +53,9 @@ CONTENT = frozenset(
     tether_id url domain title name user_profile user_instructions model_set_context
     """.split()
 )
+# Fields that are text or null, of a message and of a content; another value would be left out in silence.
+TEXT_OF_MESSAGE = ("status", "recipient", "channel")
+TEXT_OF_CONTENT = tuple("text result title url user_profile user_instructions model_set_context".split())
 # Parts that repeat an audio_transcription as sound.
 SOUND = frozenset({"audio_asset_pointer", "real_time_user_audio_video_asset_pointer"})
 MEDIA = SOUND | {"image_asset_pointer", "video_container_asset_pointer"}
@@ -90,7 +97,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     """
     value, source = record.value, record.source
     roots = _roots(value["mapping"], source)
-    notes = _unused(value["mapping"], source)
+    notes = (*_unused(value["mapping"], source), *_links(value["mapping"]))
     cut = [_readable(path, source) for root in roots for path in leaf_paths(root, source=source)]
     reasons = dict.fromkeys(reason for _, reason in cut if reason is not None)
     paths = distinct_paths(_up_to_answer(path, source) for path, _ in cut)
@@ -126,6 +133,8 @@ def _roots(mapping: dict[str, Node], source: str) -> list[Node]:
     roots: list[Node] = []
     for name, node in mapping.items():
         parent = node.get("parent")
+        if not isinstance(parent, str | None):
+            raise TreepackError(f"{source}: node {name} has the parent {shown(parent)}; expected the name of a node")
         (nodes[parent]["children"] if isinstance(parent, str) and parent in nodes else roots).append(nodes[name])
     for name, node in mapping.items():
         # The order in which the answers were made, if the parent lists its children.
@@ -135,6 +144,19 @@ def _roots(mapping: dict[str, Node], source: str) -> list[Node]:
     if len(reached) < len(nodes):
         raise TreepackError(f"{source}: mapping has nodes that are their own ancestors; expected a tree")
     return roots
+
+
+def _links(mapping: dict[str, Node]) -> tuple[str, ...]:
+    """Return notes on nodes that name others which are not there."""
+    notes: dict[str, None] = {}
+    for name, node in mapping.items():
+        if node.get("parent") is not None and node["parent"] not in mapping:
+            notes[PARENT_NOTE] = None
+        if any(not isinstance(child, str) or child not in mapping for child in node["children"] or []):
+            notes[CHILD_NOTE] = None
+        if node.get("id", name) != name:
+            notes[NAME_NOTE] = None
+    return tuple(notes)
 
 
 def _unused(mapping: dict[str, Node], source: str) -> tuple[str, ...]:
@@ -177,12 +199,31 @@ def _content(node: Node, source: str) -> dict[str, Any]:
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, dict):
         raise TreepackError(f"{source}: a message has the content {shown(content)}; expected content_type and parts")
+    for holder, names in ((message, TEXT_OF_MESSAGE), (content, TEXT_OF_CONTENT)):
+        for name in names:
+            if not isinstance(holder.get(name), str | None):
+                raise TreepackError(f"{source}: a message has the {name} {shown(holder[name])}; expected text")
+    if not isinstance(content.get("parts"), list | None) or not all(map(_is_part, _list(content))):
+        raise TreepackError(f"{source}: a message has the parts {shown(content['parts'])}; expected texts or objects")
     return content
 
 
+def _is_part(part: Any) -> bool:
+    return (
+        part is None or isinstance(part, str) or (isinstance(part, dict) and isinstance(part.get("text"), str | None))
+    )
+
+
 def _list(content: dict[str, Any]) -> list[Any]:
-    parts = content.get("parts")
-    return parts if isinstance(parts, list) else []
+    return content.get("parts") or []
+
+
+def _metadata(message: Message, source: str) -> dict[str, Any]:
+    metadata = message.get("metadata") or {}
+    details = metadata.get("finish_details") if isinstance(metadata, dict) else metadata
+    if not isinstance(details, dict | None):
+        raise TreepackError(f"{source}: a message has the metadata {shown(metadata)}; expected an object")
+    return dict(metadata)
 
 
 def _parts(content: dict[str, Any]) -> str:
@@ -251,7 +292,7 @@ def _turns(path: list[Node], source: str) -> _Turns:
         if message is None:
             continue
         role, kind, text = _role(node, source), str(_content(node, source).get("content_type")), _text(node, source)
-        metadata = message.get("metadata") if isinstance(message.get("metadata"), dict) else {}
+        metadata = _metadata(message, source)
         if metadata.get("attachments"):
             turns.notes[FILES_NOTE] = None
         if kind == "reasoning_recap":
@@ -269,9 +310,15 @@ def _turns(path: list[Node], source: str) -> _Turns:
 
 def _thoughts(content: dict[str, Any], source: str) -> Iterator[str]:
     """Yield the texts of thoughts; a thought without text has a summary only."""
+    if content.get("content") is not None:
+        raise TreepackError(
+            f"{source}: a message has thoughts and content {shown(content['content'])}; expected thoughts"
+        )
     for thought in as_objects(content.get("thoughts"), source=source, name="thoughts"):
         texts = (thought.get("content"), thought.get("summary"))
-        if text := next((each for each in texts if isinstance(each, str) and each), None):
+        if not all(isinstance(each, str | None) for each in texts):
+            raise TreepackError(f"{source}: a message has the thought {shown(thought)}; expected text")
+        if text := next(filter(None, texts), None):
             yield text
 
 
@@ -288,10 +335,11 @@ def _add_system(turns: _Turns, text: str) -> None:
 
 def _add_answer(turns: _Turns, message: Message, text: str, metadata: dict[str, Any]) -> None:
     if not text:
+        turns.notes[EMPTY_NOTE if message.get("recipient") in (None, ALL) else EMPTY_CALL_NOTE] = None
         return
     answer: Message = {"role": "assistant", "content": text}
     details = metadata.get("finish_details")
-    reason = details.get("type") if isinstance(details, dict) else None
+    reason = details.get("type") if details else None
     if message.get("status") in CUT:
         reason = "interrupted"
     if message.get("weight") is not None:
@@ -300,7 +348,7 @@ def _add_answer(turns: _Turns, message: Message, text: str, metadata: dict[str, 
         answer["reasoning_content"] = "\n\n".join(turns.thoughts)
         turns.thoughts = []
     recipient = message.get("recipient")
-    if isinstance(recipient, str) and recipient != ALL:
+    if recipient not in (None, ALL):
         turns.num_calls += 1
         kind = message["content"].get("content_type")
         # Ids of nine letters and digits, because the export has none.
@@ -353,7 +401,15 @@ FORMAT = Format(
     program="ChatGPT (export of conversations)",
     recognised_by="`mapping`, an object of nodes with `message` and `children`, and `current_node` or `title`",
     requires=[{"mapping": NODES, ("current_node", "title"): ANY}],
-    used="mapping current_node conversation_id id title".split(),
+    used="""
+        current_node conversation_id id title mapping.*.id mapping.*.parent mapping.*.children mapping.*.message=message
+        message.author.role message.author.name message.status message.weight message.recipient message.channel
+        message.metadata.model_slug message.metadata.finish_details.type message.metadata.attachments
+        message.content.content_type message.content.parts message.content.parts.content_type message.content.parts.text
+        message.content.text message.content.thoughts.content message.content.thoughts.summary message.content.result
+        message.content.title message.content.url message.content.user_profile message.content.user_instructions
+        message.content.model_set_context
+    """.split(),
     dropped=(
         "mapping.message.metadata except model_slug and finish_details (display, citations, searches)",
         "images and other content that is not text (a path ends before it)",
