@@ -19,12 +19,12 @@ first image, because text cannot represent it. An answer that was interrupted is
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.chatgpt_contents import CONTENT, CONTEXTS, content_of, reason_of, text_of
 from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
 from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, Format, Kind
 from treepack.ingest.readers.records import Record
@@ -46,19 +46,6 @@ NODE = frozenset({"id", "message", "parent", "children"})
 MESSAGE = frozenset(
     "id author create_time update_time content status end_turn weight metadata recipient channel".split()
 )
-# Fields of `content` that are read or describe it, over all its types.
-CONTENT = frozenset(
-    """
-    content_type parts text language response_format_name thoughts source_analysis_msg_id content result summary assets
-    tether_id url domain title name user_profile user_instructions model_set_context
-    """.split()
-)
-# Fields that are text or null, of a message and of a content; another value would be left out in silence.
-TEXT_OF_MESSAGE = ("status", "recipient", "channel")
-TEXT_OF_CONTENT = tuple("text result title url user_profile user_instructions model_set_context".split())
-# Parts that repeat an audio_transcription as sound.
-SOUND = frozenset({"audio_asset_pointer", "real_time_user_audio_video_asset_pointer"})
-MEDIA = SOUND | {"image_asset_pointer", "video_container_asset_pointer"}
 CUT = frozenset({"in_progress", "finished_partial_completion"})  # values of `status`
 
 Message = dict[str, Any]
@@ -172,50 +159,9 @@ def _unused(mapping: dict[str, Node], source: str) -> tuple[str, ...]:
 def _readable(path: list[Node], source: str) -> tuple[list[Node], str | None]:
     """Return the nodes before the first one that text cannot represent, and the reason; None if there is none."""
     for place, node in enumerate(path):
-        if (reason := _reason(node, source)) is not None:
+        if (reason := reason_of(node, source)) is not None:
             return path[:place], reason
     return path, None
-
-
-def _reason(node: Node, source: str) -> str | None:
-    content = _content(node, source)
-    kinds = [str(part.get("content_type")) for part in _list(content) if isinstance(part, dict)]
-    has_words = "audio_transcription" in kinds
-    for kind in kinds:
-        if kind in MEDIA and not (has_words and kind in SOUND):
-            return MEDIA_REASON
-        if kind not in MEDIA and kind != "audio_transcription":
-            return f"content parts of type '{kind[:40]}' are not read"
-    kind = str(content.get("content_type"))
-    if content and kind not in TEXTS and kind not in ("thoughts", "reasoning_recap"):
-        return f"content of type '{kind[:40]}' is not read"
-    return None
-
-
-def _content(node: Node, source: str) -> dict[str, Any]:
-    message = node["message"]
-    if message is None:
-        return {}
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, dict):
-        raise TreepackError(f"{source}: a message has the content {shown(content)}; expected content_type and parts")
-    for holder, names in ((message, TEXT_OF_MESSAGE), (content, TEXT_OF_CONTENT)):
-        for name in names:
-            if not isinstance(holder.get(name), str | None):
-                raise TreepackError(f"{source}: a message has the {name} {shown(holder[name])}; expected text")
-    if not isinstance(content.get("parts"), list | None) or not all(map(_is_part, _list(content))):
-        raise TreepackError(f"{source}: a message has the parts {shown(content['parts'])}; expected texts or objects")
-    return content
-
-
-def _is_part(part: Any) -> bool:
-    return (
-        part is None or isinstance(part, str) or (isinstance(part, dict) and isinstance(part.get("text"), str | None))
-    )
-
-
-def _list(content: dict[str, Any]) -> list[Any]:
-    return content.get("parts") or []
 
 
 def _metadata(message: Message, source: str) -> dict[str, Any]:
@@ -226,38 +172,6 @@ def _metadata(message: Message, source: str) -> dict[str, Any]:
     return dict(metadata)
 
 
-def _parts(content: dict[str, Any]) -> str:
-    """Return the text of `parts`; a transcription is text too."""
-    texts = [part.get("text") if isinstance(part, dict) else part for part in _list(content)]
-    return "\n".join(text for text in texts if isinstance(text, str) and text)
-
-
-def _quote(content: dict[str, Any]) -> str:
-    heads = [content.get("title"), content.get("url"), content.get("text")]
-    return "\n".join(text for text in heads if isinstance(text, str) and text)
-
-
-def _instructions(content: dict[str, Any]) -> str:
-    texts = [content.get("user_profile"), content.get("user_instructions")]
-    return "\n\n".join(text for text in texts if isinstance(text, str) and text)
-
-
-# The text of each type of content.
-TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "text": _parts,
-    "multimodal_text": _parts,
-    "code": lambda content: str(content.get("text") or ""),
-    "execution_output": lambda content: str(content.get("text") or ""),
-    "system_error": lambda content: str(content.get("text") or ""),
-    "tether_browsing_display": lambda content: str(content.get("result") or ""),
-    "tether_quote": _quote,
-    "sonic_webpage": _quote,
-    "user_editable_context": _instructions,
-    "model_editable_context": lambda content: str(content.get("model_set_context") or ""),
-}
-CONTEXTS = frozenset({"user_editable_context", "model_editable_context"})
-
-
 def _role(node: Node, source: str) -> str:
     author = node["message"].get("author")
     role = author.get("role") if isinstance(author, dict) else None
@@ -266,18 +180,12 @@ def _role(node: Node, source: str) -> str:
     return str(role)
 
 
-def _text(node: Node, source: str) -> str:
-    content = _content(node, source)
-    kind = str(content.get("content_type"))
-    return TEXTS[kind](content) if kind in TEXTS else ""
-
-
 def _is_answer(node: Node, source: str) -> bool:
     """Return whether a node is a text or a call of the model."""
     if node["message"] is None or _role(node, source) != "assistant":
         return False
-    is_context = str(_content(node, source).get("content_type")) in CONTEXTS
-    return not is_context and node["message"].get("channel") != "analysis" and bool(_text(node, source))
+    is_context = str(content_of(node, source).get("content_type")) in CONTEXTS
+    return not is_context and node["message"].get("channel") != "analysis" and bool(text_of(node, source))
 
 
 def _up_to_answer(path: list[Node], source: str) -> list[Node]:
@@ -291,14 +199,14 @@ def _turns(path: list[Node], source: str) -> _Turns:
         message = node["message"]
         if message is None:
             continue
-        role, kind, text = _role(node, source), str(_content(node, source).get("content_type")), _text(node, source)
+        role, kind, text = _role(node, source), str(content_of(node, source).get("content_type")), text_of(node, source)
         metadata = _metadata(message, source)
         if metadata.get("attachments"):
             turns.notes[FILES_NOTE] = None
         if kind == "reasoning_recap":
             turns.notes[RECAP_NOTE] = None
         elif kind == "thoughts" or (role == "assistant" and message.get("channel") == "analysis"):
-            turns.thoughts += _thoughts(_content(node, source), source) if kind == "thoughts" else [text]
+            turns.thoughts += _thoughts(content_of(node, source), source) if kind == "thoughts" else [text]
         elif kind in CONTEXTS or role == "system":
             _add_system(turns, text)
         elif role == "assistant":
