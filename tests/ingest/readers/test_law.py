@@ -49,6 +49,7 @@ NOT_NEEDED = {
     },
     "langfuse": dict.fromkeys(("start_time", "startTime"), "calls that continue each other are joined in any order"),
     "litellm": {"startTime": "calls that continue each other are joined in any order"},
+    "opencode": {"messages.parts.synthetic": "the texts of a message of the user are sent, whoever wrote them"},
     "langsmith": {
         "start_time": "dotted_order comes first",
         "outputs.generations.text": "the message comes first",
@@ -67,6 +68,16 @@ LEGAL = {
     "auto-code-rover": {"empty: content": "an earlier round that is no beginning of the last one"},
     "openinference": dict.fromkeys(("null: start_time", "empty: start_time"), "a call without a time comes first"),
     "harbor-traces": {"list of texts: trace_source": "a trace of another origin"},
+    "opencode": {
+        "command": "an argument of a call",
+        "null: info.summary": "an answer without this flag is no summary",
+        "null: parts.synthetic": "a text without this flag is the model's",
+    },
+    "cline": {
+        f"{kind}: {name}Parent": "a message without this name is not replaced"
+        for kind in ("null", "empty")
+        for name in ("condense", "truncation")
+    },
     "intercode": {"up: logs.0": "a rollout beside the logs"},
 }
 

@@ -77,7 +77,7 @@ def _split(message: Message) -> Iterator[Message]:
 
 def _assistant(message: Message) -> Message:
     parts = message["content"]
-    texts = [str(part["thinking"]) for part in parts if _kind(part) == "thinking" and part.get("thinking")]
+    texts = [part["thinking"] for part in parts if _kind(part) == "thinking" and part.get("thinking")]
     calls = [
         {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
         for part in parts
@@ -85,7 +85,8 @@ def _assistant(message: Message) -> Message:
     ]
     split = message | {"content": [part for part in parts if _kind(part) not in BLOCKS]}
     if texts:
-        split["reasoning_content"] = "\n\n".join(texts)
+        # `normalise_messages` refuses a list with anything else than text.
+        split["reasoning_content"] = "\n\n".join(texts) if all(isinstance(text, str) for text in texts) else texts
     if calls:
         split["tool_calls"] = [*(message.get("tool_calls") or []), *calls]
     # The API may return a signature only, in place of the text of the reasoning.

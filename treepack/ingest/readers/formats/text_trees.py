@@ -31,6 +31,7 @@ from treepack.ingest.readers.messages import is_messages, normalise_template_kwa
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import conversation, without
 from treepack.ingest.readers.trees import leaf_paths, nodes_of, unused_fields
+from treepack.ingest.readers.unread import as_json
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 ROOTS = ("tree", "root")  # fields that may have the root, if it is not the record itself
@@ -146,6 +147,9 @@ def _said(node: dict[str, Any], where: str) -> list[Message]:
         _refuse_text(node, where)
         return [_renamed({"role": "assistant", "content": None} | about)] if about else []
     said = node[names[0]]
+    is_list_of_texts = isinstance(said, list) and not is_messages(said)
+    if is_list_of_texts or (names[0] in ("message", "messages") and as_json(said) is not None):
+        raise TreepackError(f"{where} has the {names[0]} {shown(said)}; expected text, or messages as objects")
     # `content` and `text` may be a list of parts; any other list is a list of messages.
     if is_messages(said) and names[0] not in ("content", "text"):
         if about:
