@@ -21,6 +21,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import CONTENT, IN_MESSAGES, WHERE, ColumnMap, ColumnPath
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.fields import GROUPS, IDS, REWARDS, STEPS, quoted, shown
 from treepack.ingest.readers.messages import RENAMED_ROLES, ROLES, is_messages
 from treepack.ingest.readers.paths import GONE, MISSING, parsed_json, value_at, without_paths
@@ -84,6 +85,8 @@ def records_of(record: Record, columns: ColumnMap) -> Mapped:
     has_answers = _has_answers(values, talk)
     if has_answers and "reward" not in values:
         _take_rewards(values, rest, len(contents))
+    if has_answers and "finish_reason" not in values:
+        _take_endings(values, rest, len(contents))
     others = {key: value for key, value in values.items() if key not in CONTENT and key != "system_prompt"}
     if talk.took_mask:
         others.pop("mask", None)
@@ -361,6 +364,19 @@ def _take_rewards(values: dict[str, Any], rest: dict[str, Any], num_answers: int
         listed = rest.get(name)
         if isinstance(listed, list | np.ndarray) and len(listed) == num_answers:
             values["reward"] = rest.pop(name)
+            return
+
+
+def _take_endings(values: dict[str, Any], rest: dict[str, Any], num_answers: int) -> None:
+    """Use a list of reasons why the answers ended, or of flags that they were cut, under a usual name."""
+    for name, listed in list(rest.items()):
+        kind = endings.kind_of(name)
+        if kind not in (endings.REASON, endings.FLAG) or not isinstance(listed, list | np.ndarray):
+            continue
+        if len(listed) == num_answers:
+            values["finish_reason"] = [
+                ("truncated" if endings.is_set(each) else None) if kind == endings.FLAG else each for each in rest.pop(name)
+            ]
             return
 
 

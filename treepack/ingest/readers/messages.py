@@ -134,8 +134,9 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
         notes |= dict.fromkeys((*remarks, *more))
         if role != "assistant" and any(message.get(name) is True for name in ("loss", "trainable", "train")):
             notes[f"role '{role}' marked as trained, not trained"] = None
-        known = used.union(endings.FIELDS) if role == "assistant" else used
-        unused = [key for key, value in message.items() if key not in known and not is_empty(value)]
+        unused = [key for key, value in message.items() if key not in used and not is_empty(value)]
+        if role == "assistant":
+            unused = [key for key in unused if not _is_ending(key, message[key])]
         for key in unused:
             if danger(key, message[key]) == MASK:
                 raise TreepackError(
@@ -144,6 +145,11 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
                 )
         notes.update({f"message field '{key}' not used": None for key in unused})
     return Messages(done, weights, tuple(notes), cuts)
+
+
+def _is_ending(key: str, value: Any) -> bool:
+    kind = endings.kind_of(key)
+    return kind in (endings.REASON, endings.FLAG) or (kind == endings.STATE and endings.is_cut_state(value))
 
 
 def _ending(message: dict[str, Any], normal: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:

@@ -101,7 +101,7 @@ def _merge_turns(messages: list[dict[str, Any]], source: str) -> list[dict[str, 
         if role == CALL:
             calls = calls_of_text(message.get("content"), where=f"{source}: message {number}")
             part: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
-            part |= _marks(message) | {name: message[name] for name in endings.FIELDS if name in message}
+            part |= _marks(message) | {name: message[name] for name in message if endings.kind_of(name)}
         else:
             part = message | {"role": "tool"} if role in RESULTS else message
         last = done[-1] if done and part.get("role") == done[-1].get("role") == "assistant" else None
@@ -118,7 +118,7 @@ def _merge_turns(messages: list[dict[str, Any]], source: str) -> list[dict[str, 
                     f"{source}: message {number} continues a turn, but its content is a list; expected text"
                 )
             calls = [*(last.get("tool_calls") or []), *(part.get("tool_calls") or [])]
-            ended = {name: part[name] for name in endings.FIELDS if name in part}
+            ended = {name: part[name] for name in part if endings.kind_of(name)}
             done[-1] = last | {"content": "".join(texts)} | ({"tool_calls": calls} if calls else {}) | ended
         before = role
     return done
