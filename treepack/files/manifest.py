@@ -226,7 +226,7 @@ def read_manifest(directory: str | AnyPath | Location, kind: str | None = None) 
     try:
         manifest = json.loads(content)
         format_name, version = str(manifest["format"]), manifest["version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); write the directory again") from error
     if format_name not in _REQUIRED:
         raise TreepackError(f"{path}: has the format {format_name!r}; expected {kind or ' or '.join(_REQUIRED)}")
@@ -300,7 +300,9 @@ def _check_name(name: str, path: str) -> None:
     Raises:
         TreepackError: naming the manifest and the part.
     """
-    if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
+    content = name.encode(errors="replace")
+    is_possible = content.decode() == name and len(content) <= 255  # bytes of a file name
+    if not is_possible or name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise TreepackError(
             f"{path}: names the part {name!r}, which is not a file name of its directory; write the directory again"
         )
@@ -328,11 +330,12 @@ def check_part(directory: Path, entry: FileEntry) -> Path:
     """Return the path of a part after checking its size and its hash against `entry`.
 
     Raises:
-        TreepackError: the part is missing, truncated or altered.
+        TreepackError: the part is missing, truncated or altered, or the directory was replaced meanwhile.
     """
     check_size(locate(directory), entry)
     path = directory / entry["name"]
     if file_sha256(path) != entry["sha256"]:
+        _refuse_replaced(locate(directory), entry)
         raise TreepackError(f"{path}: was altered since it was written (its sha256 differs); write it again")
     return path
 
@@ -341,10 +344,27 @@ def check_size(directory: Location, entry: FileEntry) -> None:
     """Check that a part is there and has the size that `entry` gives.
 
     Raises:
-        TreepackError: the part is missing or truncated.
+        TreepackError: the part is missing or truncated, or the directory was replaced meanwhile.
     """
     path, size = directory.file_name(entry["name"]), directory.size(entry["name"])
+    if size != entry["bytes"]:
+        _refuse_replaced(directory, entry)
     if size is None:
         raise TreepackError(f"{path}: is missing; write {directory} again")
     if size != entry["bytes"]:
         raise TreepackError(f"{path}: has {size} bytes, its manifest lists {entry['bytes']}; write it again")
+
+
+def _refuse_replaced(directory: Location, entry: FileEntry) -> None:
+    """Refuse a part that does not fit its entry because the directory was replaced after its manifest was read.
+
+    Raises:
+        TreepackError: the manifest that is there now has no such entry.
+    """
+    try:
+        content = directory.read(MANIFEST)
+        entries = [entry] if content is None else json.loads(content)["files"]
+    except (TreepackError, ValueError, KeyError, TypeError, RecursionError):
+        return  # damaged, which the caller reports
+    if entry not in entries:
+        raise TreepackError(f"{directory}: was replaced by another command while it was read; run the command again")

@@ -155,6 +155,7 @@ class Format:
     one file. `checked` are the records that must have the required fields: each, the first of a file only, or none, if
     the reader itself refuses a record with a more precise message. `arrays` are fields of a record, at most 64, whose
     lists of numbers `read` accepts as int32 or float64 arrays too. JSON is read several times faster into them.
+    `notes_unused` is False for a reader that passes records on to other formats, which note their unused fields.
     """
 
     name: str
@@ -169,6 +170,7 @@ class Format:
     read_file: ReadFile | None = None
     checked: Literal["each", "first", "none"] = "each"
     arrays: Sequence[str] = ()
+    notes_unused: bool = True
     declared: Declared = field(init=False)
 
     def __post_init__(self) -> None:
@@ -241,7 +243,7 @@ class Format:
         except BadValueError as error:
             # One bad value of one rollout refuses this rollout, and not the file.
             items = [Skipped(record.source, error.reason, detail=str(error))]
-        notes = notes_of_record(record.value, self.declared, items)
+        notes = notes_of_record(record.value, self.declared, items) if self.notes_unused else ()
         for item in items:
             is_lost = isinstance(item, Skipped) and item.is_rollout and item.group_id is None
             if notes and isinstance(item, Trajectory):
