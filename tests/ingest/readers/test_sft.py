@@ -300,14 +300,21 @@ MESSAGES = [{"role": who, "content": "x"} for who in ("user", "assistant", "user
         (alpaca, {"instruction": "x", "output": "x", "history": [["x", "x"]]}),
     ],
 )
-@pytest.mark.parametrize("mark", [{"label": False}, {"kto_tag": True}, {"kto_tag": 0}, {"label": "true"}])
+@pytest.mark.parametrize("mark", [{"label": False}, {"kto_tag": True}, {"kto_tag": 0}, {"label": "true"}, {"label": 1}])
 def test_a_label_belongs_to_the_last_answer(reader: Any, value: dict[str, Any], mark: dict[str, Any]) -> None:
     ((trajectory, content),) = read(reader, value | mark)
     assert content.message_weights == [0.0, 0.0, 0.0, 1.0]
     assert trajectory.reward == (0.0 if mark in ({"label": False}, {"kto_tag": 0}) else 1.0)
-    # A number may be a class of the data set.
-    ((_, unlabelled),) = read(reader, value | {"label": 1})
-    assert unlabelled.message_weights == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_labelled_conversation_has_the_system_prompt_beside_it() -> None:
+    ((_, content),) = read(ms_swift, {"messages": MESSAGES, "label": True, "system": "Be brief."})
+    assert [role for role, *_ in spoken(content)] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_an_answer_beside_labelled_messages_is_refused() -> None:
+    sentence = refusal(ms_swift, {"messages": MESSAGES[:3], "label": True, "response": "y"})
+    assert "has the field 'response', which can contain an answer" in sentence
 
 
 def test_fields_of_turns_of_sharegpt_are_marks_or_counted() -> None:

@@ -375,7 +375,8 @@ def _take_endings(values: dict[str, Any], rest: dict[str, Any], num_answers: int
             continue
         if len(listed) == num_answers:
             values["finish_reason"] = [
-                ("truncated" if endings.is_set(each) else None) if kind == endings.FLAG else each for each in rest.pop(name)
+                ("truncated" if endings.is_set(each) else None) if kind == endings.FLAG else each
+                for each in rest.pop(name)
             ]
             return
 

@@ -33,6 +33,10 @@ REWARDS = ("reward", "score", "reward_score", "rewards", "rm_scores", "token_lev
 # Objects with the settings of the sampler, of which the temperature is read.
 SAMPLING_DICTS = ("sampling_params", "sampling_args", "generation_params", "generation_config")
 METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
+# Names of reasoning beside an answer. It may be of a judge, so no reader trains it unless the user names it.
+THOUGHTS = frozenset(
+    "reasoning reasoning_content thinking thought thoughts chain_of_thought cot rationale reasoning_text".split()
+)
 UNTRAINED_PREFIX = "untrained_prefix"  # tokens of an augmented query, which its rollouts never train
 SEGMENTS = "segments"  # token offsets at which a sampler began its segments: a list of integers of any length
 SEGMENT_IDS = "segment_ids"  # one integer per segment, equal in two rollouts of a group if it is the same sample
@@ -405,6 +409,8 @@ def _metadata(rest: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
             fault = f"more than {MAX_METADATA} characters"
         if fault is None:
             metadata[name] = value
+            if name in THOUGHTS and isinstance(value, str) and value.strip():
+                notes.append(f"field '{name}' is metadata, not trained")
         else:
             notes.append(f"field '{name}' dropped, {fault}")
     return metadata, tuple(notes)

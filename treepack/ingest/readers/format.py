@@ -38,6 +38,7 @@ from treepack.ingest.readers.fields import BadValueError, ReadOptions, group_of,
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.paths import MISSING
 from treepack.ingest.readers.records import DAMAGED_FILE, DAMAGED_RECORD, Record
+from treepack.ingest.readers.turn_weights import as_flag
 from treepack.ingest.readers.unread import Declared, declare
 from treepack.ingest.readers.unread_notes import NotesOfFile, notes_of_record
 from treepack.trajectory import Skipped, Trajectory
@@ -67,7 +68,7 @@ ReadFile = Callable[[Iterator[Record], ReadOptions], Iterator[Trajectory | Skipp
 ANY = Kind("any value", lambda value: value is not MISSING)
 SET = Kind("a value other than null", lambda value: value is not MISSING and value is not None)
 TEXT = Kind("text", lambda value: isinstance(value, str))
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+LABEL = Kind("true or false, or 1 or 0", lambda value: as_flag(value) is not None)
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 OBJECTS = Kind("a list of objects", is_messages)
 TALK = Kind("text or a list of messages", lambda value: isinstance(value, str) or is_messages(value))

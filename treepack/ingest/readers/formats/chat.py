@@ -31,7 +31,7 @@ from treepack.ingest.readers.messages import (
     tools_of,
 )
 from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.request_answer import answer_messages, dialogue, message_list
+from treepack.ingest.readers.request_answer import ANSWER_FIELDS, answer_messages, dialogue, message_list
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 # Fields of AReaL's dumps, whose texts were decoded with their special tokens.
@@ -76,7 +76,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
                 f"{source}: prompt is text and completion is messages; expected both as text or both as messages"
             )
         asked = split_blocks(message_list(prompt, "prompt", source))
-        answer = answer_messages(completion)
+        answer = answer_messages(completion, source)
         if answer is None:
             raise TreepackError(f"{source}: completion is {shown(completion)}; expected text or a list of messages")
         system = _system(value, asked)
@@ -104,10 +104,14 @@ FORMAT = Format(
     recognised_by="`messages`, or `prompt` and `completion`, as messages or as text",
     requires=[{"messages": OBJECTS}, {"prompt": TALK, "completion": TALK}],
     checked="none",
-    used="""
+    used=[
+        *"""
         system tools chat_template_kwargs prompt completion messages.loss messages.trainable messages.weight
         messages.loss_scale reward id group_id messages.*
-    """.split(),
+        """.split(),
+        # Other names of tools and answers, whose texts must be among those of the trajectory.
+        *(f"{name}.*" for name in sorted({*TOOLS, *ANSWER_FIELDS} - {"tools", "completion"})),
+    ],
     dropped=(
         "images, videos, audios (records that have some are skipped)",
         "content parts except text, tool_use, tool_result and thinking (records that have some are skipped)",

@@ -14,10 +14,12 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import ReadOptions, shown
-from treepack.ingest.readers.format import ANY, FLAG, MASKS, REWARDS, TALK, TEXTS, Format, no
+from treepack.ingest.readers.format import ANY, LABEL, MASKS, REWARDS, TALK, TEXTS, Format, no
 from treepack.ingest.readers.formats import chat
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.sft_messages import LABELS
 from treepack.ingest.readers.trajectories import without
+from treepack.ingest.readers.turn_weights import as_flag
 from treepack.trajectory import Skipped, Trajectory
 
 STEP_SEPARATOR = "\n"
@@ -31,10 +33,11 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: labels that do not fit the steps, or an error of the `chat` reader.
     """
     value, source = record.value, record.source
-    rest = without(value, ("label", "completions", "labels"))
+    rest = without(value, (*LABELS, "completions", "labels"))
     notes: tuple[str, ...] = ()
-    if isinstance(value.get("label"), bool):
-        reward = float(value["label"])
+    flag = next((each for name in LABELS if (each := as_flag(value.get(name))) is not None), None)
+    if flag is not None:
+        reward = float(flag)
     else:
         # One wrong step makes the whole solution wrong.
         right = _labels(value["labels"], len(value["completions"]), source)
@@ -61,12 +64,13 @@ def _labels(labels: Any, num_steps: int, source: str) -> list[bool]:
 FORMAT = Format(
     name="trl-labels",
     program="TRL (unpaired preferences, stepwise supervision)",
-    recognised_by="`prompt` and `completion` beside a boolean `label`, or `prompt` and `completions` beside `labels`",
+    recognised_by="`prompt` and `completion` beside a `label` that is true or false, or `prompt` and `completions` "
+    "beside `labels`",
     requires=[
-        {"prompt": TALK, "completion": TALK, "label": FLAG},
-        {"prompt": TALK, "completions": TEXTS, "labels": ANY, "label": no(FLAG)},
+        {"prompt": TALK, "completion": TALK, ("label", "kto_tag"): LABEL},
+        {"prompt": TALK, "completions": TEXTS, "labels": ANY, "label": no(LABEL)},
     ],
-    used="prompt completion label completions labels".split(),
+    used="prompt completion label kto_tag completions labels".split(),
     dropped=("which step is labelled wrong",),
     keeps={MASKS, REWARDS},
     read=read,
