@@ -14,7 +14,7 @@ from typing import Any
 
 from treepack.ingest.readers.fields import GROUPS, IDS, REWARDS, SAMPLING_DICTS, STEPS, is_equal
 from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.token_fields import KINDS
+from treepack.ingest.readers.token_fields import KINDS, LENGTHS, RETURN
 from treepack.ingest.readers.unread import Declared, Said, named, unread, unsaid
 from treepack.trajectory import Skipped, Tokens, Trajectory
 
@@ -119,7 +119,7 @@ def is_fact(path: str, value: Any, facts: Facts) -> bool:
         return any(is_equal(value, reward) for reward in facts["=reward"]) or isinstance(value, dict)
     if path == "weight":
         return True
-    if path in KINDS and TOKENS in facts:
+    if TOKENS in facts and KINDS.get(path) not in (None, RETURN, LENGTHS):
         return not _is_text(value)  # the reader of tokens reads all of them, or refuses the record
     if top in SAMPLING_DICTS:
         return True
