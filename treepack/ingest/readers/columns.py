@@ -189,6 +189,11 @@ class _Talk:
             value = [value if has_role else {"role": "assistant"} | value]
         return self.messages(value)
 
+    def has_answers(self, messages: list[dict[str, Any]]) -> bool:
+        """Return True if each of `messages`, under a name such as `responses`, is an answer of its own."""
+        *_, name = [step for step in self._columns.paths["answer"][0].steps if isinstance(step, str)] or [""]
+        return name.endswith("s") and all(each.get("role") == "assistant" for each in messages)
+
     def is_talk(self, value: Any) -> bool:
         """Return True if `value` is messages, each of which has a role, as it is or as JSON text."""
         messages = as_messages(value)
@@ -286,6 +291,8 @@ def _has_answers(values: dict[str, Any], talk: _Talk) -> bool:
     """Return True if the record has a list of answers, also of one."""
     answer, ids = values.get("answer"), values.get("answer_ids")
     if isinstance(ids, list) and ids and all(isinstance(each, list | np.ndarray) for each in ids):
+        return True
+    if is_messages(answer) and len(answer) > 1 and talk.has_answers(answer):
         return True
     # Texts may be JSON of any kind, so they are messages only with a role.
     is_one = is_messages(answer) or talk.is_talk(answer)

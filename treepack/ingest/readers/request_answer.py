@@ -199,8 +199,8 @@ def _refuse_unknown_answer(value: Message, messages: list[Any], source: str) -> 
                 if name in CALLS:
                     say = "move it into a message of the assistant"
                 raise TreepackError(
-                    f"{source}: messages end with role {_role(messages[-1])}, and the field '{path}' may be the answer; "
-                    f"{say}, or leave it out with --columns ignore={path}"
+                    f"{source}: messages end with role {_role(messages[-1])}, and the field '{path}' may be the "
+                    f"answer; {say}, or leave it out with --columns ignore={path}"
                 )
 
 
@@ -209,7 +209,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _is_answer_name(name: str) -> bool:
-    """Return whether a name that is not known may be that of an answer: "llm_response", "finalAnswer", "output_text"."""
+    """Return whether a name that is not known may be an answer's: "llm_response", "finalAnswer", "output_text"."""
     if name in ANSWERS_BY_NAME or name in ANSWER_FIELDS:
         return True
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower().split("_")

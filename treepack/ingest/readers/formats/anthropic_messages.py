@@ -75,7 +75,7 @@ FORMAT = Format(
     used="""
         request.system request.messages request.tools request.temperature response.content
         response.stop_reason response.id response.model
-        session_id group_id reward response.* messages.*
+        session_id group_id reward
     """.split(),
     dropped=(
         "the other settings of request and response (usage)",

@@ -18,7 +18,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.endings import FLAG, REASON, kind_of
 from treepack.ingest.readers.fields import ReadOptions, shown
-from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECTS, REWARDS, TEXT, Format
+from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECTS, REWARDS, SET, TEXT, Format, no
 from treepack.ingest.readers.formats import chat
 from treepack.ingest.readers.messages import has_media, is_messages
 from treepack.ingest.readers.records import Record
@@ -122,7 +122,12 @@ FORMAT = Format(
     name="trl-preference",
     program="TRL (preference datasets: DPO, reward modelling)",
     recognised_by="`chosen` and `rejected`, both as messages or both as text",
-    requires=[{"chosen": TEXT, "rejected": TEXT}, {"chosen": OBJECTS, "rejected": OBJECTS}],
+    requires=[
+        {"prompt": SET, "chosen": TEXT, "rejected": TEXT},
+        # A pair beside a question is another layout; without it, the common beginning of both texts is the prompt.
+        {"chosen": TEXT, "rejected": TEXT, **dict.fromkeys(("question", "query", "input", "problem"), no(TEXT))},
+        {"chosen": OBJECTS, "rejected": OBJECTS},
+    ],
     used="prompt chosen rejected tools chat_template_kwargs id".split(),
     keeps={MASKS, REWARDS, LINEAGE},
     read=read,
