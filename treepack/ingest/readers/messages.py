@@ -21,31 +21,13 @@ from typing import Any, TypeGuard
 from treepack.errors import TreepackError
 from treepack.ingest.readers import endings
 from treepack.ingest.readers.fields import BadValueError, fault_in_json, quoted, shown
+from treepack.ingest.readers.reasoning import REASONING, reasoning_of
 from treepack.ingest.readers.turn_weights import WEIGHT_FIELDS, weight_of
 from treepack.ingest.readers.unread import ANSWER, MASK, as_json, danger, is_empty
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 RENAMED_ROLES = {"developer": "system", "function": "tool", "human": "user", "model": "assistant", "ai": "assistant"}
 KEPT = ("name", "tool_call_id")  # copied as they are
-# Names of the reasoning of a turn in APIs and data sets: text, or parts with text. The first one counts.
-REASONING = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-    "reasoning_text",
-    "thought",
-    "thoughts",
-    "reasoning_details",
-    "thinking_blocks",
-    "reasoningText",
-    "reasoningContent",
-    "thinking_content",
-    "think",
-    "chain_of_thought",
-)
-# Names of the text in a part of reasoning, and of its summary.
-REASONING_TEXTS = ("text", "thinking", "reasoning", "think", "reasoningText", "content", "summary")
-THOUGHT = re.compile(r"\s*<think(?:ing)?>(.*?)</think(?:ing)?>", re.DOTALL)
 # Names of the arguments of a call.
 ARGUMENTS = ("arguments", "args", "input", "parameters")
 # Fields of a message that are read; every other field becomes a note.
@@ -133,7 +115,8 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
         if message["role"] in RENAMED_ROLES and message["role"] != "function":
             notes[f"role '{message['role']}' read as '{role}'"] = None
         normal: dict[str, Any] = {"role": role, "content": _content(message.get("content"), where, notes)}
-        reasoning, used = _reasoning(message, where)
+        reasoning, unread = reasoning_of(message, where)
+        used = READ - unread - {"refusal"}
         if reasoning is not None:
             normal["reasoning_content"] = reasoning
         if calls := _tool_calls(message, index, where, notes):
@@ -365,46 +348,6 @@ def _part(part: Any, where: str, notes: dict[str, None]) -> str:
 def _note_rest(value: dict[str, Any], known: frozenset[str], what: str, notes: dict[str, None]) -> None:
     rest = (key for key, field in value.items() if key not in known and not is_empty(field))
     notes.update({f"{what} field '{key}' not used": None for key in rest})
-
-
-def _reasoning(message: dict[str, Any], where: str) -> tuple[str | None, frozenset[str]]:
-    """Return the reasoning of a turn, and the fields of the message that are read: a second reasoning is not."""
-    texts = {name: _reasoning_text(message[name], name, where) for name in REASONING if not is_empty(message.get(name))}
-    texts = {name: text for name, text in texts.items() if text}  # encrypted reasoning has none, and is noted
-    # An empty text is a reasoning without words, which templates print; other values without content are none.
-    names = [name for name in REASONING if message.get(name) == ""]
-    first = next(iter(texts), names[0] if names else None)
-    reasoning = None if first is None else texts.get(first, "")
-    content = message.get("content")
-    if reasoning and reasoning.strip() and isinstance(content, str) and _thought(content) == reasoning.strip():
-        reasoning = None  # the content repeats it between its tags
-    unread = {name for name in REASONING if not is_empty(message.get(name)) and name not in texts}
-    unread |= {name for name, text in texts.items() if text != texts[next(iter(texts))]}
-    return reasoning, READ - unread - {"refusal"}
-
-
-def _thought(content: str) -> str | None:
-    """Return the reasoning at the beginning of a content between tags, None if there is none."""
-    match = THOUGHT.match(content)
-    return None if match is None else match.group(1).strip()
-
-
-def _reasoning_text(value: Any, name: str, where: str) -> str:
-    """Return the text of reasoning, which is text or parts: [{"type": "thinking", "thinking": "A"}, ..] -> "A..".
-
-    JSON text of such parts is parsed. Encrypted parts have no text.
-    """
-    if isinstance(value, str):
-        parsed = as_json(value)
-        is_parts = is_messages(parsed) and parsed and all(isinstance(part.get("type"), str) for part in parsed)
-        return _reasoning_text(parsed, name, where) if is_parts else value
-    texts = []
-    for part in [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]:
-        text = next((part[key] for key in REASONING_TEXTS if key in part), "") if isinstance(part, dict) else part
-        if not isinstance(text, str | list | dict):
-            raise TreepackError(f"{where} has the {name} {shown(value)}; expected text")
-        texts.append(_reasoning_text(text, name, where))
-    return "".join(texts)
 
 
 def _tool_calls(message: dict[str, Any], index: int, where: str, notes: dict[str, None]) -> list[dict[str, Any]]:

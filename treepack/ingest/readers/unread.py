@@ -53,6 +53,7 @@ MASKS = frozenset(
 
 
 # Words of the names of flags and lists that say what is trained.
+NO_MARKS = frozenset("is_train is_training train_split mask_sample".split())  # parts of a data set; a mark of NeMo Gym
 MARKS = frozenset("train trainable trained untrained masked mask loss weights".split())
 
 
@@ -239,8 +240,7 @@ def danger(name: str, value: Any) -> str | None:
 def _is_mark(name: str) -> bool:
     """Return whether a flag or list of this name can say what is trained: is_masked, train_on_input, roles_to_train."""
     words = set(name.split("_"))
-    is_split = name in ("is_train", "is_training", "train_split")  # which part of a data set
-    return not is_split and bool(words & MARKS) and (len(words) > 1 or name == "weights")
+    return name not in NO_MARKS and bool(words & MARKS) and (len(words) > 1 or name == "weights")
 
 
 def is_empty(value: Any) -> bool:
