@@ -39,6 +39,7 @@ READ = frozenset(
         *WEIGHT_FIELDS,
     ]
 )
+READ_ALWAYS = READ - {"refusal"}  # a refusal is read only in place of the content
 # Fields of parts and calls that say nothing about their text.
 OF_PARTS = frozenset({"type", "text"})
 OF_CALLS = frozenset({"id", "type", "function", "index", "name"})
@@ -116,7 +117,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
             notes[f"role '{message['role']}' read as '{role}'"] = None
         normal: dict[str, Any] = {"role": role, "content": _content(message.get("content"), where, notes)}
         reasoning, unread = reasoning_of(message, where)
-        used = READ - unread - {"refusal"}
+        used = READ_ALWAYS - unread if unread else READ_ALWAYS
         if reasoning is not None:
             normal["reasoning_content"] = reasoning
         if calls := _tool_calls(message, index, where, notes):

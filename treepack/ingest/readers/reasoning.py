@@ -31,6 +31,7 @@ REASONING = (
     "think",
     "chain_of_thought",
 )
+NAMES = frozenset(REASONING)
 # Names of the text in a part of reasoning, and of its summary.
 REASONING_TEXTS = ("text", "thinking", "reasoning", "think", "reasoningText", "content", "summary")
 THOUGHT = re.compile(r"\s*<think(?:ing)?>(.*?)</think(?:ing)?>", re.DOTALL)
@@ -42,6 +43,8 @@ def reasoning_of(message: dict[str, Any], where: str) -> tuple[str | None, froze
     Raises:
         TreepackError: a reasoning is neither text nor parts with text.
     """
+    if NAMES.isdisjoint(message):  # most messages
+        return None, frozenset()
     texts = {name: _reasoning_text(message[name], name, where) for name in REASONING if not is_empty(message.get(name))}
     texts = {name: text for name, text in texts.items() if text}  # encrypted reasoning has none, and is noted
     # An empty text is a reasoning without words, which templates print; other values without content are none.
