@@ -35,7 +35,7 @@ DECIDING = frozenset(
     """
     loss loss_scale loss_weight trainable weight train sampled mask role from type status remove_sample trained
     is_copied_context finish_reason stop_reason is_demo is_last_step session_id parent llm_call_count
-    trial_name trace_source action
+    trial_name trace_source action label kto_tag
     """.split()
 )
 # Names that several readers take for the same thing.
@@ -90,9 +90,9 @@ class Reading:
         return [[place for place, _ in turns] for turns in self.trained]
 
 
-FACTS = (
-    "trajectory_id group_id step weight reward advantage metadata temperature rollout_id rollout_part source".split()
-)
+FACTS = """
+    trajectory_id group_id step weight reward advantage metadata temperature rollout_id rollout_part source is_truncated
+""".split()
 
 
 def _trained(item: Trajectory) -> Iterator[tuple[Any, Any]]:
@@ -332,6 +332,41 @@ def _is_argument(value: Any, path: Path) -> bool:
         if name in ("args", "arguments", "input", "parameters") and isinstance(holder, dict) and "name" in holder:
             return True
     return False
+
+
+# Fields that decide what is trained, and that a record may have beside those that a reader knows.
+BESIDE: dict[str, Any] = {
+    "completion": "zq7 another answer",
+    "response": "zq7 another answer",
+    "responses": ["zq7 another answer"],
+    "output": "zq7 another answer",
+    "chosen": "zq7 another answer",
+    "text": "zq7 another answer",
+    "raw_output": "zq7 another answer",
+    "loss_mask": [0],
+    "assistant_mask": "[0]",
+    "train": False,
+    "finish_reason": "length",
+}
+
+
+def unnoticed(records: Sequence[Record]) -> list[str]:
+    """Return the fields of `BESIDE` that nobody notices in the last record: neither trained, nor noted, nor refused.
+
+    Metadata is not enough: a rollout whose answer became metadata trains something else.
+    """
+    base = read(records)
+    found = []
+    for name, value in BESIDE.items():
+        if name in records[-1].value or not base.trained:
+            continue
+        last = records[-1]
+        after = read([*records[:-1], Record(last.source, last.path, {**last.value, name: value})])
+        is_truncated = [item.is_truncated for item in after.items if isinstance(item, Trajectory)]
+        is_noticed = bool(after.refusal) or bool(after.notes - base.notes) or after.trained != base.trained
+        if not is_noticed and not (name == "finish_reason" and any(is_truncated)):
+            found.append(name)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ NOT_NEEDED = {
         "1.turn_history.thoughts": "one of them is the mark of the last turn",
     },
     "verifiers": {"traces.mm_token_type_id_map.900": "the ids of placeholders are its keys"},
+    "verifiers-results": {"completion.tool_calls": "the steps of the trajectory have the same calls"},
     "verl": {"extra_fields.tool_rewards": "parts of the score"},
     "tinker": {"trajectories_G.transitions.metrics.stop/completed": "the metrics of the last transition count"},
     "tinker-datum": {"shape": "the data have the same length"},
@@ -44,6 +45,9 @@ NOT_NEEDED = {
 }
 # Changes that train something else, for the reason given.
 LEGAL = {
+    "alpaca": {"renamed: kto_tag": "without a label all answers are trained"},
+    "sharegpt": {"renamed: kto_tag": "without a label all answers are trained"},
+    "ms-swift": {"renamed: label": "without a label all answers are trained"},
     "swe-agent": {
         "empty: history.agent": "a history of one agent fewer",
         "empty: trajectory.query.content": "the prompt does not continue the calls before it",
@@ -83,6 +87,11 @@ def test_no_note_calls_a_value_unused_that_is_used(name: str) -> None:
 def test_a_changed_field_never_trains_other_turns_in_silence(name: str) -> None:
     found = [change for records in files_of(name) for change in law.silent(records)]
     assert [change for change in found if not excused(name, change, LEGAL)] == []
+
+
+@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+def test_no_answer_mask_or_cut_beside_the_known_fields_is_ignored(name: str) -> None:
+    assert [field for records in files_of(name) for field in law.unnoticed(records)] == []
 
 
 @pytest.mark.slow
@@ -180,6 +189,29 @@ def test_a_field_that_decides_and_is_not_understood_refuses_the_record(value: di
 def test_a_text_that_a_template_made_of_the_messages_is_no_second_answer() -> None:
     reading = law.read([Record("r:1", "r", {"messages": SAID, "text": "<u>How many bolts?</u><a>Seven bolts.</a>"})])
     assert list(reading.notes) == ["field 'text' not used, because it repeats the messages"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {
+            "instruction": "How many bolts?",
+            "input": "",
+            "output": "Seven bolts.",
+            "text": "Q: How many bolts? A: Seven bolts.",
+        },
+        {
+            "conversations": [{"from": "human", "value": "Bolts?"}, {"from": "gpt", "value": "Seven."}],
+            "response": "Seven.",
+        },
+    ],
+)
+def test_a_copy_of_the_answer_is_noted_and_no_second_answer(value: dict[str, Any]) -> None:
+    reading = law.read([Record("r:1", "r", value)])
+    assert not reading.refusal
+    assert [note for note in reading.notes if note.endswith("not used, because it repeats the messages")]
+    other = law.read([Record("r:1", "r", {**value, "response": "Another answer."})])
+    assert "the field 'response', which can contain an answer" in other.refusal
 
 
 def test_a_mask_that_is_json_text_is_read_as_a_list() -> None:

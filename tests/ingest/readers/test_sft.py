@@ -305,6 +305,8 @@ def test_a_label_belongs_to_the_last_answer(reader: Any, value: dict[str, Any], 
     ((trajectory, content),) = read(reader, value | mark)
     assert content.message_weights == [0.0, 0.0, 0.0, 1.0]
     assert trajectory.reward == (0.0 if mark in ({"label": False}, {"kto_tag": 0}) else 1.0)
+    with pytest.raises(TreepackError, match="'label', which can contain a mask or a label and is not read"):
+        read(reader, value | {"label": "math"})
 
 
 def test_a_labelled_conversation_has_the_system_prompt_beside_it() -> None:

@@ -22,7 +22,8 @@ from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers import endings
 from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.unread import MASK, danger, is_empty, not_used
+from treepack.ingest.readers.repeats import note_on, repeats
+from treepack.ingest.readers.unread import ANSWER, MASK, danger, is_empty, not_used
 from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
 
 # Of several names in one record, the first in these lists counts.
@@ -118,9 +119,12 @@ def describe(
     temperature, temperature_field = _temperature(value)
     taken = {group_field, id_field, step_field, reward_field, "weight", temperature_field}
     rest = {k: v for k, v in value.items() if k not in used and k not in taken}
+    # Alpaca's `text` is the instruction and the output in one text.
+    repeated = [k for k, v in rest.items() if danger(k, v) == ANSWER and repeats(v, content)]
+    rest = {k: v for k, v in rest.items() if k not in repeated}
     check_rest({k: v for k, v in rest.items() if k not in options.harmless}, source)
     metadata, dropped = _metadata(rest)
-    dropped += _other_rewards(rest, reward, reward_field)
+    dropped += _other_rewards(rest, reward, reward_field) + tuple(map(note_on, repeated))
     ending, remarks = endings.ending_of({key: field for key, field in value.items() if key not in used})
     item = check_scalars(
         Trajectory(

@@ -31,6 +31,9 @@ def notes_of_record(
     facts = facts_of(items)
     if not facts:
         return ()
+    # The reader of tokens reads all fields of its names, or refuses the record; other formats have ids in other places.
+    if TOKENS in facts and not KINDS.keys() & declared.keys():
+        del facts[TOKENS]
     paths = unsaid(unread(value, declared), Said(items))
     return named(path for path in paths if not is_fact(path, _value_at(value, path), facts))
 
@@ -120,7 +123,7 @@ def is_fact(path: str, value: Any, facts: Facts) -> bool:
     if path == "weight":
         return True
     if TOKENS in facts and KINDS.get(path) not in (None, RETURN, LENGTHS):
-        return not _is_text(value)  # the reader of tokens reads all of them, or refuses the record
+        return not _is_text(value)
     if top in SAMPLING_DICTS:
         return True
     if path in (*IDS, *GROUPS, *STEPS, "temperature", "trial", "task.key", "task.hash"):

@@ -21,7 +21,7 @@ from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.ingest.readers.format import (
     ANY,
     FILLED,
-    LABEL,
+    FLAG,
     MASKS,
     REWARDS,
     SET,
@@ -152,7 +152,7 @@ FORMAT = Format(
     "`query` and `response`; or `conversation` of `human` and `assistant`",
     requires=[
         {"messages": FILLED, ("rejected_response", "rejected_messages"): SET},
-        {"messages": FILLED, ("label", "kto_tag"): LABEL},
+        {"messages": FILLED, ("label", "kto_tag"): FLAG},
         {"messages": some({"role": one_of("tool_call", "tool_response")})},
         {"messages": no(FILLED), "query": TEXT, "response": TEXT},
         {"messages": no(FILLED), "conversation": first({"human": ANY, "assistant": ANY})},

@@ -14,7 +14,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import ReadOptions, shown
-from treepack.ingest.readers.format import ANY, LABEL, MASKS, REWARDS, TALK, TEXTS, Format, no
+from treepack.ingest.readers.format import ANY, FLAG, MASKS, REWARDS, TALK, TEXTS, Format, no
 from treepack.ingest.readers.formats import chat
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.sft_messages import LABELS
@@ -67,8 +67,8 @@ FORMAT = Format(
     recognised_by="`prompt` and `completion` beside a `label` that is true or false, or `prompt` and `completions` "
     "beside `labels`",
     requires=[
-        {"prompt": TALK, "completion": TALK, ("label", "kto_tag"): LABEL},
-        {"prompt": TALK, "completions": TEXTS, "labels": ANY, "label": no(LABEL)},
+        {"prompt": TALK, "completion": TALK, ("label", "kto_tag"): FLAG},
+        {"prompt": TALK, "completions": TEXTS, "labels": ANY, "label": no(FLAG)},
     ],
     used="prompt completion label kto_tag completions labels".split(),
     dropped=("which step is labelled wrong",),
