@@ -34,11 +34,17 @@ REWARDS = ("reward", "score", "reward_score", "rewards", "rm_scores", "token_lev
 # Objects with the settings of the sampler, of which the temperature is read.
 SAMPLING_DICTS = ("sampling_params", "sampling_args", "generation_params", "generation_config")
 METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
+# Names of reasoning beside an answer. It may be of a judge, so no reader trains it unless the user names it.
+THOUGHTS = frozenset(
+    "reasoning reasoning_content thinking thought thoughts chain_of_thought cot rationale reasoning_text".split()
+)
+ASKED = frozenset("input context passage question query instruction instructions problem system system_prompt".split())
 UNTRAINED_PREFIX = "untrained_prefix"  # tokens of an augmented query, which its rollouts never train
 SEGMENTS = "segments"  # token offsets at which a sampler began its segments: a list of integers of any length
 SEGMENT_IDS = "segment_ids"  # one integer per segment, equal in two rollouts of a group if it is the same sample
 MAX_METADATA = 2000  # characters of one field: enough for settings and scores, too few for a transcript
 INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
+NUMBER = re.compile(r"[0-9]{1,4}(\.[0-9]{1,20})?")  # a temperature as text
 MAX_DEPTH = 100  # of nested values: far from 1000, at which Python's json raises RecursionError
 
 
@@ -193,6 +199,8 @@ def _temperature(value: dict[str, Any]) -> tuple[float | None, str | None]:
 def temperature_of(settings: Any) -> float | None:
     """Return the `temperature` of an object of settings, None if it has none or `settings` is not an object."""
     value = settings.get("temperature") if isinstance(settings, dict) else None
+    if isinstance(value, str) and NUMBER.fullmatch(value.strip()):
+        value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
         return None
     try:
@@ -230,6 +238,8 @@ def as_fact(value: Any, *, source: str, name: str) -> float:
     """
     # "0.5" -> 0.5, true -> 1.0, and numpy's numbers
     try:
+        if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+            value = value.strip().lower() == "true"
         number = float(value) if isinstance(value, str | int | float | np.number | np.bool_) else math.nan
     except (ValueError, OverflowError):
         number = math.nan
@@ -409,6 +419,8 @@ def _metadata(rest: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
             fault = f"more than {MAX_METADATA} characters"
         if fault is None:
             metadata[name] = value
+            if name in THOUGHTS | ASKED and isinstance(value, str) and value.strip():
+                notes.append(f"field '{name}' is metadata, not trained")
         else:
             notes.append(f"field '{name}' dropped, {fault}")
     return metadata, tuple(notes)

@@ -210,6 +210,8 @@ class Format:
             TreepackError: `record` lacks a required field, or the field has another kind.
         """
         if not self.matches(record.value):
+            if (name := self._null(record.value)) is not None:
+                raise BadValueError(f"{record.source}: {self._refusal(record.value)}", f"{name} is null")
             raise TreepackError(f"{record.source}: {self._refusal(record.value)}")
 
     def trajectories(self, records: Iterable[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -243,8 +245,8 @@ class Format:
     def _of_value(self, record: Record, number: int, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
         assert self.read is not None
         record = with_containers(record)
-        self._check_record(record, number)
         try:
+            self._check_record(record, number)
             items = list(self.read(record, options))
         except BadValueError as error:
             # One bad value of one rollout refuses this rollout, and not the file.
@@ -288,6 +290,16 @@ class Format:
     def _check_record(self, record: Record, number: int) -> None:
         if self.checked == "each" or (self.checked == "first" and number == 0):
             self.check(record)
+
+    def _null(self, value: dict[str, Any]) -> str | None:
+        """Return a required field that is null, if the record would have this format with another value."""
+        if callable(self.requires):
+            return None
+        for fields in self.requires:
+            wrong = [names for names, kind in fields.items() if not _has_field(value, names, kind)]
+            if len(wrong) == 1 and isinstance(wrong[0], str) and _field(value, wrong[0]) is None:
+                return wrong[0]
+        return None
 
     def _refusal(self, value: dict[str, Any]) -> str:
         """Name the first wrong field of the alternative that `value` is closest to."""

@@ -48,9 +48,14 @@ ANSWERS = frozenset(
 MASKS = frozenset(
     """
     mask masks train trainable trained is_trained train_on train_detail label labels kto_tag loss loss_weight
-    loss_weights loss_scale token_weights
+    loss_weights loss_scale token_weights sample_weight sample_weights example_weight
     """.split()
 )
+
+
+# Words of the names of flags and lists that say what is trained.
+NO_MARKS = frozenset("is_train is_training train_split mask_sample".split())  # parts of a data set; a mark of NeMo Gym
+MARKS = frozenset("train trainable trained untrained masked mask loss weights".split())
 
 
 def declare(paths: Iterable[str]) -> Declared:
@@ -224,6 +229,8 @@ def danger(name: str, value: Any) -> str | None:
     if is_empty(value):
         return None
     lowered = name.lower()
+    if isinstance(value, bool | list) and _is_mark(lowered):
+        return MASK
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if lowered in MASKS or lowered.endswith(("_mask", "_masks")):
         return None if lowered == "loss" and is_number else MASK
@@ -231,6 +238,12 @@ def danger(name: str, value: Any) -> str | None:
         # A number, such as the value of a critic, is no answer.
         return None if isinstance(value, int | float) else ANSWER
     return None
+
+
+def _is_mark(name: str) -> bool:
+    """Return whether a flag or list of this name can say what is trained: is_masked, train_on_input, roles_to_train."""
+    words = set(name.split("_"))
+    return name not in NO_MARKS and bool(words & MARKS) and (len(words) > 1 or name == "weights")
 
 
 def is_empty(value: Any) -> bool:

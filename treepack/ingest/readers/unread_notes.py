@@ -132,7 +132,7 @@ def is_fact(path: str, value: Any, facts: Facts) -> bool:
     if path in (*IDS, *GROUPS, *STEPS, "temperature", "trial", "task.key", "task.hash"):
         # An id is a part of the name: "7" of "7/chosen".
         names = [str(fact) for name in FACTS for fact in facts[f"={name}"]]
-        return any(str(value) in name for name in names)
+        return any(str(each) in name for name in names for each in (value, _whole(value)))
     return False
 
 
@@ -140,6 +140,10 @@ def _is_text(value: Any) -> bool:
     """Return whether `value` is text, messages, or a list of them: a name of token ids may have the text of the ids."""
     first = value[0] if isinstance(value, list) and value else value
     return isinstance(first, str | dict)
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value  # 3.0 -> "3", as ids and steps
 
 
 def _is_same(one: Any, other: Any) -> bool:
