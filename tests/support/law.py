@@ -119,6 +119,8 @@ def _call(function: dict[str, Any]) -> tuple[str, Any]:
 
 def read(records: Sequence[Record]) -> Reading:
     """Read `records` as one file, whose format its first record decides."""
+    if not records:
+        return Reading()
     np.set_printoptions(threshold=100_000)
     try:
         form = FORMAT_OF_NAME[detect_format(records[0])]
@@ -364,17 +366,22 @@ BESIDE: dict[str, Any] = {
 
 
 def unnoticed(records: Sequence[Record]) -> list[str]:
-    """Return the fields of `BESIDE` that nobody notices in the last record: neither trained, nor noted, nor refused.
+    """Return the fields of `BESIDE` that nobody notices in a record: neither trained, nor noted, nor refused.
 
     Metadata is not enough: a rollout whose answer became metadata trains something else.
     """
     base = read(records)
     found = []
+    # The last record that is a rollout, or a part of one: without it something else is trained.
+    places = [k for k in range(len(records)) if read([*records[:k], *records[k + 1 :]]).trained != base.trained]
+    if not base.trained or not places:
+        return []
+    last = records[places[-1]]
     for name, value in BESIDE.items():
-        if name in records[-1].value or not base.trained:
+        if name in last.value:
             continue
-        last = records[-1]
-        after = read([*records[:-1], Record(last.source, last.path, {**last.value, name: value})])
+        edited = Record(last.source, last.path, {**last.value, name: value})
+        after = read([*records[: places[-1]], edited, *records[places[-1] + 1 :]])
         is_truncated = [item.is_truncated for item in after.items if isinstance(item, Trajectory)]
         is_noticed = bool(after.refusal) or bool(after.notes - base.notes) or after.trained != base.trained
         if not is_noticed and not (name == "finish_reason" and any(is_truncated)):

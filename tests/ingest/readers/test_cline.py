@@ -151,7 +151,7 @@ def test_a_message_with_a_field_of_another_program_is_no_task() -> None:
         ({"reasoning_details": "hm"}, "reasoning_details is"),
         ({"reasoning_details": [{"text": ["hm"]}]}, "expected objects with text"),
         (
-            {"content": [{"type": "thinking", "thinking": ["hm"]}, {"type": "text", "text": "A"}]},
+            {"content": [{"type": "thinking", "thinking": True}, {"type": "text", "text": "A"}]},
             "has the reasoning_content",
         ),
     ],

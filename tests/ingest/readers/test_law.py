@@ -38,6 +38,7 @@ NOT_NEEDED = {
     "verl": {"extra_fields.tool_rewards": "parts of the score"},
     "tinker": {"trajectories_G.transitions.metrics.stop/completed": "the metrics of the last transition count"},
     "tinker-datum": {"shape": "the data have the same length"},
+    "cline": {"finish_reason": "a field of a message, and the sample has a whole session in one record"},
     "lm-eval": {"acc": "the sample is no rollout"},
     "openinference": {
         "start_time": "calls that continue each other are joined in any order",
@@ -115,7 +116,8 @@ def test_a_changed_field_never_trains_other_turns_in_silence(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMAT_OF_NAME)
 def test_no_answer_mask_or_cut_beside_the_known_fields_is_ignored(name: str) -> None:
-    assert [field for records in files_of(name) for field in law.unnoticed(records)] == []
+    found = [field for records in files_of(name) for field in law.unnoticed(records)]
+    assert [field for field in found if not excused(name, field, NOT_NEEDED)] == []
 
 
 @pytest.mark.slow
@@ -222,7 +224,7 @@ def test_a_text_that_a_template_made_of_the_messages_is_no_second_answer() -> No
             "instruction": "How many bolts?",
             "input": "In all.",
             "output": "Seven bolts.",
-            "text": "Q: How many bolts? A: Seven bolts.",
+            "text": "Q: How many bolts? (In all.) A: Seven bolts.",
         },
         {
             "conversations": [{"from": "human", "value": "Bolts?"}, {"from": "gpt", "value": "Seven."}],

@@ -30,7 +30,8 @@ from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.messages import Messages, normalise_messages, normalise_template_kwargs, normalise_tools
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.route_fields import has_routes, read_routes
-from treepack.ingest.readers.token_fields import mask_values, number_values
+from treepack.ingest.readers.token_fields import LABELS, NAMES, mask_values, number_values
+from treepack.ingest.readers.token_fields import MASK as MASK_OF_TOKENS
 from treepack.trajectory import (
     MAX_INSIDE,
     Chat,
@@ -114,6 +115,8 @@ def read_calls(record: Record, calls: Sequence[TokenCall], options: ReadOptions)
     Raises:
         TreepackError: ids or values contradict each other, or the `tokens` reader refuses them.
     """
+    if outside := sorted({*NAMES[MASK_OF_TOKENS], *NAMES[LABELS]} & record.value.keys()):
+        raise TreepackError(f"{record.source}: {outside[0]} is beside the calls; expected it in each of them")
     if not options.keep_routes:
         calls = [replace(call, routes=None) for call in calls]
     joined = join_calls(calls, source=record.source)

@@ -86,14 +86,21 @@ def _assistant(message: Message) -> Message:
         if _kind(part) == "tool_use"
     ]
     split = message | {"content": [part for part in parts if _kind(part) not in BLOCKS]}
-    if texts:
-        split["reasoning_content"] = "\n\n".join(texts)
+    # `normalise_messages` refuses a list with anything else than text.
+    wrong = [part["thinking"] for part in parts if _kind(part) == "thinking" and not is_thought(part.get("thinking"))]
+    if texts or wrong:
+        split["reasoning_content"] = wrong or "\n\n".join(texts)
     if calls:
         split["tool_calls"] = [*(message.get("tool_calls") or []), *calls]
     # The API may return a signature only, in place of the text of the reasoning.
     if any(_kind(part) in THINKING and not _thought(part) for part in parts):
         split["redacted_thinking"] = True
     return split
+
+
+def is_thought(value: Any) -> bool:
+    """Return whether the value of a block of reasoning may contain text."""
+    return value is None or isinstance(value, str | list | dict)
 
 
 def _thought(part: Any) -> str:

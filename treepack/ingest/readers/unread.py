@@ -91,10 +91,9 @@ class Said:
     """All texts of trajectories, in which the texts of their records are searched."""
 
     def __init__(self, items: Iterable[Trajectory | Skipped]) -> None:
-        """Collect the texts of content, metadata and names; O(messages)."""
+        """Take the trajectories; their texts are collected when the first one is searched."""
+        self._items = list(items)
         self._texts: set[str] = set()
-        for item in items:
-            self.add(item)
         self._lines: set[str] | None = None
         self._whole = ""
         self._budget = MAX_SEARCHED
@@ -103,6 +102,11 @@ class Said:
         """Collect the texts of one more item, before the first search."""
         if isinstance(item, Trajectory):
             self._add(list(_texts_of(item)))
+
+    def _collect(self) -> None:
+        for item in self._items:
+            self.add(item)
+        self._items.clear()
 
     def _add(self, value: Any) -> None:
         if isinstance(value, str):
@@ -117,6 +121,8 @@ class Said:
 
     def has(self, text: str, *, is_declared: bool = True) -> bool:
         """Return whether the trajectories contain `text`, or each of its lines, or if it is declared, its JSON."""
+        if self._items:
+            self._collect()
         if text in self._texts:
             return True
         # Readers cut texts into thought and call, or take off white space: "I look.\n<call>\n" -> "I look.", "<call>"

@@ -159,7 +159,7 @@ FORMAT = Format(
     ],
     used="""
         messages.loss messages.loss_scale tools rejected_response rejected_messages label kto_tag query response
-        history system conversation.human conversation.assistant messages.*
+        history system conversation.human conversation.assistant messages!
     """.split(),
     dropped=("images, videos, audios (records that have some are skipped)",),
     keeps={MASKS, REWARDS},

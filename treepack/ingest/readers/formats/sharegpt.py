@@ -86,7 +86,7 @@ FORMAT = Format(
     ],
     used="""
         conversations.from conversations.value system tools chosen.value rejected.value kto_tag chosen.from
-        rejected.from conversations.* chosen.* rejected.*
+        rejected.from chosen.* rejected.* conversations!
     """.split(),
     dropped=("images, videos, audios (records that have some are skipped)",),
     keeps={MASKS, REWARDS},

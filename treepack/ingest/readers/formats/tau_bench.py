@@ -25,7 +25,7 @@ FORMAT = Format(
     program="tau-bench",
     recognised_by="`task_id` and `traj`, a list of messages",
     requires=[{"task_id": ANY, "traj": OBJECTS}],
-    used="task_id trial reward info traj".split(),
+    used="task_id trial reward info traj!".split(),
     keeps={REWARDS, LINEAGE},
     read=read,
 )
