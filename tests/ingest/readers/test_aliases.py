@@ -64,6 +64,7 @@ def refusal(folder: Path, *values: Any) -> str:
         {"question": "Bolts?", "answer": "Seven."},
         {"question": [USER], "answer": [ANSWER]},
         {"query": "Bolts?", "answer": "Seven."},
+        {"problem": "Bolts?", "solution": "Seven."},
         {"conversation": OLD},
         {"conversations": SPOKEN},
         {"trajectory": [USER, ANSWER]},
@@ -128,9 +129,20 @@ def test_an_answer_beside_a_rewarded_response_is_the_reference(tmp_path: Path) -
     assert item.metadata == {"answer": "7"}
 
 
+@pytest.mark.parametrize("ask", ["problem", "question"])
+def test_a_solution_beside_a_response_is_the_reference(tmp_path: Path, ask: str) -> None:
+    item = one(tmp_path, {ask: "Bolts?", "response": "Seven.", "solution": "7"})
+    assert turns(item) == SHOP
+    assert item.metadata == {"solution": "7"}
+
+
 @pytest.mark.parametrize(
     ("value", "lines"),
     [
+        (
+            {"problem": "Bolts?", "solution": "Seven.", "answer": "7"},
+            ["question=problem,answer=solution,ignore=answer", "question=problem,answer=answer"],
+        ),
         (
             {"question": "Bolts?", "response": "Seven.", "answer": "Eight."},
             ["question=question,answer=answer,ignore=response", "question=question,answer=response,ignore=answer"],

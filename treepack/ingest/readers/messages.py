@@ -37,6 +37,8 @@ REASONING = (
     "reasoning_details",
     "thinking_blocks",
 )
+# Names of the calls of a turn: a list, or one call. The first one counts.
+CALLS = ("tool_calls", "tool_call", "toolCalls", "function_calls", "functionCall")
 # Names of the text in a part of reasoning, and of its summary.
 REASONING_TEXTS = ("text", "thinking", "reasoning", "content", "summary")
 # Names of the arguments of a call.
@@ -108,11 +110,22 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
         role = _role(message, where)
         if message["role"] in RENAMED_ROLES and message["role"] != "function":
             notes[f"role '{message['role']}' read as '{role}'"] = None
-        normal: dict[str, Any] = {"role": role, "content": _content(message.get("content"), where, notes)}
+        content = message.get("content")
+        # {"ok": true}, the result of a tool as an object, is no part of a content
+        if role == "tool" and isinstance(content, dict) and not content.keys() & {"type", "text"}:
+            content = json.dumps(content, ensure_ascii=False, default=str)
+        normal: dict[str, Any] = {"role": role, "content": _content(content, where, notes)}
         reasoning, used = _reasoning(message, where)
+        # SWE-agent writes the text of a turn twice, as content and as thought.
+        if reasoning and reasoning.strip() == normal["content"].strip():
+            reasoning = None
+            notes["reasoning not used, because it repeats the content"] = None
         if reasoning is not None:
             normal["reasoning_content"] = reasoning
-        if calls := _tool_calls(message, index, where, notes):
+        others = () if message.get(CALLS[0]) else CALLS[1:]
+        named = next((name for name in others if _has_calls(message.get(name))), CALLS[0])
+        used |= {named}
+        if calls := _tool_calls(message, named, index, where, notes):
             if role != "assistant":
                 raise TreepackError(f"{where} has role '{role}' and tool calls; only the assistant can call a tool")
             normal["tool_calls"] = calls
@@ -310,9 +323,19 @@ def _reasoning_text(value: Any, name: str, where: str) -> str:
     return "".join(texts)
 
 
-def _tool_calls(message: dict[str, Any], index: int, where: str, notes: dict[str, None]) -> list[dict[str, Any]]:
+def _has_calls(value: Any) -> bool:
+    """Return whether the field `value` of a message has calls: objects, the first of which names a function."""
+    calls = [value] if isinstance(value, dict) else value
+    if not isinstance(calls, list) or not calls or not isinstance(calls[0], dict):
+        return False
+    return isinstance(_object(calls[0].get("function", calls[0])).get("name"), str)
+
+
+def _tool_calls(
+    message: dict[str, Any], name: str, index: int, where: str, notes: dict[str, None]
+) -> list[dict[str, Any]]:
     # A message may have both forms; the older one, function_call, has room for one call only.
-    calls = message.get("tool_calls") or []
+    calls = message.get(name) or []
     calls = [calls] if isinstance(calls, dict) else calls
     if is_messages(calls) and message.get("function_call"):
         calls = [*calls, message["function_call"]]

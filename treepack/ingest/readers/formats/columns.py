@@ -86,7 +86,7 @@ FORMAT = Format(
     checked="none",
     used="""
         id group_id uid prompt response responses rewards instruction input context question answer query conversation
-        trajectory dialog.speaker dialog.text prompt_tokens response_tokens prompt_idx reward score step advantage
+        trajectory dialog dialogue history chat turns conversations problem solution prompt_tokens response_tokens prompt_idx reward score step advantage
     """.split(),
     keeps={TOKEN_IDS, MASKS, REWARDS, LINEAGE},
     read=read,
