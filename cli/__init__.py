@@ -2,22 +2,21 @@
 
 A command's file is imported when the command runs, and its functions import slow modules in their bodies, so
 `treepack --help` starts quickly. Results go to stdout, progress and notes to stderr. The exit status is 0, 1 for an
-error in the input, and 2 for wrong usage.
+error in the input, and 2 for wrong usage. `streams` guards stdout and stderr, and `faults` reports exceptions that
+nobody foresaw.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any, TextIO, TypeVar
+from typing import NoReturn
 
 import click
 
 from treepack.errors import TreepackError
 
-T = TypeVar("T")
+from .streams import printable, standard_streams
 
 SUMMARIES = {
     "advantages": "Compute advantages of a trie from its rewards.",
@@ -77,51 +76,10 @@ def commands() -> None:
     """
 
 
-class _Stdout:
-    """Standard output that raises a TreepackError if it cannot be written, for example on a full disk.
-
-    If the reader has closed the pipe, click ends the command without an error.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.has_failed = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        return self._try(lambda: self._stream.write(text))
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def _try(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            self.has_failed = True
-            raise TreepackError(
-                f"standard output: cannot be written ({error.strerror}); send it to a place with room"
-            ) from error
-
-
 def main() -> None:
     """Run the command line; a TreepackError becomes one sentence on stderr and exit status 1."""
-    stream = sys.stdout
-    if stream is None:  # closed by the caller
+    with standard_streams():
         _run()
-        return
-    sys.stdout = output = _Stdout(stream)
-    try:
-        _run()
-    finally:
-        sys.stdout = stream
-        if output.has_failed:
-            # Drop the rest of the buffer. Otherwise Python writes it again when it exits, and prints a traceback.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _run() -> None:
@@ -130,8 +88,15 @@ def _run() -> None:
     except TreepackError as error:
         from treepack.files.cache import addresses_in
 
-        click.echo(f"treepack: {addresses_in(str(error))}", err=True)
-        sys.exit(1)
+        _stop(addresses_in(str(error)))
     except MemoryError:
-        click.echo("treepack: memory ran out; read fewer inputs at once, or use fewer --workers", err=True)
-        sys.exit(1)
+        _stop("memory ran out; read fewer inputs at once, or use fewer --workers")
+    except Exception as error:
+        from .faults import describe_fault
+
+        _stop(describe_fault(error))
+
+
+def _stop(sentence: str) -> NoReturn:
+    click.echo(f"treepack: {printable(sentence)}", err=True)
+    sys.exit(1)

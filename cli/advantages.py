@@ -133,8 +133,8 @@ def _warn_of_skipped(manifest: Manifest, trie: AnyPath) -> None:
     metavar="FIELD|none",
     default="finish",
     show_default=True,
-    help="gae: metadata field that is true, or the name of a limit such as length, if a limit cut off the rollout; the "
-    "value after its last token is then added.",
+    help="gae: field of a record or its metadata that is true, or the name of a limit such as length, if a limit cut "
+    "off the rollout; the value after its last token is then added.",
 )
 @click.option(
     "--reject-equal/--keep-equal",
@@ -225,6 +225,8 @@ def show_advantages(trie: AnyPath, summary: AdvantagesSummary, options: Advantag
     if summary.replaced:
         click.echo(f"note: {trie} has advantages already; they are replaced", err=True)
     estimates = summary.estimates
+    for note in estimates.notes:
+        click.echo(f"note: {note}", err=True)
     values, tree = estimates.values, estimates.tree
     # Lines of a tree estimator or of a rejected group are printed only if there are any.
     owner = "trajectory" if estimates.per_token is None else "trained token"

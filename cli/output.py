@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .streams import printable
+
 if TYPE_CHECKING:
     from treepack.files.address import AnyPath
 
@@ -86,11 +88,6 @@ def _print_grid(rows: Sequence[Sequence[str]], *, justify: Sequence[str]) -> Non
         console.print(table)
     for line in capture.get().removesuffix("\n").split("\n"):
         click.echo(line.rstrip())
-
-
-def printable(cell: str) -> str:
-    """Return `cell` with escapes for the characters that could drive a terminal: a tab becomes backslash t."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cell)
 
 
 def text(value: Any) -> str:

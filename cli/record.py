@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .output import printable
+from .streams import printable
 
 if TYPE_CHECKING:
     from treepack.ingest.readers.record_use import FieldUse, RecordUse

@@ -148,6 +148,12 @@ def nearest(state: AnyPath, k: int, out: AnyPath | None, prior: Prior, sampling:
     type=READ,
     help="Trie directory of new rollouts; the query of each is its group.",
 )
+@click.option(
+    "--step",
+    type=int,
+    metavar="STEP",
+    help="Training step of --rollouts; a step that STATE has counted already changes nothing.",
+)
 @click.option("--add-groups", is_flag=True, help="Add the groups of --rollouts that are not in the state.")
 @click.option(
     "--forgetting",
@@ -163,16 +169,19 @@ def update(
     state: AnyPath,
     queries: tuple[AnyPath, ...],
     rollouts: AnyPath | None,
+    step: int | None,
     add_groups: bool,
     forgetting: float,
     success_above: float,
 ) -> None:
     """Add new queries and the rewards of new rollouts to STATE. A missing STATE is created.
 
-    Queries that are already in the state do not change. Give the rollouts of each training step only once. The leaves
-    of a sampled tree count by their leaf weights, and together as their effective number of rollouts.
+    Queries that are already in the state do not change. With --step, a second call with the same training step changes
+    nothing, so a command that was interrupted can be repeated; without it, give the rollouts of each training step only
+    once. The leaves of a sampled tree count by their leaf weights, and together as their effective number of rollouts.
     """
     import math
+    from dataclasses import replace
 
     from treepack.errors import TreepackError
     from treepack.files.directory import exists
@@ -183,10 +192,16 @@ def update(
         raise TreepackError(f"success_above is {success_above}; expected a finite reward")
     if not queries and rollouts is None:
         raise click.UsageError("nothing to add; give --queries, --rollouts or both")
+    if step is not None and rollouts is None:
+        raise click.UsageError("--step is the training step of --rollouts; give both, or neither")
     lock_until_end(state)  # of two updates at once, one would lose the counts of the other
     # Everything is read and checked before write_state, so a failed update leaves the state as it was.
     is_new = not exists(state)
     read = selection.empty_state() if is_new else selection.read_state(state)
+    if step is not None and step in read.steps:
+        click.echo(f"note: {state} has counted the training step {step} already, so it does not change", err=True)
+        show(_figures(read, 0, {}))
+        return
     added = [query for path in queries for query in _queries_of(path)]
     trie = None if rollouts is None else read_trie(rollouts)
     groups = [] if trie is None else _groups(trie)
@@ -199,6 +214,9 @@ def update(
     read, num_added = selection.with_queries(read, [name for name, _ in added], [parent for _, parent in added])
     counts: dict[str, Any] = {}
     if trie is not None:
+        if step is not None:
+            _refuse_other_steps(trie, step, f"{rollouts}")
+            read = replace(read, steps=tuple(sorted([*read.steps, step])))
         names = [name for name, _ in groups]
         read, counts = _count_rollouts(
             read, trie, f"{rollouts}", names, forgetting=forgetting, success_above=success_above
@@ -206,15 +224,34 @@ def update(
     selection.write_state(read, state)
     if is_new:
         click.echo(f"note: {state} is new", err=True)
-    show(
-        {
-            "queries": read.num_queries,
-            "queries added": num_added,
-            **counts,
-            "queries tried": int((read.tried > 0).sum()),
-            "training steps": read.num_updates,
-        }
-    )
+    show(_figures(read, num_added, counts))
+
+
+def _figures(state: State, num_added: int, counts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "queries": state.num_queries,
+        "queries added": num_added,
+        **counts,
+        "queries tried": int((state.tried > 0).sum()),
+        "training steps": state.num_updates,
+    }
+
+
+def _refuse_other_steps(trie: Trie, step: int, path: str) -> None:
+    """Refuse rollouts that record another training step than `step`.
+
+    Raises:
+        TreepackError: naming the steps that they record.
+    """
+    from treepack.errors import TreepackError
+
+    known = sorted(trie.trajectories["step"].drop_null().unique().to_pylist())
+    if known not in ([], [step]):
+        listed = ", ".join(map(str, known[:5])) + (", ..." if len(known) > 5 else "")
+        raise TreepackError(
+            f"{path}: its rollouts are of the training step {listed} and --step is {step}; give the trie of one step, "
+            "and its number"
+        )
 
 
 def _queries_of(path: AnyPath) -> Iterator[tuple[str, str | None]]:

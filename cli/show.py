@@ -212,16 +212,13 @@ def _lines(chosen: _Chosen, *, full: bool) -> Iterator[Text]:
 
 
 def _print(lines: Iterator[Text]) -> None:
-    """Print `lines`, in colours on a terminal that has them; characters that the output cannot hold are escaped."""
+    """Print `lines`, in colours on a terminal that has them and without them elsewhere."""
     import os
-    from io import TextIOWrapper
 
     from rich.console import Console
 
     wanted = (sys.stdout.isatty() and os.environ.get("TERM") != "dumb") or bool(os.environ.get("FORCE_COLOR"))
     colours: Any = "standard" if wanted and not os.environ.get("NO_COLOR") else None
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     # A line may be wider than the terminal, such as one with a long id; rich must neither wrap nor crop it.
     console = Console(color_system=colours, force_terminal=colours is not None, soft_wrap=True)
     for line in lines:

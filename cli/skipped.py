@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .output import printable
+from .streams import printable
 
 SHOWN = 5  # rollouts that a summary names
 

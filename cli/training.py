@@ -25,6 +25,7 @@ from treepack.files.address import AnyPath
 from .output import show
 from .progress import is_quiet, short, step_progress
 from .run_options import RunOptions
+from .streams import printable
 
 if TYPE_CHECKING:
     from treepack.train.options import TrainOptions
@@ -53,7 +54,7 @@ def _echo(line: str) -> None:
         return
     from tqdm import tqdm
 
-    tqdm.write(line, file=sys.stderr)
+    tqdm.write(printable(line), file=sys.stderr)
 
 
 @contextmanager

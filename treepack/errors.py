@@ -12,3 +12,15 @@ class TreepackError(Exception):
 def install_hint(extra: str) -> str:
     """Return the remedy for a missing package: the command that installs the optional dependencies `extra`."""
     return f"run pip install '.[{extra}]' in treepack's folder"
+
+
+MAX_SHOWN = 60  # characters of a value in an error
+
+
+def shown(value: object) -> str:
+    """Return a value of a file for an error, cut if it is long."""
+    try:
+        text = repr(value[: MAX_SHOWN + 1]) if isinstance(value, str) else repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or brackets inside of brackets
+        return f"a large {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN + 2 else f"{text[:MAX_SHOWN]}..."

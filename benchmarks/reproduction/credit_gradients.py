@@ -64,6 +64,7 @@ ESTIMATORS: dict[str, Estimator] = {
     **{
         f"{name}, leaf weights": Estimator(each.options | {"leaf_weights": True}, each.objective)
         for name, each in _TREE.items()
+        if each.objective is not EDGES  # an edge counts once, whatever its leaves weigh, so `pack` refuses both
     },
     "independent, dr-grpo": Estimator({"estimator": "dr-grpo"}, on_trees=False),
     "independent, grpo": Estimator({"estimator": "grpo"}, on_trees=False),
@@ -155,9 +156,6 @@ def trie_gradient(
         loss, _ = treepack.row_objective(policy, batch, factors.to(policy.device), objective)
         torch.autograd.backward(loss)
     gradient = _flat(policy).neg_()
-    if objective is SUM:
-        # SUM divides by the rollouts of the rows, which lack those of a fallback if they are weighted.
-        gradient *= sum(len(row.trajectory_groups) for row in rows) / trie.num_trajectories
     policy.model.zero_grad(set_to_none=True)
     return gradient
 

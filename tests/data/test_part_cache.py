@@ -203,10 +203,10 @@ def test_reading_waits_while_the_store_does_not_answer(
     failures = iter(range(20))
     original = Location.open_parquet
 
-    def fail(self: Location, name: str) -> Any:
+    def fail(self: Location, name: str, columns: Any) -> Any:
         if next(failures, None) is not None:
             raise TreepackError(f"{name}: no network")
-        return original(self, name)
+        return original(self, name, columns)
 
     dataset._reader._files.clear()
     monkeypatch.setattr(Location, "open_parquet", fail)

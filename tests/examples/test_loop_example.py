@@ -22,6 +22,7 @@ from support.oracle_model import gradients, keep_norms, worst_error
 from support.oracle_objectives import Rollout, step_loss
 from support.paths import ROOT
 from treepack import TreeOptions, Trie, choose_objective, load_model
+from treepack.pack.leaf_weights import weigh_leaves
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Tokens, positions
 from treepack.trie.trie import trajectories_of
@@ -83,7 +84,7 @@ def rollouts_of(trie: Trie) -> list[Rollout]:
         assert isinstance(content, Tokens)
         size, trained = len(content.tokens), positions(content.starts, content.ends)
         weights, advantages = np.zeros(size), np.zeros(size)
-        weights[trained] = each.weight
+        weights[trained] = 1.0
         advantages[trained] = each.advantage if content.advantages is None else content.advantages
         zeros = [0.0] * size
         result.append(
@@ -97,18 +98,26 @@ def rollouts_of(trie: Trie) -> list[Rollout]:
                 group=str(each.group_id),
                 reward=each.reward or 0.0,
                 temperatures=[SMALL.temperature] * size,
+                weight=each.weight,
             )
         )
     return result
 
 
 @pytest.mark.parametrize(
-    ("estimator", "loss", "capacity"), [("treepo", "grpo", 12), ("treerpo", "dapo", 12), ("grpo", "grpo", 4096)]
+    ("estimator", "loss", "capacity", "leaf_weights"),
+    [
+        ("treepo", "grpo", 12, False),
+        ("treerpo", "dapo", 12, False),
+        ("grpo", "grpo", 4096, False),
+        ("grpo", "grpo", 12, True),
+        ("grpo", "gspo", 12, True),
+    ],
 )
 def test_the_gradient_of_a_step_is_that_of_each_rollout_alone(
-    estimator: str, loss: str, capacity: int, two_steps: TwoSteps
+    estimator: str, loss: str, capacity: int, leaf_weights: bool, two_steps: TwoSteps
 ) -> None:
-    settings = replace(SMALL, estimator=estimator, loss=loss, capacity=capacity)
+    settings = replace(SMALL, estimator=estimator, loss=loss, capacity=capacity, leaf_weights=leaf_weights)
     policy = load_model(settings.model, dtype=torch.float64)
     keep_norms(policy.model)
     trie = credit(two_steps.trees[0][:5], settings)
@@ -118,6 +127,9 @@ def test_the_gradient_of_a_step_is_that_of_each_rollout_alone(
 
     policy.model.zero_grad()
     policy.causal.set_attn_implementation("sdpa")
+    if leaf_weights:
+        trie, _ = weigh_leaves(trie, fallback_leaves=False)
+        assert len(set(trie.trajectories["weight"].to_pylist())) > 1
     alone = step_loss(policy.model, rollouts_of(trie), choose_objective(loss), has_old=False)
     torch.autograd.backward(alone)
     assert means["loss"] == pytest.approx(alone.item(), rel=1e-9, abs=1e-12)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextvars import Context
 from pathlib import Path
@@ -77,3 +80,21 @@ def test_of_two_writers_the_later_one_gets_one_sentence(bucket: Bucket) -> None:
 def test_a_missing_bucket_is_one_sentence(bucket: Bucket) -> None:
     with pytest.raises(TreepackError, match="gs://other/trie: there is no bucket other; create it"):
         object_store.write(RemotePath("gs", "other/trie"), b"", expected=None)
+
+
+UNANSWERED = """
+import asyncio, gcsfs.retry, sys
+from treepack_cli import main
+wait = asyncio.sleep
+gcsfs.retry.asyncio.sleep = lambda seconds: wait(0)
+sys.argv = ["treepack", "stats", "gs://bucket/trie"]
+main()
+"""
+
+
+def test_a_store_that_does_not_answer_is_one_sentence() -> None:
+    environment = {**os.environ, "STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"}
+    done = subprocess.run([sys.executable, "-c", UNANSWERED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("treepack: gs://bucket/trie/manifest.json: cannot be read, the store does not answer (")

@@ -24,12 +24,13 @@ from support.trie_files import saved
 from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
+from treepack.files.manifest import Provenance
 from treepack.model.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.forward import row_objective
 from treepack.model.objectives import Objective, choose_objective
 from treepack.model.row_factors import row_factors
 from treepack.pack.directory import pack_trie
-from treepack.pack.files import read_rows
+from treepack.pack.files import read_rows, write_packed
 from treepack.pack.options import PackOptions
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
@@ -217,6 +218,26 @@ def test_files_and_memory_have_the_same_factors_and_unsuitable_data_is_refused(t
     pack_trie(saved(plain_trie, tmp_path / "plain"), tmp_path / "without", PackOptions(capacity=8))
     with pytest.raises(TreepackError, match="has no term_edge_factor, which the loss grpo needs; write them with"):
         check_columns(PackedDataset(tmp_path / "without", terms=True), objective)
+
+
+def test_edges_with_leaf_weights_are_refused(tmp_path: Path, treepack: Run) -> None:
+    made = [
+        make(f"t{i}", [1, 2, 3 + i], reward=float(i), metadata={"leaf_weight": 0.5, "segments": [1]}) for i in range(2)
+    ]
+    trie = build_trie(made)
+    saved(with_advantages(trie, estimate_advantages(trie, TREERPO)), tmp_path / "credited")
+    done = treepack("pack", tmp_path / "credited", "--capacity", 8, "--leaf-weights", "--out", tmp_path / "packed")
+    assert done.status == 1
+    assert "has factors of edges, which count each edge once, whatever its leaves weigh; leave out --leaf-" in done.err
+    # Rows of an older treepack may have both.
+    done = treepack("pack", tmp_path / "credited", "--capacity", 8, "--out", tmp_path / "packed")
+    assert done.status == 0, done.err
+    (tmp_path / "older").mkdir()
+    provenance = Provenance(options={"leaf_weights": True})
+    write_packed(read_rows(tmp_path / "packed"), tmp_path / "older", capacity=8, provenance=provenance)
+    dataset = PackedDataset(tmp_path / "older", terms=True)
+    with pytest.raises(TreepackError, match="packed with --leaf-weights, and the denominator edge counts each edge on"):
+        check_columns(dataset, choose_objective("grpo", denominator="edge"))
 
 
 def test_rejected_groups_that_were_kept_are_refused_with_the_remedy(tmp_path: Path) -> None:

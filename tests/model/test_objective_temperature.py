@@ -138,7 +138,7 @@ REFUSED: list[tuple[Callable[[int, int], float], float | None, str]] = [
     (lambda i, j: T, 1.0, r"temperature is 1, but the data has 0\.7; omit --temperature"),
     (lambda i, j: (T, 1.0)[i % 2], T, r"temperature is 0\.7, but the data has 1; omit"),
     (lambda i, j: (T, nan)[i % 2], None, r"terms have no temperature and others have one; give the sampler's"),
-    (lambda i, j: (0.0, 1.0)[i % 2], None, "sampled at the temperature 0, because a greedy sampler"),
+    (lambda i, j: (0.0, 1.0)[i % 2], None, "sampled at the temperature 0, but ratios need the prob"),
 ]
 
 
@@ -162,7 +162,7 @@ def test_a_directory_without_temperatures_beside_one_with_them_is_a_gap(tmp_path
 
 @pytest.mark.parametrize("value", [0.0, -1.0, nan, float("inf")])
 def test_a_temperature_is_positive(value: float) -> None:
-    with pytest.raises(TreepackError, match="expected a finite number above 0, because a greedy sampler"):
+    with pytest.raises(TreepackError, match="expected a finite number above 0, because ratios need the prob"):
         choose_objective("grpo", temperature=value)
 
 

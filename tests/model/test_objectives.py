@@ -151,7 +151,7 @@ def test_without_old_logprobs_ratios_are_one_and_gradients_flow(tmp_path: Path, 
 
 def test_gspo_of_one_advantage_per_sequence_is_the_sequence_formula(tmp_path: Path) -> None:
     samples = [
-        replace(r, weights=[float(w > 0) for w in r.weights], advantages=[r.advantages[0]] * len(r.tokens))
+        replace(r, weights=[float(w > 0) for w in r.weights], weight=1.0, advantages=[r.advantages[0]] * len(r.tokens))
         for r in rollouts()
     ]
     objective = choose_objective("gspo", clip_low=0.05, clip_high=0.05)

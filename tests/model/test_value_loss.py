@@ -190,7 +190,7 @@ def test_without_old_values_nothing_is_clipped(tmp_path: Path) -> None:
 
 
 def test_explained_variance_is_one_minus_the_ratio_of_variances(tmp_path: Path) -> None:
-    samples = [replace(r, weights=[float(w > 0) for w in r.weights]) for r in valued()]
+    samples = [replace(r, weights=[float(w > 0) for w in r.weights], weight=1.0) for r in valued()]
     _, _, means = step_of(critic("qwen3"), opened(tmp_path / "p", samples, [0] * 10), choose_objective("value"))
     with torch.no_grad():
         pairs = [

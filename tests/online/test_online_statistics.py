@@ -62,7 +62,7 @@ def backward(loss: Tensor) -> None:
 def test_values_and_gradients_are_those_of_every_sequence_alone(
     batch: MemoryBatch, form: str, capacity: int | None, recompute: bool, kind: str, data: st.DataObject
 ) -> None:
-    one = st.sampled_from([0.5, 1.0, 1.25])
+    one = st.sampled_from([0.6, 0.9, 1.0, 1.3])  # float32 has none of these but 1
     temperature: Any = data.draw(one)
     of_tokens = temperature
     if data.draw(st.booleans()):

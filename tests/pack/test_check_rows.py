@@ -83,3 +83,27 @@ def test_terms_of_one_trajectory_are_in_order(order: list[int]) -> None:
     shuffled = with_terms(row, order)
     with pytest.raises(TreepackError, match=r"trajectory [ab] has terms that are not its trained tokens"):
         check_packed([shuffled], manifest_of([shuffled], capacity=20), trie)
+
+
+def test_weights_of_trajectories_are_those_of_the_trie() -> None:
+    made = [
+        make(name, [1, 2, token], reward=1.0, weight=weight) for name, token, weight in (("a", 3, 2.0), ("b", 5, 1))
+    ]
+    trie, (row,) = trie_and_rows(made)
+    assert row.terms is not None
+    assert row.terms.trajectory_weights is not None
+    assert row.terms.trajectory_weights.tolist() == [2.0, 1.0]
+    check_packed([row], manifest_of([row], capacity=20), trie)
+    for wrong in (np.array([1.0, 2.0]), None):
+        altered = replace(row, terms=replace(row.terms, trajectory_weights=wrong))
+        with pytest.raises(TreepackError, match="row 0: trajectory a has another weight than in the trie"):
+            check_packed([altered], manifest_of([altered], capacity=20), trie)
+    altered = replace(row, terms=replace(row.terms, trajectory_weights=np.array([2.0, -1.0])))
+    with pytest.raises(TreepackError, match="row 0: trajectory_weights has an impossible value"):
+        check_packed([altered], manifest_of([altered], capacity=20), None)
+
+
+def test_weights_of_1_have_no_column() -> None:
+    _, row = two_with_terms()
+    assert row.terms is not None
+    assert row.terms.trajectory_weights is None

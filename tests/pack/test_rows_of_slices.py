@@ -57,12 +57,12 @@ def fields_of(row: Row) -> dict[str, Any]:
 
 
 def with_values(i: int, names: set[str]) -> Trajectory:
-    """A trajectory of three trained tokens with a value of each of `names`."""
+    """A trajectory of three trained tokens with a value of each of `names`, which is not the usual one."""
     values: dict[str, Any] = {name: [0.5, 0.25, 1.0] if name in PER_TOKEN else 0.5 for name in names}
     return make(f"t{i}", [i, 1, 2, 3], **values)
 
 
-@given(names=st.sets(st.sampled_from(VALUES)))
+@given(names=st.sets(st.sampled_from((*VALUES, "weight"))))
 def test_the_columns_follow_from_the_values_that_are_known(names: set[str]) -> None:
     trie = build_trie([with_values(0, names), with_values(1, set())])
     (row,) = rows_of(trie, 99)
@@ -70,8 +70,8 @@ def test_the_columns_follow_from_the_values_that_are_known(names: set[str]) -> N
 
 
 def test_a_slice_without_values_writes_nulls_in_the_columns_of_the_others(tmp_path: Path) -> None:
-    known = frozenset(VALUES)
-    full, empty = build_trie([with_values(0, set(VALUES))]), build_trie([with_values(1, set())])
+    known = frozenset({*VALUES, "weight"})
+    full, empty = build_trie([with_values(0, {*known})]), build_trie([with_values(1, set())])
     columns = packed_columns(known)
     with finished_directory(tmp_path / "packed") as temporary:
         output = TaskOutput.of(temporary)
@@ -85,10 +85,11 @@ def test_a_slice_without_values_writes_nulls_in_the_columns_of_the_others(tmp_pa
     assert [table["row_id"].to_pylist() for table in tables] == [[0], [1]]
     assert tables[1]["term_advantage"].to_pylist() == [[None] * 3]
     assert tables[1]["trajectory_rewards"].to_pylist() == [[None]]
+    assert [table["trajectory_weights"].to_pylist() for table in tables] == [[[0.5]], [[1.0]]]
     check_packed(
         read_rows(tmp_path / "packed"),
         manifest_of([*read_rows(tmp_path / "packed")], 9),
-        build_trie([with_values(0, set(VALUES)), with_values(1, set())]),
+        build_trie([with_values(0, {*known}), with_values(1, set())]),
     )
 
 

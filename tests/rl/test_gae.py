@@ -19,7 +19,6 @@ from support.sampled_trees import sample_trees, three_tokens
 from support.strategies import make, trajectories
 from support.trie_files import saved
 from treepack.analysis.check import check
-from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
 from treepack.pack.files import read_rows
 from treepack.rl.advantages.directory import write_advantages
@@ -112,6 +111,11 @@ def test_without_discount_an_ended_trajectory_returns_its_reward_and_lambda_0_ta
         ({"finish": "length"}, "none", False),
         ({"finish": ["length"]}, "finish", False),
         ({}, "finish", False),
+        ({"metadata": {"finish": "length"}}, "finish", True),
+        ({"info": {"is_truncated": True}}, "is_truncated", True),
+        ({"extra_info": {"finish": "stop"}}, "finish", False),
+        ({"extra": {"stop_reason": "length"}}, "stop_reason", True),
+        ({"other": {"finish": "length"}}, "finish", False),
     ],
 )
 def test_the_metadata_says_if_the_value_after_the_end_counts(
@@ -123,13 +127,21 @@ def test_the_metadata_says_if_the_value_after_the_end_counts(
     close(estimates.columns["returns"], [1.0 + value_after([1, 2, 3]) * truncated] * 2)
 
 
-def test_a_field_of_truncation_that_no_trajectory_has_is_refused() -> None:
+def test_a_field_of_truncation_that_no_rollout_has_is_a_note(treepack: Run, tmp_path: Path) -> None:
     metadata: list[dict[str, Any]] = [{"stop_reason": "length"}, {}]
     made = [make(f"t{i}", [1, 2, 3 + i], reward=1.0, metadata=each) for i, each in enumerate(metadata)]
     trie = with_values(build_trie(made))
-    assert estimate_advantages(trie, AdvantageOptions("gae", truncated="stop_reason")).num_truncated == 1
-    with pytest.raises(TreepackError, match="truncated is 'stop', but no trajectory has this field"):
-        estimate_advantages(trie, AdvantageOptions("gae", truncated="stop"))
+    known = estimate_advantages(trie, AdvantageOptions("gae", truncated="stop_reason"))
+    assert (known.num_truncated, known.notes) == (1, ())
+    assert estimate_advantages(trie, AdvantageOptions("gae", truncated="none")).notes == ()
+    for key in ("finish", "stop"):
+        estimates = estimate_advantages(trie, AdvantageOptions("gae", truncated=key))
+        assert estimates.num_truncated == 0
+        assert [note.startswith(f"no rollout has the field {key}, so every") for note in estimates.notes] == [True]
+    saved(trie, tmp_path / "trie")
+    shown = treepack("advantages", tmp_path / "trie", "--estimator", "gae", "--out", tmp_path / "out")
+    assert shown.status == 0
+    assert "note: no rollout has the field finish" in shown.err
 
 
 @given(rewarded(), st.sampled_from(["group", "batch"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -254,6 +255,45 @@ def test_a_file_without_the_options_of_its_run_is_not_continued(tmp_path: Path) 
     (tmp_path / "rollouts.jsonl.run").unlink()
     with pytest.raises(TreepackError, match=r"cannot be resumed without rollouts.jsonl.run"):
         sample(out, resume=True)
+
+
+@pytest.mark.parametrize("ids", [["1"], [None], [[1]], [2**31], [-1], [1.5], [True]])
+def test_a_file_whose_last_tree_has_odd_prompt_ids_is_not_continued(tmp_path: Path, ids: list[Any]) -> None:
+    out = tmp_path / "rollouts.jsonl"
+    sample(out)
+    lines = out.read_bytes().splitlines()
+    changed = json.dumps(json.loads(lines[-1]) | {"prompt_token_ids": ids}).encode()
+    out.write_bytes(b"\n".join([*lines[:-1], changed]) + b"\n")
+    with pytest.raises(TreepackError, match=r":\d+: is not the line that treepack rollout wrote there; restore the"):
+        sample(out, resume=True)
+    assert out.read_bytes().splitlines()[-1] == changed
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "", "null", "[]"])
+def test_damaged_options_of_a_run_are_one_sentence(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "rollouts.jsonl"
+    sample(out)
+    (tmp_path / "rollouts.jsonl.run").write_text(text)
+    with pytest.raises(TreepackError, match=r"cannot be resumed without rollouts.jsonl.run"):
+        sample(out, resume=True)
+
+
+def test_the_options_of_a_run_are_on_the_disk_before_its_first_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    monkeypatch.setattr("treepack.rollout.output.os.fsync", watched)
+    sample(tmp_path / "rollouts.jsonl")
+    options, folder, *trees = flushed
+    assert options.startswith(".rollouts.jsonl.run.partial-")
+    assert folder == tmp_path.name
+    assert trees == ["rollouts.jsonl"] * len(QUERIES)
 
 
 def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:

@@ -187,7 +187,12 @@ def _changed(value: Any, rng: random.Random) -> str:
         parent.insert(key, parent[key])
     else:
         parent[str(key) + rng.choice(["", "s", "_"])] = parent.pop(key)
-    text = json.dumps(holder[0] if holder else None, ensure_ascii=rng.random() < 0.5)
+    return json_text(holder[0] if holder else None, ensure_ascii=rng.random() < 0.5)
+
+
+def json_text(value: Any, *, ensure_ascii: bool = True) -> str:
+    """Return `value`, in which some of `ODD_VALUES` may be, as JSON."""
+    text = json.dumps(value, ensure_ascii=ensure_ascii)
     for odd in ODD_VALUES:
         if isinstance(odd, str) and odd.startswith(RAW) and len(odd) > 1:
             text = text.replace(json.dumps(odd), odd[1:])

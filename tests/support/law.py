@@ -24,7 +24,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.registry import FORMAT_OF_NAME, detect_format
-from treepack.ingest.readers.unread import is_prose
+from treepack.ingest.readers.unread import as_json, is_prose
 from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
 
 Path = tuple[str | int, ...]
@@ -35,7 +35,7 @@ DECIDING = frozenset(
     """
     loss loss_scale loss_weight trainable weight train sampled mask role from type status remove_sample trained
     is_copied_context finish_reason stop_reason is_demo is_last_step session_id parent llm_call_count
-    trial_name trace_source action
+    trial_name trace_source action label kto_tag
     """.split()
 )
 # Names that several readers take for the same thing.
@@ -90,9 +90,9 @@ class Reading:
         return [[place for place, _ in turns] for turns in self.trained]
 
 
-FACTS = (
-    "trajectory_id group_id step weight reward advantage metadata temperature rollout_id rollout_part source".split()
-)
+FACTS = """
+    trajectory_id group_id step weight reward advantage metadata temperature rollout_id rollout_part source is_truncated
+""".split()
 
 
 def _trained(item: Trajectory) -> Iterator[tuple[Any, Any]]:
@@ -100,7 +100,7 @@ def _trained(item: Trajectory) -> Iterator[tuple[Any, Any]]:
     if isinstance(content, Chat):
         for message, weight in zip(content.messages, content.message_weights, strict=True):
             if weight:
-                calls = [call["function"] for call in message.get("tool_calls") or ()]
+                calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
                 yield weight, (message["content"], message.get("reasoning_content"), calls)
     elif isinstance(content, Text):
         yield 0, content.completion
@@ -108,6 +108,13 @@ def _trained(item: Trajectory) -> Iterator[tuple[Any, Any]]:
         assert isinstance(content, Tokens)
         for start, end in zip(content.starts.tolist(), content.ends.tolist(), strict=True):
             yield (start, end), content.tokens[start:end].tolist()
+
+
+def _call(function: dict[str, Any]) -> tuple[str, Any]:
+    """Return name and arguments of a call; arguments as JSON text mean the same as an object."""
+    arguments = function["arguments"]
+    parsed = as_json(arguments)
+    return function["name"], arguments if parsed is None else parsed
 
 
 def read(records: Sequence[Record]) -> Reading:
@@ -318,6 +325,15 @@ def _object(record: Any, paths: list[Path]) -> Any:
     return next(each for each in (at(record, path) for path in reversed(paths)) if isinstance(each, dict))
 
 
+def _is_argument(value: Any, path: Path) -> bool:
+    """Return whether `path` leads into the arguments of a call, which a model chose and no reader understands."""
+    for place, name in enumerate(path[:-1]):
+        holder = at(value, path[:place])
+        if name in ("args", "arguments", "input", "parameters") and isinstance(holder, dict) and "name" in holder:
+            return True
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """A mutation of a record: its name, the records after it, and whether it trains other turns in silence."""
@@ -343,6 +359,8 @@ def changed_by_chance(records: Sequence[Record], number: int, rng: random.Random
 def _change(records: Sequence[Record], base: Reading, number: int, kind: str, path: Path, edit: Edit) -> Change | None:
     """Apply one mutation; None if it changes what the record says, so that other turns are trained rightly."""
     if path[-1] in DECIDING and kind in ("true", "null", "empty", "up"):
+        return None
+    if _is_argument(records[number].value, path):
         return None
     # A record without a list of steps is a rollout with fewer steps.
     if kind in ("null", "empty") and isinstance(at(records[number].value, path), list | dict | np.ndarray):

@@ -18,10 +18,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rollout:
-    """Token ids, and per token its loss weight (0 if it is not trained), advantage and log-probabilities.
+    """Token ids, and per token its span weight (0 if it is not trained), advantage and log-probabilities.
 
-    `temperatures` has the sampler's temperature of each token; None for 1. `returns` and `old_values` are about the
-    state before each token, for a model with a value head.
+    `weight` is that of the whole rollout, which counts as so many equal rollouts. `temperatures` has the sampler's
+    temperature of each token; None for 1. `returns` and `old_values` are about the state before each token, for a model
+    with a value head.
     """
 
     tokens: list[int]
@@ -35,6 +36,7 @@ class Rollout:
     temperatures: list[float] | None = None
     returns: list[float] | None = None
     old_values: list[float] | None = None
+    weight: float = 1.0
 
     @property
     def trained(self) -> list[int]:
@@ -132,14 +134,16 @@ def step_loss(model: Any, rollouts: Sequence[Rollout], o: Any, *, has_old: bool 
     weighted, sums = [], []
     for rollout in rollouts:
         losses = token_losses(model, rollout, o, has_old=has_old)
-        total: Any = sum(rollout.weights[j] * losses[j] for j in rollout.trained)
+        total: Any = sum(rollout.weight * rollout.weights[j] * losses[j] for j in rollout.trained)
         weighted.append(total)
-        sums.append(sum(rollout.weights))
+        sums.append(rollout.weight * sum(rollout.weights))
     live = [i for i, s in enumerate(sums) if s]
+    count = sum(rollouts[i].weight for i in live)
     if o.denominator == "token":
         result: Any = sum(weighted[i] for i in live) / sum(sums)
     elif o.denominator == "trajectory":
-        result = sum(weighted[i] / sums[i] for i in live) / len(live)
+        means = [weighted[i] / sums[i] for i in live]
+        result = sum(rollouts[i].weight * mean for i, mean in zip(live, means, strict=True)) / count
     elif o.denominator == "group":
         groups = sorted({rollouts[i].group for i in live})
         means = []
@@ -148,7 +152,7 @@ def step_loss(model: Any, rollouts: Sequence[Rollout], o: Any, *, has_old: bool 
             means.append(sum(weighted[i] for i in inside) / sum(sums[i] for i in inside))
         result = sum(means) / len(groups)
     else:
-        result = sum(weighted[i] / o.response_length for i in live) / len(live)
+        result = sum(weighted[i] / o.response_length for i in live) / count
     assert isinstance(result, Tensor)
     return result
 

@@ -77,7 +77,9 @@ def each_alone(model: Any, batch: MemoryBatch, temperature: Any = 1.0) -> tuple[
     """
     logprobs, entropies = [], []
     for i, (sequence, flags) in enumerate(zip(batch.sequences, batch.scored, strict=True)):
-        divisor = torch.tensor(temperature[i] if isinstance(temperature, list) else [temperature] * len(sequence))
+        divisor = torch.tensor(
+            temperature[i] if isinstance(temperature, list) else [temperature] * len(sequence), dtype=torch.float64
+        )
         found = torch.zeros(2, len(sequence), dtype=torch.float64)
         if len(sequence) > 1:
             tokens = torch.tensor(sequence)

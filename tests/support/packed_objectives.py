@@ -33,8 +33,9 @@ def packed_model(kind: str) -> LoadedModel:
 
 @functools.cache
 def rollouts(kind: str = "qwen3", *, seed: int = 0, count: int = 10, noise: float = 0.4) -> tuple[Rollout, ...]:
-    """Random rollouts of two groups, most of which branch off an earlier one or repeat it."""
+    """Random rollouts of two groups with weights of their own, most of which branch off an earlier one or repeat it."""
     rng = np.random.default_rng(seed)
+    counts_as = np.random.default_rng([seed, 1]).choice([0.3, 1.0, 2.0], count).tolist()
     result: list[Rollout] = []
     for i in range(count):
         base = result[int(rng.integers(len(result)))].tokens if result and i != count // 2 else []
@@ -52,6 +53,7 @@ def rollouts(kind: str = "qwen3", *, seed: int = 0, count: int = 10, noise: floa
             sampling=[0.0] * size,
             group="ab"[i % 2],
             reward=float(rng.integers(0, 3)),
+            weight=counts_as[i],
         )
         with torch.no_grad():
             current, _ = own_logprobs(plain(kind), rollout)
@@ -79,6 +81,7 @@ def as_trajectories(samples: Sequence[Rollout], *, without: Sequence[str] = ()) 
         if rollout.temperatures is not None and "temperatures" not in without:
             columns["temperatures"] = np.array([rollout.temperatures[j] for j in rollout.trained], np.float32)
         spans = list(zip(starts, ends, weights, strict=True))
+        columns["weight"] = rollout.weight
         result.append(make(f"t{i}", rollout.tokens, spans=spans, group=rollout.group, **columns))
     return result
 

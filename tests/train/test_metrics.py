@@ -102,6 +102,19 @@ def test_a_resumed_run_without_a_file_begins_one(tmp_path: Path) -> None:
     assert read_metrics(write_log(tmp_path / "m.jsonl", {"step": 5}, keep_until=4)) == {"step": [5]}
 
 
+@pytest.mark.parametrize(("written", "keep_until", "lost"), [(5, 3, 0), (3, 3, 0), (1, 3, 2), (0, 3, 3), (2, 0, 0)])
+def test_lost_lines_are_counted(tmp_path: Path, written: int, keep_until: int, lost: int) -> None:
+    path = write_log(tmp_path / "m.jsonl", *({"step": step + 1} for step in range(written)))
+    with MetricsLog(path, keep_until=keep_until) as log:
+        assert log.num_lost == lost
+    path.unlink()
+    with MetricsLog(path, keep_until=keep_until) as log:
+        assert log.num_lost == keep_until
+    path.unlink()
+    with MetricsLog(path, keep_until=None) as log:
+        assert log.num_lost == 0
+
+
 def test_a_new_run_refuses_a_file_that_is_there(tmp_path: Path) -> None:
     path = write_log(tmp_path / "m.jsonl", {"step": 1})
     with pytest.raises(

@@ -110,6 +110,22 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(packed: Path, co
     assert_equal_runs(tmp_path / "out", tmp_path / "whole")
 
 
+def test_lines_that_the_metrics_lost_are_noted(packed: Path, config: Path, tmp_path: Path) -> None:
+    whole, _ = go(packed, config, tmp_path / "whole")
+    go(packed, config, tmp_path / "parts", until=4)
+    metrics = tmp_path / "parts" / "metrics.jsonl"
+    kept = metrics.read_bytes().splitlines(keepends=True)[:2]
+    metrics.write_bytes(b"".join(kept))
+    _, notes = go(packed, config, tmp_path / "parts")
+    assert notes == [
+        f"resumed after step 4 of {len(whole)}",
+        "metrics.jsonl lacks 2 of the 4 steps before; the weights are whole",
+    ]
+    assert [line["step"] for line in lines(tmp_path / "parts")] == [1, 2, *range(5, len(whole) + 1)]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert weights[0] == weights[1]
+
+
 def test_the_count_of_skipped_steps_outlives_the_process(packed: Path, config: Path, tmp_path: Path) -> None:
     def poison(out: Path, until: int | None) -> None:
         run = open_run(packed, config, replace(OPTIONS, max_skipped=3))

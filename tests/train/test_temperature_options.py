@@ -65,7 +65,7 @@ def test_scores_are_those_at_the_temperature_of_each_trajectory(
 
 @pytest.mark.parametrize("value", [0.0, -1.0, nan, inf])
 def test_scoring_needs_a_positive_temperature(value: float) -> None:
-    with pytest.raises(TreepackError, match="expected a finite number above 0, because a greedy sampler"):
+    with pytest.raises(TreepackError, match="expected a finite number above 0, because ratios need the prob"):
         ScoreOptions(temperature=value)
 
 
@@ -112,7 +112,7 @@ def test_columns_fit_the_loss_or_are_refused(treepack: Command, tmp_path: Path) 
 def test_gaps_and_greedy_samples_are_refused_before_the_model_is_loaded(treepack: Command, tmp_path: Path) -> None:
     for temperatures, message in (
         ([T, nan], "have no temperature and others have one; give the sampler's temperature for them as --temperature"),
-        ([0.0], "were sampled at the temperature 0, because a greedy sampler"),
+        ([0.0], "were sampled at the temperature 0, but ratios need the probabilities of a sampler"),
     ):
         packed = written(tmp_path / str(temperatures[0]), temperatures)
         for command in (("train", "--loss", "grpo"), ("logprobs",)):

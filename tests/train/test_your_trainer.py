@@ -95,8 +95,8 @@ def supervised(model: Any, chosen: Sequence[Rollout]) -> Tensor:
     total: Any = 0
     for rollout in chosen:
         logprobs, _ = own_logprobs(model, rollout)
-        total = total - sum(rollout.weights[j] * logprobs[j] for j in rollout.trained)
-    mean: Tensor = total / sum(sum(rollout.weights) for rollout in chosen)
+        total = total - rollout.weight * sum(rollout.weights[j] * logprobs[j] for j in rollout.trained)
+    mean: Tensor = total / sum(rollout.weight * sum(rollout.weights) for rollout in chosen)
     return mean
 
 

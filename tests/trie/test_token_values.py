@@ -145,5 +145,5 @@ def test_a_null_among_the_values_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_trie_without_values_has_no_column(tmp_path: Path) -> None:
     saved(build_trie([make("a", [1, 2, 3])]), tmp_path / "trie")
-    names = file_parts.open_part(tmp_path / "trie", read_manifest(tmp_path / "trie")["files"][0]).schema_arrow.names
+    names = file_parts.open_part(tmp_path / "trie", read_manifest(tmp_path / "trie")["files"][0], schema.NODES).names
     assert names == schema.NODES.names

@@ -30,7 +30,7 @@ from treepack.analysis.model_fields import (
     read_field,
 )
 from treepack.analysis.recurrent_cost import FAMILIES, count_scans, recurrent_part
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, shown
 from treepack.pack.options import MAX_TOKEN_PAIRS
 
 Count = Any  # an integer, or an array of them
@@ -199,7 +199,7 @@ def read_config(model: str) -> tuple[Config, str]:
         raise TreepackError(f"{model}: no such config.json; give its path or one of {', '.join(PRESETS)}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TreepackError(f"{path}: is not JSON ({error}); expected the config.json of a language model") from error
     if not isinstance(config, dict):
         raise TreepackError(f"{path}: is not a JSON object; expected the config.json of a language model")
@@ -272,8 +272,8 @@ def _check_layers(config: Config, kinds: list[str], name: str) -> None:
     known = {*SOFTMAX, *FEED_FORWARD, *(RECURRENT if model_type in FAMILIES else ())}
     for layer, kind in enumerate(kinds):
         if kind not in known:
-            of_type = f" of type {model_type!r}" if model_type else ""
-            raise TreepackError(f"{name}: layer {layer} is {kind!r}{of_type}; {_COUNTED}")
+            of_type = f" of type {shown(model_type)}" if model_type else ""
+            raise TreepackError(f"{name}: layer {layer} is {shown(kind)}{of_type}; {_COUNTED}")
 
 
 def _attention(config: Config, hidden: int, heads: int, name: str) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, shown
 
 Config = dict[str, Any]
 
@@ -30,6 +30,8 @@ _LISTS: dict[str, type] = {
     **dict.fromkeys(("layer_types", "layers_block_type", "mlp_layer_types", "architectures"), str),
     **dict.fromkeys(("mlp_only_layers", "attn_layer_indices", "full_attn_idxs", "attn_type_list"), int),
 }
+MAX_SIZE = 1 << 40  # of any number of a configuration, and of layers, which are listed one by one
+MAX_LAYERS = 1 << 16
 # Sizes and numbers that a configuration may leave out or set to 0.
 _OPTIONAL = (
     "num_experts num_local_experts n_routed_experts n_shared_experts num_shared_experts moe_intermediate_size "
@@ -48,11 +50,16 @@ def check_fields(config: Config, name: str) -> None:
     for key, of in _LISTS.items():
         value = config.get(key)
         if value is not None and not (isinstance(value, list) and all(type(each) is of for each in value)):
-            raise TreepackError(f"{name}: has {key} {value!r}; expected a list of {of.__name__} in config.json")
+            raise TreepackError(f"{name}: has {key} {shown(value)}; expected a list of {of.__name__} in config.json")
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise TreepackError(f"{name}: has model_type {shown(model_type)}; expected a text in config.json")
     for key in _OPTIONAL:
         value = config.get(key)
-        if value is not None and (type(value) is not int or value < 0):
-            raise TreepackError(f"{name}: has {key} {value!r}; expected an integer from 0 on in config.json")
+        if value is not None and (type(value) is not int or not 0 <= value <= MAX_SIZE):
+            raise TreepackError(
+                f"{name}: has {key} {shown(value)}; expected an integer from 0 to {MAX_SIZE} in config.json"
+            )
 
 
 def read_field(config: Config, key: str, name: str, default: int | None = None) -> int:
@@ -63,8 +70,8 @@ def read_field(config: Config, key: str, name: str, default: int | None = None) 
     """
     value = config.get(key)
     value = config.get(_OLD_NAMES.get(key, ""), default) if value is None else value
-    if type(value) is not int or value < 1:
-        actual = "no" if value is None else repr(value)
+    if type(value) is not int or not 1 <= value <= MAX_SIZE:
+        actual = "no" if value is None else shown(value)
         raise TreepackError(f"{name}: has {actual} {key}; expected the config.json of a language model")
     return value
 
@@ -82,6 +89,8 @@ def list_layers(config: Config, name: str) -> list[str]:
     if listed and config.get("model_type") == "nemotron_h":
         return [_OLD_KINDS.get(kind, kind) for kind in listed]  # transformers ignores num_hidden_layers here
     layers = read_field(config, "num_hidden_layers", name)
+    if layers > MAX_LAYERS:
+        raise TreepackError(f"{name}: has {layers} layers; expected at most {MAX_LAYERS}")
     if not listed:
         return _unlisted_layers(config, layers)
     if len(listed) != layers:

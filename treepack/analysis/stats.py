@@ -125,11 +125,11 @@ def _packed_stats(
         raise TreepackError(f"{directory}: is packed already; give --effective-ratio and --predictions with its trie")
     totals, counter, trunks = manifest["totals"], RowCounter(), TrunkCounter(sizes_of_pieces(options.carry))
     read = with_progress(read_rows(directory), progress, "reading", unit="rows", total=totals["num_rows"])
-    rows = trunks.over(counter.over(read))
     trie = read_packed_origin(directory, manifest, options.trie, memory=memory) if options.check else None
     if trie is not None:
         refuse_too_large(trie, CHECKING, memory=memory)
-    distributions = describe_rows(checked_rows(rows, manifest, trie) if options.check else rows)
+    checked = checked_rows(read, manifest, trie) if options.check else read
+    distributions = describe_rows(trunks.over(counter.over(checked)))
     report: Report = {
         "kind": "packed",
         **totals,

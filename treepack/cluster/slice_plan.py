@@ -25,7 +25,7 @@ from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.planning import Excess, bound_of_slice, excesses, packed_trie, plan_rows
 from treepack.pack.plan.problem import Limits, Search
 from treepack.pack.plan.unions import RowSizes
-from treepack.pack.weights import times_trained, trained_weights
+from treepack.pack.weights import has_weights, times_trained, trained_weights
 from treepack.trajectory import Int32, Int64
 from treepack.trie.row_groups import OPTIONAL
 from treepack.trie.slices import TrieSlice, read_slice
@@ -40,7 +40,7 @@ class PackJob:
         trie: the trie directory, as all machines see it.
         options: of packing; `options.workers` processes plan each slice.
         limits: of the rows.
-        known: columns of the trajectories that have a value; None if that is only known after the slices are fitted,
+        known: as `TrieFooters.known`; None if that is only known after the slices are fitted,
             because trajectories are too long or have the leaf weight 0.
         num_slices: number of slices.
     """
@@ -63,7 +63,7 @@ class SlicePlan:
         counts: trajectories that were dropped, left out or truncated.
         excesses: trajectories that exceed a limit alone; if there are any, nothing is planned.
         sums: totals of the slice that add up over all slices; nodes and tokens without the chain.
-        known: columns of its trajectories that have a value.
+        known: columns of its trajectories that have a value, and "weight" if any weight is not 1.
         groups: `step`, `group_id` and `weight` of each group of the slice; the weight is the sum of `trained_weights`.
         times_trained: how many trajectories of the slice train each token of a node that other slices have too, by the
             number of the node; only for semantics "once".
@@ -200,7 +200,8 @@ def _shared_counts(trie: Trie, part: TrieSlice) -> dict[int, Int32]:
 def _known_columns(trie: Trie) -> frozenset[str]:
     table = trie.trajectories
     names = (name for name in OPTIONAL if name in table.column_names)
-    return frozenset(name for name in names if table[name].null_count < table.num_rows)
+    weight = ["weight"] if has_weights(table) else []
+    return frozenset([*(name for name in names if table[name].null_count < table.num_rows), *weight])
 
 
 def _steps(trie: Trie) -> tuple[int | None, ...]:

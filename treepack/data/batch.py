@@ -23,7 +23,7 @@ from treepack.trajectory import Routes, missing_route
 
 if TYPE_CHECKING:
     from treepack.pack.row import Row, RowTerms
-    from treepack.trajectory import Float32, Int32, Int64
+    from treepack.trajectory import Float32, Float64, Int32, Int64
 
 # Token ids and indices are int64 because torch indexes with int64; loss weights stay float64, as in the files.
 _DTYPES = {
@@ -49,8 +49,9 @@ class TermTensors:
 
     `tokens` int64 [n] are the row indices of all trained tokens, ascending. Term t is about the token
     `tokens[index[t]]`, with `index` int32 [N]: log-probabilities are computed once for `tokens` and gathered by
-    `index`. `temperature` float32 [n] is that of the sampler for each of `tokens`. A token whose terms have several
-    temperatures occurs once for each of them, by ascending temperature, the missing one (NaN) last.
+    `index`. `temperature` [n] is that of the sampler for each of `tokens`. A token whose terms have several
+    temperatures occurs once for each of them, by ascending temperature, the missing one (NaN) last. It is float32, as
+    in packed rows, or float64 in batches in memory (`online`).
 
     trajectory int32 [N]; weight float64 [N]; advantage float64 [N]; the log-probabilities float32 [N]; group int32 [K],
     equal for trajectories of the row that share a group; reward float64 [K]; rollout int32 [K], the first trajectory of
@@ -222,11 +223,11 @@ def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:
 
 
 def scored_tokens(
-    token: Int32 | Int64, temperature: Float32 | None, length: int
-) -> tuple[Int64, Int32, Float32 | None]:
+    token: Int32 | Int64, temperature: Float32 | Float64 | None, length: int
+) -> tuple[Int64, Int32, Float32 | Float64 | None]:
     """Return `tokens`, `index` and `temperature` of `TermTensors` for the terms of a row of `length` tokens.
 
-    `token` [N] and `temperature` float32 [N] are those of each term.
+    `token` [N] and `temperature` [N] are those of each term; the result has the dtype of `temperature`.
     """
     temperatures = None if temperature is None else np.unique(temperature)  # ascending, NaN once, last
     if temperature is not None and temperatures is not None and len(temperatures) > 1:
@@ -235,7 +236,8 @@ def scored_tokens(
         codes = np.searchsorted(temperatures, temperature)  # it finds NaN, too: NaN is sorted after all numbers
         keys, index = np.unique(token.astype(np.int64, copy=False) * len(temperatures) + codes, return_inverse=True)
         tokens, code = np.divmod(keys, len(temperatures))
-        return tokens, index.astype(np.int32), temperatures[code]
+        of_tokens: Any = temperatures[code]
+        return tokens, index.astype(np.int32), of_tokens
     # Two trajectories 0 - 1 - 2 and 0 - 1 - 3 with tokens 1, 2 and 3 trained, in a row of 4 tokens:
     #   token         [1, 2, 1, 3]    one entry per term
     #   trained       [F, T, T, T]    one entry per token

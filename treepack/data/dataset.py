@@ -153,6 +153,8 @@ class PackedDataset(Dataset[Batch]):
         self.has_routes = all(name in self._reader.columns for name in ROUTES.names)
         self._firsts = np.array([group.first for group in self._reader.groups], np.int64)
         index = self.once_per_machine("rows", self._read_scalars)
+        if not index.num_rows:
+            raise TreepackError(f"{self.path}: contains no row; pack the trie again")
         self.row_ids = index["row_id"].to_numpy()
         self.num_tokens = index["num_tokens"].to_numpy().astype(np.int64)
         self.num_pairs = index["num_pairs"].to_numpy().astype(np.int64)

@@ -27,7 +27,9 @@ from treepack.errors import TreepackError
 from treepack.files.location import Location
 from treepack.files.manifest import FileEntry, Manifest, check_part, check_size
 from treepack.files.object_store import first_line
+from treepack.files.part_columns import check_columns, with_types
 from treepack.files.patience import OUTAGE_SECONDS, pauses
+from treepack.files.schema import PACKED
 
 T = TypeVar("T")
 
@@ -176,6 +178,7 @@ class PartReader:
             # Closed after each read: a copy that is removed while it is open would still take room.
             footer = self._footers.get(group.file)
             with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True) as file:
+                check_columns(file.schema_arrow, PACKED, str(path), _REMEDY)
                 self._keep_footer(group.file, file.metadata)
                 return self._read_group(file, group, columns)
         # Removed or damaged; the store has the same values, and a new copy follows. A damaged footer is ArrowInvalid.
@@ -233,6 +236,7 @@ class PartReader:
         try:
             table = file.read_row_group(group.number, columns=columns)
             table.validate(full=True)  # damaged offsets would otherwise surface later as a crash
+            table = with_types(table, PACKED)
         except Exception as error:  # pyarrow raises OSError, ArrowInvalid and others for damaged files
             raise TreepackError(
                 f"{path}: row group {group.number} cannot be read ({first_line(error)}); {_REMEDY}"
@@ -247,7 +251,7 @@ class PartReader:
         if self._process != os.getpid():  # a forked worker shares neither files nor connections with its parent
             self._process, self._files, self.location = os.getpid(), {}, self.location.fresh()
         if file not in self._files:
-            self._files[file] = self.location.open_parquet(file)
+            self._files[file] = self.location.open_parquet(file, PACKED)
         return self._files[file]
 
 

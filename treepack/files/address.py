@@ -11,6 +11,8 @@ is no `os.PathLike`, so code that expects a file of this machine fails on it and
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,12 +118,39 @@ def as_output(value: str | Path | RemotePath, *, option: str = "--out") -> Path 
         option: name of the option for it, for messages.
 
     Raises:
-        TreepackError: see `as_path`; or the store is read only.
+        TreepackError: see `as_path`; or the store is read only, or no file can have this name.
     """
     path = as_path(value)
-    if isinstance(path, RemotePath) and path.scheme in READ_ONLY:
+    if isinstance(path, Path):
+        _check_local_output(path, option)
+        return path
+    if path.scheme in READ_ONLY:
         raise TreepackError(f"{path}: {path.scheme}:// is read only; choose a local {option} or one in s3:// or gs://")
+    if "//" in path.path:
+        raise TreepackError(f"{path}: has an empty part between two slashes; choose another {option}")
     return path
+
+
+def _check_local_output(path: Path, option: str) -> None:
+    """Refuse a path that cannot be written, before any work starts.
+
+    Raises:
+        TreepackError: the path is not UTF-8, too long, or leads through a link to itself.
+    """
+    try:
+        os.path.realpath(path).encode()
+    except UnicodeEncodeError as error:
+        shown = os.fsencode(path).decode("utf-8", "backslashreplace")
+        raise TreepackError(
+            f"{shown}: has a name or lies in a folder that is no text in UTF-8, which Parquet files need; choose "
+            f"another {option}"
+        ) from error
+    try:
+        path.stat()
+    except OSError as error:  # mostly, because there is no such file yet
+        if error.errno not in (errno.ELOOP, errno.ENAMETOOLONG):
+            return
+        raise TreepackError(f"{path}: cannot be written ({error.strerror}); choose another {option}") from error
 
 
 def _local(path: Path) -> Path:

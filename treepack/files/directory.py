@@ -138,7 +138,7 @@ def is_own_directory(path: Path) -> bool:
     for name in (MANIFEST, RUN, "train.json", "values.json"):
         try:
             content = json.loads((path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         if isinstance(content, dict) and str(content.get("format")).startswith("treepack-"):
             return True
@@ -222,7 +222,8 @@ def is_inside(path: AnyPath, folder: AnyPath) -> bool:
     """Return True if `path` is `folder` or lies in it; both are on this machine, or both are addresses."""
     if isinstance(path, RemotePath) or isinstance(folder, RemotePath):
         return isinstance(path, RemotePath) and isinstance(folder, RemotePath) and path.is_relative_to(folder)
-    return path.resolve().is_relative_to(folder.resolve())
+    # Path.resolve raises on a link to itself; reading that link gives a better message.
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def _swap(temporary: Path, out: Path) -> None:

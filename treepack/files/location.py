@@ -24,6 +24,7 @@ from treepack.errors import TreepackError
 from treepack.files import object_store
 from treepack.files.address import RemotePath, as_path
 from treepack.files.object_store import first_line
+from treepack.files.part_columns import check_columns
 
 _AHEAD_BYTES = 8 << 20  # read at a time from an object that is read from its start to its end
 _REMEDY = "check the address, the credentials and the network"
@@ -106,14 +107,14 @@ class Location:
             return pa.PythonFile(file, mode="r")
         return self.filesystem.open_input_stream(self._path(name))
 
-    def open_parquet(self, name: str) -> pq.ParquetFile:
-        """Open a Parquet file; its pages are checked by checksum, and remote ranges are fetched together.
+    def open_parquet(self, name: str, columns: pa.Schema) -> pq.ParquetFile:
+        """Open a part; its pages are checked by checksum, and remote ranges are fetched together.
 
         Raises:
-            TreepackError: the file cannot be read, or is not a Parquet file.
+            TreepackError: the file cannot be read, is not a Parquet file, or has another type in one of `columns`.
         """
         try:
-            return pq.ParquetFile(
+            part = pq.ParquetFile(
                 self._path(name),
                 filesystem=self.filesystem,
                 page_checksum_verification=True,
@@ -125,6 +126,8 @@ class Location:
                 f"{self.file_name(name)}: is not a readable Parquet file ({first_line(error)}); the file was truncated "
                 f"or altered, so write it again{'' if self.is_local else ', or the network failed'}"
             ) from error
+        check_columns(part.schema_arrow, columns, self.file_name(name), f"write {self} again")
+        return part
 
     def fresh(self) -> Location:
         """Return the same directory with a new connection, to be used in a process that was forked."""

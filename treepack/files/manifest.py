@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
 from treepack import __version__
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, shown
 from treepack.files import schema
 from treepack.files.address import AnyPath
 from treepack.files.cache import addresses_in
 from treepack.files.directory import MANIFEST
 from treepack.files.location import Location, locate
+from treepack.files.manifest_values import check_values
 
 
 class FileEntry(TypedDict):
@@ -163,6 +164,7 @@ _CONVERSATIONS = {
 _KINDS = {schema.TRIE_FORMAT: "trie", schema.PACKED_FORMAT: "packed directory"}
 
 _OWN_HASH = "sha256"
+MAX_NAME = 255  # bytes of a file name
 _OWN_LINE = b'  "sha256"'  # entries of objects inside are indented by more
 
 # Optional entries, which may also be null.
@@ -226,15 +228,15 @@ def read_manifest(directory: str | AnyPath | Location, kind: str | None = None) 
     try:
         manifest = json.loads(content)
         format_name, version = str(manifest["format"]), manifest["version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); write the directory again") from error
     if format_name not in _REQUIRED:
-        raise TreepackError(f"{path}: has the format {format_name!r}; expected {kind or ' or '.join(_REQUIRED)}")
+        raise TreepackError(f"{path}: has the format {shown(format_name)}; expected {kind or ' or '.join(_REQUIRED)}")
     if kind not in (None, format_name):
         raise _other_kind(directory, manifest)
     if version != schema.FORMAT_VERSION:
         raise TreepackError(
-            f"{path}: has {format_name} version {version}; this treepack reads version {schema.FORMAT_VERSION}, "
+            f"{path}: has {format_name} version {shown(version)}; this treepack reads version {schema.FORMAT_VERSION}, "
             "so use the treepack that wrote it or write it again"
         )
     _check_entries(manifest, _REQUIRED[format_name], path, "")
@@ -243,15 +245,12 @@ def read_manifest(directory: str | AnyPath | Location, kind: str | None = None) 
     for name, shape in _OPTIONAL.items():
         if manifest.get(name) is not None:
             _check_entries(manifest[name], shape, path, f"{name}.")
-    if type(manifest["totals"].get("tokens_trained", 0)) is not int:
-        raise TreepackError(f"{path}: is damaged (totals.tokens_trained is wrong); write the directory again")
-    if manifest.get("capacity", 1) < 1:
-        raise TreepackError(f"{path}: is damaged (capacity is {manifest['capacity']}); write the directory again")
     if not manifest["files"]:
         raise TreepackError(f"{path}: is damaged (files is empty); write the directory again")
     for number, entry in enumerate(manifest["files"]):
         _check_entries(entry, _FILE, path, f"files[{number}].")
         _check_name(entry["name"], path)
+    check_values(manifest, path)
     return cast(Manifest, manifest)
 
 
@@ -300,9 +299,13 @@ def _check_name(name: str, path: str) -> None:
     Raises:
         TreepackError: naming the manifest and the part.
     """
-    if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can name
+        size = MAX_NAME + 1
+    if name in ("", ".", "..") or any(character in name for character in "/\\\0") or size > MAX_NAME:
         raise TreepackError(
-            f"{path}: names the part {name!r}, which is not a file name of its directory; write the directory again"
+            f"{path}: names the part {shown(name)}, which is not a file name of its directory; write it again"
         )
 
 
@@ -328,11 +331,12 @@ def check_part(directory: Path, entry: FileEntry) -> Path:
     """Return the path of a part after checking its size and its hash against `entry`.
 
     Raises:
-        TreepackError: the part is missing, truncated or altered.
+        TreepackError: the part is missing, truncated or altered, or the directory was replaced meanwhile.
     """
     check_size(locate(directory), entry)
     path = directory / entry["name"]
     if file_sha256(path) != entry["sha256"]:
+        _refuse_replaced(locate(directory), entry)
         raise TreepackError(f"{path}: was altered since it was written (its sha256 differs); write it again")
     return path
 
@@ -341,10 +345,27 @@ def check_size(directory: Location, entry: FileEntry) -> None:
     """Check that a part is there and has the size that `entry` gives.
 
     Raises:
-        TreepackError: the part is missing or truncated.
+        TreepackError: the part is missing or truncated, or the directory was replaced meanwhile.
     """
     path, size = directory.file_name(entry["name"]), directory.size(entry["name"])
+    if size != entry["bytes"]:
+        _refuse_replaced(directory, entry)
     if size is None:
         raise TreepackError(f"{path}: is missing; write {directory} again")
     if size != entry["bytes"]:
         raise TreepackError(f"{path}: has {size} bytes, its manifest lists {entry['bytes']}; write it again")
+
+
+def _refuse_replaced(directory: Location, entry: FileEntry) -> None:
+    """Refuse a part that does not fit its entry because the directory was replaced after its manifest was read.
+
+    Raises:
+        TreepackError: the manifest that is there now has no such entry.
+    """
+    try:
+        content = directory.read(MANIFEST)
+        entries = [entry] if content is None else json.loads(content)["files"]
+    except (TreepackError, ValueError, KeyError, TypeError, RecursionError):
+        return  # damaged, which the caller reports
+    if entry not in entries:
+        raise TreepackError(f"{directory}: was replaced by another command while it was read; run the command again")

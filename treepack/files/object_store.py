@@ -16,6 +16,7 @@ A write may have a condition, so that of two writers one wins and the other gets
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +34,7 @@ ANY: Final = "*"
 """The condition of a write that replaces whatever is there."""
 
 _PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "hf": ("huggingface_hub", "train")}
+_LOGGERS = ("fsspec", "gcsfs", "s3fs")
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "GCSFS_", "STORAGE_EMULATOR_HOST", "HF_")  # read by the clients when they start
 _WRITER = "treepack-writer"
 _CONFLICTS = {"PreconditionFailed", "412"}
@@ -195,6 +197,10 @@ def client(path: RemotePath) -> Any:
 # By process, because a forked child must not use the connections of its parent.
 @functools.lru_cache(maxsize=8)
 def _client(scheme: str, process: int, environment: tuple[tuple[str, str], ...]) -> Any:
+    # They log the exceptions that they raise, and Python prints those of loggers without a handler, with tracebacks.
+    for name in _LOGGERS:
+        if not logging.getLogger(name).handlers:
+            logging.getLogger(name).addHandler(logging.NullHandler())
     try:
         import fsspec  # imported here, because most runs need no fsspec
 

@@ -1,15 +1,15 @@
 """Parquet parts of a directory: numbered files of bounded size, with their encodings, written and read.
 
     tables --PartWriter--> part-00000.parquet  part-00001.parquet  ...   and their entries for the manifest
-    entries of a manifest --read_parts--> one table, every part checked against its size and sha256
-                          --read_row_groups--> the same as tables of bounded size
+    entries of a manifest --open_part--> Part, checked against its size, its sha256 and the types of the schema
+                          --read_row_groups--> tables of bounded size
 
 Equal tables give equal bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from treepack.errors import TreepackError
 from treepack.files.manifest import FileEntry, Manifest, check_part, file_sha256
+from treepack.files.part_columns import check_columns, with_types
 from treepack.files.remote_output import publish
 from treepack.trajectory import Int64
 
@@ -138,17 +139,66 @@ def planned_parts(sizes: Int64, limit: int) -> list[list[tuple[int, int]]]:
     return parts
 
 
-def open_part(directory: Path, entry: FileEntry) -> pq.ParquetFile:
-    """Open a part after checking its size and hash.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An open part of a directory, whose columns have the types of `columns` if they are there."""
+
+    path: Path
+    file: pq.ParquetFile
+    columns: pa.Schema
+
+    @property
+    def names(self) -> list[str]:
+        """Columns of the file."""
+        names: list[str] = self.file.schema_arrow.names
+        return names
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Rows of each row group."""
+        return [self.file.metadata.row_group(i).num_rows for i in range(self.file.num_row_groups)]
+
+    def read_group(self, number: int) -> pa.Table:
+        """Return a row group.
+
+        Raises:
+            TreepackError: it is damaged.
+        """
+        return self._checked(lambda: self.file.read_row_group(number))
+
+    def read(self, names: list[str] | None = None) -> pa.Table:
+        """Return all rows, of the columns `names` if they are given.
+
+        Raises:
+            TreepackError: the part is damaged.
+        """
+        return self._checked(lambda: self.file.read(columns=names))
+
+    def _checked(self, read: Callable[[], pa.Table]) -> pa.Table:
+        try:
+            table = read()
+            table.validate(full=True)  # texts that are not UTF-8 would otherwise be noticed in the middle of the work
+            return with_types(table, self.columns)
+        except (pa.ArrowException, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            raise TreepackError(f"{self.path}: cannot be read as Parquet ({reason}); write it again") from error
+        except ValueError as error:
+            raise TreepackError(f"{self.path}: has {error}; write it again") from error
+
+
+def open_part(directory: Path, entry: FileEntry, columns: pa.Schema) -> Part:
+    """Open a part after checking its size, its hash and the types of those of `columns` that it has.
 
     Raises:
-        TreepackError: the part is missing, damaged, or no Parquet file.
+        TreepackError: the part is missing, damaged, or no Parquet file; or a column has another type.
     """
     path = check_part(directory, entry)
     try:
-        return pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as error:
+        part = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
         raise TreepackError(f"{path}: is not readable as Parquet ({error}); write it again") from error
+    check_columns(part.schema_arrow, columns, str(path), f"write {directory} again")
+    return Part(path, part, columns)
 
 
 def refuse_links(directory: Path, manifest: Manifest) -> None:
@@ -165,18 +215,6 @@ def refuse_links(directory: Path, manifest: Manifest) -> None:
             )
 
 
-def read_parts(
-    directory: Path, manifest: Manifest, stem: str, columns: pa.Schema, optional: pa.Schema | None = None
-) -> pa.Table:
-    """Read all parts called `stem`-NNNNN.parquet as one table of `columns`, and after them any of `optional`.
-
-    Raises:
-        TreepackError: there is no such part, one is damaged, or the columns differ.
-    """
-    tables = [*read_row_groups(directory, manifest, stem, columns, optional, whole=True)]
-    return pa.concat_tables(tables)
-
-
 def read_row_groups(
     directory: Path,
     manifest: Manifest,
@@ -186,23 +224,25 @@ def read_row_groups(
     *,
     whole: bool = False,
 ) -> Iterator[pa.Table]:
-    """Yield the row groups of the parts that `read_parts` reads as tables of equal columns; if `whole`, the parts.
+    """Yield the row groups of all parts called `stem`-NNNNN.parquet as tables of `columns` and any of `optional`.
+
+    All tables have the same columns. If `whole`, each table is a part.
 
     Raises:
-        TreepackError: as `read_parts`.
+        TreepackError: there is no such part, one is damaged, or the columns differ.
     """
     entries = [entry for entry in manifest["files"] if entry["name"].startswith(stem)]
     if not entries:
         raise TreepackError(f"{directory}: its manifest names no {stem} files; write it again")
     known: pa.Schema | None = None
     for entry in entries:
-        part = open_part(directory, entry)
-        names = part.schema_arrow.names
+        part = open_part(directory, entry, pa.schema([*columns, *(optional or ())]))
+        names = part.names
         if known is None:
             known = pa.schema([*columns, *(field for field in optional or () if field.name in names)])
         if names != known.names:
             raise TreepackError(f"{directory}: {stem} files have the columns {names}; write it again")
-        groups = [part.read()] if whole else (part.read_row_group(i) for i in range(part.num_row_groups))
+        groups = [part.read()] if whole else (part.read_group(i) for i in range(len(part.group_sizes)))
         try:
             for group in groups:
                 yield group.cast(known)

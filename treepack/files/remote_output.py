@@ -130,7 +130,7 @@ def is_own_prefix(out: RemotePath, state: Observation) -> bool:
     for name in state.records:
         try:
             content = json.loads(object_store.read(out / name) or b"")
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(content, dict) and str(content.get("format")).startswith("treepack-"):
             return True
@@ -286,7 +286,7 @@ def _parts_of_content(content: bytes) -> dict[str, int]:
     """Return the sizes of the files that a record lists, by their names; none if it is damaged or lists none."""
     try:
         return {str(entry["name"]): int(entry["bytes"]) for entry in json.loads(content)["files"]}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 

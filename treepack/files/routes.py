@@ -64,8 +64,11 @@ def route_content(table: pa.Table, source: str) -> tuple[NDArray[np.uint8], tupl
     """Return the bytes of all rows of a table with `schema.ROUTES`, and their layers and experts per token.
 
     Raises:
-        TreepackError: rows have different layers or numbers of experts.
+        TreepackError: a column is missing, or rows have different layers or numbers of experts.
     """
+    missing = [name for name in NAMES if name not in table.column_names]
+    if missing:
+        raise TreepackError(f"{source}: has recorded routes and no column {missing[0]}; write it again")
     layers, experts = (table[name].unique().to_pylist() for name in NAMES[:2])
     if len(layers) != 1 or len(experts) != 1:
         raise TreepackError(f"{source}: has routes of {layers} layers and {experts} experts; write it again")

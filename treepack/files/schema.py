@@ -155,6 +155,10 @@ RECORDED = pa.schema([*TEMPERATURES, *ROLLOUTS])  # those that rollouts may have
 OPTIONAL = pa.schema([*TEMPERATURES, *CREDIT, *ROLLOUTS])
 
 
+TRIE = {"nodes": pa.schema([*NODES, *NODE_OPTIONAL]), "trajectories": pa.schema([*TRAJECTORIES, *OPTIONAL])}
+"""All columns that the parts of a trie may have, by the first word of their names."""
+
+
 def trajectory_columns(names: Iterable[str]) -> pa.Schema:
     """Return `TRAJECTORIES` and those columns of `OPTIONAL` that are among `names`."""
     known = set(names)
@@ -206,7 +210,18 @@ TERMS = pa.schema(
             "turn on several paths of a search tree",
             nullable=True,
         ),
-        _field("term_temperature", pa.list_(pa.float32()), "sampler's temperature", nullable=True),
+        _field(
+            "trajectory_weights",
+            pa.list_(pa.float64()),
+            "weight of each trajectory, with its leaf weight; the column is missing if all are 1",
+            nullable=True,
+        ),
+        _field(
+            "term_temperature",
+            pa.list_(pa.float32()),
+            "sampler's temperature, rounded to float32: 0.7 becomes 0.69999999",
+            nullable=True,
+        ),
         _field("term_return", pa.list_(pa.float64()), "return, the target of the critic", nullable=True),
         _field(
             "term_old_value", pa.list_(pa.float64()), "critic's old value of the state before the token", nullable=True
@@ -219,6 +234,8 @@ TERMS = pa.schema(
         ),
     ]
 )
+
+PACKED = pa.schema([*ROWS, *TERMS, *ROUTES])  # all columns that a part of a packed directory may have
 
 # One row per query. The metadata of the file has the format, the version and `num_updates`, the training steps counted.
 QUERIES = pa.schema(

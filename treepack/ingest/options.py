@@ -117,9 +117,11 @@ class BuildOptions:
             return self.tools
         try:
             tools = json.loads(Path(self.tools).read_text(encoding="utf-8"))
+            # Templates print them, and manifests record them: no NaN, and no half of a surrogate pair.
+            json.dumps(tools, ensure_ascii=False, allow_nan=False).encode()
         except OSError as error:
             raise TreepackError(f"{self.tools}: cannot be read ({error.strerror}); check the path") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TreepackError(f"{self.tools}: is not JSON ({error}); expected a list of tool schemas") from error
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise TreepackError(f"{self.tools}: expected a JSON list of tool schemas")

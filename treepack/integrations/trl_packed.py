@@ -18,6 +18,7 @@ from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import use_tree_attention
 from treepack.integrations.trl_checks import check_trainer, compute_dtype
+from treepack.integrations.versions import check_program
 from treepack.model.collation import batch_loss, collate
 
 Trainer = TypeVar("Trainer")
@@ -33,6 +34,7 @@ def packed_trainer(base: type[Trainer]) -> type[Trainer]:
     Raises:
         TreepackError: by the subclass, if `train_dataset` is no `PackedDataset`, or an option changes the loss.
     """
+    check_program("trl", base, ("get_batch_samples", "compute_loss(num_items_in_batch)"), user="tree_trainer")
 
     class PackedTrainer(base):  # type: ignore[valid-type,misc]
         loss_is_scaled_for_ga = True  # compute_loss divides by the weight of the whole step

@@ -21,6 +21,7 @@ from treepack.attention import Schedules
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import check_model, find_causal, use_tree_attention
 from treepack.integrations.trl_checks import check_trainer, compute_dtype
+from treepack.integrations.versions import check_program
 from treepack.model.first_batch import check_positions
 from treepack.model.layers import find_decoder
 from treepack.online import OnlineBatch, OnlineOptions, plan_batch
@@ -97,10 +98,12 @@ def pair_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> t
     Raises:
         TreepackError: by the subclass, for options that treepack does not compute.
     """
+    check_program("trl", base, ("compute_loss",), user="tree_trainer")
 
     class PairTrainer(base):  # type: ignore[valid-type,misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            check_program("trl", self, ("model", "ref_model", "args"), user=type(self).__name__)
             check_trainer(self)
             for model in (self.model, self.ref_model):
                 if model is not None:

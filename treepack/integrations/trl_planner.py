@@ -16,6 +16,7 @@ token than in the rows of `treepack pack`:
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from treepack.errors import TreepackError
+from treepack.integrations.versions import check_program, installed_version
 
 Sample = dict[str, Any]
 _log = logging.getLogger("treepack")
@@ -131,6 +133,7 @@ class TreePlanner(IterableDataset):  # type: ignore[type-arg]
         *,
         window: int = WINDOW,
     ) -> None:
+        _check_trl("TreePlanner")
         if window < num_processes:
             raise TreepackError(
                 f"TreePlanner: window is {window} for {num_processes} processes; expected at least one sample for each"
@@ -187,6 +190,7 @@ class CountPlanner(IterableDataset):  # type: ignore[type-arg]
     def __init__(
         self, dataset: Iterable[Sample], num_processes: int, microbatch_size: int, *, micro_batches: int = 1
     ) -> None:
+        _check_trl("CountPlanner")
         if microbatch_size < num_processes:
             raise TreepackError(
                 f"CountPlanner: a micro-batch has {microbatch_size} samples for {num_processes} processes; expected at "
@@ -207,6 +211,22 @@ class CountPlanner(IterableDataset):  # type: ignore[type-arg]
                 stop = start + self.microbatch_size
                 yield balance_rows(ordered[start:stop], [0, *shared[start + 1 : stop]], self.num_processes)
             waiting = []
+
+
+def _check_trl(planner: str) -> None:
+    """Refuse another version of trl, in which other classes than the planned ones may make micro-batches.
+
+    Raises:
+        TreepackError: naming the version, and the class that it lacks.
+    """
+    if installed_version("trl") is None:
+        return
+    try:
+        module = importlib.import_module("trl.experimental.async_grpo")
+    except ImportError:
+        module = importlib.import_module("trl")
+    names = ("packing.TreeRow", "async_grpo_trainer.TokenBudgetBatcher", "async_grpo_trainer.FixedCountBatcher")
+    check_program("trl", module, names, user=planner)
 
 
 def sort_samples(samples: Sequence[Sample]) -> tuple[list[Sample], list[int]]:

@@ -27,10 +27,20 @@ from treepack.attention import allow_generation
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import use_tree_attention
 from treepack.integrations.trl_checks import check_trainer, compute_dtype
+from treepack.integrations.versions import check_program
 from treepack.online import OnlineOptions, batch_statistics, plan_batch
 
 Trainer = TypeVar("Trainer")
 MicroBatch = dict[str, Any]  # columns of the same samples: tensors [B, ...], lists of B, scalars, or None
+
+# Methods that the subclass overrides, with the arguments by which TRL asks for trained tokens and entropies, and fields
+# that it reads.
+_METHODS = (
+    "_prepare_inputs",
+    "_get_per_token_logps_and_entropies(logits_to_keep)",
+    "_get_per_token_logps_and_entropies(compute_entropy)",
+)
+_FIELDS = ("model", "ref_model", "args", "accelerator", "temperature", "_buffered_inputs", "_step", "_metrics")
 
 # Losses whose sum over an optimiser step does not depend on how its samples are cut into micro-batches of equal size.
 # grpo, sapo, luspo: a mean over samples. dr_grpo: a sum over samples and a constant. dapo, cispo, vespo: a sum over
@@ -50,14 +60,16 @@ def policy_trainer(base: type[Trainer], options: OnlineOptions | None = None) ->
             the model does this by itself (gradient checkpointing).
 
     Raises:
-        TreepackError: by the subclass, for options that treepack does not compute.
+        TreepackError: another version of trl; or by the subclass, for options that treepack does not compute.
     """
+    check_program("trl", base, _METHODS, user="tree_trainer")
 
     class TreeTrainer(base):  # type: ignore[valid-type,misc]
         _buffered_inputs: Any  # TRL's micro-batches of the last generation
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            check_program("trl", self, _FIELDS, user=type(self).__name__)
             check_trainer(self)
             # Under gradient checkpointing, TRL too keeps the states between layers of all tokens of a micro-batch.
             self._tree_options = options or OnlineOptions(recompute=not self.args.gradient_checkpointing)

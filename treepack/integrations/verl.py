@@ -36,6 +36,7 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 from treepack.attention import register
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import check_model, use_tree_attention
+from treepack.integrations.versions import check_program
 from treepack.online import OnlineOptions, batch_statistics, plan_batch
 from treepack.pack.micro_batches import micro_batches
 from treepack.trajectory import as_routes
@@ -45,12 +46,25 @@ from treepack.trie.route_symbols import route_symbols
 _NOT_COMPUTED = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "use_fused_kernels")
 
 
+# Methods of verl's engine that the engine here overrides or calls.
+_METHODS = (
+    "_build_module",
+    "_build_model_optimizer",
+    "_gradient_sync_context(is_last_micro_batch)",
+    "forward_backward_batch(loss_function)",
+    "forward_step(loss_function)",
+    "get_data_parallel_group",
+    "get_data_parallel_size",
+)
+
+
 class _TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     """verl's engine for language models with rows of treepack; `strategy` is what verl calls its own."""
 
     strategy: str
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        check_program("verl", FSDPEngineWithLMHead, _METHODS, user=type(self).__name__)
         _check_options(model_config, engine_config)
         super().__init__(
             model_config, replace(engine_config, strategy=self.strategy), optimizer_config, checkpoint_config

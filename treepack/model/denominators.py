@@ -1,6 +1,6 @@
 """The denominators of an optimiser step's terms, computed before the first row of the step is loaded.
 
-    packed/ --trajectory_table--> one entry per trajectory: row, group, weight, reward
+    packed/ --trajectory_table--> one entry per trajectory: row, group, weight of its terms, own weight, reward
     table, rows of a step --step_factors--> f of every trajectory of these rows (see `objectives`)
 
 The trajectories of a group may be in several rows, and the rows of a step may come in any order. All sums are over the
@@ -54,12 +54,14 @@ class TrajectoryTable:
         group: int64 [K], equal for trajectories of the same training step and group.
         weight: float64 [K], the sum of the weights of a trajectory's terms; for the denominator edge, the weights are
             multiplied by the factors of edges.
+        own: float64 [K], the weight v of each trajectory, a factor of the weights of its terms.
         pairs: int64 [num_rows], the number of pairs that dpo compares within each row; None for other losses.
     """
 
     first: Int64
     group: Int64
     weight: Float64
+    own: Float64
     pairs: Int64 | None
 
 
@@ -111,7 +113,29 @@ def _check_source(dataset: PackedDataset, objective: Objective) -> None:
             f"{dataset.path}: was packed with --normalize {normalize}, and the denominator {objective.denominator} "
             "would normalise its weights again; pack with --normalize token"
         )
-    if objective.denominator == "edge" and dataset.manifest["options"]["semantics"] == "once":
+    _check_weights(dataset, objective)
+
+
+def _check_weights(dataset: PackedDataset, objective: Objective) -> None:
+    """Refuse weights of trajectories that the denominator cannot use.
+
+    Raises:
+        TreepackError: weights of an older treepack, or weights with the denominator edge.
+    """
+    options = dataset.manifest["options"]
+    has_leaf_weights = bool(options.get("leaf_weights"))
+    if objective.denominator == "edge" and has_leaf_weights:
+        raise TreepackError(
+            f"{dataset.path}: was packed with --leaf-weights, and the denominator edge counts each edge once, whatever "
+            "its leaves weigh; pack without --leaf-weights"
+        )
+    counts_trajectories = objective.denominator in ("trajectory", "global") and objective.loss not in ("sft", "dpo")
+    if counts_trajectories and has_leaf_weights and "trajectory_weights" not in dataset.term_columns:
+        raise TreepackError(
+            f"{dataset.path}: was packed with --leaf-weights by an older treepack, whose rows lack the "
+            f"trajectory_weights that the denominator {objective.denominator} needs; pack the trie again"
+        )
+    if objective.denominator == "edge" and options["semantics"] == "once":
         raise TreepackError(
             f"{dataset.path}: was packed with --semantics once, which divides the weights of shared tokens already, as "
             "the denominator edge does; pack with --semantics branch"
@@ -160,6 +184,7 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
     codes = {key: code for code, key in enumerate(dict.fromkeys(keys))}
     group = np.array([codes[key] for key in keys], np.int64)
     weight: Float64 = np.concatenate([table["weight"].to_numpy() for table in tables])
+    own: Float64 = np.concatenate([table["own"].to_numpy() for table in tables])
     pairs = None
     if reads_rewards:
         reward = np.concatenate([table["reward"].to_numpy() for table in tables])
@@ -173,12 +198,12 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
                 f"{dataset.path}: no two trajectories of a group have different rewards, so dpo has no pair; "
                 "give rollouts of one prompt the same group and their rewards"
             )
-    return TrajectoryTable(first, group, weight, pairs)
+    return TrajectoryTable(first, group, weight, own, pairs)
 
 
 def _trajectories(source: PackedDataset, *, reads_rewards: bool, reads_edges: bool) -> pa.Table:
-    """Return the columns `row`, `group` and `weight` of the trajectories of all rows, and with `reads_rewards` `reward`
-    and `rollout` (`TermTensors.rollout`).
+    """Return the columns `row`, `group`, `weight` and `own` (`TrajectoryTable`) of the trajectories of all rows, and
+    with `reads_rewards` `reward` and `rollout` (`TermTensors.rollout`).
 
     With `reads_edges`, the weights of terms are multiplied by their factors of edges.
     """
@@ -186,7 +211,10 @@ def _trajectories(source: PackedDataset, *, reads_rewards: bool, reads_edges: bo
     columns += ["trajectory_rewards"] * reads_rewards + ["term_edge_factor"] * reads_edges
     has_rollouts = reads_rewards and "trajectory_rollouts" in source.term_columns
     columns += ["trajectory_rollouts"] * has_rollouts
+    has_own = "trajectory_weights" in source.term_columns
+    columns += ["trajectory_weights"] * has_own
     counts, names, weights, rewards = [np.zeros(0, np.int64)], [], [np.zeros(0)], [np.zeros(0)]
+    own_weights = [np.zeros(0)]
     rollouts = [np.zeros(0, np.int64)]
     for table in source.tables(columns):
         sizes = _list_lengths(table["trajectory_groups"])  # trajectories of each row of the row group
@@ -200,6 +228,7 @@ def _trajectories(source: PackedDataset, *, reads_rewards: bool, reads_edges: bo
         if reads_edges:
             of_terms = of_terms * _list_values(table["term_edge_factor"])
         weights.append(np.bincount(owner, of_terms, sizes.sum()).astype(np.float64))
+        own_weights.append(_list_values(table["trajectory_weights"]) if has_own else np.ones(sizes.sum()))
         names += compute.list_flatten(table["trajectory_groups"]).to_pylist()
         if reads_rewards:
             rewards.append(_list_values(table["trajectory_rewards"]))
@@ -208,6 +237,7 @@ def _trajectories(source: PackedDataset, *, reads_rewards: bool, reads_edges: bo
             rollouts.append(_list_values(table["trajectory_rollouts"]).astype(np.int64) if has_rollouts else own)
     rows = np.repeat(np.arange(len(source)), np.concatenate(counts))
     values = {"row": rows, "group": pa.array(names, pa.large_string()), "weight": np.concatenate(weights)}
+    values["own"] = np.concatenate(own_weights)
     of_pairs = {"reward": np.concatenate(rewards), "rollout": np.concatenate(rollouts)}
     return pa.table(values | (of_pairs if reads_rewards else {}))
 
@@ -290,8 +320,9 @@ def trainable_rows(dataset: AnyDataset, table: TrajectoryTable | None) -> Int64:
 def step_factors(table: TrajectoryTable, rows: list[int], objective: Objective) -> list[Float64]:
     """Return the factors f of an optimiser step, one float64 [trajectories of the row] array per row.
 
-    Trajectories without weight are ignored, also in the number of trajectories or groups. For dpo, f is 1 / the number
-    of pairs of the step; the denominator option has no effect.
+    Trajectories without weight are ignored, also in the number of groups. The denominators trajectory and global count
+    each trajectory as its own weight v, so that leaf weights and weights of records do not cancel. For dpo, f is 1 /
+    the number of pairs of the step; the denominator option has no effect.
     """
     # first [0, 2, 3, 6], rows [2, 0] -> members [3, 4, 5] and [0, 1]
     members = [np.arange(table.first[row], table.first[row + 1]) for row in rows]
@@ -301,18 +332,20 @@ def step_factors(table: TrajectoryTable, rows: list[int], objective: Objective) 
         return [np.full(len(indices), factor) for indices in members]
     every = np.concatenate(members)
     weight = table.weight[every]
-    # max(1, ...) avoids a division by 0 in a step whose trajectories all have weight 0; f has no effect there.
-    num = max(1, int((weight > 0).sum()))
+    own = np.where(weight > 0, table.own[every], 0.0)
     if objective.denominator in ("token", "edge"):
         sums = np.full(len(every), weight.sum())
     elif objective.denominator == "trajectory":
-        sums = weight * num
+        # f_i = v_i / (W_i sum v). Relative to the largest v, equal weights give 1 / (W_i N) without rounding:
+        # v [3, 3] -> [1, 1]; v [3/2, 3/4, 3/4] -> [1, 1/2, 1/2], so W is multiplied by 2, 4, 4.
+        share = own / own.max(initial=0) if own.any() else own
+        sums = weight * np.divide(share.sum(), share, out=np.zeros(len(every)), where=share > 0)
     elif objective.denominator == "group":
         # group [7, 3, 7] -> code [1, 0, 1]: dense, for bincount
         _, code = np.unique(table.group[every], return_inverse=True)
         per_group = np.bincount(code, weights=weight)
         sums = per_group[code] * max(1, int((per_group > 0).sum()))
     else:  # global
-        sums = np.full(len(every), float(num * objective.response_length))
+        sums = np.full(len(every), own.sum() * objective.response_length)
     factors = np.divide(1.0, sums, out=np.zeros(len(every)), where=sums > 0)
     return np.split(factors, np.cumsum([len(indices) for indices in members])[:-1])

@@ -13,11 +13,15 @@ term_weight):
     L = sum_t f_i(t) w_t l_t        f from the denominator, over all trajectories i of the step together:
 
     token        f_i = 1 / sum_t w_t                              every trained token counts the same
-    trajectory   f_i = 1 / (N W_i)     W_i = sum_(t of i) w_t     each of the N trajectories counts the same
+    trajectory   f_i = v_i / (V W_i)   W_i = sum_(t of i) w_t     each trajectory counts v_i of V = sum_i v_i
     group        f_i = 1 / (G W_g)     W_g = sum_(i of g) W_i     each of the G groups counts the same
-    global       f_i = 1 / (N response_length)                    a constant per trajectory, as in Dr. GRPO
+    global       f_i = 1 / (V response_length)                    a constant per trajectory, as in Dr. GRPO
     edge         as token, with e_t w_t in place of w_t           each edge of a sampled tree counts the same: TreeRPO
                  (e_t: column term_edge_factor)                   (TRACE, 2606.11119, eq. 47; `rl.advantages.edges`)
+
+v_i is the weight of the trajectory (column trajectory_weights), which is a factor of its w_t: 1, the weight of its
+record, or its leaf weight in a sampled tree. W_i / v_i is the sum of its span weights. With v_i = 1, V is the number of
+trajectories.
 
 With r_t = exp(logp_t - old_t), A_t the advantage, sg() no gradient, and clip(r) = min(max(r, 1 - low), 1 + high):
 
@@ -69,7 +73,7 @@ LOSSES = ("sft", "grpo", "ppo", "gspo", "cispo", "dpo", "value")
 DENOMINATORS = ("token", "trajectory", "group", "global", "edge")
 ESTIMATORS = ("k1", "k2", "k3")
 
-GREEDY = ", because a greedy sampler has no probabilities whose ratios could be trained"
+GREEDY = ", because ratios need the probabilities of a sampler, and greedy sampling has none"
 
 # Usual values of each loss; see the papers above.
 _PRESETS: dict[str, dict[str, Any]] = {

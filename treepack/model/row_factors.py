@@ -47,9 +47,17 @@ def row_factors(rows: Sequence[Row], objective: Objective) -> list[Tensor]:
         first=np.array([*accumulate((len(each) for each in weights), initial=0)], np.int64),
         group=np.array([codes[name] for name in names], np.int64),
         weight=np.concatenate([*weights, np.zeros(0)]),
+        own=np.concatenate([*map(_own_weights, rows), np.zeros(0)]),
         pairs=None,
     )
     return [torch.from_numpy(factors) for factors in step_factors(table, list(range(len(rows))), objective)]
+
+
+def _own_weights(row: Row) -> Float64:
+    """Return the weight of each trajectory, float64 [trajectories of the row]."""
+    assert row.terms is not None
+    known = row.terms.trajectory_weights
+    return np.ones(len(row.trajectory_groups)) if known is None else known
 
 
 def _trajectory_weights(row: Row, objective: Objective) -> Float64:

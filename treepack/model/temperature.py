@@ -18,7 +18,7 @@ import numpy as np
 from treepack.data.dataset import PackedDataset
 from treepack.data.temperatures import temperature_range
 from treepack.errors import TreepackError
-from treepack.model.objectives import GREEDY, Objective
+from treepack.model.objectives import Objective
 
 
 def check_temperatures(datasets: Sequence[PackedDataset], objective: Objective) -> None:
@@ -54,7 +54,9 @@ def refuse_temperatures(datasets: Sequence[PackedDataset], temperature: float | 
         low, high, missing = found
         if low == 0:
             raise TreepackError(
-                f"{dataset.path}: some tokens were sampled at the temperature 0{GREEDY}; leave them out"
+                f"{dataset.path}: some tokens were sampled at the temperature 0, but ratios need the probabilities of "
+                "a sampler, and greedy sampling has none; leave these rollouts out, or compute reference "
+                "log-probabilities at 1 with treepack logprobs --ignore-temperature"
             )
         if missing and temperature is None:
             raise TreepackError(f"{dataset.path}: {missing:,} terms have no temperature and others have one; {_GAPS}")

@@ -23,7 +23,7 @@ from treepack.online.options import DEFAULT_CAPACITY, OnlineOptions
 from treepack.online.planning import SortedForest, plan_forest, sort_forest
 from treepack.online.sequences import Flags, FlatSequences, Form, Ids, read_sequences
 from treepack.pack.placement import RowPlacer
-from treepack.trajectory import Float32, Int64
+from treepack.trajectory import Float64, Int64
 from treepack.trie.nodes import paths
 
 
@@ -199,7 +199,7 @@ class _RowMaker:
             routes=None if self.forest.routes is None else route_tensor(self.forest.routes[nodes.source]),
         )
 
-    def _temperature(self, ids: list[int]) -> Float32 | None:
+    def _temperature(self, ids: list[int]) -> Float64 | None:
         values = self.sequences.temperature
         if isinstance(values, float):
             return None

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treepack.errors import TreepackError
-from treepack.trajectory import Float32, Int32, Int64, Routes, as_routes
+from treepack.trajectory import Float64, Int32, Int64, Routes, as_routes
 
 Bools = NDArray[np.bool_]
 Ids = Tensor | NDArray[Any] | Sequence[Tensor | NDArray[Any]]  # a batch of token ids, in one of the three forms
@@ -56,7 +56,7 @@ class FlatSequences:
 
     Sequence i has the tokens `tokens[offsets[i] : offsets[i + 1]]`; it may be empty. `tokens` int32 [N_flat], `offsets`
     int64 [num + 1], `places` int64 [N_flat]. `scored` int64 [N] are the indices of scored tokens, ascending, never the
-    first token of a sequence. `temperature` is one for all, or float32 [N], one for each of `scored`. `routes`
+    first token of a sequence. `temperature` is one for all, or float64 [N], one for each of `scored`. `routes`
     [N_flat, layers, k] are recorded experts, see `trajectory.missing_route`; None if there are none.
     """
 
@@ -65,7 +65,7 @@ class FlatSequences:
     offsets: Int64
     places: Int64
     scored: Int64
-    temperature: float | Float32
+    temperature: float | Float64
     routes: Routes | None = None
 
 
@@ -186,8 +186,11 @@ def _numbers(form: Form) -> tuple[Any, ...]:
     return form.size, form.shape, jagged, form.lengths
 
 
-def _temperature(values: Any, form: Form, offsets: Int64, places: Int64, scored: Int64) -> float | Float32:
-    """Return the temperature of all scored tokens, or of each of them."""
+def _temperature(values: Any, form: Form, offsets: Int64, places: Int64, scored: Int64) -> float | Float64:
+    """Return the temperature of all scored tokens, or of each of them.
+
+    They keep float64, because a model in float64 divides its logits by them.
+    """
     is_batch = isinstance(values, list | tuple) and len(values) > 0 and np.ndim(_array(values[0])) == 1
     if is_batch or (isinstance(values, Tensor) and values.is_nested):
         chosen = _like(values, form, "temperature")[places[scored]]
@@ -203,7 +206,7 @@ def _temperature(values: Any, form: Form, offsets: Int64, places: Int64, scored:
         else:
             chosen = _like(values, form, "temperature")[places[scored]]
     _check_temperatures(chosen)
-    return chosen.astype(np.float32)
+    return chosen.astype(np.float64)
 
 
 def _routes(values: Any, form: Form, offsets: Int64, places: Int64) -> Routes:

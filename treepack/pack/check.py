@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,9 @@ from numpy.typing import NDArray
 from treepack.errors import TreepackError
 from treepack.files.manifest import Manifest
 from treepack.pack.expected import Expected
-from treepack.pack.row import PER_TRAJECTORY, Row, RowTerms, row_counts, row_totals
-from treepack.trajectory import Float64, Int32, Int64
+from treepack.pack.row import Row, RowTerms, row_counts, row_totals
+from treepack.pack.row_shape import check_shape
+from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie
 
 
@@ -33,54 +33,25 @@ def check_row(row: Row, *, capacity: int) -> None:
         TreepackError: naming the row, the column and the token.
     """
     num = row.num_tokens
-    index = np.arange(num, dtype=np.int32)
     if not 0 < num <= capacity:
         raise TreepackError(f"row {row.row_id}: has {num} tokens; expected 1 to {capacity}")
-    for name in ("position_ids", "parent", "subtree_end", "scale", "loss_weight"):
-        if len(getattr(row, name)) != num:
-            raise TreepackError(f"row {row.row_id}: {name} has {len(getattr(row, name))} values for {num} tokens")
-    if row.routes is not None and len(row.routes) != num:
-        raise TreepackError(f"row {row.row_id}: routes has {len(row.routes)} values for {num} tokens")
-    _expect(row, "subtree_end", (row.subtree_end > index) & (row.subtree_end <= num))
+    check_shape(row)
     _expect(row, "parent", row.parent == _nearest(row))
     up = row.parent >= 0
     _expect(row, "subtree_end", ~up | (row.subtree_end <= row.subtree_end[row.parent]))
     _expect(row, "position_ids", row.position_ids == np.where(up, row.position_ids[row.parent] + 1, 0))
-    if len(row.trajectory_groups) != len(row.trajectory_ids) or len(row.trajectory_ends) != len(row.trajectory_ids):
-        raise TreepackError(
-            f"row {row.row_id}: trajectory_ids, trajectory_groups and trajectory_ends differ in length; "
-            "pack the trie again"
-        )
-    if not ((row.trajectory_ends >= 0) & (row.trajectory_ends < num)).all():
-        raise TreepackError(f"row {row.row_id}: trajectory_ends points outside the row; pack the trie again")
     # Trajectories that end before each token: ends at 3 and 5 of 6 tokens -> [0, 0, 0, 0, 1, 1, 2]. A subtree has the
     # difference between its end and its start: token 0 with subtree_end 6 -> 2, token 2 with subtree_end 4 -> 1.
     ends = np.concatenate([[0], np.cumsum(np.bincount(row.trajectory_ends, minlength=num))])
     _expect(row, "scale", row.scale == ends[row.subtree_end] - ends[:-1])
-    _expect(row, "scale", row.scale > 0)
     _expect(row, "loss_weight", np.isfinite(row.loss_weight) & (row.loss_weight >= 0) & (up | (row.loss_weight == 0)))
     if row.terms is not None:
         _check_terms(row, row.terms)
 
 
 def _check_terms(row: Row, terms: RowTerms) -> None:
-    sizes = {
-        len(values)
-        for field in fields(terms)
-        if field.name not in PER_TRAJECTORY and (values := getattr(terms, field.name)) is not None
-    }
-    for name in PER_TRAJECTORY:
-        if (values := getattr(terms, name)) is not None and len(values) != len(row.trajectory_ids):
-            raise TreepackError(f"row {row.row_id}: {name} needs one value per trajectory; pack the trie again")
-    if (rollouts := terms.trajectory_rollouts) is not None:
-        # The first trajectory of a rollout names itself, and no later one: [0, 0, 2] is possible, [1, 1] is not.
-        named = rollouts[rollouts >= 0]
-        inside = bool((rollouts >= -1).all() and (rollouts <= np.arange(len(rollouts))).all())
-        if not inside or (rollouts[named] != named).any():
-            raise TreepackError(f"row {row.row_id}: trajectory_rollouts is impossible; pack the trie again")
-    inside = _all_below(terms.token, row.num_tokens) and _all_below(terms.trajectory, len(row.trajectory_ids))
-    if len(sizes) != 1 or not inside:
-        raise TreepackError(f"row {row.row_id}: its terms point outside the row; pack the trie again")
+    if (weights := terms.trajectory_weights) is not None and not ((weights >= 0) & np.isfinite(weights)).all():
+        raise TreepackError(f"row {row.row_id}: trajectory_weights has an impossible value; pack the trie again")
     # The sums add up in another order than those of the packer: rounding of float64, 1e-16 for each of up to 1e4 terms.
     sums = np.bincount(terms.token, weights=terms.weight, minlength=row.num_tokens).astype(np.float64)
     _expect(row, "term_weight", _almost_equal(sums, row.loss_weight))
@@ -94,10 +65,6 @@ def _check_terms(row: Row, terms: RowTerms) -> None:
             raise TreepackError(f"row {row.row_id}: {name} has an impossible value; pack the trie again")
     if terms.edge_factor is not None and ((terms.edge_factor < 0) | np.isinf(terms.edge_factor)).any():
         raise TreepackError(f"row {row.row_id}: term_edge_factor has an impossible value; pack the trie again")
-
-
-def _all_below(values: Int32, limit: int) -> bool:
-    return bool(values.min(initial=0) >= 0 and values.max(initial=-1) < limit)
 
 
 def _almost_equal(a: Float64, b: Float64) -> NDArray[np.bool_]:

@@ -117,7 +117,7 @@ class Expected:
         computed = {f"{name}_logprobs" for name in manifest.get("logprobs") or ()}
         self.logprobs = [name for name in LOGPROBS if name not in computed]
         facts = ["step", "group_id", "trained"]
-        values = ["source", "reward", "advantage", "advantages", *self.logprobs]
+        values = ["source", "weight", "reward", "advantage", "advantages", *self.logprobs]
         values += [name for name in schema.OPTIONAL.names if name in table.column_names]
         self.facts, self.columns = TableRows(table.select(facts)), TableRows(table.select(facts + values))
         self.releaser = PageReleaser(self.storage)
@@ -192,7 +192,7 @@ class _RowValues:
         self.values: dict[str, Sequence[Any]] = {}
         if row.terms is not None:
             self.own_terms = _terms_of_each(row.terms, len(row.trajectory_ids))
-            self.rewards = table["reward"].to_pylist()
+            self.rewards, self.weights = table["reward"].to_pylist(), table["weight"].to_pylist()
             codes = rollout_codes(table)
             own = np.arange(table.num_rows, dtype=np.int32)
             self.rollouts = own if codes is None else rollout_places(codes, rollout_parts(table))
@@ -227,6 +227,9 @@ class _RowValues:
         rollout = order if terms.trajectory_rollouts is None else int(terms.trajectory_rollouts[order])
         if rollout != self.rollouts[order]:
             raise TreepackError(f"{prefix} is of another rollout than in the trie; pack the trie again")
+        weight = 1.0 if terms.trajectory_weights is None else float(terms.trajectory_weights[order])
+        if weight != self.weights[order]:
+            raise TreepackError(f"{prefix} has another weight than in the trie; pack the trie again")
         for name, values in self.values.items():
             stored, known = getattr(terms, term_field(name)), values[order]
             if stored is None and known is None:

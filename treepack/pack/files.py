@@ -33,6 +33,7 @@ from treepack.files.task_output import TaskOutput
 from treepack.pack.options import PackOptions
 from treepack.pack.row import Row, RowTerms, row_counts, row_totals, term_field
 from treepack.pack.row_group import RowGroup, row_schema
+from treepack.pack.row_shape import check_shape
 from treepack.trajectory import Int64
 
 # Tokens per row group, which is the unit that a reader decodes: some megabytes of columns.
@@ -53,8 +54,9 @@ ENCODING = Encoding(
     dictionary=("loss_weight", "trajectory_groups"),
     list_statistics=False,
 )
+COLUMNS = frozenset(schema.PACKED.names)
 # Columns that have a value, and in a list only values, in each row. In the others, null means a missing value.
-WITHOUT_NULLS = frozenset(field.name for field in (*schema.ROWS, *schema.TERMS) if not field.nullable)
+WITHOUT_NULLS = frozenset(field.name for field in schema.PACKED if not field.nullable)
 
 
 def write_packed(
@@ -208,31 +210,37 @@ def read_rows(directory: str | AnyPath) -> Iterator[Row]:
     """Yield the rows of a packed directory, on this machine or in an object store, in order.
 
     Raises:
-        TreepackError: see `read_manifest` and `check_part`.
+        TreepackError: see `read_manifest`, `open_part` and `row_of_table`; or there is no row.
     """
-    directory = local_copy(as_path(directory))
+    directory, num_rows = local_copy(as_path(directory)), 0
     for entry in read_manifest(directory, schema.PACKED_FORMAT)["files"]:
-        part = open_part(directory, entry)
-        for group in range(part.num_row_groups):
-            table = part.read_row_group(group)
+        part = open_part(directory, entry, schema.PACKED)
+        for group in range(len(part.group_sizes)):
+            table = part.read_group(group)
+            num_rows += table.num_rows
             for i in range(table.num_rows):
                 yield row_of_table(table, i)
+    if not num_rows:
+        raise TreepackError(f"{directory}: contains no row; pack the trie again")
 
 
 def row_of_table(table: pa.Table, i: int) -> Row:
     """Return row `i` of a table of packed rows.
 
     Raises:
-        TreepackError: a column is missing, or a stored sum does not match the columns it sums.
+        TreepackError: a column is missing, its lists do not have the lengths and indices of one row, or a stored sum
+            does not match the columns it sums.
     """
     has_terms = any(name in schema.TERMS.names for name in table.column_names)
+    has_routes = any(name in schema.ROUTES.names for name in table.column_names)
     required = schema.ROWS.names + [name for name in schema.TERMS.names if name in WITHOUT_NULLS and has_terms]
+    required += schema.ROUTES.names if has_routes else []
     missing = [name for name in required if name not in table.column_names]
     if missing:
         raise TreepackError(
             f"its rows have no column {missing[0]}, so an older treepack wrote them; pack the trie again"
         )
-    values: dict[str, Any] = {name: _cell(table, name, i) for name in table.column_names}
+    values: dict[str, Any] = {name: _cell(table, name, i) for name in table.column_names if name in COLUMNS}
     terms = None
     if "term_token" in values:
         columns: dict[str, Any] = {term_field(name): values.get(name) for name in schema.TERMS.names}
@@ -244,6 +252,7 @@ def row_of_table(table: pa.Table, i: int) -> Row:
         routes = route_array(values["routes"], shape, f"row {values['row_id']}")
     columns = {name: values[name] for name in schema.ROWS.names if name not in derived}
     row = Row(terms=terms, routes=routes, **columns)
+    check_shape(row)
     # total_weight is a sum of float64, so a file of another program may differ by rounding.
     for name, stored in derived.items():
         if not math.isclose(stored, getattr(row, name), rel_tol=1e-9):
@@ -258,7 +267,8 @@ def _cell(table: pa.Table, name: str, i: int) -> Any:
     cell = table[name][i]
     is_list = pa.types.is_list(cell.type)
     has_null = not cell.is_valid or (is_list and cell.values.null_count > 0)
-    if has_null and name in WITHOUT_NULLS:
+    is_index = is_list and cell.is_valid and pa.types.is_integer(cell.type.value_type)
+    if has_null and (name in WITHOUT_NULLS or is_index):
         raise TreepackError(f"its row {i} has a null in {name}; pack the trie again")
     if not is_list or not cell.is_valid:
         return cell.as_py()

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
+from treepack.errors import TreepackError
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import required_leaf_weights
 from treepack.rl.rollouts import refuse_split
@@ -29,9 +30,16 @@ def weigh_leaves(trie: Trie, *, fallback_leaves: bool) -> tuple[Trie, Counter[st
     Trajectories whose leaf weight is 0 are left out; the trie is then built again in O(N_flat).
 
     Raises:
-        TreepackError: the trie has no leaf weights, a rollout of several trajectories, or any error of `leaf_weights`.
+        TreepackError: the trie has no leaf weights, a rollout of several trajectories, factors of edges, or any error
+            of `leaf_weights`.
     """
     refuse_split(trie, what="leaf weights need", remedy="leave out --leaf-weights")
+    columns = trie.trajectories
+    if "edge_factors" in columns.column_names and columns["edge_factors"].null_count < columns.num_rows:
+        raise TreepackError(
+            "the trie has factors of edges, which count each edge once, whatever its leaves weigh; leave out "
+            "--leaf-weights, or compute the advantages without --edges"
+        )
     weights = required_leaf_weights(trie).times_size(group_codes(trie))
     factor = weights.all if fallback_leaves else weights.before_fallback
     table: pa.Table = trie.trajectories

@@ -25,10 +25,11 @@ from treepack.trajectory import Float32, Float64, Int32, Routes
 class RowTerms:
     """The (trajectory, trained token) pairs of a row: arrays with one entry per pair, or None if all are unknown.
 
-    `token` and `trajectory` are indices into the row's tokens and trajectories. `trajectory_rewards` and
-    `trajectory_rollouts` have one entry per trajectory: its reward, and the first trajectory of the row that belongs to
-    the same rollout (-1 for a turn of several paths of a search tree; None if each is a rollout of its own). NaN is a
-    value that one trajectory lacks and others have.
+    `token` and `trajectory` are indices into the row's tokens and trajectories. `trajectory_rewards`,
+    `trajectory_rollouts` and `trajectory_weights` have one entry per trajectory: its reward; the first trajectory of
+    the row that belongs to the same rollout (-1 for a turn of several paths of a search tree; None if each is a rollout
+    of its own); and its weight, a factor of all of its term weights (None if every weight is 1). NaN is a value that
+    one trajectory lacks and others have.
     """
 
     token: Int32
@@ -45,9 +46,10 @@ class RowTerms:
     old_values: Float64 | None = None
     edge_factor: Float64 | None = None
     trajectory_rollouts: Int32 | None = None
+    trajectory_weights: Float64 | None = None
 
 
-PER_TRAJECTORY = ("trajectory_rewards", "trajectory_rollouts")
+PER_TRAJECTORY = ("trajectory_rewards", "trajectory_rollouts", "trajectory_weights")
 """Fields of `RowTerms` with one entry per trajectory."""
 
 
@@ -168,7 +170,8 @@ def _concatenate_terms(rows: Sequence[Row], starts: list[int]) -> RowTerms | Non
         if not known:
             return None
         counts = sizes if name in PER_TRAJECTORY else [len(terms.token) for terms in all_terms]
-        missing = (np.full(count, np.nan, known[0].dtype) for count in counts)
+        value = 1.0 if name == "trajectory_weights" else np.nan  # it is only missing if every weight is 1
+        missing = (np.full(count, value, known[0].dtype) for count in counts)
         return np.concatenate([nan if part is None else part for part, nan in zip(parts, missing, strict=True)])
 
     indices = ("token", "trajectory", "trajectory_rollouts")

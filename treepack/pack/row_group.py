@@ -38,6 +38,7 @@ _SOURCES = {
     "term_ref_logprob": ("ref_logprobs",),
     "trajectory_rewards": ("reward",),
     "trajectory_rollouts": ("rollout_id",),
+    "trajectory_weights": ("weight",),
     "term_temperature": ("temperature", "temperatures"),
     "term_return": ("returns",),
     "term_old_value": ("old_values",),
@@ -49,7 +50,8 @@ _SOURCES = {
 def packed_columns(known: Collection[str]) -> pa.Schema:
     """Return the columns of a packed directory, if the columns `known` of the trajectories have any value.
 
-    They are those of `row_schema` for the rows of a whole trie. Rows of a slice without such values have nulls.
+    `known` contains "weight" if any weight is not 1. The columns are those of `row_schema` for the rows of a whole
+    trie. Rows of a slice without such values have nulls.
     """
     if not any(name in known for name in TERM_COLUMNS):
         return schema.ROWS
@@ -126,7 +128,8 @@ def _term_values(row: Row, name: str) -> NDArray[Any]:
         return values
     if name == "trajectory_rollouts":  # each trajectory is a rollout of its own
         return np.arange(len(row.trajectory_ids), dtype=np.int32)
-    return np.full(len(row.trajectory_ids) if name in PER_TRAJECTORY else len(row.terms.token), np.nan)
+    value = 1.0 if name == "trajectory_weights" else np.nan
+    return np.full(len(row.trajectory_ids) if name in PER_TRAJECTORY else len(row.terms.token), value)
 
 
 class _ListColumn:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
 from treepack.columns import (
     LOGPROBS,
@@ -42,7 +43,8 @@ class WholeTrie:
     """Facts of a whole trie that the rows of one of its slices need.
 
     Attributes:
-        columns: columns of the trajectories that have a value in any slice; they determine the columns of all rows.
+        columns: columns of the trajectories that have a value in any slice, and "weight" if a weight of any slice is
+            not 1; they determine the columns of all rows.
         group_weights: for each trajectory of the slice, the sum of `trained_weights` over its whole group, float64
             [num_trajectories]; only for normalize "group".
         times_trained: how many trajectories of the whole trie train each token of the slice, int32 [N_tree of the
@@ -65,7 +67,7 @@ def trajectory_factors(trie: Trie, *, normalize: str, group_weights: Float64 | N
     Let w be the weight of a trajectory and s the sum of its span weights over its trained tokens. The factor is:
 
         token        w                            every trained token has equal weight
-        trajectory   w / s                        every trajectory has equal weight
+        trajectory   w / s                        every trajectory counts w, however long it is
         group        w / (sum of w s in group)    every (step, group) has equal weight
 
     `group_weights` are these sums for each trajectory if `trie` is a slice of the trie that contains the groups.
@@ -90,6 +92,11 @@ def trajectory_factors(trie: Trie, *, normalize: str, group_weights: Float64 | N
         name = trie.trajectories["trajectory_id"][int((~np.isfinite(factors * sums)).argmax())].as_py()
         raise TreepackError(f"trajectory {name}: its loss weights overflow; give weights nearer to 1")
     return factors
+
+
+def has_weights(trajectories: pa.Table) -> bool:
+    """Return True if the weight of any trajectory is not 1."""
+    return bool((trajectories["weight"].to_numpy() != 1).any())
 
 
 def trained_weights(trie: Trie) -> Float64:
@@ -152,8 +159,10 @@ class RowWeights:
         self.rollouts = rollout_codes(table)
         self.parts = None if self.rollouts is None else rollout_parts(table)
         self.has_terms = known or any(values is not None for values in self.values.values())
+        weighted = has_weights(table)
         if whole is not None:
-            self.has_terms = whole.has_terms
+            self.has_terms, weighted = whole.has_terms, "weight" in whole.columns
+        self.weights = np.asarray(table["weight"].to_numpy()) if weighted else None
         self.values["temperature"] = _known_only(temperatures_of(table))
         self.values |= {name: _known_only(list_values(table, name)) for name in schema.CREDIT.names}
 
@@ -218,6 +227,7 @@ class RowWeights:
             old_values=gather("old_values"),
             edge_factor=gather("edge_factors"),
             trajectory_rollouts=self._rollouts(members),
+            trajectory_weights=None if self.weights is None else self.weights[members],
         )
 
 

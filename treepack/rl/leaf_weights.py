@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from treepack.errors import TreepackError
+from treepack.files.metadata import parse_metadata
 from treepack.ingest.readers.fields import marked, shown
 from treepack.rl.group_tree import group_codes, node_paths, token_places
 from treepack.rl.segment_cuts import first_trained, recorded_segments
@@ -149,7 +149,7 @@ def _read(trie: Trie) -> _Recorded | None:
     named: dict[int, tuple[str, int]] = {}
     lengths = trie.lengths.tolist()
     for i in np.flatnonzero(mentioned).tolist():
-        fields = orjson.loads(table["metadata"][i].as_py())
+        fields = parse_metadata(table["metadata"][i].as_py(), _source(trie, i))
         weight, before = (_weight(trie, i, fields, name) for name in (WEIGHT, BEFORE))
         if weight is None and before is not None:
             raise TreepackError(f"{_source(trie, i)}: has a {BEFORE} and no {WEIGHT}; record both or neither")

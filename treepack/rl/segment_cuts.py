@@ -19,13 +19,13 @@ import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
+from treepack.files.metadata import parse_metadata
 from treepack.ingest.readers.fields import METADATA_DICTS, SEGMENT_IDS, SEGMENTS
 from treepack.rl.group_tree import NodePaths, Origins, find_origins, group_tree
 from treepack.trajectory import Int64
@@ -200,7 +200,7 @@ def recorded_segments(trie: Trie, members: Int64) -> list[RecordedSegments | Non
     lengths = trie.lengths[members].tolist()
     # A search for the name is far cheaper than parsing: most tries record no segments.
     for i in np.flatnonzero(pc.match_substring(table["metadata"], f'"{SEGMENTS}"').to_numpy()).tolist():
-        offsets, ids = _recorded_lists(table["metadata"][i].as_py())
+        offsets, ids = _recorded_lists(table["metadata"][i].as_py(), table["source"][i].as_py())
         if offsets is None:  # the word occurs somewhere else in the metadata
             continue
         source = table["source"][i].as_py()
@@ -252,9 +252,9 @@ def _recorded_cuts(recorded: list[RecordedSegments], group: Int64) -> Cuts:
     return Cuts("recorded", owner, start, np.array(sample, np.int64))
 
 
-def _recorded_lists(metadata: str) -> tuple[Any, Any]:
+def _recorded_lists(metadata: str, source: str) -> tuple[Any, Any]:
     """Return "segments" and "segment_ids" of a metadata object or of an object nested in it, unchecked."""
-    fields = orjson.loads(metadata)
+    fields = parse_metadata(metadata, source)
     nested = [fields[name] for name in sorted(METADATA_DICTS) if isinstance(fields.get(name), dict)]
     level: dict[str, Any] = next((level for level in (fields, *nested) if SEGMENTS in level), {})
     return level.get(SEGMENTS), level.get(SEGMENT_IDS)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,9 +22,12 @@ from treepack.rollout.engine import ABORT, EngineError, Sampling, Segment
 from treepack.trajectory import Int32
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 # vLLM sends this number in place of a log-probability that is missing, infinite or not a number.
 NO_LOGPROB = -9999.0
+LARGEST_LOGPROB = 0.25  # half a unit in the last place of a logit of 64 in bfloat16; exact ones are at most 0
+LARGEST_ID = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,10 @@ class Wish:
 class Dialect:
     """One API: its `path`, the JSON `body` of a request, and readers of the answer.
 
-    `segments` raises KeyError, TypeError, IndexError or ValueError if the answer has another form. `first` returns the
-    log-probabilities of the likely first tokens, for a request with `alternatives`. `num_prompt` returns the number of
-    prompt tokens that the server counted, None if it does not say. `routes` returns the experts of each of the
-    `segments` as the server has encoded them, None where there are none.
+    All readers raise one of `UNREADABLE` if the answer has another form. `first` returns the log-probabilities of the
+    likely first tokens, for a request with `alternatives`. `num_prompt` returns the number of prompt tokens that the
+    server counted, None if it does not say. `routes` returns the experts of each of the `segments` as the server has
+    encoded them, None where there are none.
     """
 
     name: str
@@ -130,12 +133,34 @@ def _sglang_body(wish: Wish) -> Json:
     return body | ({"extra_key": wish.salt} if wish.salt else {})
 
 
-def _segment(tokens: Any, logprobs: Any, finish: str, version: str, cached: int | None) -> Segment:
-    array = np.array(tokens, np.int32)
+def _segment(tokens: Any, logprobs: Any, finish: Any, version: str, cached: Any) -> Segment:
+    array = checked_ids(tokens)
+    if not isinstance(finish, str):
+        raise TypeError("a finish reason that is no text")
+    # numpy would take texts and booleans for numbers.
+    are_numbers = set(map(type, logprobs)) <= {int, float}
+    if finish == ABORT and not are_numbers:
+        logprobs = []
     values = np.array(logprobs, np.float32)
-    if array.ndim != 1 or (finish != ABORT and (array.shape != values.shape or not (values > NO_LOGPROB).all())):
+    is_possible = (values > NO_LOGPROB) & (values <= LARGEST_LOGPROB)
+    if finish != ABORT and not (are_numbers and array.shape == values.shape and is_possible.all()):
         raise ValueError("not one log-probability for each token")
-    return Segment(array, values, finish, version, cached)
+    return Segment(array, values, finish, version, None if cached is None else int(cached))
+
+
+def checked_ids(tokens: Any) -> Int32:
+    """Return token ids of a JSON value as int32 [n].
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is no list of integers from 0 to 2^31 - 1.
+    """
+    # numpy would take the texts, fractions and booleans of ["1", 3.7, true] for 1, 3 and 1.
+    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
+        raise TypeError("token ids that are no integers")
+    array = np.array(tokens, np.int64)
+    if array.size and not 0 <= array.min() <= array.max() <= LARGEST_ID:
+        raise ValueError("token ids below 0 or above 2^31 - 1")
+    return array.astype(np.int32)
 
 
 def _version(spans: Any) -> str:
@@ -147,8 +172,8 @@ def _version(spans: Any) -> str:
 
 def _vllm_cached(answer: Any) -> int | None:
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    cached = details.get("cached_tokens")
-    return None if cached is None else int(cached)
+    cached: int | None = details.get("cached_tokens")
+    return cached
 
 
 def _vllm_num_prompt(answer: Any) -> int | None:
@@ -232,7 +257,7 @@ DIALECTS = (
     Dialect("vLLM", "/v1/completions", _completions_body, _completions_segments, _completions_first, *_VLLM),
 )
 
-UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)
+UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError, ArithmeticError)
 
 
 def read(dialect: Dialect, answer: Any, *, url: str) -> list[Segment]:
@@ -245,6 +270,26 @@ def read(dialect: Dialect, answer: Any, *, url: str) -> list[Segment]:
         return dialect.segments(answer)
     except UNREADABLE as error:
         raise EngineError(
-            f"{url}: {dialect.path} answered without token ids and one log-probability for each ({error!r}); "
+            f"{url}: {dialect.path} answered without token ids and one log-probability for each ({_reason(error)}); "
             "use vLLM from 0.10.2 on, or SGLang"
         ) from error
+
+
+def read_part(reader: Callable[[Any], T], dialect: Dialect, answer: Any, name: str, *, url: str) -> T:
+    """Return `reader(answer)`, another part of an answer than its continuations.
+
+    Raises:
+        EngineError: the answer has another form; the message contains the `name` of the part.
+    """
+    try:
+        return reader(answer)
+    except UNREADABLE as error:
+        raise EngineError(
+            f"{url}: {dialect.path} answered {name} in another form ({_reason(error)}); use vLLM from 0.10.2 on, or "
+            "SGLang"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    text = repr(error)  # may contain a whole field of the answer
+    return text if len(text) <= 200 else text[:197] + "..."

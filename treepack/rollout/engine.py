@@ -118,7 +118,7 @@ def check_segments(segments: list[Segment], *, count: int, max_tokens: int) -> N
                 f"the engine continued a prompt by {len(segment.tokens)} tokens; expected 1 to {max_tokens}"
             )
         if segment.finish not in (STOP, LENGTH):
-            raise EngineError(f"the engine ended a continuation with {segment.finish!r}; expected stop or length")
+            raise EngineError(f"the engine ended a continuation with {segment.finish[:60]!r}; expected stop or length")
         if segment.finish == LENGTH and len(segment.tokens) < max_tokens:
             raise EngineError(
                 f"the engine stopped after {len(segment.tokens)} of {max_tokens} tokens without a stop token; "

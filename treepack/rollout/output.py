@@ -26,6 +26,7 @@ from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath, as_output
 from treepack.files.directory import finished_file
 from treepack.files.lock import lock
+from treepack.rollout.dialects import checked_ids
 from treepack.rollout.query import Query
 from treepack.rollout.records import name_of
 from treepack.trajectory import Int32
@@ -120,12 +121,25 @@ def open_output(out: str | AnyPath, settings: Mapping[str, Any], *, resume: bool
             file = _recovered(path)
         else:
             record = {"format": FORMAT, "version": VERSION, "settings": dict(settings)}
-            with finished_file(options, overwrite=True) as temporary:
-                temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            _write_settings(options, record)
         try:
             yield file
         finally:
             file.close()
+
+
+def _write_settings(options: Path, record: Mapping[str, Any]) -> None:
+    """Write the settings of a run, and wait until they are on the disk: the trees, which are too, need them."""
+    with finished_file(options, overwrite=True) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(record, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    with suppress(OSError):  # some network disks refuse it for directories
+        descriptor = os.open(options.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def prompt_hash(prompt: Int32) -> bytes:
@@ -170,7 +184,7 @@ def _check_settings(options: Path, settings: Mapping[str, Any], out: Path) -> No
     try:
         record = json.loads(options.read_text(encoding="utf-8"))
         before = record["settings"] if record["format"] == FORMAT and record["version"] == VERSION else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         before = None
     if not isinstance(before, dict):
         raise TreepackError(
@@ -213,7 +227,7 @@ def _recovered(path: Path) -> RolloutFile:
             position += len(line)
             seen, num_lines = seen + 1, num_lines + 1
             if seen == record["num_leaves"]:
-                finished[name] = prompt_hash(np.array(record["prompt_token_ids"], np.int32))
+                finished[name] = prompt_hash(record["prompt_token_ids"])
                 seen, num_lines, begin = 0, 0, position
     if begin < path.stat().st_size:
         os.truncate(path, begin)
@@ -228,7 +242,10 @@ def _parsed(line: bytes, source: str) -> dict[str, Any]:
     kinds = {"rollout_id": str, "num_leaves": int, "prompt_token_ids": list}
     if not isinstance(record, dict) or any(type(record.get(name)) is not kind for name, kind in kinds.items()):
         raise _damaged(source)
-    return record
+    try:
+        return record | {"prompt_token_ids": checked_ids(record["prompt_token_ids"])}
+    except (TypeError, ValueError, OverflowError):
+        raise _damaged(source) from None
 
 
 def _damaged(source: str) -> TreepackError:

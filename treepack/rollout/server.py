@@ -14,19 +14,22 @@ Processes, weights and ports of the server are left to its owner.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from treepack.rollout.dialects import DIALECTS, UNREADABLE, Dialect, Wish, read
+from treepack.rollout.dialects import DIALECTS, UNREADABLE, Dialect, Wish, read, read_part
 from treepack.rollout.engine import ABORT, EngineError, Sampling, Segment, TemporaryError
-from treepack.rollout.http_client import Client
+from treepack.rollout.http_client import LONGEST_ANSWER, Client
 from treepack.rollout.server_routes import read_routes
 from treepack.trajectory import Int32
 
 ALTERNATIVES = 5  # most likely tokens that the check of the temperature compares; servers allow 20 by default
 LEAST_SPREAD = 0.02  # nats between them, from which on rounding cannot change the verdict
+BYTES_PER_TOKEN = 1_000  # of a new token: its id, its log-probability, and their names; servers send 100 to 200
+BYTES_PER_ROUTES = 8_000  # of the experts of one token: 1,500 of them as int32 in base64
 PROBES = (range(1, 9), range(8, 64), (3,), (11, 7, 5))  # prompts of small ids, which every vocabulary contains
 
 
@@ -146,12 +149,13 @@ class ServerEngine:
             salt=version,
             routes=self.found.keeps_routes,
         )
-        answer = await self._client.post(dialect.path, dialect.body(wish))
+        answer = await self._client.post(dialect.path, dialect.body(wish), longest=longest_answer(wish))
         value = self._client.checked(answer, dialect.path)
         segments = read(dialect, value, url=self.url)
-        if (num_prompt := dialect.num_prompt(value)) is not None and num_prompt != len(ids):
+        num_prompt = read_part(dialect.num_prompt, dialect, value, "the size of the prompt", url=self.url)
+        if num_prompt is not None and num_prompt != len(ids):
             raise EngineError(
-                f"{self.url}: the server continued {num_prompt} tokens and got {len(ids)}; "
+                f"{self.url}: the server continued {str(num_prompt)[:40]} tokens and got {len(ids)}; "
                 "switch off truncation and special tokens in its settings"
             )
         named = [replace(segment, version=segment.version or version) for segment in segments]
@@ -199,13 +203,39 @@ async def _served_model(client: Client, model: str | None) -> tuple[str | None, 
     if answer.status == 404:
         return model, None
     value = client.checked(answer, "/v1/models")
-    models = {entry["id"]: entry for entry in value.get("data", ()) if isinstance(entry, dict) and "id" in entry}
+    models = _models(value, client.url)
     if model is not None and models and model not in models:
         names = ", ".join(models)
         raise EngineError(f"{client.url}: serves no model {model!r}; it has {names}, so pass one of these names")
     name = model if model is not None else next(iter(models), None)
-    longest = models.get(name or "", {}).get("max_model_len")
-    return name, None if longest is None else int(longest)
+    return name, models.get(name or "")
+
+
+def _models(value: Any, url: str) -> dict[str, int | None]:
+    """Return the models of an answer, and the longest sequence of each if the server says it.
+
+    Raises:
+        EngineError: the answer has another form.
+    """
+    entries = value.get("data", []) if isinstance(value, dict) else None
+    if isinstance(entries, list):
+        pairs = [
+            (entry["id"], entry.get("max_model_len")) for entry in entries if isinstance(entry, dict) and "id" in entry
+        ]
+        if all(isinstance(name, str) and (size is None or type(size) is int) for name, size in pairs):
+            return dict(pairs)
+    raise EngineError(
+        f'{url}/v1/models: answers in another form than {{"data": [{{"id": "NAME", "max_model_len": 4096}}]}}; check '
+        "that a vLLM or SGLang server answers there"
+    )
+
+
+def longest_answer(wish: Wish) -> int:
+    """Return the most bytes that an answer to `wish` can need; a longer one is not read."""
+    new, old = wish.count * wish.max_tokens, wish.count * len(wish.ids)
+    # A server may send the prompt back with each continuation, as ids of at most 10 digits.
+    size = LONGEST_ANSWER + BYTES_PER_TOKEN * new + 12 * old
+    return size + BYTES_PER_ROUTES * (new + old) if wish.routes else size
 
 
 async def _find_dialect(client: Client, model: str | None) -> Dialect:
@@ -246,7 +276,8 @@ async def _check_temperature(client: Client, dialect: Dialect, model: str | None
                 np.array(probe, np.int32), 1, 1, Sampling(temperature), seed=0, model=model, alternatives=ALTERNATIVES
             )
             answer = await client.post(dialect.path, dialect.body(wish))
-            at.append(dialect.first(client.checked(answer, dialect.path)))
+            value = client.checked(answer, dialect.path)
+            at.append(read_part(_likely(dialect), dialect, value, "likely tokens", url=client.url))
         # The sampled token is among them too and differs, so only tokens of both answers are compared.
         common = sorted(at[0].keys() & at[1].keys(), key=at[0].__getitem__)
         if not common or (spread := at[0][common[-1]] - at[0][common[0]]) < LEAST_SPREAD:
@@ -268,14 +299,27 @@ async def _check_temperature(client: Client, dialect: Dialect, model: str | None
     )
 
 
+def _likely(dialect: Dialect) -> Callable[[Any], dict[int, float]]:
+    """Return a reader of the log-probabilities of the likely first tokens that refuses other values than numbers."""
+
+    def read_first(answer: Any) -> dict[int, float]:
+        first = dialect.first(answer)
+        if not set(map(type, first)) <= {int} or not set(map(type, first.values())) <= {int, float}:
+            raise TypeError("token ids or log-probabilities that are no numbers")
+        return first
+
+    return read_first
+
+
 async def _check_tokenizer(client: Client, model: str | None, sample: SampleText) -> None:
     """Compare token ids of a text, if the server has a tokenizer and an address for it."""
     body = {"prompt": sample.text, "add_special_tokens": False} | ({"model": model} if model else {})
     answer = await client.post("/tokenize", body)
     tokens = answer.value.get("tokens") if answer.status == 200 and isinstance(answer.value, dict) else None
-    if tokens is not None and list(tokens) != list(sample.ids):
+    if tokens is not None and tokens != list(sample.ids):
+        shown = tokens[:8] if isinstance(tokens, list) else tokens
         raise EngineError(
-            f"{client.url}: has another tokenizer: {sample.text!r} has the ids {list(tokens)[:8]} there and "
+            f"{client.url}: has another tokenizer: {sample.text!r} has the ids {str(shown)[:100]} there and "
             f"{list(sample.ids)[:8]} here; pass the tokenizer of the server's model"
         )
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.ingest.readers.route_fields import npy_array
-from treepack.rollout.dialects import Dialect
+from treepack.rollout.dialects import Dialect, read_part
 from treepack.rollout.engine import EngineError
 
 _START = "start the server with --enable-return-routed-experts, or sample without --keep-routes"
@@ -37,7 +37,7 @@ def read_routes(
     Raises:
         EngineError: the answer has no experts, or another number of rows; or `layers` is missing or does not fit.
     """
-    texts = dialect.routes(answer)
+    texts = read_part(dialect.routes, dialect, answer, "experts", url=url)
     if len(texts) != len(sizes) or any(not isinstance(text, str) for text in texts):
         raise EngineError(f"{url}: {dialect.path} answered without routed_experts; {_START}")
     return [_read_one(dialect, text, size, layers, url) for text, size in zip(texts, sizes, strict=True)]

@@ -16,8 +16,8 @@ from there, see `train.checkpoint_upload`, and `latest` copies the newest checkp
 
 Under FSDP2 the parameters are DTensors, each rank writes its shards, and any number of ranks can read them; one process
 without torch.distributed writes plain tensors into the same format. All ranks must call every function of this module,
-and only one run at a time may use a directory. DCP's files contain pickles, which can run code: restore only files that
-you trust. The caller stores in `position` everything that the order of the data and the learning rate need.
+and only one run at a time may use a directory. DCP's files contain pickles, and `train.checkpoint_pickles` reads them
+without running code. The caller stores in `position` everything that the order of the data and the learning rate need.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def parse_record(content: bytes, name: str) -> dict[str, Any] | str:
     """Return the record with this content of the checkpoint `name`, or its fault."""
     try:
         record = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"{RECORD} cannot be read: {describe_error(error)}"
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         return f"{RECORD} does not have the format {FORMAT}"
@@ -99,9 +99,21 @@ def parse_record(content: bytes, name: str) -> dict[str, Any] | str:
         return f"{RECORD} has version {record.get('version')} and this treepack reads version {VERSION}"
     digest = record.pop("sha256", None)
     # The step is compared too, because a renamed directory has an intact record.
-    if digest != _digest(record) or record["step"] != step_of_name(name):
+    if digest != _digest(record) or record.get("step") != step_of_name(name):
         return f"{RECORD} was altered"
-    return record
+    kinds = {"world_size": int, "position": dict, "files": list}
+    if any(type(record.get(field)) is not kind for field, kind in kinds.items()):
+        return f"{RECORD} has wrong fields"
+    is_whole = record["files"] and all(map(_is_entry, record["files"]))
+    return record if is_whole else f"{RECORD} has wrong entries of files"
+
+
+def _is_entry(entry: Any) -> bool:
+    """Return True for the entry of a file in the directory itself: a copy must not be written to another place."""
+    kinds = {"name": str, "bytes": int, "sha256": str}
+    if not isinstance(entry, dict) or any(type(entry.get(field)) is not kind for field, kind in kinds.items()):
+        return False
+    return entry["name"] not in ("", ".", "..") and not {"/", "\\", "\0"} & set(entry["name"])
 
 
 def find_damage(path: Path, entry: dict[str, Any], *, hashed: bool) -> str | None:

@@ -49,7 +49,7 @@ def with_recorded(options: TrainOptions, out: AnyPath, ranks: Ranks) -> TrainOpt
         local = path.read_bytes() if isinstance(path, Path) and path.exists() else None
         content = local if isinstance(path, Path) else object_store.read(path)
         # A damaged file is refused by `directory.begin`.
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             recorded = json.loads(content or b"")[ENTRY]
             numbers[:] = [int(recorded.get(name, -1)) for name in names]
 

@@ -324,7 +324,7 @@ def _remove(path: AnyPath) -> None:
 def _read(path: AnyPath) -> dict[str, Any]:
     try:
         record = json.loads(path.read_bytes() if isinstance(path, Path) else object_store.read(path) or b"")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); remove {path.parent} and start again") from error
     if not isinstance(record, dict):
         raise TreepackError(f"{path}: is damaged (no object); remove {path.parent} and start again")

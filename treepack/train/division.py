@@ -148,7 +148,7 @@ def recorded_blocks(out: AnyPath, ranks: Ranks) -> int | None:
             object_store.read(path) if not isinstance(path, Path) else path.read_bytes() if path.exists() else None
         )
         # A damaged file is refused by `directory.begin`.
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             blocks = int(json.loads(content or b"")["options"].get("blocks", 1))
 
     # Only the first rank reads the file: it may also write it, before another one has looked for it.

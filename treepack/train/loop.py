@@ -111,6 +111,8 @@ def _steps(
         closing(Prefetch(run.dataset, _rank_rows(run, done), pin=run.loaded.device.type == "cuda")) as rows,
         MetricsLog(place.folder / METRICS, keep_until=done) if ranks.leads else nullcontext() as log,
     ):
+        if log is not None and log.num_lost:
+            note(f"{METRICS} lacks {log.num_lost} of the {done} steps before; the weights are whole")
         while done < len(run.schedule) and not score.is_over(options.patience):
             metrics = train_step(run, optimiser, done, rows)
             done += 1

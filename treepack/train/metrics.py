@@ -28,7 +28,10 @@ from treepack.files.directory import finished_file
 
 
 class MetricsLog:
-    """A metrics file to which one process at a time appends one line per optimiser step."""
+    """A metrics file to which one process at a time appends one line per optimiser step.
+
+    `num_lost` is the number of steps before those of a resumed run that have no line, as after a power cut.
+    """
 
     def __init__(self, path: Path, *, keep_until: int | None) -> None:
         """Open the file; a crash during this leaves it unchanged.
@@ -44,8 +47,9 @@ class MetricsLog:
         self._path = path
         if keep_until is None and path.exists():
             raise TreepackError(f"{path} exists and a new run would add to it; resume that run or choose another --out")
+        self.num_lost = keep_until or 0
         if keep_until is not None and path.exists():
-            _remove_lines_after(path, keep_until)
+            self.num_lost -= _remove_lines_after(path, keep_until)
         with _disk_errors(path):
             self._file = path.open("ab")  # appends, so that nothing is lost if two runs use one file by mistake
 
@@ -158,16 +162,17 @@ def is_number(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
-def _remove_lines_after(path: Path, keep_until: int) -> None:
-    """Remove the lines of steps after `keep_until`.
+def _remove_lines_after(path: Path, keep_until: int) -> int:
+    """Remove the lines of steps after `keep_until`; return the number of lines that stay.
 
     Raises:
         TreepackError: a line is damaged, or the disk fails.
     """
-    lines = b"".join(line + b"\n" for line, record in _lines(path) if record["step"] <= keep_until)
+    lines = [line + b"\n" for line, record in _lines(path) if record["step"] <= keep_until]
     # Renamed over `path` when it is whole: a crash leaves the old file.
     with finished_file(path, overwrite=True) as temporary:
-        temporary.write_bytes(lines)
+        temporary.write_bytes(b"".join(lines))
+    return len(lines)
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from treepack.errors import TreepackError
 from treepack.model.adapter import is_adapted
+from treepack.train.checkpoint_files import describe_error
+from treepack.train.checkpoint_pickles import CheckpointReader, PlainPlanner
 
 
 def training_state(model: nn.Module, optimiser: torch.optim.Optimizer, *, rank: int) -> dict[str, Any]:
@@ -61,12 +61,12 @@ def load_state(
         collective: arguments of DCP's load about the ranks.
 
     Raises:
-        TreepackError: the parameters or their groups differ from the saved ones.
+        TreepackError: the parameters or their groups differ from the saved ones, or a file names foreign code.
         OSError, CheckpointException: the files cannot be read.
     """
     tensors = _model_tensors(model)
     order = _parameter_order(tensors, optimiser)
-    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = CheckpointReader(path).read_metadata().state_dict_metadata
     _check_tensors(path, tensors, saved)
     # Two loads: groups and generators first, so that a model or optimiser that does not fit is refused before any
     # tensor is overwritten.
@@ -103,7 +103,7 @@ def load_weights(path: Path, model: nn.Module, *, collective: dict[str, Any]) ->
     """
     tensors = _model_tensors(model)
     try:
-        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        saved = CheckpointReader(path).read_metadata().state_dict_metadata
         heads = [
             {key for key in keys if ".value_head." in key} for keys in (saved, [f"model.{name}" for name in tensors])
         ]
@@ -112,12 +112,19 @@ def load_weights(path: Path, model: nn.Module, *, collective: dict[str, Any]) ->
         _check_tensors(path, tensors, {key: entry for key, entry in saved.items() if key not in alone})
         _load(path, {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}, collective)
     except (OSError, CheckpointException) as error:
-        raise TreepackError(f"{path}: cannot be read ({error}); check that its disk is mounted") from error
+        raise TreepackError(
+            f"{path}: cannot be read ({describe_error(error)}); check that its disk is mounted"
+        ) from error
 
 
 def _load(path: Path, state: dict[str, Any], collective: dict[str, Any]) -> None:
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    state_dict_loader.load(state, storage_reader=FileSystemReader(path), planner=planner, **collective)
+    try:
+        state_dict_loader.load(state, storage_reader=CheckpointReader(path), planner=PlainPlanner(path), **collective)
+    except CheckpointException as error:  # collects the exceptions of all ranks
+        for failure, _ in error.failures.values():
+            if isinstance(failure, TreepackError):
+                raise failure from error
+        raise
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -182,6 +189,8 @@ def _check_tensors(path: Path, tensors: dict[str, Tensor], saved: dict[str, Any]
             lacking = "the checkpoint" if name not in entries else "the model"
             raise TreepackError(f"{path}: {lacking} has no {name}; take the model that was trained")
         tensor, entry = tensors[name], entries[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            raise TreepackError(f"{path}: {name} is no tensor in the checkpoint; take another checkpoint")
         if (tensor.shape, tensor.dtype) != (entry.size, entry.properties.dtype):
             raise TreepackError(
                 f"{path}: {name} is {entry.properties.dtype} of shape {tuple(entry.size)} in the checkpoint and "

@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from treepack.columns import PER_TOKEN, SpanView
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.trajectory import Int64, Routes, is_recorded, missing_route
 from treepack.trie.pieces import node_pieces, trajectory_pieces
 from treepack.trie.route_symbols import route_symbols
+from treepack.trie.shape import check_nodes, check_trained
 from treepack.trie.trie import Trie
 
 
@@ -25,29 +24,7 @@ def check_trie(trie: Trie) -> None:
     Raises:
         TreepackError: naming the node or trajectory.
     """
-    path = trie.path_length
-    below = trie.parent >= 0
-    faults = {
-        "has no token": trie.node_length < 1,
-        "comes before its parent": trie.parent >= np.arange(trie.num_nodes),
-        "does not begin where its parent ends": trie.depth != np.where(below, path[trie.parent], 0),
-    }
-    for fault, is_faulty in faults.items():
-        if is_faulty.any():
-            raise TreepackError(f"node {int(is_faulty.argmax())} {fault}; build the trie again")
-    if ((trie.end_node < 0) | (trie.end_node >= trie.num_nodes)).any():
-        raise TreepackError("a trajectory ends in a node that is not in the trie; build the trie again")
-    # Trajectories that end before each node: end_node [1, 2, 3] -> [0, 0, 1, 2, 3]. A subtree has the difference
-    # between its end and its start: node 1 with node_end 3 -> 2 - 0.
-    ends = np.bincount(trie.end_node, minlength=trie.num_nodes)
-    passing = np.concatenate([[0], np.cumsum(ends)])
-    if (passing[trie.node_end] - passing[:-1] != trie.num_passing).any():
-        raise TreepackError("num_trajectories of the nodes do not match the trajectories; build the trie again")
-    table = trie.trajectories
-    if (table["num_tokens"].to_numpy() != trie.lengths).any():
-        raise TreepackError("num_tokens of the trajectories do not match the nodes they end in; build the trie again")
-    if (table["tree_id"].to_numpy() != trie.tree_id[trie.end_node]).any():
-        raise TreepackError("tree_id of the trajectories does not match the nodes they end in; build the trie again")
+    check_nodes(trie)
     _check_routes(trie)
     _refuse_equal_siblings(trie)
     _check_trained(trie)
@@ -75,16 +52,8 @@ def _check_routes(trie: Trie) -> None:
 def _check_trained(trie: Trie) -> None:
     """Refuse spans that are outside their trajectory or overlap, and per-token lists of another length."""
     lengths, names = trie.lengths, trie.trajectories["trajectory_id"]
-    trained = np.zeros(trie.num_trajectories, np.int64)
     for first, end in trajectory_pieces(trie):
-        spans = SpanView.of(trie.trajectories.slice(first, end - first))
-        wrong = _wrong_spans(spans, lengths[first:end])
-        if wrong is not None:
-            raise TreepackError(f"trajectory {names[first + wrong]}: its spans are wrong; build the trie again")
-        trained[first:end] = spans.total(spans.sizes.astype(np.float64))
-    for column in PER_TOKEN:
-        if column in trie.trajectories.column_names:
-            _check_sizes(trie, column, trained)
+        check_trained(trie.trajectories.slice(first, end - first), lengths[first:end])
     for first, end in trajectory_pieces(trie):
         impossible = _impossible_temperatures(trie.trajectories.slice(first, end - first))
         if impossible.any():
@@ -119,31 +88,6 @@ def _check_credit(trie: Trie) -> None:
     if alone.any():
         i = int(alone.argmax())
         raise TreepackError(f"trajectory {table['trajectory_id'][i]}: has old_values and no returns; write them again")
-
-
-def _wrong_spans(spans: SpanView, lengths: Int64) -> int | None:
-    """Return the first trajectory with a wrong span, None if there is none; `lengths` are their tokens."""
-    owner = np.repeat(np.arange(len(lengths)), np.diff(spans.offsets))
-    # A span may start where the previous span of its trajectory ends; the first may start at 1, because no token
-    # predicts token 0. Owners [0, 0, 1] with ends [4, 9, 5] -> earliest starts [1, 4, 1].
-    follows = np.concatenate([[False], owner[1:] == owner[:-1]])[: len(owner)]
-    earliest = np.where(follows, np.concatenate([[0], spans.ends[:-1]])[: len(owner)], 1)
-    good = (spans.starts >= earliest) & (spans.starts < spans.ends) & (spans.ends <= lengths[owner])
-    return None if good.all() else int(owner[(~good).argmax()])
-
-
-def _check_sizes(trie: Trie, column: str, trained: Int64) -> None:
-    """Refuse lists of a per-token column that do not have `trained` values, int64 [num_trajectories]."""
-    first = 0
-    for chunk in trie.trajectories[column].chunks:
-        # A null has no length, so it is like a list of the right one.
-        expected = trained[first : first + len(chunk)]
-        sizes = pc.if_else(chunk.is_valid(), chunk.value_lengths(), pa.array(expected)).to_numpy(zero_copy_only=False)
-        if (sizes != expected).any():
-            i = int((sizes != expected).argmax())
-            name = trie.trajectories["trajectory_id"][first + i]
-            raise TreepackError(f"trajectory {name}: {column} has {sizes[i]} values; build the trie again")
-        first += len(chunk)
 
 
 def _impossible_temperatures(table: pa.Table) -> NDArray[np.bool_]:

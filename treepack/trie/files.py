@@ -24,6 +24,7 @@ from treepack.files.routes import route_columns
 from treepack.trajectory import Float64, Int32
 from treepack.trie.mapped import decoded_bytes, read_nodes, read_trajectories
 from treepack.trie.nodes import NodeArrays, subtree_ends
+from treepack.trie.shape import check_nodes
 from treepack.trie.storage import Storage
 from treepack.trie.trie import Trie
 
@@ -134,7 +135,7 @@ def read_trie(
     a critic, 8 bytes for each token, are read only with `token_values`, and if there are any.
 
     Raises:
-        TreepackError: see `read_manifest` and `check_part`; or the disk fails.
+        TreepackError: see `read_manifest`, `check_part` and `check_nodes`; or the disk fails.
     """
     directory = local_copy(as_path(directory))
     manifest = read_manifest(directory, schema.TRIE_FORMAT)
@@ -144,9 +145,11 @@ def read_trie(
     trajectories, storage = read_trajectories(directory, manifest, read.storage, in_file=in_file)
     nodes = read.table
     parent = nodes["parent_id"].to_numpy()
+    if not len(parent) or not len(trajectories):
+        raise TreepackError(f"{directory}: has no node or no trajectory; build the trie again")
     if (parent >= np.arange(len(parent))).any():
         raise TreepackError(f"{directory}: a node comes before its parent; build the trie again")
-    return Trie(
+    trie = Trie(
         tokens=read.tokens,
         node_start=np.concatenate([[0], np.cumsum(read.sizes)]),
         node_end=subtree_ends(parent),
@@ -160,3 +163,8 @@ def read_trie(
         routes=read.routes,
         storage=storage,
     )
+    try:
+        check_nodes(trie)
+    except TreepackError as error:
+        raise TreepackError(f"{directory}: {error}") from error
+    return trie

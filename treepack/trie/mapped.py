@@ -24,9 +24,10 @@ from treepack.columns import list_content
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
-from treepack.files.parts import read_parts, read_row_groups
+from treepack.files.parts import read_row_groups
 from treepack.files.routes import route_array, route_content
 from treepack.trajectory import Float64, Int32, Int64, Routes
+from treepack.trie.shape import check_trained
 from treepack.trie.spool import write_table
 from treepack.trie.storage import Storage, disk, map_file
 
@@ -84,7 +85,7 @@ def read_nodes(
     """Read the nodes of a trie directory, and their tokens into memory or into a file; values only if `token_values`.
 
     Raises:
-        TreepackError: see `read_parts`; a node with more or fewer values than tokens; or the disk fails.
+        TreepackError: see `read_row_groups`; a node with more or fewer values than tokens; or the disk fails.
     """
     tokens = storage.growing_array(np.int32, in_file=in_file)
     values = storage.growing_array(np.float64, in_file=in_file)
@@ -132,12 +133,20 @@ def read_trajectories(
     """Read the trajectories of a trie directory into memory or into a file; return the storage with their map too.
 
     Raises:
-        TreepackError: see `read_parts`; or the disk fails.
+        TreepackError: see `read_row_groups` and `check_trained`; or the disk fails.
     """
     columns = schema.TRAJECTORIES, schema.OPTIONAL
-    if not in_file:
-        return read_parts(directory, manifest, "trajectories", *columns), storage
-    return stored_table(read_row_groups(directory, manifest, "trajectories", *columns), storage)
+    groups = read_row_groups(directory, manifest, "trajectories", *columns, whole=not in_file)
+    checked = (_checked(directory, group) for group in groups)
+    return stored_table(checked, storage) if in_file else (pa.concat_tables([*checked]), storage)
+
+
+def _checked(directory: Path, group: pa.Table) -> pa.Table:
+    try:
+        check_trained(group, group["num_tokens"].to_numpy())
+    except TreepackError as error:
+        raise TreepackError(f"{directory}: {error}") from error
+    return group
 
 
 def stored_table(pieces: Iterable[pa.Table], storage: Storage) -> tuple[pa.Table, Storage]:

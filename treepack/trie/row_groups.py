@@ -23,6 +23,7 @@ from treepack.files import schema
 from treepack.files.location import Location
 from treepack.files.manifest import FileEntry, check_size, read_manifest
 from treepack.files.object_store import first_line
+from treepack.files.part_columns import with_types
 from treepack.trajectory import Int64
 
 OPENERS = 16  # remote parts that are opened side by side; each costs some round trips
@@ -51,7 +52,7 @@ class TrieFooters:
         first_end: node where the first trajectory of each row group ends, int64 [groups].
         longest: tokens of the longest trajectory.
         columns: columns of the trajectories.
-        known: those of them that may be null and have a value.
+        known: those of them that may be null and have a value, and "weight" if any weight is not 1.
     """
 
     node_start: Int64
@@ -122,11 +123,11 @@ def read_footers(location: Location) -> TrieFooters:
     with ThreadPoolExecutor(1 if location.is_local else OPENERS) as pool:
         footers = [*pool.map(lambda entry: _footer(location, entry), manifest["files"])]
     both = [*zip(manifest["files"], footers, strict=True)]
-    nodes = [pair for pair in both if pair[0]["name"].startswith("nodes")]
-    trajectories = [pair for pair in both if pair[0]["name"].startswith("trajectories")]
-    for stem, pairs in (("nodes", nodes), ("trajectories", trajectories)):
+    parts = {stem: [pair for pair in both if pair[0]["name"].startswith(stem)] for stem in schema.TRIE}
+    for stem, pairs in parts.items():
         if not pairs:
             raise TreepackError(f"{location}: its manifest names no {stem} files; write it again")
+    nodes, trajectories = parts.values()
     names = trajectories[0][1].schema.to_arrow_schema().names
     if "routes" in nodes[0][1].schema.to_arrow_schema().names:
         raise TreepackError(
@@ -134,9 +135,9 @@ def read_footers(location: Location) -> TrieFooters:
         )
     of_nodes = schema.node_columns(nodes[0][1].schema.to_arrow_schema().names)
     expected = {"nodes": of_nodes.names, "trajectories": schema.trajectory_columns(names).names}
-    for entry, footer in both:
+    for stem, (entry, footer) in ((stem, pair) for stem, pairs in parts.items() for pair in pairs):
         own = footer.schema.to_arrow_schema().names
-        if own != expected[entry["name"].partition("-")[0]]:
+        if own != expected[stem]:
             raise TreepackError(f"{location}: {entry['name']} has the columns {own}; write the trie again")
     groups = [footer.row_group(i) for _, footer in nodes for i in range(footer.num_row_groups)]
     rows = [footer.row_group(i) for _, footer in trajectories for i in range(footer.num_row_groups)]
@@ -151,15 +152,20 @@ def read_footers(location: Location) -> TrieFooters:
         first_end=np.array([statistics.min for statistics in ends], np.int64),
         longest=max(statistics.max for statistics in lengths),
         columns=tuple(names),
-        known=frozenset(name for name in OPTIONAL if name in names and any(_has_value(group, name) for group in rows)),
+        known=_known(names, rows),
         _node_groups=tuple((entry, i) for entry, footer in nodes for i in range(footer.num_row_groups)),
         _trajectory_groups=tuple((entry, i) for entry, footer in trajectories for i in range(footer.num_row_groups)),
     )
 
 
+def _columns_of(name: str) -> pa.Schema:
+    """Return all columns that a part of this name may have."""
+    return schema.TRIE["nodes" if name.startswith("nodes") else "trajectories"]
+
+
 def _footer(location: Location, entry: FileEntry) -> pq.FileMetaData:
     check_size(location, entry)
-    footer = location.open_parquet(entry["name"]).metadata
+    footer = location.open_parquet(entry["name"], _columns_of(entry["name"])).metadata
     if footer.num_rows != entry["rows"]:
         raise TreepackError(
             f"{location.file_name(entry['name'])}: contains {footer.num_rows} rows, but the manifest lists "
@@ -175,6 +181,14 @@ def _column(group: Any, name: str) -> Any:
         for column in (group.column(i) for i in range(group.num_columns))
         if column.path_in_schema.partition(".")[0] == name
     )
+
+
+def _known(names: Sequence[str], groups: Sequence[Any]) -> frozenset[str]:
+    known = [name for name in OPTIONAL if name in names and any(_has_value(group, name) for group in groups)]
+    # A row group without statistics may have any weight.
+    bounds = [_column(group, "weight").statistics for group in groups]
+    is_1 = [each is not None and each.has_min_max and each.min == each.max == 1 for each in bounds]
+    return frozenset([*known, *([] if all(is_1) else ["weight"])])
 
 
 def _has_value(group: Any, name: str) -> bool:
@@ -197,15 +211,17 @@ def read_groups(
     """
     for part in parts:
         check_size(location, {"name": part.file, "rows": 0, "bytes": part.size, "sha256": ""})
-        with location.open_parquet(part.file) as file:
+        known = _columns_of(part.file)
+        with location.open_parquet(part.file, known) as file:
             for number, start in zip(part.numbers, part.starts, strict=True):
                 try:
                     table = file.read_row_group(number, columns=[*columns])
                     table.validate(full=True)  # damaged offsets would otherwise surface later as a crash
+                    table = with_types(table.select([*columns]), known)
                 except Exception as error:  # pyarrow raises OSError, ArrowInvalid and others for damaged files
                     network = "" if location.is_local else ", or the network failed"
                     raise TreepackError(
                         f"{location.file_name(part.file)}: row group {number} cannot be read ({first_line(error)}); "
                         f"the file was altered, so build the trie again{network}"
                     ) from error
-                yield start, table.select([*columns])
+                yield start, table

@@ -28,6 +28,7 @@ from treepack.files.manifest import read_manifest
 from treepack.trajectory import Int32, Int64
 from treepack.trie.nodes import subtree_ends
 from treepack.trie.row_groups import PartGroups, TrieFooters, read_footers, read_groups
+from treepack.trie.shape import check_nodes, check_trained
 from treepack.trie.trie import Trie
 
 # Share of a slice, before and after the place of an even cut, in which a better place is looked for. The second one is
@@ -79,7 +80,8 @@ def trie_slices(
     """Cut a trie directory into slices of about equal tokens, which together have each trajectory once.
 
     A cut is at the start of a training step if one is near, else at the start of a tree, else at the place that
-    repeats the minimum of tokens. There may be fewer slices than asked for, if the trie has no more places for cuts.
+    repeats the minimum of tokens. There may be fewer slices than asked for, if the trie has no more places for cuts;
+    each slice has at least one trajectory.
 
     Args:
         directory: a trie directory, or its address.
@@ -99,7 +101,8 @@ def trie_slices(
     location = locate(directory)
     share = read_manifest(location, schema.TRIE_FORMAT)["share"]
     footers = footers or read_footers(location)
-    num_slices = count if count is not None else -(-footers.num_tokens // (max_tokens or 1))
+    wanted = count if count is not None else -(-footers.num_tokens // (max_tokens or 1))
+    num_slices = min(wanted, footers.num_trajectories)  # each has a trajectory, so 10^12 of 32 trajectories end soon
     if num_slices > 1 and whole_groups and share != "group":
         raise TreepackError(
             f"{location}: its trees mix groups, so it cannot be cut between groups; build it with --share group, or "
@@ -186,6 +189,16 @@ class _Cuts:
     new_group: NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True)
+class _Trajectories:
+    """Columns of the trajectories `range`, and all cuts among them: rows of `table`, and the nodes they are before."""
+
+    range: tuple[int, int]
+    table: pa.Table
+    at: Int64
+    nodes: Int64
+
+
 @dataclass
 class _Places:
     """The nodes and trajectories near a place, from single columns of single row groups."""
@@ -193,6 +206,7 @@ class _Places:
     location: Location
     footers: TrieFooters
     known: dict[int, tuple[Int32, Int32]] = field(default_factory=dict)  # by row group: parents and depths
+    near: _Trajectories | None = None  # those of the last cut: the next one is often in the same row groups
 
     def node_at(self, token: float) -> int:
         """Return about the node that contains a token; nodes of a row group count as equally long."""
@@ -215,15 +229,11 @@ class _Places:
     def cuts(self, first: int, end: int) -> _Cuts:
         """Return all places for cuts before the nodes [first, end)."""
         start, stop = self.footers.trajectories_that_end_in(first - 1, end)
-        groups = self.footers.trajectories_of(_one_of_each_group(self.footers.trajectory_start, start, stop))
-        tables = [table for _, table in read_groups(self.location, groups, ["node_id", "step", "group_id"])]
-        table = pa.concat_tables(tables)
-        ends = table["node_id"].to_numpy().astype(np.int64)
+        near = self._trajectories(start, stop)
         # Ends [2, 3, 3, 5] of trajectories from 7 on -> cuts before the nodes [3, 4] and trajectories [8, 10].
-        at = np.flatnonzero(ends[1:] > ends[:-1]) + 1
-        at = at[(ends[at - 1] + 1 >= max(first, 1)) & (ends[at - 1] + 1 < end)]
-        nodes = ends[at - 1] + 1
-        before, after = table.take(pa.array(at - 1)), table.take(pa.array(at))
+        low, high = np.searchsorted(near.nodes, [max(first, 1), end]).tolist()
+        at, nodes = near.at[low:high], near.nodes[low:high]
+        before, after = near.table.take(pa.array(at - 1)), near.table.take(pa.array(at))
 
         def differs(name: str) -> NDArray[np.bool_]:
             pairs = zip(before[name].to_pylist(), after[name].to_pylist(), strict=True)
@@ -237,6 +247,19 @@ class _Places:
             new_step,
             new_step | differs("group_id"),
         )
+
+    def _trajectories(self, start: int, stop: int) -> _Trajectories:
+        """Return the trajectories [start, stop), which are those of whole row groups."""
+        if self.near is None or self.near.range != (start, stop):
+            groups = self.footers.trajectories_of(_one_of_each_group(self.footers.trajectory_start, start, stop))
+            tables = [table for _, table in read_groups(self.location, groups, ["node_id", "step", "group_id"])]
+            table = pa.concat_tables(tables)
+            ends = table["node_id"].to_numpy().astype(np.int64)
+            if (ends[1:] < ends[:-1]).any():
+                raise _no_tree(self.location)
+            at = np.flatnonzero(ends[1:] > ends[:-1]) + 1
+            self.near = _Trajectories((start, stop), table, at, ends[at - 1] + 1)
+        return self.near
 
     def parent_and_depth(self, node: int) -> tuple[int, int]:
         """Return the parent and the depth of a node."""
@@ -302,7 +325,7 @@ def read_slice(directory: str | AnyPath, part: TrieSlice, *, tokens: bool = True
         values = np.broadcast_to(np.int32(-1), (int(sizes.sum()),))
     # End nodes [2, 2, 4], subtrees [0, 5), [1, 3), ... -> 3 - 0, 2 - 0, ... trajectories.
     num_passing = np.searchsorted(end_node, node_end) - np.searchsorted(end_node, np.arange(len(parent)))
-    return Trie(
+    trie = Trie(
         tokens=values,
         node_start=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]),
         node_end=node_end,
@@ -313,6 +336,12 @@ def read_slice(directory: str | AnyPath, part: TrieSlice, *, tokens: bool = True
         trajectories=_renumber(table, parent, end_node),
         share=part.share,
     )
+    try:
+        check_nodes(trie)
+        check_trained(table, table["num_tokens"].to_numpy())
+    except TreepackError as error:
+        raise TreepackError(f"{location}: {error}") from error
+    return trie
 
 
 def _read_rows(location: Location, groups: Sequence[PartGroups], columns: list[str], rows: Int64) -> pa.Table:

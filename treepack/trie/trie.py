@@ -10,7 +10,6 @@ tokens a b c d e x                            node_end    4   3   3   4
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -21,6 +20,7 @@ import pyarrow as pa
 
 from treepack.columns import PER_TOKEN, SpanView, list_values
 from treepack.files import schema
+from treepack.files.metadata import parse_metadata
 from treepack.trajectory import Float64, Int32, Int64, Routes, Tokens, Trajectory
 from treepack.trie.nodes import paths
 from treepack.trie.storage import PageReleaser, Storage
@@ -168,5 +168,5 @@ def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
     for i, (tokens, own, row) in enumerate(zip(sequences_of(trie), routes, rows, strict=True)):
         starts, ends, weights = spans[i]
         per_token: dict[str, Any] = {name: values[i] for name, values in lists.items()} | {"routes": own}
-        row["metadata"] = json.loads(row["metadata"])
+        row["metadata"] = parse_metadata(row["metadata"], row["source"])
         yield Trajectory(content=Tokens(tokens, starts, ends, weights, **per_token), **row)

@@ -34,6 +34,7 @@ NOT_NEEDED = {
         "1.turn_history.thoughts": "one of them is the mark of the last turn",
     },
     "verifiers": {"traces.mm_token_type_id_map.900": "the ids of placeholders are its keys"},
+    "verifiers-results": {"completion.tool_calls": "the steps of the trajectory have the same calls"},
     "verl": {"extra_fields.tool_rewards": "parts of the score"},
     "tinker": {"trajectories_G.transitions.metrics.stop/completed": "the metrics of the last transition count"},
     "tinker-datum": {"shape": "the data have the same length"},
@@ -44,6 +45,9 @@ NOT_NEEDED = {
 }
 # Changes that train something else, for the reason given.
 LEGAL = {
+    "alpaca": {"renamed: kto_tag": "without a label all answers are trained"},
+    "sharegpt": {"renamed: kto_tag": "without a label all answers are trained"},
+    "ms-swift": {"renamed: label": "without a label all answers are trained"},
     "swe-agent": {
         "empty: history.agent": "a history of one agent fewer",
         "empty: trajectory.query.content": "the prompt does not continue the calls before it",

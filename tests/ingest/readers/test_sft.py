@@ -300,14 +300,13 @@ MESSAGES = [{"role": who, "content": "x"} for who in ("user", "assistant", "user
         (alpaca, {"instruction": "x", "output": "x", "history": [["x", "x"]]}),
     ],
 )
-@pytest.mark.parametrize("mark", [{"label": False}, {"kto_tag": True}, {"kto_tag": 0}, {"label": "true"}])
+@pytest.mark.parametrize("mark", [{"label": False}, {"kto_tag": True}, {"kto_tag": 0}, {"label": "true"}, {"label": 1}])
 def test_a_label_belongs_to_the_last_answer(reader: Any, value: dict[str, Any], mark: dict[str, Any]) -> None:
     ((trajectory, content),) = read(reader, value | mark)
     assert content.message_weights == [0.0, 0.0, 0.0, 1.0]
     assert trajectory.reward == (0.0 if mark in ({"label": False}, {"kto_tag": 0}) else 1.0)
-    # A number may be a class of the data set.
-    ((_, unlabelled),) = read(reader, value | {"label": 1})
-    assert unlabelled.message_weights == [0.0, 1.0, 0.0, 1.0]
+    with pytest.raises(TreepackError, match="'label', which can contain a mask or a label and is not read"):
+        read(reader, value | {"label": "math"})
 
 
 def test_fields_of_turns_of_sharegpt_are_marks_or_counted() -> None:

@@ -141,6 +141,17 @@ def test_a_file_of_torch_that_holds_code_is_refused() -> None:
         read_torch(stream.getvalue(), "r.pt")
 
 
+def test_a_tensor_that_repeats_stored_values_is_read_if_it_is_small_and_refused_if_not() -> None:
+    for shape in ((1 << 20,), (2, 1 << 19)):
+        stream = io.BytesIO()
+        torch.save({"mask": torch.ones(1).expand(shape)}, stream)
+        assert read_torch(stream.getvalue(), "r.pt")["mask"].shape == shape
+    stream = io.BytesIO()
+    torch.save({"samples": [{"tokens": torch.ones(1, dtype=torch.int32).expand(1 << 40)}]}, stream)
+    with pytest.raises(TreepackError, match=r"a tensor of the shape \[1099511627776\] repeats stored values"):
+        read_torch(stream.getvalue(), "r.pt")
+
+
 def test_checkpoints_in_a_folder_of_rollouts_are_counted_and_passed_over(tmp_path: Path) -> None:
     torch.save({"samples": [SAMPLE]}, tmp_path / "3.pt")
     torch.save({"model": Foreign()}, tmp_path / "checkpoint.pt")

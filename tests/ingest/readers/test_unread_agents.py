@@ -48,4 +48,4 @@ def test_every_program_has_a_record_here() -> None:
 def test_a_log_that_is_not_read_is_refused_by_the_name_of_its_program(program: str, value: dict[str, Any]) -> None:
     with pytest.raises(TreepackError) as caught:
         detect_format(Record("log.jsonl:1", "log.jsonl", value))
-    assert str(caught.value).startswith(f"log.jsonl:1: is a log of {program}, which treepack does not read; ")
+    assert str(caught.value).startswith(f"log.jsonl:1: is an export of {program}, which treepack does not read; ")

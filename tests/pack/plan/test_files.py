@@ -101,7 +101,7 @@ def test_saving_a_plan_spares_what_is_none(treepack: Run, trie: Path, tmp_path: 
     ("rows", "header", "sentence"),
     [
         ([IDS[:3], IDS[3:5]], {}, "trajectory r5 and 0 more are in no row; add them to rows"),
-        ([IDS[:3], IDS[3:], ["x"]], {}, "jsonl:4: the trie has no trajectory x to pack"),
+        ([IDS[:3], IDS[3:], ["x"]], {}, "jsonl:4: the trie has no trajectory 'x' to pack"),
         ([IDS[:3], IDS[2:]], {}, "jsonl:3: trajectory r2 is on line 2 too"),
         ([IDS], {}, "row 0 of the plan has 15 tokens, over the capacity of 12"),
         ([IDS[:3], IDS[3:]], {"pairs": 20}, "row 0 of the plan has 33 score pairs, over the budget of pairs, 20"),

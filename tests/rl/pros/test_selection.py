@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from support.command_line import Run
 from support.paths import ROOT
 from support.strategies import make
+from support.trie_files import saved
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_directory
@@ -301,3 +302,29 @@ def test_the_worked_example_of_the_page() -> None:
     success = np.arange(int(new[2])) < int(new[1])
     state = forget_and_add(state, np.zeros(len(success), np.int64), success, forgetting=0.5)
     assert (state.passed[0], state.tried[0]) == (2.5, 4.0)
+
+
+def test_an_update_of_a_training_step_is_counted_once(treepack: Run, tmp_path: Path) -> None:
+    state, arguments = tmp_path / "state.parquet", ("--add-groups", "--step")
+    for step in (3, 4):
+        made = [make(f"r{i}", [1, 2 + i], group="q", step=step, reward=float(i)) for i in range(2)]
+        saved(build_trie(made), tmp_path / f"trie-{step}")
+    update = ("select", "update", state, "--rollouts", tmp_path / "trie-3", *arguments)
+    first = treepack(*update, 3)
+    assert (first.status, first.err) == (0, f"note: {state} is new\n")
+    before = state.read_bytes()
+    again = treepack(*update, 3)
+    assert (again.status, again.err) == (
+        0,
+        f"note: {state} has counted the training step 3 already, so it does not change\n",
+    )
+    assert state.read_bytes() == before
+    other = treepack(*update, 4)
+    assert other.status == 1
+    assert "its rollouts are of the training step 3 and --step is 4; give the trie of one step" in other.err
+    assert state.read_bytes() == before
+    assert treepack("select", "update", state, "--rollouts", tmp_path / "trie-4", *arguments, 4).status == 0
+    counted = read_state(state)
+    assert (counted.steps, counted.num_updates, counted.tried.tolist()) == ((3, 4), 2, [0.9 * 2 + 2])
+    (tmp_path / "none").write_text('{"query_id": "p"}\n')
+    assert treepack("select", "update", state, "--queries", tmp_path / "none", "--step", 2).status == 2

@@ -8,7 +8,6 @@ a rollout with many turns counts as much as one with few.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from treepack.analysis.lost_sharing import CALL
 from treepack.analysis.report.parts import SharedParts, mean_by, rewards_of
+from treepack.files.metadata import parse_metadata
 from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie
 
@@ -76,14 +76,14 @@ def rollouts_of(trie: Trie) -> Rollouts:
     rank = {key: i for i, key in enumerate(order)}
     of = np.array([rank[key] for key in keys], np.int64)
     _, first = np.unique(of, return_index=True)
-    metadata = table["metadata"].to_pylist()
+    metadata, sources = (table[name].to_pylist() for name in ("metadata", "source"))
     temperatures = table["temperature"].to_pylist() if "temperature" in table.column_names else [None] * len(of)
     members = defaultdict(list)
     for i, (step, group, _) in enumerate(order):
         members[step, group].append(i)
     labels = [""] * len(order)
     for rollouts in members.values():
-        facts = [_facts(metadata[first[i]], temperatures[first[i]]) for i in rollouts]
+        facts = [_facts(metadata[first[i]], sources[first[i]], temperatures[first[i]]) for i in rollouts]
         for i, label in zip(rollouts, short_names([order[i][2] for i in rollouts], facts), strict=True):
             labels[i] = label
     return Rollouts(
@@ -139,9 +139,9 @@ def _common(parts: Sequence[Sequence[str]]) -> int:
     return next((i for i in range(size) if len({part[i] for part in parts}) > 1), size)
 
 
-def _facts(metadata: str, temperature: float | None) -> dict[str, str]:
+def _facts(metadata: str, source: str, temperature: float | None) -> dict[str, str]:
     """Return the short facts in the metadata of a trajectory, which are a JSON object, and its temperature."""
-    fields: dict[str, Any] = json.loads(metadata)
+    fields: dict[str, Any] = parse_metadata(metadata, source)
     if temperature is not None:
         fields["temperature"] = temperature
     values = {key: fields[key] for key in FACTS if isinstance(fields.get(key), str | int | float)}

@@ -161,11 +161,10 @@ def read_row(directory: Path, manifest: Manifest, number: int) -> Row:
     before = 0
     for entry in manifest["files"]:
         if number < before + entry["rows"]:
-            part = open_part(directory, entry)
-            for group in range(part.num_row_groups):
-                size = part.metadata.row_group(group).num_rows
+            part = open_part(directory, entry, schema.PACKED)
+            for group, size in enumerate(part.group_sizes):
                 if number < before + size:
-                    return row_of_table(part.read_row_group(group), number - before)
+                    return row_of_table(part.read_group(group), number - before)
                 before += size
         before += entry["rows"]
     raise TreepackError(f"{directory}: its parts have fewer rows than its manifest lists; pack the trie again")
@@ -180,8 +179,8 @@ def row_with(directory: Path, manifest: Manifest, wanted: str) -> tuple[Row, int
     ids: list[str] = []
     number = 0
     for entry in manifest["files"]:
-        column = open_part(directory, entry).read(columns=["trajectory_ids"])["trajectory_ids"]
-        for row_ids in column.to_pylist():
+        part = open_part(directory, entry, schema.PACKED)
+        for row_ids in part.read(["trajectory_ids"])["trajectory_ids"].to_pylist():
             for i, name in enumerate(row_ids):
                 if matches(wanted, name, name):
                     return read_row(directory, manifest, number), i

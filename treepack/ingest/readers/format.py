@@ -38,6 +38,7 @@ from treepack.ingest.readers.fields import BadValueError, ReadOptions, group_of,
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.paths import MISSING
 from treepack.ingest.readers.records import DAMAGED_FILE, DAMAGED_RECORD, Record
+from treepack.ingest.readers.turn_weights import as_flag
 from treepack.ingest.readers.unread import Declared, declare
 from treepack.ingest.readers.unread_notes import NotesOfFile, notes_of_record
 from treepack.trajectory import Skipped, Trajectory
@@ -67,7 +68,7 @@ ReadFile = Callable[[Iterator[Record], ReadOptions], Iterator[Trajectory | Skipp
 ANY = Kind("any value", lambda value: value is not MISSING)
 SET = Kind("a value other than null", lambda value: value is not MISSING and value is not None)
 TEXT = Kind("text", lambda value: isinstance(value, str))
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+FLAG = Kind("true or false", lambda value: as_flag(value) is not None)  # also 0, 1 and their texts
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 OBJECTS = Kind("a list of objects", is_messages)
 TALK = Kind("text or a list of messages", lambda value: isinstance(value, str) or is_messages(value))
@@ -155,6 +156,7 @@ class Format:
     one file. `checked` are the records that must have the required fields: each, the first of a file only, or none, if
     the reader itself refuses a record with a more precise message. `arrays` are fields of a record, at most 64, whose
     lists of numbers `read` accepts as int32 or float64 arrays too. JSON is read several times faster into them.
+    `notes_unused` is False for a reader that passes records on to other formats, which note their unused fields.
     """
 
     name: str
@@ -169,6 +171,7 @@ class Format:
     read_file: ReadFile | None = None
     checked: Literal["each", "first", "none"] = "each"
     arrays: Sequence[str] = ()
+    notes_unused: bool = True
     declared: Declared = field(init=False)
 
     def __post_init__(self) -> None:
@@ -241,7 +244,7 @@ class Format:
         except BadValueError as error:
             # One bad value of one rollout refuses this rollout, and not the file.
             items = [Skipped(record.source, error.reason, detail=str(error))]
-        notes = notes_of_record(record.value, self.declared, items)
+        notes = notes_of_record(record.value, self.declared, items) if self.notes_unused else ()
         for item in items:
             is_lost = isinstance(item, Skipped) and item.is_rollout and item.group_id is None
             if notes and isinstance(item, Trajectory):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
@@ -245,6 +246,8 @@ def _search_folder(folder: str) -> tuple[list[str], list[Skipped]]:
         reason = _unread(path.name)
         if path.is_dir():  # only links: `os.walk` enters all other folders
             skipped.append(Skipped(shown, "link to a folder not followed", is_rollout=False))
+        elif _is_special(path):
+            skipped.append(Skipped(shown, "pipe, socket or device of a folder not read", is_rollout=False))
         elif reason is None:
             files.append(str(path))
         else:
@@ -255,6 +258,14 @@ def _search_folder(folder: str) -> tuple[list[str], list[Skipped]]:
             f"{displayed(folder)}: contains no file to read; expected the extensions {known}, plain, .gz or .zst"
         )
     return files, skipped
+
+
+def _is_special(path: Path) -> bool:
+    """Return True if reading the path could wait for ever, as that of a pipe without a writer does."""
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except OSError:  # a broken link, which reading it will report
+        return False
 
 
 def _unread(name: str) -> str | None:

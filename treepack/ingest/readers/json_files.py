@@ -25,6 +25,7 @@ from treepack.ingest.readers.byte_streams import (
     skip_line,
 )
 from treepack.ingest.readers.json_text import array_elements, csv_refusal, is_csv, parse_leniently
+from treepack.ingest.readers.number_lists import LARGE, LineParser, list_fields
 from treepack.ingest.readers.records import DAMAGED_RECORD, Damaged, Lines, Piece, Values, as_object, pieces_of_value
 from treepack.trajectory import Skipped
 
@@ -46,7 +47,8 @@ def json_pieces(stream: Any, path: str, how: Handling) -> Iterator[Piece]:
     if not first:
         return
     try:
-        value = orjson.loads(first)
+        # Lists as arrays: as objects of Python, the numbers of a large line need twenty times its bytes.
+        value = LineParser(list_fields(first) if len(first) > LARGE else ()).parse(first)[0]
     except orjson.JSONDecodeError:
         value = _parse_start(first, stream, path=path, number=number, how=how)
     if isinstance(value, _Document):
@@ -64,7 +66,9 @@ def json_pieces(stream: Any, path: str, how: Handling) -> Iterator[Piece]:
     else:
         if not how.skip_bad:
             as_object(value, f"{path}:{number}")
-        yield from _line_pieces(first, stream, path, number, how)
+        pieces = _line_pieces(first, stream, path, number, how)
+        del first, value  # a large line should be in memory once, and not until the end of the file
+        yield from pieces
 
 
 def _first_line(stream: Any, path: str, max_size: int) -> tuple[int, bytes]:
@@ -83,6 +87,7 @@ def _first_line(stream: Any, path: str, max_size: int) -> tuple[int, bytes]:
 def _line_pieces(first: bytes, stream: Any, path: str, number: int, how: Handling) -> Iterator[Piece]:
     """Yield pieces of whole lines; the first line has been read and is line `number`."""
     size, data, position = FIRST_LINES, first, 0
+    del first
     while data:
         # A read ends in the middle of a line, so the rest of the line is added.
         if not data.endswith(b"\n"):

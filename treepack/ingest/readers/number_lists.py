@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,13 @@ MAX_NAMES = 64  # of the fields whose lists are cut out
 # Within them, one division of integers is exact, because 10**19 and 5**27 are less than 2**64.
 MAX_DIGITS, MAX_PLACES, MAX_EXPONENT_DIGITS = 19, 27, 4
 
+LARGE = 1 << 20  # bytes of a line that is read as few times, and copied as little, as possible
+
 _SPACE = rb"[ \t\r\n]*"
 _NUMBER = re.compile(rb"(-?)(0|[1-9][0-9]*)(?:\.([0-9]+))?(?:[eE]([+-]?[0-9]+))?")
 _FLAT_LIST = re.compile(rb"\[([-+.0-9eE, \t\r\n]+)\]")
 _FIELD = re.compile(rb'%s"([^"\\]*)"%s:%s' % (_SPACE, _SPACE, _SPACE))
+_LIST_FIELD = re.compile(rb'"([^"\\\x00-\x1f]{1,64})"%s:%s\[%s-?[0-9]' % (_SPACE, _SPACE, _SPACE))
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
@@ -132,6 +136,15 @@ def _end_of_value(text: bytes, at: int) -> int:
     return -1
 
 
+def list_fields(text: bytes) -> list[str]:
+    """Return the names of the first fields of `text`, at most `MAX_NAMES`, that contain lists of numbers.
+
+    They may be fields of an inner object, and a text may look like one, which costs `LineParser` nothing.
+    """
+    names = dict.fromkeys(match[1] for match in islice(_LIST_FIELD.finditer(text), 4 * MAX_NAMES))
+    return [name.decode("utf-8", "replace") for name in islice(names, MAX_NAMES)]
+
+
 class LineParser:
     """Parse lines of JSON; lists of numbers in the fields `names` become arrays, if the loops are compiled."""
 
@@ -158,7 +171,7 @@ class LineParser:
         if not self._is_fast:
             return orjson.loads(line), False
         if len(line) > len(self._rest):
-            self._make_room(len(line) + min(len(line), 1 << 20))  # more, so that not every longer line needs new room
+            self._make_room(len(line) + min(len(line), LARGE))  # more, so that not every longer line needs new room
         text = np.frombuffer(line, np.uint8)
         size = cut_numbers(text, self._terminated, self._integers, self._floats, self._lists, self._rest)
         if size < 0 or self._lists[0, 0] < 0:
@@ -167,8 +180,12 @@ class LineParser:
             value = orjson.loads(self._rest.data[:size])
         except orjson.JSONDecodeError:
             return orjson.loads(line), False
+        integers, floats = self._integers, self._floats
+        if len(line) > LARGE:
+            self._make_room(0)  # the arrays of a large line are views, because copies would need its memory once more
         for name, kind, start, end in self._lists.tolist():
             if name < 0:
                 break
-            value[self._names[name]] = (self._floats if kind else self._integers)[start:end].copy()
+            numbers = (floats if kind else integers)[start:end]
+            value[self._names[name]] = numbers if len(line) > LARGE else numbers.copy()
         return value, True

@@ -16,8 +16,9 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.number_lists import LARGE, list_fields
 from treepack.ingest.readers.ranges import Range
-from treepack.ingest.readers.records import Piece, Record, pieces_of_list
+from treepack.ingest.readers.records import Lines, Piece, Record, pieces_of_list
 from treepack.ingest.readers.unread_programs import AGENTS, TRACERS, program_of
 from treepack.trajectory import Skipped
 
@@ -91,9 +92,11 @@ def recognise(
     first: list[Piece | Range] = []  # taken to recognise the format, and put back before the others
     for piece in islice(pieces, MAX_PIECES):
         first.append(piece)
+        # As objects of Python, the numbers of a large line need twenty times its bytes. Rows of Parquet are arrays too.
+        arrays = list_fields(piece.data) if isinstance(piece, Lines) and len(piece.data) > LARGE else ()
         if not skip_bad and len(first) == 1:
-            next(piece.records(), None)  # raises the error about a damaged first record
-        for record in piece.records(damaged):
+            next(piece.records(None, arrays), None)  # raises the error about a damaged first record
+        for record in piece.records(damaged, arrays):
             if (found := format_of(record)) is not None:
                 return Recognised(found, chain(first, pieces), [])
             unknown = unknown or record

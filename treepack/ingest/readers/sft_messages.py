@@ -67,8 +67,8 @@ def read_chat(
 ) -> Trajectory | Skipped:
     """Return the trajectory of one conversation, with the tools of the record; all assistant messages are trained.
 
-    A boolean `label` or `kto_tag` is the reward, 1 or 0, if the record has no other reward. It belongs to the last
-    answer, so only this one is trained; the answers before it are its prompt.
+    A `label` or `kto_tag`, true or false, is the reward, 1 or 0, if the record has no other reward. It belongs to the
+    last answer, so only this one is trained; the answers before it are its prompt.
 
     Raises:
         TreepackError: `readers.messages` refuses messages or tools.
@@ -77,16 +77,11 @@ def read_chat(
         return Skipped(record.source, reason)
     done = normalise_messages(split_blocks(messages), source=record.source)
     tools = normalise_tools(record.value.get("tools"), source=record.source)
-    marks = [name for name in LABELS if _is_label(name, record.value.get(name))]
+    marks = [name for name in LABELS if as_flag(record.value.get(name)) is not None]
     weights = _of_last_answer(done.messages, done.weights) if marks else done.weights
     content = Chat(done.messages, weights, tools, message_cuts=done.cuts)
     item = describe(record, content, used={*used, "tools", *marks}, options=options, notes=done.notes)
     return replace(item, reward=float(bool(as_flag(record.value[marks[0]])))) if marks and item.reward is None else item
-
-
-def _is_label(name: str, value: Any) -> bool:
-    # A number under the name `label` may be a class of the data set.
-    return isinstance(value, bool | str if name == "label" else bool | str | int) and as_flag(value) is not None
 
 
 def _of_last_answer(messages: Sequence[Message], weights: Sequence[float]) -> list[float]:

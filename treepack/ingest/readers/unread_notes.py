@@ -14,11 +14,13 @@ from typing import Any
 
 from treepack.ingest.readers.fields import GROUPS, IDS, REWARDS, SAMPLING_DICTS, STEPS, is_equal
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.token_fields import KINDS, LENGTHS, RETURN
 from treepack.ingest.readers.unread import Declared, Said, named, unread, unsaid
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Skipped, Tokens, Trajectory
 
 # Fields of a trajectory that come from fields of a record with any of several names.
 FACTS = ("trajectory_id", "group_id", "step", "reward", "temperature", "rollout_id")
+TOKENS = "=tokens"  # key of facts if a trajectory is token ids
 MAX_TEXTS = 1 << 26  # characters of the texts of a file that are kept to search them in its trajectories
 
 
@@ -84,6 +86,8 @@ def facts_of(items: Iterable[Trajectory | Skipped]) -> Facts:
     for item in items:
         if not isinstance(item, Trajectory):
             continue
+        if isinstance(item.content, Tokens):
+            facts[TOKENS] = []
         for name in FACTS:
             facts.setdefault(f"={name}", []).append(getattr(item, name))
         for name, field in item.metadata.items():
@@ -115,6 +119,8 @@ def is_fact(path: str, value: Any, facts: Facts) -> bool:
         return any(is_equal(value, reward) for reward in facts["=reward"]) or isinstance(value, dict)
     if path == "weight":
         return True
+    if TOKENS in facts and KINDS.get(path) not in (None, RETURN, LENGTHS):
+        return not _is_text(value)  # the reader of tokens reads all of them, or refuses the record
     if top in SAMPLING_DICTS:
         return True
     if path in (*IDS, *GROUPS, *STEPS, "temperature", "trial", "task.key", "task.hash"):
@@ -122,6 +128,12 @@ def is_fact(path: str, value: Any, facts: Facts) -> bool:
         names = [str(fact) for name in FACTS for fact in facts[f"={name}"]]
         return any(str(value) in name for name in names)
     return False
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether `value` is text, messages, or a list of them: a name of token ids may have the text of the ids."""
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, str | dict)
 
 
 def _is_same(one: Any, other: Any) -> bool:

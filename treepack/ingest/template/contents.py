@@ -59,7 +59,8 @@ def _has_calls(answer: str, calls: list[dict[str, Any]]) -> bool:
     place = 0
     for call in calls:
         # A name is no part of a longer one: "get" is not in "functions.get_user".
-        match = re.compile(rf"(?<!\w){re.escape(call['function']['name'])}(?!\w)").search(answer, place)
+        forms = "|".join(re.escape(form) for form in dict.fromkeys(text_forms(call["function"]["name"])))
+        match = re.compile(rf"(?<!\w)(?:{forms})(?!\w)").search(answer, place)
         if match is None:
             return False
         place = match.end()

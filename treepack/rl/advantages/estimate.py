@@ -156,6 +156,7 @@ class Estimates:
     order]; the other is None. `rejected` counts the rejected groups by reason, `num_groups` the compared groups, and
     `num_rollouts` their rollouts. `tree` is None if the estimator needs no tree. `columns` are further ones of
     `schema.CREDIT`, float64 like `per_token`. `num_truncated` counts the rollouts whose value after the end was used.
+    `notes` are sentences for the user.
     """
 
     kept: Int64
@@ -167,6 +168,7 @@ class Estimates:
     columns: Mapping[str, Float64] = field(default_factory=dict)
     num_truncated: int = 0
     num_rollouts: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def values(self) -> Float64:
@@ -242,7 +244,9 @@ def _along_paths(
         value, last = np.zeros(len(owner)), np.zeros(len(kept))
     else:
         value, last = state_values(trie, owner, position, kept)
-    truncated = is_truncated(trie, kept, options.truncated)
+    found = is_truncated(trie, kept, options.truncated)
+    notes = () if found is not None else (_no_truncated_field(options.truncated),)
+    truncated = np.zeros(len(kept), np.bool_) if found is None else found
     # Rollouts one after the other, with their trajectories in order: of the trajectories x/1 y x/0, order [2, 0, 1] and
     # final [0, 1], the last trajectory of each rollout.
     rollout = rollouts.of_trajectory[kept]
@@ -263,7 +267,15 @@ def _along_paths(
         raise TreepackError("values of the critic are so large that the returns overflow; inspect the critic")
     if options.whiten != "none":
         advantage = whiten(advantage, scope[owner], epsilon=options.epsilon)
-    return replace(counted, per_token=advantage, columns=columns, num_truncated=int(truncated[final].sum()))
+    num_truncated = int(truncated[final].sum())
+    return replace(counted, per_token=advantage, columns=columns, num_truncated=num_truncated, notes=notes)
+
+
+def _no_truncated_field(key: str) -> str:
+    return (
+        f"no rollout has the field {key}, so every rollout counts as ended; name the field of limits with --truncated "
+        "FIELD, or give --truncated none"
+    )
 
 
 def _usable_groups(reward: Float64, groups: Int64, options: AdvantageOptions) -> tuple[NDArray[np.bool_], Counter[str]]:

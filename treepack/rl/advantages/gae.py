@@ -19,12 +19,12 @@ name no gamma and lambda. verl's defaults are 1 and 1; TRL's PPO has 1 and 0.95,
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
+from treepack.files.metadata import parse_metadata
+from treepack.ingest.readers.fields import marked
 from treepack.rl.advantages.flat import magnitudes, means, standardise
 from treepack.rl.group_tree import node_paths, token_places
 from treepack.trajectory import Float64, Int64
@@ -104,24 +104,19 @@ def state_values(trie: Trie, trajectory: Int64, position: Int64, kept: Int64) ->
     return trie.token_values[before], trie.token_values[last]
 
 
-def is_truncated(trie: Trie, kept: Int64, key: str) -> NDArray[np.bool_]:
+def is_truncated(trie: Trie, kept: Int64, key: str) -> NDArray[np.bool_] | None:
     """Return True for each trajectory of `kept` that a limit cut off, bool [num_kept].
 
-    The field `key` of its metadata is then True, or one of `LIMITS`. Every other value, and a missing field, is an end.
-    With the `key` "none", no trajectory was cut off.
-
-    Raises:
-        TreepackError: `key` was chosen, and no trajectory has such a field.
+    The field `key` of its metadata, or of a metadata object in it (`readers.fields.marked`), is then True, or one of
+    `LIMITS`. Every other value, and a missing field, is an end. With the `key` "none", no trajectory was cut off.
+    Return None if no trajectory has such a field.
     """
     if key == "none":
         return np.zeros(len(kept), np.bool_)
-    texts = trie.trajectories["metadata"].to_pylist()
-    records = [json.loads(texts[i]) for i in kept.tolist()]
-    if records and key != TRUNCATED_KEY and not any(key in record for record in records):
-        raise TreepackError(
-            f"truncated is {key!r}, but no trajectory has this field in its metadata; name a field that exists, or none"
-        )
-    values = [record.get(key) for record in records]
+    texts, sources = (trie.trajectories[name].to_pylist() for name in ("metadata", "source"))
+    values = [marked(parse_metadata(texts[i], sources[i]), key) for i in kept.tolist()]
+    if all(value is None for value in values):
+        return None
     return np.array([value is True or (isinstance(value, str) and value in LIMITS) for value in values], np.bool_)
 
 

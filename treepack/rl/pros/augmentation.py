@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
+from treepack.files.metadata import parse_metadata
 from treepack.ingest.readers.fields import UNTRAINED_PREFIX, marked
 from treepack.rl.pros.signals import PerToken
 from treepack.rl.rollouts import rollouts_of
@@ -229,7 +229,7 @@ def marks_of(trie: Trie) -> dict[int, Marks]:
     rows = table.select(["metadata", "source"]).take(pa.array(indices)).to_pylist()
     spans, lengths, marks = SpanView.of(table), trie.lengths, {}
     for i, row in zip(indices.tolist(), rows, strict=True):
-        fields = orjson.loads(row["metadata"])
+        fields = parse_metadata(row["metadata"], row["source"])
         kinds = {"query_id": str, "parent_group": str, "num_reused": int, UNTRAINED_PREFIX: int}
         values = {name: marked(fields, name) for name in kinds}
         if values[UNTRAINED_PREFIX] is None:  # the word occurs in some other text

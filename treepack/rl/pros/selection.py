@@ -19,6 +19,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -44,7 +45,8 @@ class State:
 
     `query_id` is an Arrow array of strings. `parent` int64 [n] is the index of the query from which each one is
     derived, -1 for an original query. `passed` <= `tried` float64 [n] are numbers of rollouts, in which old rollouts
-    count less. `num_updates` is the number of training steps.
+    count less. `num_updates` is the number of training steps, and `steps` has the numbers of those that were given one,
+    ascending.
     """
 
     query_id: pa.Array
@@ -52,6 +54,7 @@ class State:
     passed: Float64
     tried: Float64
     num_updates: int
+    steps: tuple[int, ...] = ()
 
     @property
     def num_queries(self) -> int:
@@ -98,6 +101,7 @@ def with_queries(state: State, query_id: Sequence[str], parent_id: Sequence[str 
         np.concatenate([state.passed, np.zeros(len(new))]),
         np.concatenate([state.tried, np.zeros(len(new))]),
         state.num_updates,
+        state.steps,
     )
     above = indices_of(joined, parents.take(new))
     derived = parents.take(new).is_valid().to_numpy(zero_copy_only=False)
@@ -125,6 +129,7 @@ def _sort_by_id(state: State) -> State:
         state.passed[order],
         state.tried[order],
         state.num_updates,
+        state.steps,
     )
 
 
@@ -205,8 +210,9 @@ def write_state(state: State, path: AnyPath) -> None:
         TreepackError: the disk fails.
     """
     columns = [state.query_id, state.parent_id, pa.array(state.passed), pa.array(state.tried)]
-    about = json.dumps({"format": SELECTION_FORMAT, "version": SELECTION_VERSION, "num_updates": state.num_updates})
-    table = pa.Table.from_arrays(columns, schema=QUERIES.with_metadata({b"treepack": about.encode()}))
+    about: dict[str, Any] = {"format": SELECTION_FORMAT, "version": SELECTION_VERSION, "num_updates": state.num_updates}
+    about |= {"steps": list(state.steps)} if state.steps else {}
+    table = pa.Table.from_arrays(columns, schema=QUERIES.with_metadata({b"treepack": json.dumps(about).encode()}))
     with finished_file(path, overwrite=True) as temporary:
         pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
 
@@ -234,7 +240,7 @@ def read_state(path: AnyPath) -> State:
         raise TreepackError(
             f"{path}: is damaged (it has the columns {table.column_names}); make it again with treepack select update"
         ) from error
-    return _state_of(table, int(about["num_updates"]), path)
+    return replace(_state_of(table, int(about["num_updates"]), path), steps=tuple(map(int, about.get("steps", ()))))
 
 
 def _check_version(about: dict[str, object], path: Path) -> None:

@@ -89,5 +89,6 @@ FORMAT = Format(
         trajectory dialog dialogue history chat turns conversations problem solution prompt_tokens response_tokens prompt_idx reward score step advantage
     """.split(),
     keeps={TOKEN_IDS, MASKS, REWARDS, LINEAGE},
+    notes_unused=False,
     read=read,
 )

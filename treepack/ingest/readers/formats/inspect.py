@@ -208,10 +208,10 @@ FORMAT = Format(
         {"eval": OBJECT, "eval.task": TEXT, "status": TEXT},
     ],
     used="""
-        eval.task eval.model samples.id samples.epoch samples.messages samples.scores samples.attachments samples.events
-        samples.events_data.messages samples.events.input_refs samples.events.output.choices samples.events.tools
-        samples.events.config.temperature samples.events.output.choices.stop_reason
-        samples.error
+        eval.task eval.model samples.id samples.epoch samples.messages samples.scores samples.attachments
+        samples.events samples.events_data.messages samples.events.input_refs samples.events.output.choices
+        samples.events.tools samples.events.config.temperature samples.events.output.choices.stop_reason
+        samples.error samples.events.output.choices.message.*
     """.split(),
     dropped=(
         "samples.store, samples.metadata, samples.output but for its stop reason (repeats the last response)",

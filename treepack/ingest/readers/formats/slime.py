@@ -27,7 +27,7 @@ from treepack.ingest.readers.formats import chat, tokens
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.route_fields import kept_routes
-from treepack.ingest.readers.token_fields import NUMBERS
+from treepack.ingest.readers.token_fields import KINDS, NUMBERS
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
@@ -60,6 +60,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         for item in _read_sample(record, options):
             yield _in_rollout_of_file(item, record)
         return
+    if outside := sorted(KINDS.keys() & value.keys()):
+        raise TreepackError(f"{record.source}: {outside[0]} is beside the samples; expected it in each of them")
     step = value.get("rollout_id")
     whole = _rollouts_of_several(value["samples"])
     for number, sample in enumerate(value["samples"]):

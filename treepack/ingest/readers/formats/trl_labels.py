@@ -18,6 +18,7 @@ from treepack.ingest.readers.format import ANY, FLAG, MASKS, REWARDS, TALK, TEXT
 from treepack.ingest.readers.formats import chat
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import without
+from treepack.ingest.readers.turn_weights import as_flag
 from treepack.trajectory import Skipped, Trajectory
 
 STEP_SEPARATOR = "\n"
@@ -33,8 +34,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     value, source = record.value, record.source
     rest = without(value, ("label", "completions", "labels"))
     notes: tuple[str, ...] = ()
-    if isinstance(value.get("label"), bool):
-        reward = float(value["label"])
+    if (label := as_flag(value.get("label"))) is not None:
+        reward = float(label)
     else:
         # One wrong step makes the whole solution wrong.
         right = _labels(value["labels"], len(value["completions"]), source)

