@@ -195,7 +195,9 @@ def test_other_roles_are_brought_to_one_form() -> None:
 
 
 def test_a_result_of_a_tool_may_be_an_object() -> None:
-    said = content({"messages": [USER, {"role": "assistant", "tool_call": CALL}, {"role": "tool", "content": {"a": 1}}]})
+    said = content(
+        {"messages": [USER, {"role": "assistant", "tool_call": CALL}, {"role": "tool", "content": {"a": 1}}]}
+    )
     assert said.messages[2] == {"role": "tool", "content": '{"a": 1}'}
 
 

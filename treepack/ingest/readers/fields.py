@@ -22,7 +22,7 @@ from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers import endings
 from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.unread import MASK, danger, is_empty, not_used
+from treepack.ingest.readers.unread import MASK, danger, is_empty, is_prose, not_used
 from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
 
 # Of several names in one record, the first in these lists counts.
@@ -112,7 +112,7 @@ def describe(
     temperature, temperature_field = _temperature(value)
     taken = {group_field, id_field, step_field, reward_field, "weight", temperature_field}
     rest = {k: v for k, v in value.items() if k not in used and k not in taken}
-    check_rest({k: v for k, v in rest.items() if k not in options.harmless}, source)
+    check_rest({k: v for k, v in rest.items() if k not in options.harmless and not _repeats(v, content)}, source)
     metadata, dropped = _metadata(rest)
     dropped += _other_rewards(rest, reward, reward_field)
     ending, remarks = endings.ending_of({key: field for key, field in value.items() if key not in used})
@@ -154,6 +154,19 @@ def check_rest(rest: dict[str, Any], source: str) -> None:
                 f"{source}: has the field '{name}', which can contain {kind} and is not read here; say what it is with "
                 f"--columns, leave it out with --columns ignore={name}, or remove it"
             )
+
+
+def _repeats(value: Any, content: Tokens | Chat | Text) -> bool:
+    """Return whether `value` is the text of a trained turn, or prose in a prompt: then it is no other answer."""
+    # {"text": "Guten Tag"} beside the user's "Translate: Guten Tag", or {"generation": ..} beside the same answer
+    if not isinstance(value, str) or not isinstance(content, Chat) or not any(content.message_weights):
+        return False
+    text = value.strip()
+    for message, weight in zip(content.messages, content.message_weights, strict=True):
+        said = message["content"]
+        if said.strip() == text if weight else is_prose(text) and text in said:
+            return True
+    return False
 
 
 def _is_mask(name: str, value: Any) -> bool:
