@@ -183,10 +183,23 @@ def schema_path(path: Path) -> tuple[str, ...]:
     return tuple(name for name in path if isinstance(name, str))
 
 
+def name_of(names: Sequence[str]) -> str:
+    """Return `names` as one path without places of lists, which flat names have: "llm.tools.0.name"."""
+    return ".".join(part for part in ".".join(names).split(".") if not part.isdecimal())
+
+
+def _with_key(value: Any, path: Path) -> Path:
+    """Return `path` with the key of an attribute of OTLP: attributes.3.value.stringValue -> attributes.llm.system."""
+    for place in range(2, len(path)):
+        if path[place] == "value" and "key" in (holder := at(value, path[:place])):
+            return (*path[: place - 1], holder["key"])
+    return path
+
+
 def is_named(path: Path, notes: Iterable[str]) -> bool:
     """Return whether a note names the field at `path`, or a field that contains it."""
     names = schema_path(path)
-    whole = [".".join(names[:end]) for end in range(1, len(names) + 1)]
+    whole = [name_of(names[:end]) for end in range(1, len(names) + 1)]
     quoted = [note.split("'")[1] for note in notes if note.count("'") >= 2]
     # The children of children have the path of the first ones: root.children.children.cost -> root.cost
     ends = {tuple(each.split("."))[-1] for each in quoted if set(each.split(".")) <= set(names)}
@@ -228,7 +241,7 @@ def follow(records: Sequence[Record], fates: Fates) -> None:
             key = (
                 (0 if belong_together else number, record.path, schema_path(path)) if is_text else (schema_path(path),)
             )
-            if is_named(path, base.notes):
+            if is_named(_with_key(record.value, path), base.notes):
                 fates.seen.add(key)
                 continue
             after = read(_replaced(records, number, path, changed(value)))
@@ -245,7 +258,7 @@ def misnamed(records: Sequence[Record]) -> list[str]:
     effects: dict[tuple[str, ...], bool] = {}
     for number, record in enumerate(records):
         for path in leaves(record.value):
-            name = ".".join(schema_path(path))
+            name = name_of(schema_path(path))
             if f"field '{name}' not used" not in base.notes:
                 continue
             after = read(_replaced(records, number, path, changed(at(record.value, path))))
@@ -332,6 +345,41 @@ def _is_argument(value: Any, path: Path) -> bool:
         if name in ("args", "arguments", "input", "parameters") and isinstance(holder, dict) and "name" in holder:
             return True
     return False
+
+
+# Fields that decide what is trained, and that a record may have beside those that a reader knows.
+BESIDE: dict[str, Any] = {
+    "completion": "zq7 another answer",
+    "response": "zq7 another answer",
+    "responses": ["zq7 another answer"],
+    "output": "zq7 another answer",
+    "chosen": "zq7 another answer",
+    "text": "zq7 another answer",
+    "raw_output": "zq7 another answer",
+    "loss_mask": [0],
+    "assistant_mask": "[0]",
+    "train": False,
+    "finish_reason": "length",
+}
+
+
+def unnoticed(records: Sequence[Record]) -> list[str]:
+    """Return the fields of `BESIDE` that nobody notices in the last record: neither trained, nor noted, nor refused.
+
+    Metadata is not enough: a rollout whose answer became metadata trains something else.
+    """
+    base = read(records)
+    found = []
+    for name, value in BESIDE.items():
+        if name in records[-1].value or not base.trained:
+            continue
+        last = records[-1]
+        after = read([*records[:-1], Record(last.source, last.path, {**last.value, name: value})])
+        is_truncated = [item.is_truncated for item in after.items if isinstance(item, Trajectory)]
+        is_noticed = bool(after.refusal) or bool(after.notes - base.notes) or after.trained != base.trained
+        if not is_noticed and not (name == "finish_reason" and any(is_truncated)):
+            found.append(name)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

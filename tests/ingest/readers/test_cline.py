@@ -141,3 +141,29 @@ def test_a_message_with_a_field_of_another_program_is_no_task() -> None:
     assert detect_format(Record("r", "r", say("q"))) == "cline"
     with pytest.raises(TreepackError, match="no known format"):
         detect_format(Record("r", "r", say("q", conversation_id=7)))
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        ({"condenseId": ["k"], "isSummary": True}, "has the condenseId"),
+        ({"truncationParent": True}, "has the truncationParent true; expected text"),
+        ({"reasoning_details": "hm"}, "reasoning_details is"),
+        ({"reasoning_details": [{"text": ["hm"]}]}, "expected objects with text"),
+        (
+            {"content": [{"type": "thinking", "thinking": ["hm"]}, {"type": "text", "text": "A"}]},
+            "has the reasoning_content",
+        ),
+    ],
+)
+def test_a_field_of_another_type_is_refused(more: Message, fault: str) -> None:
+    with pytest.raises(TreepackError, match=fault):
+        read(say("q"), say("A") | more)
+
+
+def test_marks_that_replace_nothing_and_turns_without_text_are_noted() -> None:
+    found = notes(
+        read(say("q"), say("A") | {"content": ""}, say("r", isSummary=True), say("s", condenseId="k"), say("B"))
+    )
+    assert {"isSummary without condenseId, so no message is replaced", cline.EMPTY_NOTE} <= set(found)
+    assert "condenseId without isSummary, so no message is replaced" in found

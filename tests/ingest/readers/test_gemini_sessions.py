@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from support.logs import chats, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.formats import gemini_cli, qwen_code
-from treepack.ingest.readers.gemini_contents import messages_of_content, response_text
+from treepack.ingest.readers.gemini_parts import EMPTY_NOTE, gemini_messages, messages_of_content, response_text
+from treepack.ingest.readers.messages import normalise_messages
 from treepack.ingest.readers.registry import ReadOptions, Record, detect_format
 from treepack.trajectory import Skipped, Trajectory
 
@@ -238,3 +240,68 @@ def test_the_response_of_a_function_is_its_only_text_or_json(response: Any, text
 def test_a_content_of_another_role_is_refused() -> None:
     with pytest.raises(TreepackError, match="role 'critic'; expected user or model"):
         messages_of_content(content("critic", "x"), where="s.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    ("call", "result"), [("functionCall", "functionResponse"), ("function_call", "function_response")]
+)
+def test_both_names_of_calls_and_results_are_read_and_other_fields_are_noted(call: str, result: str) -> None:
+    said = [{"text": "I look.", "mood": "x"}, {call: {"name": "f", "args": {"a": 1}, "cost": 2}}]
+    answered = [{result: {"name": "f", "response": {"output": "7"}, "speed": 3}}, {"text": "Go on."}]
+    contents = [{"role": "model", "parts": said, "grade": 4}, {"role": "user", "parts": answered}]
+    messages = gemini_messages(contents, "Be brief.", "r:1")
+    assert [each["role"] for each in messages] == ["system", "assistant", "tool", "user"]
+    assert messages[1]["tool_calls"] == [{"id": None, "name": "f", "arguments": {"a": 1}}]
+    assert messages[2]["content"] == "7"
+    assert normalise_messages(messages, source="r:1").notes == tuple(
+        f"message field '{name}' not used"
+        for name in ("content.mood", "tool_calls.cost", "contents.grade", "results.speed")
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "fault"),
+    [
+        ({"text": ["x"]}, 'has the text ["x"]; expected text'),
+        ({"text": "x", "thought": "yes"}, 'has the thought "yes"; expected true or false'),
+    ],
+)
+def test_a_text_or_a_mark_of_another_type_is_refused(part: dict[str, Any], fault: str) -> None:
+    with pytest.raises(TreepackError, match=re.escape(fault)):
+        messages_of_content({"role": "model", "parts": [part]}, where="s.jsonl:1")
+
+
+def test_parts_as_json_text_are_refused() -> None:
+    with pytest.raises(TreepackError, match="expected a list of objects"):
+        messages_of_content({"role": "model", "parts": '[{"text": "x"}]'}, where="s.jsonl:1")
+
+
+def test_messages_of_gemini_cli_that_are_not_read_are_noted() -> None:
+    lines = [message("q"), message("A", content=""), message("i", type="info"), message("B")]
+    found = notes(read_gemini(HEADER, *lines))
+    assert "message of type 'info' not used" in found
+    assert EMPTY_NOTE in found
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        ({"thoughts": [{"subject": ["s"]}]}, "a thought with the subject"),
+        ({"type": ["gemini"]}, "has the type"),
+        ({"parts": [{"text": "other"}]}, "has content and parts, which differ"),
+    ],
+)
+def test_a_message_of_gemini_cli_of_another_form_is_refused(more: Line, fault: str) -> None:
+    with pytest.raises(TreepackError, match=fault):
+        read_gemini(HEADER, message("q"), message("A", **more))
+
+
+def test_a_history_of_qwen_code_without_its_beginning_is_noted() -> None:
+    assert qwen_code.PARENT_NOTE in notes(read_qwen(entry("q", "lost"), entry("A", "q")))
+    assert qwen_code.ROOT_NOTE in notes(read_qwen(entry("q", None), entry("A", "q"), entry("r", None), entry("B", "r")))
+
+
+@pytest.mark.parametrize("field", ["uuid", "parentUuid", "type", "subtype"])
+def test_a_line_of_qwen_code_with_a_field_of_another_type_is_refused(field: str) -> None:
+    with pytest.raises(TreepackError, match=rf"s.jsonl:2: {field} is \[\]; expected text"):
+        read_qwen(entry("q", None), entry("A", "q") | {field: []})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from support.paths import ROLLOUTS
-from treepack.ingest.readers.formats.langfuse import read_file
+from treepack.errors import TreepackError
+from treepack.ingest.readers.formats.langfuse import FORMAT, read_file
 from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
 from treepack.trajectory import Chat, Skipped, Trajectory
 
@@ -39,6 +41,38 @@ def generation(number: int, prompt: Any, answer: Any, **more: Any) -> dict[str, 
 
 def score(value: Any, name: str = "right", **more: Any) -> dict[str, Any]:
     return {"name": name, "value": value, "dataType": "NUMERIC"} | more
+
+
+def noted(*values: dict[str, Any]) -> set[str]:
+    """Notes of all trajectories, those on unused fields among them."""
+    records = [Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1)]
+    items = FORMAT.trajectories(records, ReadOptions())
+    return {note for item in items if isinstance(item, Trajectory) for note in item.notes}
+
+
+def test_a_trace_with_the_name_of_a_trace_in_it_is_no_observation() -> None:
+    _, content = only(read({"id": "t", "traceId": "t", "observations": [generation(1, "2 + 3?", "5")]}))
+    assert content.messages[-1]["content"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ({"id": "u", "observations": [generation(1, "2 + 3?", "5")]}, "trace u has an observation of trace t"),
+        (generation(1, "2 + 3?", "5") | {"traceId": ""}, 'an observation has the traceId ""'),
+        ({"trace": {"id": "t", "scores": [1]}, "scores": [2], "observations": []}, "scores is in the trace and beside"),
+    ],
+)
+def test_traces_that_contradict_themselves_are_refused(value: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(TreepackError, match=re.escape(sentence)):
+        read(value)
+
+
+def test_metadata_of_an_observation_and_other_definitions_of_tools_are_noted() -> None:
+    prompt = {"messages": [ASK], "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
+    value = generation(1, prompt, FIVE, toolDefinitions={"f": '{"parameters": {}}'}, metadata={"attributes": {"a": 1}})
+    assert noted(value) == {"field 'metadata.attributes.a' not used"}
+    assert "tool definitions beside other tools of the input not used" in noted(value | {"toolDefinitions": {"g": {}}})
 
 
 def test_every_kind_of_export_gives_the_same_conversation() -> None:

@@ -38,8 +38,21 @@ NOT_NEEDED = {
     "verl": {"extra_fields.tool_rewards": "parts of the score"},
     "tinker": {"trajectories_G.transitions.metrics.stop/completed": "the metrics of the last transition count"},
     "tinker-datum": {"shape": "the data have the same length"},
+    "lm-eval": {"acc": "the sample is no rollout"},
+    "openinference": {
+        "start_time": "calls that continue each other are joined in any order",
+        "attributes.annotations.0.annotation.name": "a name to choose one of several scores",
+    },
+    "otel-genai": {
+        "start_time": "calls that continue each other are joined in any order",
+        "parentSpanId": "no call is inside another one",
+    },
+    "langfuse": dict.fromkeys(("start_time", "startTime"), "calls that continue each other are joined in any order"),
+    "litellm": {"startTime": "calls that continue each other are joined in any order"},
+    "opencode": {"messages.parts.synthetic": "the texts of a message of the user are sent, whoever wrote them"},
     "langsmith": {
-        "inputs.messages.lc": "a version",
+        "start_time": "dotted_order comes first",
+        "outputs.generations.text": "the message comes first",
         "extra.metadata.ls_temperature": "the parameters of the call come first",
     },
 }
@@ -53,7 +66,18 @@ LEGAL = {
         "empty: trajectory.query.content": "the prompt does not continue the calls before it",
     },
     "auto-code-rover": {"empty: content": "an earlier round that is no beginning of the last one"},
+    "openinference": dict.fromkeys(("null: start_time", "empty: start_time"), "a call without a time comes first"),
     "harbor-traces": {"list of texts: trace_source": "a trace of another origin"},
+    "opencode": {
+        "command": "an argument of a call",
+        "null: info.summary": "an answer without this flag is no summary",
+        "null: parts.synthetic": "a text without this flag is the model's",
+    },
+    "cline": {
+        f"{kind}: {name}Parent": "a message without this name is not replaced"
+        for kind in ("null", "empty")
+        for name in ("condense", "truncation")
+    },
     "intercode": {"up: logs.0": "a rollout beside the logs"},
 }
 
@@ -87,6 +111,11 @@ def test_no_note_calls_a_value_unused_that_is_used(name: str) -> None:
 def test_a_changed_field_never_trains_other_turns_in_silence(name: str) -> None:
     found = [change for records in files_of(name) for change in law.silent(records)]
     assert [change for change in found if not excused(name, change, LEGAL)] == []
+
+
+@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+def test_no_answer_mask_or_cut_beside_the_known_fields_is_ignored(name: str) -> None:
+    assert [field for records in files_of(name) for field in law.unnoticed(records)] == []
 
 
 @pytest.mark.slow
@@ -184,6 +213,29 @@ def test_a_field_that_decides_and_is_not_understood_refuses_the_record(value: di
 def test_a_text_that_a_template_made_of_the_messages_is_no_second_answer() -> None:
     reading = law.read([Record("r:1", "r", {"messages": SAID, "text": "<u>How many bolts?</u><a>Seven bolts.</a>"})])
     assert list(reading.notes) == ["field 'text' not used, because it repeats the messages"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {
+            "instruction": "How many bolts?",
+            "input": "In all.",
+            "output": "Seven bolts.",
+            "text": "Q: How many bolts? A: Seven bolts.",
+        },
+        {
+            "conversations": [{"from": "human", "value": "Bolts?"}, {"from": "gpt", "value": "Seven."}],
+            "response": "Seven.",
+        },
+    ],
+)
+def test_a_copy_of_the_answer_is_noted_and_no_second_answer(value: dict[str, Any]) -> None:
+    reading = law.read([Record("r:1", "r", value)])
+    assert not reading.refusal
+    assert [note for note in reading.notes if note.endswith("not used, because it repeats the messages")]
+    other = law.read([Record("r:1", "r", {**value, "response": "Another answer."})])
+    assert "the field 'response', which can contain an answer" in other.refusal
 
 
 def test_a_mask_that_is_json_text_is_read_as_a_list() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from treepack.errors import TreepackError
 from treepack.ingest.readers.formats.litellm import read_file
 from treepack.ingest.readers.registry import ReadOptions, Record
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
@@ -32,6 +33,23 @@ def payload(messages: Any, *answers: dict[str, Any], start: float = 1.0, **more:
     choices = [{"index": i, "message": each, "finish_reason": "stop"} for i, each in enumerate(answers)]
     value = {"id": "c", "call_type": "acompletion", "status": "success", "messages": messages, "model": "m"}
     return value | {"response": {"choices": choices}, "startTime": start, "model_parameters": {}} | more
+
+
+def test_a_session_that_is_no_text_and_a_role_that_is_no_text_are_refused() -> None:
+    with pytest.raises(TreepackError, match=r'trace_id is \["s"\]; expected the id of a session'):
+        read(payload([ASK], FIVE, trace_id=["s"]))
+    (item,) = read(payload([ASK], FIVE | {"role": ["assistant"]}))
+    assert item.detail.endswith('a message of role ["assistant"]; expected the assistant\'s')
+
+
+def test_facts_that_differ_between_the_calls_of_a_session_are_noted() -> None:
+    first = payload([ASK], FIVE, session_id="s", metadata={"shop": 1}, reward=0.5)
+    second = payload([ASK, FIVE, ASK], FIVE, start=2.0, session_id="s", metadata={"shop": 2}, reward=1.0)
+    (item,) = trajectories(read(first, second))
+    assert (item.metadata["metadata"], item.reward) == ({"shop": 2}, 1.0)
+    assert item.notes == tuple(
+        f"field '{name}' differs between calls, the last one used" for name in ("metadata.shop", "reward")
+    )
 
 
 def outline(item: Trajectory) -> list[tuple[str, str]]:

@@ -54,6 +54,7 @@ def test_filters_of_one_sample_are_one_rollout_and_its_metrics_are_chosen_by_nam
     items = read(strict, loose, reward_key="acc,loose")
     (item,) = (item for item in items if isinstance(item, Trajectory))
     assert item.reward == 1.0
+    assert "metric 'acc,strict' not used" in item.notes
     assert reasons(items) == ["sample under another filter, read with the first one"]
     with pytest.raises(TreepackError, match=r"keys acc,strict, acc,loose; choose one with --reward-key$"):
         read(strict, loose)

@@ -101,7 +101,7 @@ def test_ranks_are_metadata_and_a_label_is_the_reward_on_request() -> None:
 
 
 def test_unknown_fields_of_a_message_are_named_and_another_text_is_refused() -> None:
-    assert notes(read_oasst(tree(message("q", message("A", emojis={"+1": 1}))))) == ["node field 'emojis' not used"]
+    assert notes(read_oasst(tree(message("q", message("A", emojis={"+1": 1}))))) == ["field 'emojis.+1' not used"]
     assert reasons(read_oasst(tree(message("q", mood="m")))) == [
         f"{openassistant.NO_ANSWER}; node field 'mood' not used"
     ]
@@ -246,3 +246,43 @@ def test_the_samples_are_read() -> None:
     items = list(read_trajectories([ROLLOUTS / "openassistant"]))
     assert list(said(items)) == ["r-1/leaf-0", "r-1/leaf-1", "t-1/leaf-0", "t-1/leaf-1", "t-1/leaf-2", "w-2/leaf-0"]
     assert json.loads((ROLLOUTS / "chatgpt.json").read_text())[0]["current_node"] == "f"
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        ({"status": ["finished_successfully"]}, "has the status"),
+        ({"recipient": True}, "has the recipient true; expected text"),
+        ({"metadata": "{}"}, "has the metadata"),
+        ({"content": {"content_type": "text", "parts": "A"}}, 'has the parts "A"; expected texts or objects'),
+        ({"content": {"content_type": "code", "text": ["A"]}}, "has the text"),
+        ({"content": {"content_type": "thoughts", "thoughts": [{"content": True}]}}, "has the thought"),
+        ({"content": {"content_type": "thoughts", "content": "A"}}, "has thoughts and content"),
+    ],
+)
+def test_a_message_of_chatgpt_of_another_form_is_refused(more: Node, fault: str) -> None:
+    odd, end = node("2", "1", **{"role": "assistant", "content": "A", **more}), node("3", "2", "assistant", "B")
+    with pytest.raises(TreepackError, match=fault):
+        read_chatgpt(node("1", None, "user", "q"), odd, end)
+
+
+def test_links_and_empty_answers_of_chatgpt_are_noted() -> None:
+    call = node("3", "2", "assistant", "", recipient="python")
+    items = read_chatgpt(
+        node("1", "lost", "user", "q"), node("2", "1", "assistant", ""), call, node("4", "3", "assistant", "B")
+    )
+    assert {chatgpt.PARENT_NOTE, chatgpt.EMPTY_NOTE, chatgpt.EMPTY_CALL_NOTE} <= set(notes(items))
+
+
+@pytest.mark.parametrize("name", ["deleted", "review_result"])
+def test_a_flag_of_another_type_is_refused(name: str) -> None:
+    with pytest.raises(TreepackError, match=f'has the {name} "no"; expected true or false'):
+        read_oasst(tree(message("q", message("A", **{name: "no"}))))
+
+
+def test_labels_that_are_no_reward_are_noted() -> None:
+    value = tree(message("q", message("A", labels={"quality": {"value": 0.75}, "spam": {"value": 0.0}})))
+    assert notes(read_oasst(value)) == [openassistant.LABELS_NOTE]
+    assert notes(read_oasst(value, reward_key="quality")) == [openassistant.OTHER_LABELS_NOTE]
+    rejected = tree(message("q", message("A"), review_result=False))
+    assert notes(read_oasst(rejected)) == [openassistant.QUESTION_NOTE]

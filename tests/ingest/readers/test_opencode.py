@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from support.logs import chats, reasons, turns
 from support.paths import ROLLOUTS
+from treepack.errors import TreepackError
 from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.formats import opencode
 from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
@@ -127,10 +129,31 @@ def test_a_session_of_a_sub_agent_belongs_to_its_parent() -> None:
 
 
 def test_fields_of_messages_that_are_not_known_are_noted() -> None:
-    assert "message field 'mood' not used" in notes(read(message("q"), message("A", mood="m")))
+    assert "field 'info.mood' not used" in notes(read(message("q"), message("A", mood="m")))
 
 
 def test_the_storage_is_read_with_its_sessions() -> None:
     items = list(read_trajectories([ROLLOUTS / "opencode" / "storage"]))
     assert said_in(items) == {"ses_3": "look for eggs. THERE IS NO NEST."}
     assert set(reasons(items)) == {opencode.PART_OF_SESSION}
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault"),
+    [
+        ({"info": {"role": "critic"}}, "expected an object with role, user or assistant"),
+        ({"info": {"role": "assistant", "error": "MessageAbortedError"}}, 'has the error "MessageAbortedError"'),
+        ({"info": {"role": "assistant", "summary": "true"}}, 'has the summary "true"'),
+        ({"parts": [{"type": ["text"], "text": "A"}]}, 'a part with the type ["text"]; expected text'),
+        ({"parts": [{"type": "text", "text": "A", "synthetic": "yes"}]}, "expected true or false"),
+        ({"parts": [{"type": "tool", "tool": "f", "state": "{}"}]}, "expected an object"),
+    ],
+)
+def test_a_field_of_another_kind_is_refused(changed: dict[str, Any], fault: str) -> None:
+    with pytest.raises(TreepackError, match=re.escape(fault)):
+        read(message("q"), message("A") | changed)
+
+
+def test_parts_and_answers_that_are_not_read_are_noted() -> None:
+    found = notes(read(message("q"), message("A", text("")), message("B", text("B"), {"type": "patch", "hash": "h"})))
+    assert {opencode.NO_TEXT_NOTE, "part of type 'patch' not used", "field 'parts.hash' not used"} <= set(found)

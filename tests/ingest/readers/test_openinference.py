@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.paths import ROLLOUTS
-from treepack.ingest.readers.registry import ReadOptions, Record, detect_format, read_trajectories
+from treepack.ingest.readers.registry import FORMAT_OF_NAME, ReadOptions, Record, detect_format, read_trajectories
 from treepack.ingest.readers.span_rollouts import read_file
 from treepack.trajectory import Chat, Skipped, Trajectory
 
@@ -142,9 +142,45 @@ def test_scores_of_a_root_without_a_session_belong_to_the_session_of_its_trace()
 
 
 def test_an_attribute_that_is_not_understood_is_noted() -> None:
-    trajectory, _ = only(read(span(CALL | {"llm.answers.0.text": "6", "app.answer": "7", "llm.finish_reasons": "x"})))
-    names = ("llm.answers", "app.answer", "llm.finish_reasons")
-    assert trajectory.notes == tuple(f"span attribute '{name}' not used" for name in names)
+    value = span(CALL | {"llm.answers.0.text": "6", "app.answer": "7", "llm.finish_reasons": "x"})
+    record = Record("log.jsonl:1", "log.jsonl", value)
+    trajectory, _ = only(list(FORMAT_OF_NAME["openinference"].trajectories([record], ReadOptions())))
+    names = ("app.answer", "llm.answers.text", "llm.finish_reasons")
+    assert sorted(trajectory.notes) == [f"field 'attributes.{name}' not used" for name in names]
+
+
+def test_calls_of_one_trace_with_and_without_a_session_are_noted() -> None:
+    items = read(span(CALL | {"session.id": "v"}), span(CALL, 2), span(CALL, 3) | {"context": {"trace_id": "u"}})
+    assert [(item.trajectory_id, item.notes) for item in items] == [
+        ("v", ("calls of one trace in several conversations",)),
+        ("t", ("calls of one trace in several conversations",)),
+        ("u", ()),
+    ]
+
+
+def test_spans_without_a_trace_are_not_joined() -> None:
+    items = read(*(span(CALL, number) | {"context": {"span_id": f"s{number}"}} for number in (1, 2)))
+    assert [item.trajectory_id for item in items] == ["log.jsonl:1/s1", "log.jsonl:2/s2"]
+    assert {item.notes for item in items} == {("span without a trace",)}
+
+
+@pytest.mark.parametrize(
+    ("value", "detail"),
+    [
+        (span(CALL | {"session.id": ["v"]}), 'session.id is ["v"]; expected text'),
+        (span(CALL) | {"context": {"trace_id": True}}, "trace_id is true; expected text"),
+        (span(CALL, start_time=True), "start_time is true; expected a time"),
+    ],
+)
+def test_an_id_that_is_no_text_damages_the_span(value: dict[str, Any], detail: str) -> None:
+    (item,) = read(value)
+    assert (item.reason, item.detail) == ("conversation with a damaged span", f"log.jsonl:1: {detail}")
+
+
+def test_an_attribute_does_not_hide_a_longer_one() -> None:
+    flat_role = {"llm.input_messages.0.message.role": "user", "llm.input_messages.0.message": {"content": "2 + 3?"}}
+    _, content = only(read(span(flat_role | flat("llm.output_messages", FIVE))))
+    assert content.messages[0] == {"role": "user", "content": "2 + 3?"}
 
 
 def test_a_field_of_a_message_or_a_call_that_is_not_understood_is_noted() -> None:

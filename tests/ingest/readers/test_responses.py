@@ -66,7 +66,7 @@ def test_fields_of_a_task_that_the_messages_repeat_are_no_other_answer() -> None
     output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Guten Tag"}]}]
     (item,) = gym(output, text="Be brief.", generation="Guten Tag")
     assert isinstance(item, Trajectory)
-    assert item.metadata["generation"] == "Guten Tag"
+    assert "field 'text' not used, because it repeats the messages" in item.notes
     with pytest.raises(TreepackError, match="has the field 'generation', which can contain an answer"):
         gym(output, generation="Guten Abend")
 

@@ -309,6 +309,16 @@ def test_a_label_belongs_to_the_last_answer(reader: Any, value: dict[str, Any], 
         read(reader, value | {"label": "math"})
 
 
+def test_a_labelled_conversation_has_the_system_prompt_beside_it() -> None:
+    ((_, content),) = read(ms_swift, {"messages": MESSAGES, "label": True, "system": "Be brief."})
+    assert [role for role, *_ in spoken(content)] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_an_answer_beside_labelled_messages_is_refused() -> None:
+    sentence = refusal(ms_swift, {"messages": MESSAGES[:3], "label": True, "response": "y"})
+    assert "has the field 'response', which can contain an answer" in sentence
+
+
 def test_fields_of_turns_of_sharegpt_are_marks_or_counted() -> None:
     turns = [
         {"from": "human", "value": "Q", "train": False},

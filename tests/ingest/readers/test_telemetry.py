@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treepack.errors import TreepackError
 from treepack.ingest.readers.formats import langsmith, otel_genai
 from treepack.ingest.readers.registry import ReadOptions, Record
 from treepack.trajectory import Chat, Skipped, Trajectory
@@ -165,11 +167,16 @@ def test_scores_are_the_reward() -> None:
 def test_a_score_without_a_number_and_an_attribute_without_a_value_are_not_lost() -> None:
     label = {"gen_ai.evaluation.name": "right", "gen_ai.evaluation.score.label": "yes"}
     value = span([ASK], [said("assistant", "5")], events=[{"name": "gen_ai.evaluation.result", "attributes": label}])
-    assert only(read(otel_genai, value))[0].notes == ("span attribute 'gen_ai.evaluation.score.label' not used",)
+    (item,) = otel_genai.FORMAT.trajectories([Record("log.jsonl:1", "log.jsonl", value)], ReadOptions())
+    assert item.notes == ("field 'events.attributes.gen_ai.evaluation.score.label' not used",)  # type: ignore[union-attr]
     bad = otlp(span([ASK], [said("assistant", "5")]))
     bad["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["attributes"][0] = {"key": "a", "text": "b"}
     (fault,) = read(otel_genai, bad)
     assert fault.detail == "log.jsonl:1: an attribute has text; expected key and value only"
+    attributes = bad["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["attributes"]
+    attributes[0] = attributes[1]
+    (fault,) = read(otel_genai, bad)
+    assert fault.detail.endswith(" is there twice; expected one value of each attribute")
 
 
 def test_spans_of_no_call_are_skipped() -> None:
@@ -205,6 +212,18 @@ def test_a_damaged_span_skips_its_conversation_only() -> None:
 
 
 # LangSmith
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"trace_id": ["r"]}, 'trace_id is ["r"]; expected the id of a trace'),
+        ({"trace_id": None, "parent_run_id": "q"}, "has a parent and no trace_id; expected the id of its trace"),
+    ],
+)
+def test_a_run_whose_trace_is_not_known_is_refused(more: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(TreepackError, match=re.escape(sentence)):
+        read(langsmith, run("a", [HUMAN], generated(END), **more))
 
 
 def run(name: str, question: Any, answer: Any, **more: Any) -> dict[str, Any]:

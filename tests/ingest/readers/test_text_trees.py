@@ -193,3 +193,17 @@ def test_a_tree_is_recognised_and_its_sample_read() -> None:
         *(f"shop/leaf-{i}" for i in range(3)),
         *(f"name/leaf-{i}" for i in range(2)),
     ]
+
+
+@pytest.mark.parametrize(
+    "said_by",
+    [
+        {"text": ["It is"]},
+        {"response": ["4"]},
+        {"message": '{"role": "assistant", "content": "4"}'},
+        {"messages": "[]"},
+    ],
+)
+def test_a_node_with_a_list_of_texts_or_messages_as_json_text_is_refused(said_by: Node) -> None:
+    with pytest.raises(TreepackError, match="expected text, or messages as objects"):
+        read({"prompt": "2 + 2?", "children": [said_by]})

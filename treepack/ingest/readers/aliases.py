@@ -16,7 +16,7 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import ColumnMap, column_map
 from treepack.ingest.readers.columns import ROLE_NAMES, as_messages
-from treepack.ingest.readers.fields import REWARDS
+from treepack.ingest.readers.fields import REWARDS, BadValueError
 from treepack.ingest.readers.paths import MISSING, value_at
 from treepack.ingest.readers.records import Record
 
@@ -39,7 +39,10 @@ ALIASES = (
     f"question=query,answer=answer,{SYSTEM}",
     f"question=query,answer=response,{SYSTEM}",
     f"question=query,answer=responses,reward=rewards?,{SYSTEM}",
-    f"question=question,chosen=chosen,rejected=rejected,{SYSTEM}",
+    *(
+        f"question={name},chosen=chosen,rejected=rejected,{SYSTEM}"
+        for name in ("question", "query", "input", "problem")
+    ),
     "prompt_ids=prompt_tokens,answer_ids=response_tokens,group=prompt_idx?",
     "prompt_ids=prompt_tokens,answer_ids=completion_tokens,group=prompt_idx?",
 )
@@ -77,6 +80,9 @@ def columns_of(record: Record) -> ColumnMap:
     """
     value, source = record.value, record.source
     lines = [_present(line, value) for line in dict.fromkeys(_matching(value))]
+    empty = [name for name in FIELDS if name in value and value[name] is None]
+    if not lines and empty:
+        raise BadValueError(f"{source}: {empty[0]} is null; expected text or messages", f"{empty[0]} is null")
     if not lines:
         raise TreepackError(
             f"{source}: has none of the layouts that are read without --columns; name its fields, for example "

@@ -259,7 +259,7 @@ def responses_of(value: Any, *, source: str) -> list[list[Message]]:
 
 def _said(message: Message, source: str) -> Message:
     role = message.get("role", "assistant")
-    if RENAMED.get(role, role) != "assistant":
+    if not isinstance(role, str) or RENAMED.get(role, role) != "assistant":
         raise TreepackError(f"{source}: the response has a message of role {quoted(role)}; expected the assistant's")
     return message | {"role": "assistant"}
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import CONTENT, IN_MESSAGES, WHERE, ColumnMap, ColumnPath
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.fields import GROUPS, IDS, REWARDS, STEPS, quoted, shown
 from treepack.ingest.readers.messages import RENAMED_ROLES, ROLES, is_messages
 from treepack.ingest.readers.paths import GONE, MISSING, parsed_json, value_at, without_paths
@@ -84,6 +85,8 @@ def records_of(record: Record, columns: ColumnMap) -> Mapped:
     has_answers = _has_answers(values, talk)
     if has_answers and "reward" not in values:
         _take_rewards(values, rest, len(contents))
+    if has_answers and "finish_reason" not in values:
+        _take_endings(values, rest, len(contents))
     others = {key: value for key, value in values.items() if key not in CONTENT and key != "system_prompt"}
     if talk.took_mask:
         others.pop("mask", None)
@@ -186,6 +189,11 @@ class _Talk:
             value = [value if has_role else {"role": "assistant"} | value]
         return self.messages(value)
 
+    def has_answers(self, messages: list[dict[str, Any]]) -> bool:
+        """Return True if each of `messages`, under a name such as `responses`, is an answer of its own."""
+        *_, name = [step for step in self._columns.paths["answer"][0].steps if isinstance(step, str)] or [""]
+        return name.endswith("s") and all(each.get("role") == "assistant" for each in messages)
+
     def is_talk(self, value: Any) -> bool:
         """Return True if `value` is messages, each of which has a role, as it is or as JSON text."""
         messages = as_messages(value)
@@ -284,6 +292,8 @@ def _has_answers(values: dict[str, Any], talk: _Talk) -> bool:
     answer, ids = values.get("answer"), values.get("answer_ids")
     if isinstance(ids, list) and ids and all(isinstance(each, list | np.ndarray) for each in ids):
         return True
+    if is_messages(answer) and len(answer) > 1 and talk.has_answers(answer):
+        return True
     # Texts may be JSON of any kind, so they are messages only with a role.
     is_one = is_messages(answer) or talk.is_talk(answer)
     return isinstance(answer, list) and bool(answer) and not is_one
@@ -361,6 +371,20 @@ def _take_rewards(values: dict[str, Any], rest: dict[str, Any], num_answers: int
         listed = rest.get(name)
         if isinstance(listed, list | np.ndarray) and len(listed) == num_answers:
             values["reward"] = rest.pop(name)
+            return
+
+
+def _take_endings(values: dict[str, Any], rest: dict[str, Any], num_answers: int) -> None:
+    """Use a list of reasons why the answers ended, or of flags that they were cut, under a usual name."""
+    for name, listed in list(rest.items()):
+        kind = endings.kind_of(name)
+        if kind not in (endings.REASON, endings.FLAG) or not isinstance(listed, list | np.ndarray):
+            continue
+        if len(listed) == num_answers:
+            values["finish_reason"] = [
+                ("truncated" if endings.is_set(each) else None) if kind == endings.FLAG else each
+                for each in rest.pop(name)
+            ]
             return
 
 

@@ -51,6 +51,11 @@ def _objects(value: Any) -> Any:
     if isinstance(value, str):
         parsed = parsed_json(value)
         return parsed if isinstance(parsed, list) and parsed and is_messages(parsed) else None
+    if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
+        # {"role": ["user", "assistant"], "content": ["Hi", "Hello"]}: a table of messages
+        is_table = len({len(column) for column in value.values()}) == 1
+        rows = zip(*value.values(), strict=True) if is_table else ()
+        return [dict(zip(value, row, strict=True)) for row in rows] or None
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
         parts = [parsed_json(each) for each in value]
         return parts if is_messages(parts) else None

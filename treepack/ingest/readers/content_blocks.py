@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-THINKING = frozenset({"thinking", "redacted_thinking"})
+THINKING = frozenset("thinking redacted_thinking reasoning reasoning_content reasoningContent thought think".split())
+# Fields of such a block that contain its text.
+THOUGHTS = ("thinking", "text", "reasoning", "think", "reasoningText", "content", "summary")
 BLOCKS = THINKING | {"tool_use", "tool_result"}
 MEDIA_REASON = "images, audio and video are not read"
 # Content parts with an image, sound or video, in the forms of several APIs.
@@ -40,7 +42,7 @@ def skip_reason(messages: Sequence[Message]) -> str | None:
     contents = [message.get("content") for message in split_blocks(messages)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     kinds = dict.fromkeys(
-        part["type"] for part in parts if isinstance(part.get("type"), str) and part["type"] != "text"
+        part["type"] for part in parts if isinstance(part.get("type"), str) and part["type"] not in ("text", "refusal")
     )
     # A conversation with an image and a document is skipped because of the image, whichever comes first.
     if any(kind in MEDIA_PARTS for kind in kinds):
@@ -77,7 +79,7 @@ def _split(message: Message) -> Iterator[Message]:
 
 def _assistant(message: Message) -> Message:
     parts = message["content"]
-    texts = [str(part["thinking"]) for part in parts if _kind(part) == "thinking" and part.get("thinking")]
+    texts = [text for part in parts if _kind(part) in THINKING and (text := _thought(part))]
     calls = [
         {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
         for part in parts
@@ -89,9 +91,18 @@ def _assistant(message: Message) -> Message:
     if calls:
         split["tool_calls"] = [*(message.get("tool_calls") or []), *calls]
     # The API may return a signature only, in place of the text of the reasoning.
-    if any(_kind(part) in THINKING and not part.get("thinking") for part in parts):
+    if any(_kind(part) in THINKING and not _thought(part) for part in parts):
         split["redacted_thinking"] = True
     return split
+
+
+def _thought(part: Any) -> str:
+    """Return the text of a block of reasoning, or of a list of such blocks; empty if it is encrypted."""
+    if isinstance(part, list):
+        return "\n\n".join(filter(None, map(_thought, part)))
+    if isinstance(part, dict):
+        return _thought(next((part[name] for name in THOUGHTS if part.get(name)), ""))
+    return part if isinstance(part, str) else ""
 
 
 def _result(part: dict[str, Any]) -> Message:

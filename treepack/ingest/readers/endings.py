@@ -6,14 +6,17 @@
 
 A cut or filtered answer trains its text and no end token, because the model wrote none. The fields may be in a message
 (`normalise_messages` reads them), beside the message in a call (`calls.ChatCall.ending`), or in the record of a rollout
-(`fields.describe`). A limit on turns, steps or time between two answers cuts no answer: readers pass on only the
-limits that end an answer itself. A value that is not known counts as complete, and a note names it.
+(`fields.describe`); in a message and a record also inside of an object such as `metadata`. A limit on turns, steps or
+time between two answers cuts no answer: readers pass on only the limits that end an answer itself. A value that is not
+known counts as complete, and a note names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from treepack.trajectory import Chat, Text, Trajectory
@@ -26,7 +29,24 @@ FIELDS = tuple(
     truncated
     """.split()
 )
-FLAGS = frozenset({"is_truncated", "truncated"})
+# Names in snake case: reasons, which may have a prefix as in `completion_finish_reason`, and flags.
+REASONS = ("finish_reason", "stop_reason", "done_reason", "finish_details", "incomplete_details")
+FLAGS = frozenset(
+    """
+    is_truncated truncated was_truncated response_truncated completion_truncated output_truncated answer_truncated
+    generation_truncated incomplete is_incomplete hit_max_tokens max_tokens_reached reached_max_tokens
+    """.split()
+)
+# Fields that record many other things too, and the values that say that an answer was cut.
+STATES = frozenset("status state termination_reason exit_reason exit_status end_reason reason".split())
+CUT_STATES = frozenset(
+    "incomplete truncated length max_tokens max_output_tokens max_new_tokens max_completion_tokens".split()
+)
+# Objects in which loggers keep the fields of a response.
+HOLDERS = frozenset(
+    "metadata info extra extra_info response_metadata generation_info provider_specific_fields usage".split()
+)
+REASON, FLAG, STATE = "reason", "flag", "state"
 FINISH = "finish"  # the field of treepack's own rollouts, which has other reasons too, such as repetition
 EMPTY_NOTE = "answer without text, cut by a limit or stopped by a filter, not trained"
 
@@ -57,8 +77,24 @@ _FILTERED = frozenset(
 )
 
 
+@lru_cache(maxsize=4096)
+def kind_of(name: str) -> str | None:
+    """Return REASON, FLAG or STATE for the name of a field about the end of an answer, None for any other name."""
+    # "finishReason" -> "finish_reason", "stop_reasons" -> "stop_reason"
+    snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()  # YAML has names that are numbers
+    if snake in FLAGS:
+        return FLAG
+    if snake in STATES:
+        return STATE
+    # A reason of one side of a pair says nothing about the other.
+    is_reason = snake.removesuffix("s").endswith(REASONS) or snake in REASONS
+    return REASON if is_reason and not snake.startswith(("chosen_", "rejected_", "prompt_")) else None
+
+
 def classify(value: Any) -> str | None:
     """Return ENDED, CUT or FILTERED for the raw `value` of a field; None for null and for unknown values."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
     if isinstance(value, Mapping):
         # SGLang {"type": "length", "length": 100}; Responses {"reason": "max_output_tokens"}
         return classify(next((value[name] for name in ("type", "reason") if value.get(name) is not None), None))
@@ -73,20 +109,40 @@ def classify(value: Any) -> str | None:
 
 
 def ending_of(fields: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Return the ending that `FIELDS` of an object record, and notes on values that are not known."""
+    """Return the ending that the fields of an object record, and notes on values that are not known."""
     outcomes: list[str] = []
     notes: list[str] = []
-    for name in FIELDS:
-        value = fields.get(name)
-        if name in FLAGS:
+    for name, value, is_own in _about_end(fields):
+        kind = kind_of(name)
+        if kind == FLAG:
             outcomes += [CUT] if is_set(value) else []
+        elif kind == STATE:
+            outcomes += [CUT] if is_cut_state(value) else []
         elif value is not None and value != "":
             outcome = classify(value)
             outcomes += [outcome] if outcome else []
-            notes += [] if outcome or isinstance(value, bool) else [unknown_note(name, value)]
+            is_noted = is_own and not outcome and not isinstance(value, bool)
+            notes += [unknown_note(name, value)] if is_noted else []
     if classify(fields.get(FINISH)) == CUT:
         outcomes.append(CUT)
     return next((each for each in (CUT, FILTERED) if each in outcomes), ENDED), tuple(notes)
+
+
+def _about_end(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Yield name and value of the fields about the end, of `fields` itself first and then of the objects in it."""
+    for name, value in fields.items():
+        if kind_of(name) is not None:
+            yield name, value, True
+    for holder in HOLDERS.intersection(fields):
+        inner = fields[holder]
+        for name, value in inner.items() if isinstance(inner, Mapping) else ():
+            if kind_of(str(name)) is not None:
+                yield str(name), value, False
+
+
+def is_cut_state(value: Any) -> bool:
+    """Return True if the `value` of one of `STATES` says that a limit on tokens cut the answer."""
+    return isinstance(value, str) and value.strip().casefold().replace("-", "_") in CUT_STATES
 
 
 def is_set(value: Any) -> bool:
@@ -107,9 +163,9 @@ def unknown_note(name: str, value: Any) -> str:
 
 def without_fields(message: Any) -> Any:
     """Return a message without `FIELDS`; a prompt repeats an answer without them."""
-    if not isinstance(message, dict) or message.keys().isdisjoint(FIELDS):
+    if not isinstance(message, dict) or not any(kind_of(name) for name in message):
         return message
-    return {name: value for name, value in message.items() if name not in FIELDS}
+    return {name: value for name, value in message.items() if kind_of(name) in (None, STATE)}
 
 
 def mark(messages: Sequence[Any], ending: Any) -> list[Any]:

@@ -22,7 +22,8 @@ from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers import endings
 from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.unread import MASK, danger, is_empty, is_prose, not_used
+from treepack.ingest.readers.repeats import note_on, repeats
+from treepack.ingest.readers.unread import ANSWER, MASK, danger, is_empty, not_used
 from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
 
 # Of several names in one record, the first in these lists counts.
@@ -33,11 +34,17 @@ REWARDS = ("reward", "score", "reward_score", "rewards", "rm_scores", "token_lev
 # Objects with the settings of the sampler, of which the temperature is read.
 SAMPLING_DICTS = ("sampling_params", "sampling_args", "generation_params", "generation_config")
 METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
+# Names of reasoning beside an answer. It may be of a judge, so no reader trains it unless the user names it.
+THOUGHTS = frozenset(
+    "reasoning reasoning_content thinking thought thoughts chain_of_thought cot rationale reasoning_text".split()
+)
+ASKED = frozenset("input context passage question query instruction instructions problem system system_prompt".split())
 UNTRAINED_PREFIX = "untrained_prefix"  # tokens of an augmented query, which its rollouts never train
 SEGMENTS = "segments"  # token offsets at which a sampler began its segments: a list of integers of any length
 SEGMENT_IDS = "segment_ids"  # one integer per segment, equal in two rollouts of a group if it is the same sample
 MAX_METADATA = 2000  # characters of one field: enough for settings and scores, too few for a transcript
 INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
+NUMBER = re.compile(r"[0-9]{1,4}(\.[0-9]{1,20})?")  # a temperature as text
 MAX_DEPTH = 100  # of nested values: far from 1000, at which Python's json raises RecursionError
 
 
@@ -112,9 +119,12 @@ def describe(
     temperature, temperature_field = _temperature(value)
     taken = {group_field, id_field, step_field, reward_field, "weight", temperature_field}
     rest = {k: v for k, v in value.items() if k not in used and k not in taken}
-    check_rest({k: v for k, v in rest.items() if k not in options.harmless and not _repeats(v, content)}, source)
+    # Alpaca's `text` is the instruction and the output in one text.
+    repeated = [k for k, v in rest.items() if danger(k, v) == ANSWER and repeats(v, content)]
+    rest = {k: v for k, v in rest.items() if k not in repeated}
+    check_rest({k: v for k, v in rest.items() if k not in options.harmless}, source)
     metadata, dropped = _metadata(rest)
-    dropped += _other_rewards(rest, reward, reward_field)
+    dropped += _other_rewards(rest, reward, reward_field) + tuple(map(note_on, repeated))
     ending, remarks = endings.ending_of({key: field for key, field in value.items() if key not in used})
     item = check_scalars(
         Trajectory(
@@ -156,19 +166,6 @@ def check_rest(rest: dict[str, Any], source: str) -> None:
             )
 
 
-def _repeats(value: Any, content: Tokens | Chat | Text) -> bool:
-    """Return whether `value` is the text of a trained turn, or prose in a prompt: then it is no other answer."""
-    # {"text": "Guten Tag"} beside the user's "Translate: Guten Tag", or {"generation": ..} beside the same answer
-    if not isinstance(value, str) or not isinstance(content, Chat) or not any(content.message_weights):
-        return False
-    text = value.strip()
-    for message, weight in zip(content.messages, content.message_weights, strict=True):
-        said = message["content"]
-        if said.strip() == text if weight else is_prose(text) and text in said:
-            return True
-    return False
-
-
 def _is_mask(name: str, value: Any) -> bool:
     return isinstance(value, list | np.ndarray) and danger(name, value) == MASK
 
@@ -202,6 +199,8 @@ def _temperature(value: dict[str, Any]) -> tuple[float | None, str | None]:
 def temperature_of(settings: Any) -> float | None:
     """Return the `temperature` of an object of settings, None if it has none or `settings` is not an object."""
     value = settings.get("temperature") if isinstance(settings, dict) else None
+    if isinstance(value, str) and NUMBER.fullmatch(value.strip()):
+        value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
         return None
     try:
@@ -239,6 +238,8 @@ def as_fact(value: Any, *, source: str, name: str) -> float:
     """
     # "0.5" -> 0.5, true -> 1.0, and numpy's numbers
     try:
+        if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+            value = value.strip().lower() == "true"
         number = float(value) if isinstance(value, str | int | float | np.number | np.bool_) else math.nan
     except (ValueError, OverflowError):
         number = math.nan
@@ -418,6 +419,8 @@ def _metadata(rest: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
             fault = f"more than {MAX_METADATA} characters"
         if fault is None:
             metadata[name] = value
+            if name in THOUGHTS | ASKED and isinstance(value, str) and value.strip():
+                notes.append(f"field '{name}' is metadata, not trained")
         else:
             notes.append(f"field '{name}' dropped, {fault}")
     return metadata, tuple(notes)

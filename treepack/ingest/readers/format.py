@@ -40,7 +40,7 @@ from treepack.ingest.readers.paths import MISSING
 from treepack.ingest.readers.records import DAMAGED_FILE, DAMAGED_RECORD, Record
 from treepack.ingest.readers.turn_weights import as_flag
 from treepack.ingest.readers.unread import Declared, declare
-from treepack.ingest.readers.unread_notes import NotesOfFile, notes_of_record
+from treepack.ingest.readers.unread_notes import NotesOfFile, View, notes_of_record
 from treepack.trajectory import Skipped, Trajectory
 
 # The columns of the table in docs/formats.md, in this order.
@@ -157,6 +157,8 @@ class Format:
     the reader itself refuses a record with a more precise message. `arrays` are fields of a record, at most 64, whose
     lists of numbers `read` accepts as int32 or float64 arrays too. JSON is read several times faster into them.
     `notes_unused` is False for a reader that passes records on to other formats, which note their unused fields.
+    `also` are more declared fields, of forms that neither the sample nor the documentation shows. `view` returns a
+    record of a file as it is declared, if names of fields are among its values, or values are among its names.
     """
 
     name: str
@@ -172,12 +174,15 @@ class Format:
     checked: Literal["each", "first", "none"] = "each"
     arrays: Sequence[str] = ()
     notes_unused: bool = True
+    also: Sequence[str] = ()
+    view: View | None = None
     declared: Declared = field(init=False)
 
     def __post_init__(self) -> None:
         assert (self.read is None) != (self.read_file is None), self.name
         assert self.read is not None or not self.arrays, self.name
-        object.__setattr__(self, "declared", declare(self.used))
+        assert self.read_file is not None or self.view is None, self.name
+        object.__setattr__(self, "declared", declare((*self.used, *self.also)))
 
     def matches(self, value: dict[str, Any]) -> bool:
         """Return whether the record `value` has this format."""
@@ -205,6 +210,8 @@ class Format:
             TreepackError: `record` lacks a required field, or the field has another kind.
         """
         if not self.matches(record.value):
+            if (name := self._null(record.value)) is not None:
+                raise BadValueError(f"{record.source}: {self._refusal(record.value)}", f"{name} is null")
             raise TreepackError(f"{record.source}: {self._refusal(record.value)}")
 
     def trajectories(self, records: Iterable[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -220,7 +227,7 @@ class Format:
         elif options.skip_bad:
             yield from self._of_damaged_file(list(records), options)
         else:
-            notes = NotesOfFile(self.declared)
+            notes = NotesOfFile(self.declared, self.view)
             yield from notes.on_items(self.read_file(notes.of_records(self._check_records(records)), options))
 
     def _of_record(self, record: Record, number: int, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -238,8 +245,8 @@ class Format:
     def _of_value(self, record: Record, number: int, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
         assert self.read is not None
         record = with_containers(record)
-        self._check_record(record, number)
         try:
+            self._check_record(record, number)
             items = list(self.read(record, options))
         except BadValueError as error:
             # One bad value of one rollout refuses this rollout, and not the file.
@@ -264,7 +271,7 @@ class Format:
             if not records:
                 return
             try:
-                notes = NotesOfFile(self.declared)
+                notes = NotesOfFile(self.declared, self.view)
                 items = self.read_file(notes.of_records(self._check_records(records)), options)
                 yield from list(notes.on_items(items))
                 return
@@ -283,6 +290,16 @@ class Format:
     def _check_record(self, record: Record, number: int) -> None:
         if self.checked == "each" or (self.checked == "first" and number == 0):
             self.check(record)
+
+    def _null(self, value: dict[str, Any]) -> str | None:
+        """Return a required field that is null, if the record would have this format with another value."""
+        if callable(self.requires):
+            return None
+        for fields in self.requires:
+            wrong = [names for names, kind in fields.items() if not _has_field(value, names, kind)]
+            if len(wrong) == 1 and isinstance(wrong[0], str) and _field(value, wrong[0]) is None:
+                return wrong[0]
+        return None
 
     def _refusal(self, value: dict[str, Any]) -> str:
         """Name the first wrong field of the alternative that `value` is closest to."""

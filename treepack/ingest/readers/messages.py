@@ -13,6 +13,7 @@ other form. Errors count messages from 1.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -20,27 +21,15 @@ from typing import Any, TypeGuard
 from treepack.errors import TreepackError
 from treepack.ingest.readers import endings
 from treepack.ingest.readers.fields import BadValueError, fault_in_json, quoted, shown
+from treepack.ingest.readers.reasoning import REASONING, reasoning_of
 from treepack.ingest.readers.turn_weights import WEIGHT_FIELDS, weight_of
-from treepack.ingest.readers.unread import MASK, danger, is_empty
+from treepack.ingest.readers.unread import ANSWER, MASK, as_json, danger, is_empty
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 RENAMED_ROLES = {"developer": "system", "function": "tool", "human": "user", "model": "assistant", "ai": "assistant"}
 KEPT = ("name", "tool_call_id")  # copied as they are
-# Names of the reasoning of a turn in APIs and data sets: text, or parts with text. The first one counts.
-REASONING = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-    "reasoning_text",
-    "thought",
-    "thoughts",
-    "reasoning_details",
-    "thinking_blocks",
-)
 # Names of the calls of a turn: a list, or one call. The first one counts.
 CALLS = ("tool_calls", "tool_call", "toolCalls", "function_calls", "functionCall")
-# Names of the text in a part of reasoning, and of its summary.
-REASONING_TEXTS = ("text", "thinking", "reasoning", "content", "summary")
 # Names of the arguments of a call.
 ARGUMENTS = ("arguments", "args", "input", "parameters")
 # Fields of a message that are read; every other field becomes a note.
@@ -52,14 +41,25 @@ READ = frozenset(
         *WEIGHT_FIELDS,
     ]
 )
+READ_ALWAYS = READ - {"refusal"}  # a refusal is read only in place of the content
 # Fields of parts and calls that say nothing about their text.
 OF_PARTS = frozenset({"type", "text"})
 OF_CALLS = frozenset({"id", "type", "function", "index", "name"})
+# Marks of a turn to be left out, and names of calls that are not read.
+LEFT_OUT = frozenset("skip skipped ignore ignored exclude excluded".split())
+OTHER_CALLS = frozenset(
+    "toolCalls tool_call toolCall function_calls functionCall functionCalls calls tool_uses toolUses "
+    "tool_invocations toolInvocations".split()
+)
 NO_CONTENT = "message without content"
 MEDIA = ("images", "videos", "audios")
 # Names of the tool schemas of a record, and of the parameters of a schema.
-TOOLS = frozenset("tools functions tool_definitions tool_schemas available_tools".split())
+TOOLS = frozenset(
+    "tools functions tool_definitions tool_schemas available_tools tool_defs tools_schema function_schemas "
+    "function_definitions available_functions".split()
+)
 PARAMETERS = ("input_schema", "inputSchema", "parameters_json_schema", "parametersJsonSchema", "json_schema", "schema")
+WRAPPERS = ("function_declarations", "functionDeclarations", "toolSpec")
 # Variables that `chat_template` passes to the template itself, or that would change its mode.
 RESERVED = frozenset(
     "messages conversations tools chat_template add_generation_prompt continue_final_message "
@@ -89,7 +89,14 @@ def has_media(record: dict[str, Any]) -> bool:
     """Return True if `record` has images, videos or sounds in a field of its own; messages then have placeholders."""
     # An empty list is no media: exporters write the field for every record of a mixed data set.
     values = (record.get(name) for name in MEDIA)
-    return any(isinstance(value, list | str | dict) and len(value) > 0 for value in values)
+    # So do tables, with null or with a list as text.
+    return any(
+        isinstance(value, list | str | dict)
+        and len(value) > 0
+        and value not in ("[]", "null", "None")
+        and not (isinstance(value, list) and all(each is None for each in value))
+        for value in values
+    )
 
 
 def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages | None = None) -> Messages:
@@ -115,7 +122,8 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
         if role == "tool" and isinstance(content, dict) and not content.keys() & {"type", "text"}:
             content = json.dumps(content, ensure_ascii=False, default=str)
         normal: dict[str, Any] = {"role": role, "content": _content(content, where, notes)}
-        reasoning, used = _reasoning(message, where)
+        reasoning, unread = reasoning_of(message, where)
+        used = READ_ALWAYS - unread if unread else READ_ALWAYS
         # SWE-agent writes the text of a turn twice, as content and as thought.
         if reasoning and reasoning.strip() == normal["content"].strip():
             reasoning = None
@@ -147,16 +155,48 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
         notes |= dict.fromkeys((*remarks, *more))
         if role != "assistant" and any(message.get(name) is True for name in ("loss", "trainable", "train")):
             notes[f"role '{role}' marked as trained, not trained"] = None
-        known = used.union(endings.FIELDS) if role == "assistant" else used
-        unused = [key for key, value in message.items() if key not in known and not is_empty(value)]
+        unused = [key for key, value in message.items() if key not in used and not is_empty(value)]
+        if role == "assistant":
+            unused = [key for key in unused if not _is_ending(key, message[key])]
         for key in unused:
-            if danger(key, message[key]) == MASK:
+            if danger(key, message[key]) == MASK or (key in LEFT_OUT and message[key] is True):
                 raise TreepackError(
                     f"{where} has the field '{key}', which can be a mask and is not read; remove it, or say which "
                     "turns are trained with loss, true or false"
                 )
+        if role == "assistant":
+            _refuse_parts(message, normal, unused, where)
         notes.update({f"message field '{key}' not used": None for key in unused})
     return Messages(done, weights, tuple(notes), cuts)
+
+
+def _refuse_parts(message: dict[str, Any], normal: dict[str, Any], unused: list[str], where: str) -> None:
+    """Refuse an answer with a text or calls in fields that are not read: it would be trained in part.
+
+    Raises:
+        TreepackError: there is such a field.
+    """
+    for key in unused:
+        value, key_of_columns = message[key], "calls" if key in OTHER_CALLS else "content"
+        parts = value if isinstance(value, list) else [value]
+        said = [each.strip() for each in parts if isinstance(each, str)]
+        is_text = bool(said) and danger(key, value) == ANSWER and not _repeats(said, normal)
+        if is_text or (key in OTHER_CALLS and not normal.get("tool_calls")):
+            raise TreepackError(
+                f"{where} has the field '{key}' beside its content; it may be a part of the answer, so say what it is "
+                f"with --columns {key_of_columns}={key}, or leave it out with --columns ignore=messages[].{key}"
+            )
+
+
+def _repeats(texts: list[str], normal: dict[str, Any]) -> bool:
+    """Return whether the content of a message contains `texts`, or one of them contains the content."""
+    content = normal["content"].strip()
+    return all(text in content for text in texts) or bool(content and any(content in text for text in texts))
+
+
+def _is_ending(key: str, value: Any) -> bool:
+    kind = endings.kind_of(key)
+    return kind in (endings.REASON, endings.FLAG) or (kind == endings.STATE and endings.is_cut_state(value))
 
 
 def _ending(message: dict[str, Any], normal: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
@@ -208,7 +248,7 @@ def normalise_tools(tools: Any, *, source: str) -> list[dict[str, Any]] | None:
         is_one = "name" in tools or "function" in tools
         tools = [tools] if is_one else [{"name": name, **_object(tool)} for name, tool in tools.items()]
     if isinstance(tools, list):
-        tools = [_parsed(tool, source) for tool in tools]  # a column of texts
+        tools = [each for tool in tools for each in _declared(_parsed(tool, source))]  # a column of texts
     if not is_messages(tools):
         raise TreepackError(f"{source}: tools is {shown(tools)}; expected a list of schemas or one as JSON text")
     if (fault := fault_in_json(tools)) is not None:
@@ -222,7 +262,18 @@ def _parsed(tools: Any, source: str) -> Any:
     try:
         return json.loads(tools) if tools.strip() else None
     except (ValueError, RecursionError) as error:
+        if all(word.isidentifier() for word in re.split(r"[,;\s]+", tools.strip())):
+            raise TreepackError(
+                f"{source}: tools has the name {quoted(tools)} without a schema; write the schemas, or leave the field "
+                "out with --columns ignore=tools"
+            ) from None
         raise TreepackError(f"{source}: tools is not JSON ({error}); expected a list of schemas") from None
+
+
+def _declared(tool: Any) -> list[Any]:
+    """Return the schemas in one element of a list: itself, or those of Gemini's and Bedrock's wrappers."""
+    inner = next((tool[name] for name in WRAPPERS if tool.get(name)), None) if isinstance(tool, dict) else None
+    return [tool] if inner is None else inner if isinstance(inner, list) else [inner]
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -231,11 +282,21 @@ def _object(value: Any) -> dict[str, Any]:
 
 def _nest(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a function `tool` in the nested form; another tool, such as the search of a server, stays as it is."""
+    if isinstance(function := _of_text(tool.get("function")), dict):
+        return tool | {"function": _with_parameters(function)}
     # {"name": "f", "input_schema": S} -> {"type": "function", "function": {"name": "f", "parameters": S}}
     if "function" in tool or not isinstance(tool.get("name"), str) or tool.get("type", "function") != "function":
         return tool
     renamed = {"parameters" if key in PARAMETERS else key: value for key, value in tool.items() if key != "type"}
-    return {"type": "function", "function": renamed}
+    return {"type": "function", "function": _with_parameters(renamed)}
+
+
+def _with_parameters(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a function whose parameters are an object: JSON text is parsed, and Bedrock's {"json": S} is S."""
+    parameters = _of_text(function.get("parameters"))
+    if isinstance(parameters, dict) and parameters.keys() == {"json"}:
+        parameters = parameters["json"]
+    return function | {"parameters": parameters} if isinstance(parameters, dict) else function
 
 
 def normalise_template_kwargs(kwargs: Any, *, source: str) -> dict[str, Any] | None:
@@ -244,7 +305,8 @@ def normalise_template_kwargs(kwargs: Any, *, source: str) -> dict[str, Any] | N
     Raises:
         TreepackError: they are not an object in JSON, or include a variable that treepack sets.
     """
-    if kwargs is None:
+    kwargs = _of_text(kwargs)
+    if kwargs is None or kwargs == "":
         return None
     if not isinstance(kwargs, dict):
         raise TreepackError(
@@ -289,6 +351,8 @@ def _part(part: Any, where: str, notes: dict[str, None]) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return str(part["refusal"])  # the model wrote it in place of the content
     if kind != "text" or not isinstance(part.get("text"), str):
         raise TreepackError(f"{where} has a content part of type {quoted(kind)}; expected text parts only")
     _note_rest(part, OF_PARTS, "content part", notes)
@@ -298,29 +362,6 @@ def _part(part: Any, where: str, notes: dict[str, None]) -> str:
 def _note_rest(value: dict[str, Any], known: frozenset[str], what: str, notes: dict[str, None]) -> None:
     rest = (key for key, field in value.items() if key not in known and not is_empty(field))
     notes.update({f"{what} field '{key}' not used": None for key in rest})
-
-
-def _reasoning(message: dict[str, Any], where: str) -> tuple[str | None, frozenset[str]]:
-    """Return the reasoning of a turn, and the fields of the message that are read: a second reasoning is not."""
-    texts = {name: _reasoning_text(message[name], name, where) for name in REASONING if not is_empty(message.get(name))}
-    # An empty text is a reasoning without words, which templates print; other values without content are none.
-    names = [name for name in REASONING if message.get(name) == ""]
-    first = next(iter(texts), names[0] if names else None)
-    reasoning = None if first is None else texts.get(first, "")
-    unread = {name for name, text in texts.items() if text != reasoning}
-    return reasoning, READ - unread - {"refusal"}
-
-
-def _reasoning_text(value: Any, name: str, where: str) -> str:
-    """Return the text of reasoning, which is text or parts: [{"type": "thinking", "thinking": "A"}, ..] -> "A..".."""
-    parts = [value] if isinstance(value, str | dict) else value
-    texts = []
-    for part in parts if isinstance(parts, list) else [None]:
-        text = next((part[key] for key in REASONING_TEXTS if key in part), "") if isinstance(part, dict) else part
-        if not isinstance(text, str):
-            raise TreepackError(f"{where} has the {name} {shown(value)}; expected text")
-        texts.append(text)
-    return "".join(texts)
 
 
 def _has_calls(value: Any) -> bool:
@@ -335,17 +376,23 @@ def _tool_calls(
     message: dict[str, Any], name: str, index: int, where: str, notes: dict[str, None]
 ) -> list[dict[str, Any]]:
     # A message may have both forms; the older one, function_call, has room for one call only.
-    calls = message.get(name) or []
+    calls = _of_text(message.get(name)) or []
     calls = [calls] if isinstance(calls, dict) else calls
     if is_messages(calls) and message.get("function_call"):
-        calls = [*calls, message["function_call"]]
+        calls = [*calls, _of_text(message["function_call"])]
     if not is_messages(calls):
         raise TreepackError(f"{where} has the tool calls {shown(calls)}; expected a list of objects")
     return [_tool_call(call, f"call{index:03}{number:02}", where, notes) for number, call in enumerate(calls)]
 
 
+def _of_text(value: Any) -> Any:
+    """Return the object or list in a JSON text, else `value` itself."""
+    parsed = as_json(value)
+    return value if parsed is None else parsed
+
+
 def _tool_call(call: dict[str, Any], default_id: str, where: str, notes: dict[str, None]) -> dict[str, Any]:
-    function = call.get("function", call)  # nested, or flat: the call is the function
+    function = _of_text(call.get("function", call))  # nested, or flat: the call is the function
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise TreepackError(f"{where} has the tool call {shown(call)}; expected a name and arguments")

@@ -67,8 +67,8 @@ def read_chat(
 ) -> Trajectory | Skipped:
     """Return the trajectory of one conversation, with the tools of the record; all assistant messages are trained.
 
-    A `label` or `kto_tag`, true or false, is the reward, 1 or 0, if the record has no other reward. It belongs to the
-    last answer, so only this one is trained; the answers before it are its prompt.
+    A `label` or `kto_tag` that is true or false, or 1 or 0, is the reward if the record has no other reward. It belongs
+    to the last answer, so only this one is trained; the answers before it are its prompt.
 
     Raises:
         TreepackError: `readers.messages` refuses messages or tools.

@@ -6,7 +6,7 @@
 
     TraceSpan --calls_of_span--> SpanCalls: calls, notes     or the reason why the span has none
 
-Every attribute of a call is read, or in `HARMLESS`, or it becomes a note.
+`span_paths` declares the attributes that are read here; all others become notes.
 """
 
 from __future__ import annotations
@@ -64,31 +64,6 @@ UNREAD = {
     "lk.chat_ctx": "LiveKit",
 }
 CHOICE_EVENTS = frozenset({"gen_ai.choice", "gen_ai.assistant.message", "gen_ai.content.completion"})
-# Attributes without which nothing is lost, or with a dot at their end, all below one: times, costs, counts, names of
-# servers, settings, and copies of the call. `input.value` and `output.value` are the call as the client saw it.
-HARMLESS = tuple(
-    """
-    gen_ai.operation.name gen_ai.provider.name gen_ai.system gen_ai.conversation.id gen_ai.agent. gen_ai.usage.
-    gen_ai.request.model gen_ai.request.temperature gen_ai.request.top_p gen_ai.request.top_k gen_ai.request.seed
-    gen_ai.request.max_tokens gen_ai.request.max_completion_tokens gen_ai.request.n gen_ai.request.choice.count
-    gen_ai.request.stop_sequences gen_ai.request.frequency_penalty gen_ai.request.presence_penalty
-    gen_ai.request.repetition_penalty gen_ai.request.encoding_formats gen_ai.request.reasoning_effort
-    gen_ai.request.reasoning_summary gen_ai.request.structured_output_schema gen_ai.request.stream
-    gen_ai.response.id gen_ai.response.model gen_ai.response.finish_reasons gen_ai.response.finish_reason
-    gen_ai.response.stop_reason gen_ai.response.reasoning_effort gen_ai.output.type gen_ai.openai. gen_ai.token.
-    gen_ai.user gen_ai.headers gen_ai.is_streaming gen_ai.workflow. gen_ai.task. gen_ai.evaluation.name
-    gen_ai.evaluation.explanation gen_ai.data_source. gen_ai.server. openinference. llm.token_count. llm.cost.
-    llm.system llm.provider llm.model_name llm.request.type llm.request.model_name llm.request.reasoning_effort
-    llm.request.repetition_penalty llm.response.model_name llm.response.finish_reason llm.response.stop_reason
-    llm.usage. llm.prompt_template. llm.invocation_parameters llm.finish_reason llm.is_streaming llm.headers
-    llm.user llm.frequency_penalty llm.presence_penalty llm.top_k llm.chat.stop_sequences llm.watsonx. input.value
-    input.mime_type output.value output.mime_type session.id user.id tag.tags metadata graph.node. agent.name
-    prompt.id prompt.vendor prompt.url traceloop. server. network. http. url. service. telemetry. thread. code.
-    error.type exception. otel. host. process. os. aws. azure. az. cloud. k8s. langfuse. langsmith. logfire. client.
-    peer. net. deployment. annotations evaluations trace.annotations trace.evaluations session.annotations
-    session.evaluations model_request_parameters
-    """.split()
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +91,6 @@ def calls_of_span(span: TraceSpan) -> SpanCalls | Skipped:
                 return Skipped(span.source, FAILED_NOTE)
             notes: dict[str, None] = {}
             calls = list(read(span, notes))
-            notes |= dict.fromkeys(f"span attribute '{name}' not used" for name in _unused(attributes))
             return SpanCalls(calls, tuple(notes))
     return _without_messages(span)
 
@@ -140,27 +114,6 @@ def _without_messages(span: TraceSpan) -> Skipped:
         return Skipped(span.source, NO_CALL_NOTE, is_rollout=False)
     is_raw = _has(attributes, "input.value") and _has(attributes, "output.value")
     return Skipped(span.source, RAW_NOTE if is_raw else NO_CONTENT_NOTE)
-
-
-READ = (INSTRUCTIONS, INPUT, OUTPUT, TOOLS, LLM_INPUT, LLM_OUTPUT, "llm.tools", PROMPT, COMPLETION, FUNCTIONS)
-
-
-def _unused(attributes: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of attributes that are neither read nor harmless, up to the first index."""
-    for name in _flat_names(attributes):
-        if not any(name == each or name.startswith(each.rstrip(".") + ".") for each in (*READ, *HARMLESS)):
-            # "llm.documents.0.text" and "llm.documents.1.text" -> "llm.documents"
-            parts = name.split(".")
-            yield ".".join(parts[: next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts))])
-
-
-def _flat_names(attributes: dict[str, Any]) -> Iterator[str]:
-    # {"llm": {"model_name": "m", "top": None}} -> llm.model_name
-    for name, value in attributes.items():
-        if isinstance(value, dict) and name in ("llm", "gen_ai", "input", "output", "session", "user", "openinference"):
-            yield from (f"{name}.{inner}" for inner in _flat_names(value))
-        elif value is not None:
-            yield name
 
 
 # OpenTelemetry
@@ -202,7 +155,7 @@ def messages_of_parts(messages: Any, source: str, name: str) -> list[Message]:
         raise TreepackError(f"{source}: {name} is {shown(messages)}; expected a list of messages")
     done: list[Message] = []
     for message in messages:
-        parts = message.get("parts", message.get("content"))
+        parts = parsed(message["parts"]) if "parts" in message else message.get("content")
         parts = [{"type": "text", "content": parts}] if isinstance(parts, str) else parts or []
         if not is_messages(parts):
             raise TreepackError(f"{source}: {name} has the parts {shown(parts)}; expected a list of parts")

@@ -8,6 +8,7 @@ conversation is skipped: a call without the calls before it would be trained wit
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,11 +16,11 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
-from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.span_calls import SpanCalls, calls_of_span
-from treepack.ingest.readers.spans import TraceSpan, get, parsed, spans_of, tree
+from treepack.ingest.readers.spans import TraceSpan, get, is_name, parsed, spans_of, tree
 from treepack.ingest.readers.trajectories import with_notes
 from treepack.trajectory import Skipped, Trajectory
 
@@ -29,6 +30,8 @@ FACTS = (
     ("agent", ("gen_ai.agent.name", "agent.name")),
 )
 DAMAGED_NOTE = "conversation with a damaged span"
+SPLIT_NOTE = "calls of one trace in several conversations"
+NO_TRACE_NOTE = "span without a trace"
 INSIDE_NOTE = "span inside the span of the same LLM call"
 CONVERSATIONS = ("gen_ai.conversation.id", "session.id", "traceloop.association.properties.session_id")
 # The scores of OpenInference: attributes, and the name of their objects.
@@ -59,14 +62,15 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     others: dict[str, list[TraceSpan]] = {}
     for record in records:
         for span in spans_of(record):
-            name = _name(span)
+            name = span.trace or span.source
             try:
+                name = _name(span)
                 found = calls_of_span(span) if not span.fault else None
                 sentence = span.fault
             except TreepackError as error:
                 found, sentence = None, str(error)
             if found is None:
-                faults |= {name: sentence, span.trace: sentence}
+                faults |= {name: sentence, span.trace or name: sentence}
             elif isinstance(found, Skipped):
                 yield found
                 if bare := _facts_only(span):
@@ -75,6 +79,8 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
                 # A whole file of spans must not stay in memory.
                 talk = conversations.setdefault(name, _Conversation(replace(record, value={})))
                 talk.spans.append((span, found))
+    # How many conversations have calls of each trace.
+    spread = Counter(trace for talk in conversations.values() for trace in {span.trace for span, _ in talk.spans})
     for name, talk in conversations.items():
         fault = next((faults[each] for each in (name, *(span.trace for span, _ in talk.spans)) if each in faults), "")
         if fault:
@@ -82,14 +88,25 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             faults = {each: sentence for each, sentence in faults.items() if sentence != fault}
         else:
             traces = dict.fromkeys(span.trace for span, _ in talk.spans)
-            yield from _read(name, talk, [span for trace in traces for span in others.get(trace, [])], options)
+            around = [span for trace in traces for span in others.get(trace, [])]
+            remark = NO_TRACE_NOTE if "" in traces else SPLIT_NOTE if any(spread[each] > 1 for each in traces) else None
+            yield from with_notes(_read(name, talk, around, options), () if remark is None else (remark,))
     for sentence in dict.fromkeys(faults.values()):
         yield Skipped(sentence.partition(": ")[0], DAMAGED_NOTE, detail=sentence)
 
 
 def _name(span: TraceSpan) -> str:
-    names = (get(span.attributes, each) for each in CONVERSATIONS)
-    return str(next((name for name in names if name), None) or span.trace)
+    """Return the conversation of a span, or else its trace; a span without one is a conversation of its own.
+
+    Raises:
+        TreepackError: the conversation is neither text nor a number.
+    """
+    for attribute in CONVERSATIONS:
+        if name := get(span.attributes, attribute):
+            if not is_name(name):
+                raise TreepackError(f"{span.source}: {attribute} is {shown(name)}; expected text")
+            return str(name)
+    return span.trace or f"{span.source}/{span.name}"
 
 
 def _read(

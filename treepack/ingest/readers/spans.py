@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import shown
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.times import start_of
 
 COLUMN = "attributes."  # beginning of the columns of a table that contain attributes
 EVALUATION = "gen_ai.evaluation.result"
@@ -70,16 +70,19 @@ def _span(span: dict[str, Any], source: str) -> TraceSpan:
     context = span.get("context")
     columns = {name.removeprefix("context."): each for name, each in span.items() if name.startswith("context.")}
     holders = (span, context if isinstance(context, dict) else {}, columns)
-    trace, name, parent = (
-        str(next((holder[each] for holder in holders for each in names if holder.get(each)), ""))
+    found = [
+        next(((each, holder[each]) for holder in holders for each in names if holder.get(each)), ("", ""))
         for names in (("traceId", "trace_id"), ("spanId", "span_id"), ("parentSpanId", "parent_span_id", "parent_id"))
-    )
-    start = next((span[name] for name in ("startTimeUnixNano", "start_time", "startTime") if span.get(name)), 0)
-    start = start.isoformat() if isinstance(start, datetime) else start
-    # OTLP writes nanoseconds as text: "1700" -> 1700
-    start = int(start) if isinstance(start, str) and start.isdecimal() else start
-    start = start if isinstance(start, int | float | str) else 0
+    ]
+    trace, name, parent = (str(value) for _, value in found)
+    start: int | float | str = 0
     try:
+        start = start_of(span, "startTimeUnixNano", "start_time", "startTime", source=source) or 0
+        # OTLP writes nanoseconds as text: "1700" -> 1700
+        start = int(start) if isinstance(start, str) and start.isdecimal() else start
+        for field, value in found:
+            if not is_name(value):
+                raise TreepackError(f"{source}: {field} is {shown(value)}; expected text")
         attributes, scores, events = _contents(span, source)
     except TreepackError as error:
         return TraceSpan(source, trace, name, parent, start, "", False, {}, {}, (), str(error))
@@ -107,6 +110,11 @@ def _contents(span: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[s
     attributes |= attributes_of(span.get("attributes"), source)
     attributes |= {name.removeprefix(COLUMN): each for name, each in span.items() if name.startswith(COLUMN)}
     return attributes, scores, tuple(names)
+
+
+def is_name(value: Any) -> bool:
+    """Return whether `value` can be the id of a span or a conversation: text or a number."""
+    return isinstance(value, str | int) and not isinstance(value, bool)
 
 
 def _kind(span: dict[str, Any], attributes: dict[str, Any]) -> str:
@@ -148,6 +156,11 @@ def attributes_of(attributes: Any, source: str) -> dict[str, Any]:
         raise TreepackError(
             f"{source}: attributes is {shown(attributes)}; expected an object, or a list of keys and values"
         )
+    names = [each["key"] for each in attributes]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise TreepackError(
+            f"{source}: the attribute {min(twice)} is there twice; expected one value of each attribute"
+        )
     if others := {name for each in attributes for name in each if name not in ("key", "value")}:
         raise TreepackError(f"{source}: an attribute has {min(others)}; expected key and value only")
     return {each["key"]: _unwrap(each.get("value")) for each in attributes}
@@ -167,6 +180,22 @@ def _unwrap(value: Any) -> Any:
         return {str(each.get("key")): _unwrap(each.get("value")) for each in values if isinstance(each, dict)}
     is_number = kind == "intValue" and isinstance(content, str) and content.lstrip("-").isdecimal()
     return int(content) if is_number else content
+
+
+def view(value: Any) -> Any:
+    """Return a record of spans with its attributes as nested objects, whatever form the exporter has written."""
+    if isinstance(value, list):
+        return [view(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: _plain(each) if name == "attributes" else view(each) for name, each in value.items()}
+
+
+def _plain(attributes: Any) -> Any:
+    attributes = parsed(attributes)
+    if is_messages(attributes):
+        attributes = {str(each.get("key")): _unwrap(each.get("value")) for each in attributes}
+    return _nested(attributes)
 
 
 def parsed(value: Any) -> Any:
@@ -211,7 +240,8 @@ def _nested(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     inner: dict[str, Any] = {}
-    for name, each in value.items():
+    # "a" before "a.b", so that neither hides the other.
+    for name, each in sorted(value.items(), key=lambda item: "." in item[0]):
         if each is None:
             continue
         first, dot, rest = name.partition(".")

@@ -26,6 +26,7 @@ MAX_WORD = 64  # characters of a single word; a longer one is text, for example 
 HERE = ""  # key of a declared path that has deeper declared paths: a value that is no object is used
 SAME = "="  # key of a field that contains objects of the form of another path, with this path and its declared paths
 NAME = "!"  # key, and end of a declared path, of a text that is a name
+JSON = "{}"  # key, and end of a declared path, of a value that is used, and looked through if it is JSON text
 ROOT = "."  # the record itself, as the form of a field
 COVERED: Declared = {HERE: {}, "*": {}}
 
@@ -47,23 +48,29 @@ ANSWERS = frozenset(
 MASKS = frozenset(
     """
     mask masks train trainable trained is_trained train_on train_detail label labels kto_tag loss loss_weight
-    loss_weights loss_scale token_weights
+    loss_weights loss_scale token_weights sample_weight sample_weights example_weight
     """.split()
 )
+
+
+# Words of the names of flags and lists that say what is trained.
+NO_MARKS = frozenset("is_train is_training train_split mask_sample".split())  # parts of a data set; a mark of NeMo Gym
+MARKS = frozenset("train trainable trained untrained masked mask loss weights".split())
 
 
 def declare(paths: Iterable[str]) -> Declared:
     """Return declared `paths` as a tree: ["a", "b.c", "b"] -> {"a": {}, "b": {"c": {}, "": {}}}.
 
-    "root.children=root" declares that the children have the fields of the root, and "kind!" that a text is a name even
-    if it has several words.
+    "root.children=root" declares that the children have the fields of the root, "kind!" that a text is a name even if
+    it has several words, and "request{}" that JSON text is looked through, for declared paths below it.
     """
     tree: Declared = {}
     ends: list[Declared] = []
     for path, _, same in (path.partition("=") for path in paths):
-        node = _at(tree, path.removesuffix(NAME))
-        if path.endswith(NAME):
-            node[NAME] = {}
+        node = _at(tree, path.removesuffix(NAME).removesuffix(JSON))
+        for mark in (NAME, JSON):
+            if path.endswith(mark):
+                node[mark] = {}
         if same:
             target = "" if same == ROOT else same
             node[SAME] = (f"{target}." if target else "", _at(tree, target) if target else tree)
@@ -153,7 +160,8 @@ def unread(
         inner = COVERED if covered and not below else below
         # {"children": [{"children": [..]}]}: the path of all levels is that of the first one.
         inner_prefix, inner = inner[SAME] if inner and SAME in inner else (f"{path}.", inner)
-        for each in _values(field):
+        is_open = below is not None and JSON in below
+        for each in _values(field, is_open=is_open):
             if isinstance(each, dict):
                 yield from unread(each, inner, inner_prefix)
             elif isinstance(each, str) and is_prose(each):
@@ -222,6 +230,8 @@ def danger(name: str, value: Any) -> str | None:
     if is_empty(value):
         return None
     lowered = name.lower()
+    if isinstance(value, bool | list) and _is_mark(lowered):
+        return MASK
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if lowered in MASKS or lowered.endswith(("_mask", "_masks")):
         return None if lowered == "loss" and is_number else MASK
@@ -229,6 +239,12 @@ def danger(name: str, value: Any) -> str | None:
         # A number, such as the value of a critic, is no answer.
         return None if isinstance(value, int | float) else ANSWER
     return None
+
+
+def _is_mark(name: str) -> bool:
+    """Return whether a flag or list of this name can say what is trained: is_masked, train_on_input, roles_to_train."""
+    words = set(name.split("_"))
+    return name not in NO_MARKS and bool(words & MARKS) and (len(words) > 1 or name == "weights")
 
 
 def is_empty(value: Any) -> bool:
@@ -251,12 +267,17 @@ def _below(declared: Declared, name: str) -> Declared | None:
     return COVERED if rest == {} else rest
 
 
-def _values(field: Any) -> Iterator[Any]:
-    """Yield the values in `field`: itself, or those of a list, also of lists in it; of numbers only the first."""
+def _values(field: Any, *, is_open: bool) -> Iterator[Any]:
+    """Yield the values in `field`: itself, or those of a list, also of lists in it; of numbers only the first.
+
+    With `is_open`, JSON text is the object or list that it contains.
+    """
+    if is_open and (content := as_json(field)) is not None:
+        field = content
     if not isinstance(field, list):
         yield field
     elif field and isinstance(field[0], int | float):
         yield field[0]
     else:
         for each in field:
-            yield from _values(each)
+            yield from _values(each, is_open=is_open)

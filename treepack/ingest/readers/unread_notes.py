@@ -8,7 +8,7 @@ A field of the record itself may have become metadata, an id, the group, or the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from treepack.ingest.readers.token_fields import KINDS, LENGTHS, RETURN
 from treepack.ingest.readers.unread import Declared, Said, named, unread, unsaid
 from treepack.trajectory import Skipped, Tokens, Trajectory
 
+View = Callable[[dict[str, Any]], dict[str, Any]]
 # Fields of a trajectory that come from fields of a record with any of several names.
 FACTS = ("trajectory_id", "group_id", "step", "reward", "temperature", "rollout_id")
 TOKENS = "=tokens"  # key of facts if a trajectory is token ids
@@ -31,6 +32,9 @@ def notes_of_record(
     facts = facts_of(items)
     if not facts:
         return ()
+    # The reader of tokens reads all fields of its names, or refuses the record; other formats have ids in other places.
+    if TOKENS in facts and not KINDS.keys() & declared.keys():
+        del facts[TOKENS]
     paths = unsaid(unread(value, declared), Said(items))
     return named(path for path in paths if not is_fact(path, _value_at(value, path), facts))
 
@@ -38,9 +42,10 @@ def notes_of_record(
 class NotesOfFile:
     """Notes on the unread fields of records that are read together; the last trajectory gets each of them once."""
 
-    def __init__(self, declared: Declared) -> None:
-        """Take the fields that the format declares."""
+    def __init__(self, declared: Declared, view: View | None = None) -> None:
+        """Take the fields that the format declares, of the `view` of each record."""
         self._declared = declared
+        self._view = view
         self._fields: dict[tuple[str, str | None, bool], None] = {}  # an ordered set
         self._room = MAX_TEXTS
         self._said = Said(())
@@ -48,7 +53,8 @@ class NotesOfFile:
     def of_records(self, records: Iterable[Record]) -> Iterator[Record]:
         """Yield `records`, and keep their fields that may not be used."""
         for record in records:
-            for path, text, is_declared in unread(record.value, self._declared):
+            value = record.value if self._view is None else self._view(record.value)
+            for path, text, is_declared in unread(value, self._declared):
                 # The texts of a very large file are not searched, so the declared ones count as used.
                 if text is not None and self._room <= 0:
                     if is_declared:
@@ -120,13 +126,13 @@ def is_fact(path: str, value: Any, facts: Facts) -> bool:
     if path == "weight":
         return True
     if TOKENS in facts and KINDS.get(path) not in (None, RETURN, LENGTHS):
-        return not _is_text(value)  # the reader of tokens reads all of them, or refuses the record
+        return not _is_text(value)
     if top in SAMPLING_DICTS:
         return True
     if path in (*IDS, *GROUPS, *STEPS, "temperature", "trial", "task.key", "task.hash"):
         # An id is a part of the name: "7" of "7/chosen".
         names = [str(fact) for name in FACTS for fact in facts[f"={name}"]]
-        return any(str(value) in name for name in names)
+        return any(str(each) in name for name in names for each in (value, _whole(value)))
     return False
 
 
@@ -134,6 +140,10 @@ def _is_text(value: Any) -> bool:
     """Return whether `value` is text, messages, or a list of them: a name of token ids may have the text of the ids."""
     first = value[0] if isinstance(value, list) and value else value
     return isinstance(first, str | dict)
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value  # 3.0 -> "3", as ids and steps
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.content_blocks import MEDIA_REASON, skip_reason, split_blocks
-from treepack.ingest.readers.fields import ReadOptions, describe, shown
+from treepack.ingest.readers.fields import BadValueError, ReadOptions, describe, shown
 from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECTS, REWARDS, TALK, Format, close_names
 from treepack.ingest.readers.messages import (
     TOOLS,
@@ -31,12 +31,13 @@ from treepack.ingest.readers.messages import (
     tools_of,
 )
 from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.request_answer import answer_messages, dialogue, message_list
+from treepack.ingest.readers.request_answer import ANSWER_FIELDS, answer_messages, dialogue, message_list
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 # Fields of AReaL's dumps, whose texts were decoded with their special tokens.
 AREAL = frozenset({"seqlen", "prompt_len", "head_version", "tail_version"})
 # Fields that become content; the others are metadata.
+SYSTEM = ("system", "system_prompt", "system_message")
 USED = frozenset({"messages", "prompt", "completion", "system", "chat_template_kwargs"})
 
 
@@ -63,20 +64,23 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     else:
         prompt, completion = value.get("prompt"), value.get("completion")
         if prompt is None or completion is None:
+            _skip_failed(value, source)
             similar = close_names(value, ["messages", "prompt", "completion"])
             hint = f", but {', '.join(similar)}" if similar else ""
             raise TreepackError(f"{source}: has no messages{hint}; expected messages, or prompt and completion")
         # Text has no turns, so no chat template is applied to it.
-        if isinstance(prompt, str) and isinstance(completion, str):
+        if isinstance(prompt, str) and isinstance(completion, str) and not (system := _system(value, [])):
             text = Text(prompt, completion, has_special=value.keys() >= AREAL)
             yield describe(record, text, used={"prompt", "completion"}, options=options)
             return
+        if isinstance(prompt, str) and isinstance(completion, str):
+            prompt = [{"role": "user", "content": prompt}]  # beside a system prompt, text is a message
         if isinstance(prompt, str):
             raise TreepackError(
                 f"{source}: prompt is text and completion is messages; expected both as text or both as messages"
             )
         asked = split_blocks(message_list(prompt, "prompt", source))
-        answer = answer_messages(completion)
+        answer = answer_messages(completion, source)
         if answer is None:
             raise TreepackError(f"{source}: completion is {shown(completion)}; expected text or a list of messages")
         system = _system(value, asked)
@@ -88,12 +92,26 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     # {"enable_thinking": false}: the trajectory keeps it, so that the prompt is rendered as it was sampled.
     variables = normalise_template_kwargs(value.get("chat_template_kwargs"), source=source)
     content = Chat(done.messages, weights, tools, variables, message_cuts=done.cuts)
-    yield describe(record, content, used=used | TOOLS, options=options, notes=done.notes + notes)
+    used = used | TOOLS | (frozenset(SYSTEM) if system else frozenset())
+    yield describe(record, content, used=used, options=options, notes=done.notes + notes)
+
+
+def _skip_failed(value: dict[str, Any], source: str) -> None:
+    """Refuse one record of a request without an answer, so that it is skipped.
+
+    Raises:
+        BadValueError: a field of the content is null, or the record has an error in its place.
+    """
+    for name in ("messages", "prompt", "completion"):
+        if name in value and value[name] is None:
+            raise BadValueError(f"{source}: {name} is null; expected messages or text", f"{name} is null")
+    if isinstance(value.get("error"), str | dict) and value["error"]:
+        raise BadValueError(f"{source}: has an error and no messages", "record of an error")
 
 
 def _system(value: dict[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
-    """Return the system prompt of a request to Anthropic's API, which is a field beside the messages."""
-    system = value.get("system")
+    """Return the system prompt that is a field beside the messages, as in a request to Anthropic's API."""
+    system = next((value[name] for name in SYSTEM if isinstance(value.get(name), str | list) and value[name]), None)
     has_system = bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "system"
     return [] if not system or has_system else [{"role": "system", "content": system}]
 
@@ -104,10 +122,14 @@ FORMAT = Format(
     recognised_by="`messages`, or `prompt` and `completion`, as messages or as text",
     requires=[{"messages": OBJECTS}, {"prompt": TALK, "completion": TALK}],
     checked="none",
-    used="""
+    used=[
+        *"""
         system tools chat_template_kwargs prompt completion messages.loss messages.trainable messages.weight
         messages.loss_scale reward id group_id messages.*
-    """.split(),
+        """.split(),
+        # Other names of tools and answers, whose texts must be among those of the trajectory.
+        *(f"{name}.*" for name in sorted({*TOOLS, *ANSWER_FIELDS} - {"tools", "completion"})),
+    ],
     dropped=(
         "images, videos, audios (records that have some are skipped)",
         "content parts except text, tool_use, tool_result and thinking (records that have some are skipped)",

@@ -19,12 +19,12 @@ first image, because text cannot represent it. An answer that was interrupted is
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.chatgpt_contents import CONTENT, CONTEXTS, content_of, reason_of, text_of
 from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
 from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, Format, Kind
 from treepack.ingest.readers.records import Record
@@ -36,22 +36,16 @@ CONTEXT_NOTE = "system prompt and tools are not in exports of ChatGPT"
 FILES_NOTE = "files that the user attached are not in the export"
 RECAP_NOTE = "length of the reasoning ('Thought for 5 seconds') not used"
 THOUGHTS_NOTE = "thoughts without an answer not used"
+PARENT_NOTE = "node whose parent is not in the conversation"
+CHILD_NOTE = "node with a child that is not in the conversation"
+NAME_NOTE = "node whose id is not its name"
+EMPTY_NOTE, EMPTY_CALL_NOTE = "message of the model without text not used", "call without text not used"
 NO_ANSWER = "conversation without an answer"
 ALL = "all"  # the recipient of a message that is no call
 NODE = frozenset({"id", "message", "parent", "children"})
 MESSAGE = frozenset(
     "id author create_time update_time content status end_turn weight metadata recipient channel".split()
 )
-# Fields of `content` that are read or describe it, over all its types.
-CONTENT = frozenset(
-    """
-    content_type parts text language response_format_name thoughts source_analysis_msg_id content result summary assets
-    tether_id url domain title name user_profile user_instructions model_set_context
-    """.split()
-)
-# Parts that repeat an audio_transcription as sound.
-SOUND = frozenset({"audio_asset_pointer", "real_time_user_audio_video_asset_pointer"})
-MEDIA = SOUND | {"image_asset_pointer", "video_container_asset_pointer"}
 CUT = frozenset({"in_progress", "finished_partial_completion"})  # values of `status`
 
 Message = dict[str, Any]
@@ -90,7 +84,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     """
     value, source = record.value, record.source
     roots = _roots(value["mapping"], source)
-    notes = _unused(value["mapping"], source)
+    notes = (*_unused(value["mapping"], source), *_links(value["mapping"]))
     cut = [_readable(path, source) for root in roots for path in leaf_paths(root, source=source)]
     reasons = dict.fromkeys(reason for _, reason in cut if reason is not None)
     paths = distinct_paths(_up_to_answer(path, source) for path, _ in cut)
@@ -126,6 +120,8 @@ def _roots(mapping: dict[str, Node], source: str) -> list[Node]:
     roots: list[Node] = []
     for name, node in mapping.items():
         parent = node.get("parent")
+        if not isinstance(parent, str | None):
+            raise TreepackError(f"{source}: node {name} has the parent {shown(parent)}; expected the name of a node")
         (nodes[parent]["children"] if isinstance(parent, str) and parent in nodes else roots).append(nodes[name])
     for name, node in mapping.items():
         # The order in which the answers were made, if the parent lists its children.
@@ -135,6 +131,19 @@ def _roots(mapping: dict[str, Node], source: str) -> list[Node]:
     if len(reached) < len(nodes):
         raise TreepackError(f"{source}: mapping has nodes that are their own ancestors; expected a tree")
     return roots
+
+
+def _links(mapping: dict[str, Node]) -> tuple[str, ...]:
+    """Return notes on nodes that name others which are not there."""
+    notes: dict[str, None] = {}
+    for name, node in mapping.items():
+        if node.get("parent") is not None and node["parent"] not in mapping:
+            notes[PARENT_NOTE] = None
+        if any(not isinstance(child, str) or child not in mapping for child in node["children"] or []):
+            notes[CHILD_NOTE] = None
+        if node.get("id", name) != name:
+            notes[NAME_NOTE] = None
+    return tuple(notes)
 
 
 def _unused(mapping: dict[str, Node], source: str) -> tuple[str, ...]:
@@ -150,71 +159,17 @@ def _unused(mapping: dict[str, Node], source: str) -> tuple[str, ...]:
 def _readable(path: list[Node], source: str) -> tuple[list[Node], str | None]:
     """Return the nodes before the first one that text cannot represent, and the reason; None if there is none."""
     for place, node in enumerate(path):
-        if (reason := _reason(node, source)) is not None:
+        if (reason := reason_of(node, source)) is not None:
             return path[:place], reason
     return path, None
 
 
-def _reason(node: Node, source: str) -> str | None:
-    content = _content(node, source)
-    kinds = [str(part.get("content_type")) for part in _list(content) if isinstance(part, dict)]
-    has_words = "audio_transcription" in kinds
-    for kind in kinds:
-        if kind in MEDIA and not (has_words and kind in SOUND):
-            return MEDIA_REASON
-        if kind not in MEDIA and kind != "audio_transcription":
-            return f"content parts of type '{kind[:40]}' are not read"
-    kind = str(content.get("content_type"))
-    if content and kind not in TEXTS and kind not in ("thoughts", "reasoning_recap"):
-        return f"content of type '{kind[:40]}' is not read"
-    return None
-
-
-def _content(node: Node, source: str) -> dict[str, Any]:
-    message = node["message"]
-    if message is None:
-        return {}
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, dict):
-        raise TreepackError(f"{source}: a message has the content {shown(content)}; expected content_type and parts")
-    return content
-
-
-def _list(content: dict[str, Any]) -> list[Any]:
-    parts = content.get("parts")
-    return parts if isinstance(parts, list) else []
-
-
-def _parts(content: dict[str, Any]) -> str:
-    """Return the text of `parts`; a transcription is text too."""
-    texts = [part.get("text") if isinstance(part, dict) else part for part in _list(content)]
-    return "\n".join(text for text in texts if isinstance(text, str) and text)
-
-
-def _quote(content: dict[str, Any]) -> str:
-    heads = [content.get("title"), content.get("url"), content.get("text")]
-    return "\n".join(text for text in heads if isinstance(text, str) and text)
-
-
-def _instructions(content: dict[str, Any]) -> str:
-    texts = [content.get("user_profile"), content.get("user_instructions")]
-    return "\n\n".join(text for text in texts if isinstance(text, str) and text)
-
-
-# The text of each type of content.
-TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "text": _parts,
-    "multimodal_text": _parts,
-    "code": lambda content: str(content.get("text") or ""),
-    "execution_output": lambda content: str(content.get("text") or ""),
-    "system_error": lambda content: str(content.get("text") or ""),
-    "tether_browsing_display": lambda content: str(content.get("result") or ""),
-    "tether_quote": _quote,
-    "sonic_webpage": _quote,
-    "user_editable_context": _instructions,
-    "model_editable_context": lambda content: str(content.get("model_set_context") or ""),
-}
-CONTEXTS = frozenset({"user_editable_context", "model_editable_context"})
+def _metadata(message: Message, source: str) -> dict[str, Any]:
+    metadata = message.get("metadata") or {}
+    details = metadata.get("finish_details") if isinstance(metadata, dict) else metadata
+    if not isinstance(details, dict | None):
+        raise TreepackError(f"{source}: a message has the metadata {shown(metadata)}; expected an object")
+    return dict(metadata)
 
 
 def _role(node: Node, source: str) -> str:
@@ -225,18 +180,12 @@ def _role(node: Node, source: str) -> str:
     return str(role)
 
 
-def _text(node: Node, source: str) -> str:
-    content = _content(node, source)
-    kind = str(content.get("content_type"))
-    return TEXTS[kind](content) if kind in TEXTS else ""
-
-
 def _is_answer(node: Node, source: str) -> bool:
     """Return whether a node is a text or a call of the model."""
     if node["message"] is None or _role(node, source) != "assistant":
         return False
-    is_context = str(_content(node, source).get("content_type")) in CONTEXTS
-    return not is_context and node["message"].get("channel") != "analysis" and bool(_text(node, source))
+    is_context = str(content_of(node, source).get("content_type")) in CONTEXTS
+    return not is_context and node["message"].get("channel") != "analysis" and bool(text_of(node, source))
 
 
 def _up_to_answer(path: list[Node], source: str) -> list[Node]:
@@ -250,14 +199,14 @@ def _turns(path: list[Node], source: str) -> _Turns:
         message = node["message"]
         if message is None:
             continue
-        role, kind, text = _role(node, source), str(_content(node, source).get("content_type")), _text(node, source)
-        metadata = message.get("metadata") if isinstance(message.get("metadata"), dict) else {}
+        role, kind, text = _role(node, source), str(content_of(node, source).get("content_type")), text_of(node, source)
+        metadata = _metadata(message, source)
         if metadata.get("attachments"):
             turns.notes[FILES_NOTE] = None
         if kind == "reasoning_recap":
             turns.notes[RECAP_NOTE] = None
         elif kind == "thoughts" or (role == "assistant" and message.get("channel") == "analysis"):
-            turns.thoughts += _thoughts(_content(node, source), source) if kind == "thoughts" else [text]
+            turns.thoughts += _thoughts(content_of(node, source), source) if kind == "thoughts" else [text]
         elif kind in CONTEXTS or role == "system":
             _add_system(turns, text)
         elif role == "assistant":
@@ -269,9 +218,15 @@ def _turns(path: list[Node], source: str) -> _Turns:
 
 def _thoughts(content: dict[str, Any], source: str) -> Iterator[str]:
     """Yield the texts of thoughts; a thought without text has a summary only."""
+    if content.get("content") is not None:
+        raise TreepackError(
+            f"{source}: a message has thoughts and content {shown(content['content'])}; expected thoughts"
+        )
     for thought in as_objects(content.get("thoughts"), source=source, name="thoughts"):
         texts = (thought.get("content"), thought.get("summary"))
-        if text := next((each for each in texts if isinstance(each, str) and each), None):
+        if not all(isinstance(each, str | None) for each in texts):
+            raise TreepackError(f"{source}: a message has the thought {shown(thought)}; expected text")
+        if text := next(filter(None, texts), None):
             yield text
 
 
@@ -288,10 +243,11 @@ def _add_system(turns: _Turns, text: str) -> None:
 
 def _add_answer(turns: _Turns, message: Message, text: str, metadata: dict[str, Any]) -> None:
     if not text:
+        turns.notes[EMPTY_NOTE if message.get("recipient") in (None, ALL) else EMPTY_CALL_NOTE] = None
         return
     answer: Message = {"role": "assistant", "content": text}
     details = metadata.get("finish_details")
-    reason = details.get("type") if isinstance(details, dict) else None
+    reason = details.get("type") if details else None
     if message.get("status") in CUT:
         reason = "interrupted"
     if message.get("weight") is not None:
@@ -300,7 +256,7 @@ def _add_answer(turns: _Turns, message: Message, text: str, metadata: dict[str, 
         answer["reasoning_content"] = "\n\n".join(turns.thoughts)
         turns.thoughts = []
     recipient = message.get("recipient")
-    if isinstance(recipient, str) and recipient != ALL:
+    if recipient not in (None, ALL):
         turns.num_calls += 1
         kind = message["content"].get("content_type")
         # Ids of nine letters and digits, because the export has none.
@@ -353,7 +309,15 @@ FORMAT = Format(
     program="ChatGPT (export of conversations)",
     recognised_by="`mapping`, an object of nodes with `message` and `children`, and `current_node` or `title`",
     requires=[{"mapping": NODES, ("current_node", "title"): ANY}],
-    used="mapping current_node conversation_id id title".split(),
+    used="""
+        current_node conversation_id id title mapping.*.id mapping.*.parent mapping.*.children mapping.*.message=message
+        message.author.role message.author.name message.status message.weight message.recipient message.channel
+        message.metadata.model_slug message.metadata.finish_details.type message.metadata.attachments
+        message.content.content_type message.content.parts message.content.parts.content_type message.content.parts.text
+        message.content.text message.content.thoughts.content message.content.thoughts.summary message.content.result
+        message.content.title message.content.url message.content.user_profile message.content.user_instructions
+        message.content.model_set_context
+    """.split(),
     dropped=(
         "mapping.message.metadata except model_slug and finish_details (display, citations, searches)",
         "images and other content that is not text (a path ends before it)",

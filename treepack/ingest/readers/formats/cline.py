@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from treepack.errors import TreepackError
 from treepack.ingest.readers.beside import folder_and_document
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
-from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
@@ -36,6 +37,7 @@ PROGRAM_NOTE = "turn that the program wrote not trained"
 SUMMARY_NOTE = "summary of the history not trained"
 REASONING_NOTE = "encrypted reasoning not used"
 NO_CALL = "task without a turn of the model"
+EMPTY_NOTE = "turn without text or calls not trained"
 SHOWN = "messages as the program showed them, which its api_conversation_history.json contains"
 # The program adds this to a text that it stopped.
 INTERRUPTED = re.compile(r"\[Response interrupted by [^\]]*\]\s*$")
@@ -122,10 +124,11 @@ def _read_task(
         if message.get("type") == "reasoning":
             task.notes[REASONING_NOTE] = None
             continue
+        _check_marks(task, message, record.source)
         if message.get("isSummary") or message.get("isTruncationMarker"):
             task.prompt = _without_replaced(task.prompt, message)
             reason = skip_reason([chat for _, chat in task.prompt])
-        chat = _chat(message)
+        chat = _chat(message, record.source)
         reason = reason or skip_reason([chat])
         if message.get("role") == "assistant":
             _add_call(task, message, chat, reason)
@@ -133,7 +136,7 @@ def _read_task(
     name = ", ".join(task.models) or None
     record = replace(record, value=record.value | {"model": name})
     if not task.calls:
-        yield Skipped(record.source, next(iter(task.notes), NO_CALL))
+        yield Skipped(record.source, "; ".join(task.notes) or NO_CALL)
         return
     notes = (TOOLS_NOTE if system else CONTEXT_NOTE, *task.notes)
     yield from with_notes(read_chats(record, task.calls, options), notes)
@@ -149,11 +152,29 @@ def _add_call(task: _Task, message: Message, chat: Message, reason: str | None) 
         task.notes[PROGRAM_NOTE] = None
     elif reason is not None:
         task.notes[f"call not used: {reason}"] = None
-    elif chat.get("content"):
+    elif not chat.get("content"):
+        task.notes[EMPTY_NOTE] = None
+    else:
         task.calls.append(ChatCall([each for _, each in task.prompt], [chat]))
         model = message.get("modelInfo")
         name = (model.get("modelId") or model.get("id")) if isinstance(model, dict) else None
         task.models |= {name: None} if isinstance(name, str) else {}
+
+
+def _check_marks(task: _Task, message: Message, source: str) -> None:
+    """Refuse names of a summary or truncation of another form; note a mark without a name, and a name without a mark.
+
+    Raises:
+        TreepackError: a name is no text.
+    """
+    for mark, kind in (("isSummary", "condense"), ("isTruncationMarker", "truncation")):
+        for name in (f"{kind}Id", f"{kind}Parent"):
+            if not isinstance(message.get(name), str | None):
+                raise TreepackError(f"{source}: a message has the {name} {shown(message[name])}; expected text")
+        is_marked, is_named = bool(message.get(mark)), bool(message.get(f"{kind}Id"))
+        if is_marked != is_named:
+            there, missing = (mark, f"{kind}Id") if is_marked else (f"{kind}Id", mark)
+            task.notes[f"{there} without {missing}, so no message is replaced"] = None
 
 
 def _without_replaced(prompt: list[tuple[Message, Message]], marker: Message) -> list[tuple[Message, Message]]:
@@ -190,12 +211,14 @@ def _texts(content: Any) -> list[str]:
     return [str(block.get("text")) for block in _blocks({"content": content}) if block.get("type") == "text"]
 
 
-def _chat(message: Message) -> Message:
+def _chat(message: Message, source: str) -> Message:
     """Return `message` without the fields of the program, with its reasoning and files in known forms."""
     chat = {name: message[name] for name in KEPT if message.get(name) is not None}
-    details = message.get("reasoning_details")
-    if "reasoning_content" not in chat and is_messages(details):
-        texts = [detail["text"] for detail in details if isinstance(detail.get("text"), str)]
+    details = as_objects(message.get("reasoning_details"), source=source, name="reasoning_details")
+    if "reasoning_content" not in chat:
+        texts = [detail["text"] for detail in details if detail.get("text") is not None]
+        if not all(isinstance(text, str) for text in texts):
+            raise TreepackError(f"{source}: reasoning_details is {shown(details)}; expected objects with text")
         chat |= {"reasoning_content": "".join(texts)} if texts else {}
     if isinstance(message.get("content"), list):
         chat["content"] = [_block(block) if isinstance(block, dict) else block for block in message["content"]]
@@ -230,9 +253,10 @@ FORMAT = Format(
     requires=recognise,
     checked="first",
     used="""
-        role content reasoning_content finish_reason reasoning_details modelInfo isSummary condenseId condenseParent
-        truncationId truncationParent isTruncationMarker type sessionId agent system_prompt messages.role
-        messages.content messages.modelInfo
+        role reasoning_content finish_reason reasoning_details.text modelInfo.modelId modelInfo.id isSummary condenseId
+        condenseParent truncationId truncationParent isTruncationMarker type sessionId agent system_prompt messages=.
+        content.type content.text content.thinking content.path content.id content.name content.input
+        content.tool_use_id content.content content.is_error
     """.split(),
     dropped=(
         "summary, encrypted_content, text of an entry of type reasoning",

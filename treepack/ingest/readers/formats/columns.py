@@ -20,12 +20,20 @@ from treepack.ingest.readers import aliases
 from treepack.ingest.readers.columns import has_content, records_of
 from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, TOKEN_IDS, Format
-from treepack.ingest.readers.formats import alpaca, chat, sharegpt, tokens, trl_labels, trl_preference
+from treepack.ingest.readers.formats import alpaca, chat, ms_swift, sharegpt, tokens, trl_labels, trl_preference
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped, Trajectory
 
 # The formats of new records, in the order of the registry.
-TARGETS = (alpaca.FORMAT, sharegpt.FORMAT, trl_preference.FORMAT, trl_labels.FORMAT, tokens.FORMAT, chat.FORMAT)
+TARGETS = (
+    alpaca.FORMAT,
+    sharegpt.FORMAT,
+    ms_swift.FORMAT,
+    trl_preference.FORMAT,
+    trl_labels.FORMAT,
+    tokens.FORMAT,
+    chat.FORMAT,
+)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:

@@ -21,13 +21,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
-from treepack.ingest.readers.fields import ReadOptions, as_objects
+from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
 from treepack.ingest.readers.format import ANY, LIST, MASKS, OBJECTS, TEXT, Format, first, one_of, some
-from treepack.ingest.readers.gemini_contents import assistant_message, messages_of_content, parts_of, user_messages
+from treepack.ingest.readers.gemini_parts import (
+    CONTENT,
+    EMPTY_NOTE,
+    assistant_message,
+    messages_of_content,
+    parts_or_text,
+    user_messages,
+)
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import with_notes
+from treepack.ingest.readers.unread import is_empty
 from treepack.trajectory import Skipped, Trajectory
 
 CONTEXT_NOTE = "system prompt and tools are not in sessions of Gemini CLI"
@@ -93,7 +102,7 @@ def _of_calls(
     if calls:
         yield from with_notes(read_chats(record, calls, options), (CONTEXT_NOTE, *notes))
     else:
-        yield Skipped(record.source, next(iter(notes), NO_CALL))
+        yield Skipped(record.source, "; ".join(notes) or NO_CALL)
 
 
 def _of_contents(record: Record, contents: list[Message], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -105,8 +114,10 @@ def _of_contents(record: Record, contents: list[Message], options: ReadOptions) 
     for number, content in enumerate(contents, 1):
         added = messages_of_content(content, where=f"{record.source}: content {number}")
         reason = reason or skip_reason(added)
-        if content.get("role") == "model" and added:
-            if reason is None:
+        if content.get("role") == "model":
+            if not added:
+                notes[EMPTY_NOTE] = None
+            elif reason is None:
                 calls.append(ChatCall(list(messages), added))
             else:
                 notes[f"call not used: {reason}"] = None
@@ -124,8 +135,10 @@ def _apply(session: _Session, row: Record) -> None:
         place = names.index(value["$rewindTo"]) if value["$rewindTo"] in names else 0
         session.history = {name: session.history[name] for name in names[:place]}
         return
-    if isinstance(value.get("$set"), dict):
+    if "$set" in value:
         changed = value["$set"]
+        if not isinstance(changed, dict):
+            raise TreepackError(f"{row.source}: $set is {shown(changed)}; expected an object")
         if changed.get("messages") is not None:
             _flush(session)
             session.history = {}
@@ -151,10 +164,15 @@ def _flush(session: _Session) -> None:
     reason: str | None = None
     for name, message in session.history.items():
         where = f"{session.source}: message {name}"
-        answer = _answer(session, message, where) if str(message.get("type")) in MODEL else None
+        kind = message.get("type")
+        if not isinstance(kind, str):
+            raise TreepackError(f"{where} has the type {shown(kind)}; expected text, such as user or gemini")
+        answer = _answer(session, message, where) if kind in MODEL else None
         added = [answer, *_results(session, message, where)] if answer else []
-        if message.get("type") == "user":
-            added = list(user_messages(parts_of(message.get("content"), where=where)))
+        if kind == "user":
+            added = list(user_messages(parts_or_text(message.get("content"), where=where), where=where))
+        elif kind not in MODEL:
+            session.notes[f"message of type '{kind[:40]}' not used"] = None
         if answer is not None and name not in session.trained:
             session.trained.add(name)
             before = reason or skip_reason([answer])
@@ -168,36 +186,53 @@ def _flush(session: _Session) -> None:
 
 
 def _answer(session: _Session, message: Message, where: str) -> Message | None:
-    said = message.get("content") if message.get("content") is not None else message.get("parts")
-    answer = assistant_message(parts_of(said, where=where)) or {"role": "assistant", "content": []}
-    calls = as_objects(message.get("toolCalls"), source=where, name="toolCalls")
+    # Content may be text, but parts are a list.
+    said, listed = parts_or_text(message.get("content"), where=where), _objects(message.get("parts"), where, "parts")
+    is_said = not is_empty(message.get("content"))
+    if is_said and listed and said != listed:
+        raise TreepackError(f"{where} has content and parts, which differ; remove one of them")
+    parts = said if is_said else listed
+    answer = assistant_message(parts, where=where) or {"role": "assistant", "content": ""}
+    calls = _objects(message.get("toolCalls"), where, "toolCalls")
     if calls:
         own = [{"id": call.get("id"), "name": call.get("name"), "arguments": call.get("args")} for call in calls]
         answer["tool_calls"] = [*answer.get("tool_calls", []), *own]
-    thoughts = [_thought(thought) for thought in as_objects(message.get("thoughts"), source=where, name="thoughts")]
+    thoughts = [_thought(thought, where) for thought in _objects(message.get("thoughts"), where, "thoughts")]
+    if "reasoning_content" in answer:
+        thoughts.append(answer["reasoning_content"])
     if not answer["content"] and "tool_calls" not in answer:
-        if thoughts:
-            session.notes[THOUGHTS_NOTE] = None
+        session.notes[THOUGHTS_NOTE if thoughts else EMPTY_NOTE] = None
         return None
     if any(thoughts):
         answer["reasoning_content"] = "\n\n".join(thought for thought in thoughts if thought)
     return answer
 
 
-def _thought(thought: dict[str, Any]) -> str:
-    """Return a thought as the API wrote it: the subject in bold, then the description."""
+def _objects(value: Any, where: str, name: str) -> list[dict[str, Any]]:
+    return as_objects(value, source=where, name=name)
+
+
+def _thought(thought: dict[str, Any], where: str) -> str:
+    """Return a thought as the API wrote it: the subject in bold, then the description.
+
+    Raises:
+        TreepackError: one of them is no text.
+    """
+    for name in ("subject", "description"):
+        if not isinstance(thought.get(name), str | None):
+            raise TreepackError(f"{where} has a thought with the {name} {shown(thought[name])}; expected text")
     subject, description = thought.get("subject"), thought.get("description")
-    return "\n\n".join(text for text in (f"**{subject}**" if subject else None, description) if isinstance(text, str))
+    return "\n\n".join(text for text in (f"**{subject}**" if subject else None, description) if text is not None)
 
 
 def _results(session: _Session, message: Message, where: str) -> Iterator[Message]:
     """Yield the results of the tools that a message called."""
-    for call in as_objects(message.get("toolCalls"), source=where, name="toolCalls"):
-        parts = parts_of(call.get("result"), where=where)
+    for call in _objects(message.get("toolCalls"), where, "toolCalls"):
+        parts = parts_or_text(call.get("result"), where=where)
         if not parts:
             session.notes[RESULT_NOTE] = None
             continue
-        results = list(user_messages(parts))
+        results = list(user_messages(parts, where=where))
         # A result of another form, such as text or an image, is that of the same call.
         for result in results:
             about = {"role": "tool", "tool_call_id": call.get("id"), "name": call.get("name")}
@@ -216,13 +251,12 @@ FORMAT = Format(
         {"role": one_of("user", "model"), "parts": OBJECTS},
     ],
     checked="first",
-    used="""
-        sessionId kind summary messages.id messages.type messages.content messages.parts messages.model
-        messages.thoughts.subject messages.thoughts.description messages.toolCalls.id messages.toolCalls.name
-        messages.toolCalls.args messages.toolCalls.result id type content parts model thoughts.subject
-        thoughts.description toolCalls.id toolCalls.name toolCalls.args toolCalls.result $rewindTo $set clientHistory
-        history role
-    """.split(),
+    used=(
+        *"sessionId kind summary $rewindTo id type model content=parts thoughts.subject thoughts.description".split(),
+        *"toolCalls.id toolCalls.name toolCalls.args toolCalls.result=parts".split(),
+        *CONTENT,
+        *"messages=. $set=. history.role history.parts=parts clientHistory.role clientHistory.parts=parts".split(),
+    ),
     dropped=(
         "messages of type info, warning and error (shown to the user only)",
         "resultDisplay, displayContent (what the program showed)",

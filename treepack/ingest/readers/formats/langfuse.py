@@ -16,6 +16,7 @@ read, the whole trace is skipped.
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -27,11 +28,14 @@ from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.ingest.readers.format import REWARDS, TEXT, Fields, Format, Kind, first, some
+from treepack.ingest.readers.langfuse_fields import ALSO, FINISHED, METADATA, SCHEMAS, USED, view
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.span_calls import INSTRUCTIONS, messages_of_parts
 from treepack.ingest.readers.spans import get, parsed, tree
-from treepack.ingest.readers.trajectories import with_notes
+from treepack.ingest.readers.times import start_of
+from treepack.ingest.readers.trajectories import with_notes, without
+from treepack.ingest.readers.unread import not_used, unread
 from treepack.trajectory import Skipped, Trajectory
 
 NO_CALL_NOTE = "observation without an LLM call"
@@ -41,9 +45,7 @@ NO_CONTENT_NOTE = "LLM call whose input or output was not captured"
 NO_OBSERVATIONS_NOTE = "trace without its observations; export the observations, too"
 DAMAGED_NOTE = "trace with an observation that cannot be read"
 CORRECTIONS_NOTE = "corrections of outputs not used"
-# Where integrations put the reason why a response ends, and the schemas of tools, among the attributes of their spans.
-FINISHED = ("ai.response.finishReason", "llm.finish_reason", "gen_ai.response.finish_reasons")
-SCHEMAS = ("gen_ai.tool.definitions", "ai.prompt.tools", "llm.tools")
+OTHER_TOOLS_NOTE = "tool definitions beside other tools of the input not used"
 TYPES = frozenset("GENERATION SPAN EVENT AGENT TOOL CHAIN RETRIEVER EVALUATOR EMBEDDING GUARDRAIL".split())
 
 
@@ -70,7 +72,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     for record in records:
         for name, item in _items(record):
             trace = traces.setdefault(name, _Trace(replace(record, value={})))
-            if "traceId" in item or "trace_id" in item:
+            if _is_observation(item):
                 skipped = _add_observation(trace, item, record.source)
                 if skipped is not None:
                     yield skipped
@@ -91,15 +93,31 @@ def _items(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
     if not is_messages(items):
         raise TreepackError(f"{record.source}: data is {shown(items)}; expected a list of traces or observations")
     for item in items:
-        if isinstance(item.get("trace"), dict):
-            item = item["trace"] | {"observations": item.get("observations")}
-        if "traceId" in item or "trace_id" in item:
-            yield str(item.get("traceId") or item.get("trace_id")), item
+        if isinstance(trace := item.get("trace"), dict):
+            if twice := [name for name in item if item[name] and trace.get(name) and trace[name] != item[name]]:
+                raise TreepackError(f"{record.source}: {twice[0]} is in the trace and beside it; expected one of them")
+            item = without(item, ("trace",)) | {name: each for name, each in trace.items() if each or name not in item}
+        if _is_observation(item):
+            yield _trace_id(item, record.source), item
             continue
         observations = _observations(item)
-        name = item.get("id") or next((each["traceId"] for each in observations if each.get("traceId")), record.label)
-        yield str(name), item
-        yield from ((str(name), {"traceId": name} | each) for each in observations)
+        inner = [_trace_id(each, record.source) for each in observations if "traceId" in each or "trace_id" in each]
+        name = str(item.get("id") or next(iter(inner), record.label))
+        if others := set(inner) - {name}:
+            raise TreepackError(f"{record.source}: trace {name} has an observation of trace {min(others)}; split them")
+        yield name, item
+        yield from ((name, {"traceId": name} | without(each, ("observations",))) for each in observations)
+
+
+def _is_observation(item: dict[str, Any]) -> bool:
+    return ("traceId" in item or "trace_id" in item) and not isinstance(item.get("observations"), list)
+
+
+def _trace_id(observation: dict[str, Any], source: str) -> str:
+    name = _either(observation, "traceId", "trace_id")
+    if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
+        raise TreepackError(f"{source}: an observation has the traceId {shown(name)}; expected the id of a trace")
+    return str(name)
 
 
 def _is_list(value: Any) -> bool:
@@ -119,6 +137,10 @@ def _add_observation(trace: _Trace, value: dict[str, Any], source: str) -> Skipp
         _add_scores(trace, value.get("scores"), source)
     except TreepackError as error:
         trace.fault = trace.fault or str(error)
+    # Texts are searched in the trajectories by those who call the reader.
+    metadata = parsed(value.get("metadata"))
+    unused = unread(metadata, METADATA, "metadata.") if isinstance(metadata, dict) else ()
+    trace.notes |= dict.fromkeys(not_used(path) for path, text, _ in unused if text is None)
     if str(value.get("type")).upper() != "GENERATION":
         return Skipped(source, NO_CALL_NOTE, is_rollout=False)
     if str(value.get("level")).upper() == "ERROR":
@@ -140,7 +162,12 @@ def _add_facts(trace: _Trace, value: dict[str, Any], source: str) -> None:
         "user": _either(value, "userId", "user_id"),
         "metadata": metadata if isinstance(metadata, dict) else None,
     }
-    trace.value |= {name: each for name, each in facts.items() if each}
+    if metadata and not isinstance(metadata, dict):
+        trace.notes[not_used("metadata")] = None
+    known = {name: each for name, each in facts.items() if each}
+    changed = (name for name, each in known.items() if trace.value.get(name, each) != each)
+    trace.notes |= dict.fromkeys(f"{name} of the trace differs between records, the last one used" for name in changed)
+    trace.value |= known
     if value.get("corrections"):
         trace.notes[CORRECTIONS_NOTE] = None
     try:
@@ -177,12 +204,12 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
             raise TreepackError(trace.fault)
         # Exports are in any order; a list is sorted by the time at which a call started.
         for source, value in sorted(
-            trace.generations, key=lambda item: str(_either(item[1], "startTime", "start_time"))
+            trace.generations, key=lambda item: str(start_of(item[1], "startTime", "start_time", source=item[0]))
         ):
             if str(value.get("id")) in around:
                 items.append(Skipped(source, AROUND_NOTE, is_rollout=False))
                 continue
-            found = _calls(value, source)
+            found = _calls(value, source, trace.notes)
             reason = skip_reason([message for call in found for message in (*call.prompt, *call.response)])
             if reason is not None:
                 items.append(Skipped(source, reason))
@@ -200,10 +227,6 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
     yield from items
 
 
-def _start(item: tuple[str, dict[str, Any]]) -> str:
-    return str(_either(item[1], "startTime", "start_time"))
-
-
 def _ancestors(trace: _Trace) -> set[str]:
     """Return the ids of all observations around a generation."""
     around: set[str] = set()
@@ -215,7 +238,7 @@ def _ancestors(trace: _Trace) -> set[str]:
     return around
 
 
-def _calls(value: dict[str, Any], source: str) -> list[ChatCall]:
+def _calls(value: dict[str, Any], source: str, notes: dict[str, None]) -> list[ChatCall]:
     where = f"{source}: observation {value.get('id')}"
     metadata = parsed(value.get("metadata"))
     metadata = metadata if isinstance(metadata, dict) else {}
@@ -236,8 +259,25 @@ def _calls(value: dict[str, Any], source: str) -> list[ChatCall]:
     temperature = prompt.temperature
     if isinstance(settings, dict) and isinstance(heat := settings.get("temperature"), int | float | str):
         temperature = _number(heat)
-    tools = prompt.tools or _defined(value) or _schemas(metadata, attributes)
+    defined = _defined(value)
+    if prompt.tools and defined and not _are_same(prompt.tools, defined):
+        notes[OTHER_TOOLS_NOTE] = None
+    tools = prompt.tools or defined or _schemas(metadata, attributes)
     return [ChatCall(prompt.messages, response, tools, temperature=temperature) for response in responses]
+
+
+def _are_same(tools: Any, defined: list[dict[str, Any]]) -> bool:
+    """Return whether the `tools` of a request are the `defined` ones, in the forms of most APIs."""
+    # {"type": "function", "function": {"name": "f"}} -> {"name": "f"}
+    plain = [each.get("function", each) for each in tools] if is_messages(tools) else []
+    return sorted(map(_as_text, plain)) == sorted(map(_as_text, defined))
+
+
+def _as_text(tool: Any) -> str:
+    fields = tool if isinstance(tool, dict) else {}
+    renamed = {"input_schema": "parameters", "inputSchema": "parameters"}
+    fields = {renamed.get(name, name): each for name, each in fields.items() if each is not None and name != "type"}
+    return json.dumps(fields, sort_keys=True, default=str)
 
 
 def _has_calls(message: dict[str, Any]) -> bool:
@@ -290,31 +330,6 @@ def _schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"parameters" if name == "inputSchema" else name: value for name, value in schema.items()}
 
 
-def _paths(prefixes: str, names: str) -> tuple[str, ...]:
-    # ("a. ", "x y") -> a.x a.y x y: the fields `names` below each prefix, and below none if the prefixes end with " "
-    listed = prefixes.split(" ")
-    return tuple(prefix + name for prefix in listed for name in names.split())
-
-
-# Fields without which nothing is lost. Input and output of a trace are those of its first and last call.
-TRACE_IGNORED = """
-    projectId name timestamp environment tags bookmarked release version public createdAt updatedAt htmlPath latency
-    totalCost input output project_id created_at updated_at
-"""
-OBSERVATION_IGNORED = """
-    projectId environment name statusMessage version createdAt updatedAt endTime internalModelId internalModel
-    completionStartTime promptId promptName promptVersion latency timeToFirstToken usageDetails costDetails
-    providedCostDetails inputCost outputCost totalCost inputUsage outputUsage totalUsage usagePricingTierId
-    usagePricingTierName toolCallNames usage unit promptTokens completionTokens totalTokens modelId inputPrice
-    outputPrice totalPrice calculatedInputCost calculatedOutputCost calculatedTotalCost bookmarked public tags release
-    traceName isRootObservation project_id status_message created_at updated_at end_time internal_model_id
-    completion_start_time prompt_id prompt_name prompt_version time_to_first_token usage_details cost_details
-    provided_usage_details provided_cost_details input_cost output_cost total_cost tool_call_names
-"""
-SCORE_IGNORED = """
-    id projectId environment source authorUserId comment configId queueId executionTraceId createdAt updatedAt timestamp
-    traceId sessionId datasetRunId observationId longStringValue stringValue metadata
-"""
 KIND = Kind("a type of observation", lambda value: isinstance(value, str) and value.upper() in TYPES)
 OBSERVATION: Fields = {"id": TEXT, ("traceId", "trace_id"): TEXT, "type": KIND}
 NAMES = Kind("a list of ids", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
@@ -326,22 +341,9 @@ FORMAT = Format(
     recognised_by="`observations` with `traceId` and `type`, or one of them, or `data` with traces or observations",
     requires=[FULL, OBSERVATION, TRACE, {"data": first(OBSERVATION, TRACE)}],
     checked="none",
-    used=(
-        *_paths("trace. ", "id sessionId userId metadata scores.name scores.value scores.dataType corrections"),
-        *_paths(
-            "observations. data. ",
-            "id traceId type parentObservationId startTime level input output model modelParameters toolDefinitions",
-        ),
-        *_paths("observations. data. ", "toolCalls metadata"),
-        *"trace_id parent_observation_id start_time model_parameters provided_model_name tool_definitions".split(),
-    ),
-    ignored=(
-        *_paths("trace. ", TRACE_IGNORED),
-        *_paths("observations. data. ", OBSERVATION_IGNORED),
-        *_paths("trace.scores. scores. observations.scores. data.scores.", SCORE_IGNORED),
-        "trace.observations",
-        "meta",
-    ),
+    used=USED,
+    also=ALSO,
+    view=view,
     dropped=(
         "input and output of a trace (its calls contain them)",
         "observations that are no generations (the calls contain the results of tools)",

@@ -18,6 +18,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers import endings
+from treepack.ingest.readers.api_paths import requests, responses
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.fields import ReadOptions, as_number, quoted, shown, temperature_of
@@ -25,6 +26,7 @@ from treepack.ingest.readers.format import ANY, FILLED, LINEAGE, REWARDS, TEXT, 
 from treepack.ingest.readers.messages import READ, is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.response_items import messages_of_items
+from treepack.ingest.readers.times import start_of
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
@@ -111,14 +113,28 @@ def _runs(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
     if not is_messages(runs):
         raise TreepackError(f"{record.source}: runs is {shown(runs)}; expected a list of runs")
     # Reversed, so that pop() gives the runs in the order of the record.
-    stack = [(run, str(run.get("trace_id") or run.get("id") or record.label)) for run in reversed(runs)]
+    stack = [(run, _trace_of(run, record)) for run in reversed(runs)]
     while stack:
         run, trace = stack.pop()
         yield trace, run
         children = run.get("child_runs") or []
         if not is_messages(children):
             raise TreepackError(f"{record.source}: child_runs is {shown(children)}; expected a list of runs")
-        stack += [(child, str(child.get("trace_id") or trace)) for child in reversed(children)]
+        stack += [(child, _trace_of(child, record) if child.get("trace_id") else trace) for child in reversed(children)]
+
+
+def _trace_of(run: dict[str, Any], record: Record) -> str:
+    """Return the trace of a run; a root without one is its own trace.
+
+    Raises:
+        TreepackError: the trace is neither text nor a number, or a run with a parent has none.
+    """
+    name = run.get("trace_id") or (run.get("id") if run.get("parent_run_id") is None else None)
+    if isinstance(name, bool) or not isinstance(name, str | int | None):
+        raise TreepackError(f"{record.source}: trace_id is {shown(name)}; expected the id of a trace")
+    if name is None and run.get("parent_run_id") is not None:
+        raise TreepackError(f"{record.source}: the run has a parent and no trace_id; expected the id of its trace")
+    return record.label if name is None else str(name)
 
 
 def _scores(run: dict[str, Any], source: str) -> dict[str, Any]:
@@ -140,7 +156,7 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
     outer = ""
     # Exports are in any order; dotted_order sorts by time, a parent before its children.
     for source, run in sorted(
-        trace.runs, key=lambda item: str(item[1].get("dotted_order") or item[1].get("start_time"))
+        trace.runs, key=lambda item: str(start_of(item[1], "dotted_order", "start_time", source=item[0]))
     ):
         order = str(run.get("dotted_order") or "")
         # dotted_order "..Zr...Za.." starts with the order of the parent: "Zr.Za" is inside "Zr".
@@ -188,11 +204,16 @@ def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
         return
     # [m, m] is one prompt, and [[m, m], [m]] are two.
     prompts = messages if all(isinstance(each, list) for each in messages) else [messages]
-    for prompt, responses in zip(prompts, _responses(outputs, source), strict=False):
+    answers = _responses(outputs, source)
+    if len(answers) != len(prompts):
+        raise TreepackError(
+            f"{source}: has {len(prompts)} prompts and responses to {len(answers)}; expected responses to each prompt"
+        )
+    for prompt, said_to_it in zip(prompts, answers, strict=True):
         prompt_messages = [each for message in prompt for each in chat_messages(message, source)]
         if isinstance(inputs.get("system"), str):
             prompt_messages.insert(0, {"role": "system", "content": inputs["system"]})
-        for response, ending in responses:
+        for response, ending in said_to_it:
             said = chat_messages(response, source)
             response_messages = [each | {"role": "assistant"} for each in said]
             yield ChatCall(prompt_messages, response_messages, tools, None, temperature, ending or _ending(response))
@@ -307,6 +328,11 @@ def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+ALSO = (
+    *"parent_run_id start_time! error extra.invocation_params.functions".split(),
+    *requests("inputs"),
+    *responses("outputs"),
+)
 RUN: Fields = {"run_type": TEXT, ("inputs", "dotted_order"): ANY}
 FORMAT = Format(
     name="langsmith",
@@ -319,6 +345,7 @@ FORMAT = Format(
         extra.metadata.ls_model_name extra.metadata.ls_temperature reference_example_id child_runs inputs.tools
         feedback_stats.*.avg
     """.split(),
+    also=("runs=.", "child_runs=.", *ALSO),
     dropped=(
         "chains, tools, retrievers and parsers",
         "session_id (a project)",

@@ -20,15 +20,18 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.api_forms import prompt_of, responses_of
+from treepack.ingest.readers.api_paths import requests, responses
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
-from treepack.ingest.readers.fields import ReadOptions, temperature_of
+from treepack.ingest.readers.fields import ReadOptions, shown, temperature_of
 from treepack.ingest.readers.format import ANY, LOGPROBS, TEXT, TOKEN_IDS, Format
 from treepack.ingest.readers.formats.openai_chat import LOGPROBS_NOTE, SOME_NOTE, token_call
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.spans import parsed
+from treepack.ingest.readers.times import start_of
 from treepack.ingest.readers.trajectories import with_notes, without
+from treepack.ingest.readers.unread import is_empty, not_used
 from treepack.trajectory import Skipped, Trajectory
 
 FAILED_NOTE = "LLM call that failed"
@@ -60,7 +63,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         if (reason := _no_call(value)) is not None:
             yield Skipped(record.source, reason, is_rollout=not reason.startswith("record of"))
             continue
-        name = _name(value)
+        name = _name(value, record.source)
         session = _Session(replace(record, value={})) if name is None else sessions.get(name)
         if session is None:
             assert name is not None
@@ -84,12 +87,14 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             yield from _rollout(session, {"rollout_id": name}, calls, options)
 
 
-def _name(value: dict[str, Any]) -> str | None:
+def _name(value: dict[str, Any], source: str) -> str | None:
     """Return the session of a call, or the trace that it shares with retries and other calls; None without one."""
     metadata = parsed(value.get("metadata"))
     holders = (value, metadata if isinstance(metadata, dict) else {})
     names = ("session_id", "litellm_session_id", "trace_id")
-    name = next((holder[each] for each in names for holder in holders if holder.get(each)), None)
+    field, name = next(((each, holder[each]) for each in names for holder in holders if holder.get(each)), ("", None))
+    if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
+        raise TreepackError(f"{source}: {field} is {shown(name)}; expected the id of a session")
     return None if name is None or name == value.get("id") else str(name)
 
 
@@ -138,16 +143,29 @@ def _add(session: _Session, record: Record) -> str | None:
     reason = skip_reason([message for call in calls for message in (*call.prompt, *call.response)])
     if reason is not None:
         return reason
-    session.calls.append((str(value.get("startTime") or ""), _with_ids(session, calls, parsed(value["response"]))))
+    start = start_of(value, "startTime", source=source)
+    session.calls.append((str(start or ""), _with_ids(session, calls, parsed(value["response"]))))
     if isinstance(model := value.get("model"), str):
         session.models[model] = None
     metadata = parsed(value.get("metadata"))
     if isinstance(metadata, dict):
         kept = {name: each for name, each in metadata.items() if each not in (None, [], {})}
-        session.value["metadata"] = session.value.get("metadata", {}) | without(kept, COPIES)
+        session.notes |= dict.fromkeys(not_used(f"metadata.{name}") for name in kept if name in COPIES - {"status"})
+        before = session.value.get("metadata", {})
+        _note_changes(session, before, kept, "metadata.")
+        session.value["metadata"] = before | without(kept, COPIES)
     # Fields that the payload does not have by itself, such as a reward, become facts of the rollout or notes.
-    session.value |= without(value, KNOWN)
+    session.notes |= dict.fromkeys(not_used(name) for name in value if name in OWN and not is_empty(value[name]))
+    rest = without(value, KNOWN | OWN)
+    _note_changes(session, session.value, rest, "")
+    session.value |= rest
     return None
+
+
+def _note_changes(session: _Session, before: dict[str, Any], after: dict[str, Any], prefix: str) -> None:
+    """Note fields of a call that have other values in the calls of its session before it."""
+    names = (name for name, each in after.items() if name in before and before[name] != each)
+    session.notes |= dict.fromkeys(f"field '{prefix}{name}' differs between calls, the last one used" for name in names)
 
 
 def _with_ids(session: _Session, calls: list[ChatCall], response: Any) -> list[tuple[ChatCall, TokenCall | None]]:
@@ -178,28 +196,44 @@ def _rollout(
     notes = tuple(session.notes) + ((SOME_NOTE,) if 0 < len(tokens) < len(calls) else ())
     try:
         if len(tokens) == len(calls):
-            items = list(read_calls(record, tokens, options))
+            found = read_calls(record, tokens, options)
         else:
-            items = list(with_notes(read_chats(record, [chat for chat, _ in calls], options), notes))
+            found = read_chats(record, [chat for chat, _ in calls], options)
+        items = list(with_notes(found, notes))
     except TreepackError as error:
         items = [Skipped(session.record.source, DAMAGED_RECORD, detail=str(error))]
     yield from items
 
 
-# Metadata of the proxy about keys, teams, budgets and costs is not kept apart from the user's own.
-IGNORED = """
-    request_id stream response_cost cost_breakdown response_cost_failure_debug_info status_fields
+USED = """
+    id request_id call_type status messages response model_parameters.temperature model_parameters.tools model metadata
+    startTime! trace_id session_id cache_hit proxy_server_request error_str
+""".split()
+KNOWN = frozenset(
+    "id request_id call_type status messages response model_parameters model metadata startTime trace_id "
+    "session_id cache_hit proxy_server_request error_str".split()
+)
+# Metadata of the proxy about keys, teams, budgets and costs.
+OWN = frozenset(
+    """
+    stream response_cost cost_breakdown response_cost_failure_debug_info status_fields
     custom_llm_provider total_tokens prompt_tokens completion_tokens endTime completionStartTime response_time
     model_map_information model_id model_group api_base cache_key saved_cache_cost end_user requester_ip_address
     user_agent error_information hidden_params guardrail_information standard_built_in_tools_params spend api_key user
     request_tags team_id agent_id organization_id mcp_namespaced_tool_name
 """.split()
-USED = """
-    id call_type status messages response model_parameters model metadata startTime trace_id session_id cache_hit
-    proxy_server_request
-    error_str
-""".split()
-KNOWN = frozenset((*IGNORED, *USED))
+)
+TOKENS = [
+    "response.prompt_token_ids",
+    *(
+        f"response.choices.{name}"
+        for name in (
+            "token_ids prompt_token_ids logprobs.content.token logprobs.content.logprob "
+            "provider_specific_fields.token_ids provider_specific_fields.prompt_token_ids message.prompt_token_ids "
+            "message.generation_token_ids message.generation_log_probs"
+        ).split()
+    ),
+]
 FORMAT = Format(
     name="litellm",
     program="LiteLLM (standard logging payloads, spend logs)",
@@ -213,7 +247,14 @@ FORMAT = Format(
         }
     ],
     used=USED,
-    ignored=IGNORED,
+    also=(
+        "*",  # fields of other names describe the rollout
+        *("metadata{}", "metadata.*", "litellm_session_id", "model_parameters{}", "model_parameters.functions"),
+        *requests("messages"),
+        *requests("proxy_server_request"),
+        *responses("response"),
+        *TOKENS,
+    ),
     keeps={TOKEN_IDS, LOGPROBS},
     dropped=("embeddings, images, speech and other calls (skipped)", "usage, costs, keys and guardrails"),
     read_file=read_file,

@@ -106,7 +106,7 @@ def _read(sample: _Sample, options: ReadOptions) -> Iterator[Trajectory | Skippe
     if not rollouts:
         yield Skipped(source, NO_RESPONSE_NOTE)
     for number, (request, text) in enumerate(rollouts):
-        value, notes = _description(sample, request, is_only=len(rollouts) == 1)
+        value, notes = _description(sample, request, options, is_only=len(rollouts) == 1)
         if len(rollouts) > 1:
             value["rollout_id"] = f"{sample.record.label}/response-{number + 1}"
         yield from _rollout(replace(sample.record, value=value), request, text, notes, options)
@@ -165,7 +165,9 @@ def _messages(prompt: Any) -> list[dict[str, Any]] | None:
     return prompt if is_messages(prompt) else None
 
 
-def _description(sample: _Sample, request: _Request, *, is_only: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _description(
+    sample: _Sample, request: _Request, options: ReadOptions, *, is_only: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the facts of a rollout under the names that all formats share, and notes on the others."""
     every = {name for metrics in sample.metrics.values() for name in metrics}
     value = without(sample.record.value, NOT_KEPT | every) | {"temperature": temperature_of(request.settings)}
@@ -175,7 +177,10 @@ def _description(sample: _Sample, request: _Request, *, is_only: bool) -> tuple[
         return value, (SEVERAL_NOTE,)
     numbers = _numbers(sample)
     has_others = any(len(_metric_numbers(metrics)) < len(metrics) for metrics in sample.metrics.values())
-    return value | {"reward": numbers}, (NO_NUMBER_NOTE,) if has_others else ()
+    # One of several metrics is the reward.
+    others = [name for name in numbers if name != options.reward_key] if isinstance(numbers, dict) else []
+    notes = (*([NO_NUMBER_NOTE] if has_others else []), *(f"metric '{name}' not used" for name in others))
+    return value | {"reward": numbers}, notes
 
 
 def _numbers(sample: _Sample) -> float | dict[str, float] | None:
@@ -193,14 +198,20 @@ def _metric_numbers(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: float(metric) for name, metric in metrics.items() if isinstance(metric, int | float | np.number)}
 
 
+def _view(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that describe no rollout: the names of metrics are data, and all others become metadata."""
+    return {name: each for name, each in value.items() if name in NOT_KEPT and name != "metrics"}
+
+
 ARGUMENTS = Kind("an object or a list", lambda value: isinstance(value, dict | list))
 FORMAT = Format(
     name="lm-eval",
     program="lm-evaluation-harness (samples_TASK.jsonl; after its source)",
     recognised_by="`doc_id`, `arguments`, `resps` and `filtered_resps`",
     requires=[{"doc_id": ANY, "arguments": ARGUMENTS, "resps": LIST, "filtered_resps": ANY}],
-    used="doc_id target arguments resps filter metrics exact_match acc".split(),
-    ignored="doc doc_hash prompt_hash target_hash filtered_resps".split(),
+    used="doc_id target arguments resps filter metrics".split(),
+    also=("arguments.*.arg_0", "arguments.*.arg_1.temperature", "arguments.temperature"),
+    view=_view,
     dropped=(
         "doc (the row of the task's data set)",
         "filtered_resps (a part of resps)",

@@ -18,7 +18,20 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers import endings
 from treepack.ingest.readers.fields import ReadOptions, shown
-from treepack.ingest.readers.format import ANY, FILLED, FLAG, MASKS, REWARDS, SET, TEXT, Format, first, no, one_of, some
+from treepack.ingest.readers.format import (
+    ANY,
+    FILLED,
+    FLAG,
+    MASKS,
+    REWARDS,
+    SET,
+    TEXT,
+    Format,
+    first,
+    no,
+    one_of,
+    some,
+)
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.sft_messages import calls_of_text, read_chat, read_whole_pair, rounds
@@ -27,12 +40,9 @@ from treepack.trajectory import Skipped, Trajectory
 
 # Roles that ms-swift adds to chat.
 CALL, RESULTS = "tool_call", ("tool_response", "tool")
-# Fields that become messages. `label` is the reward, which `sft_messages` reads.
-USED = frozenset(
-    """
-    messages rejected_response rejected_messages query response history conversation system
-    """.split()
-)
+# Fields that become messages; without `messages`, also the others. `label` is the reward, which `sft_messages` reads.
+USED = frozenset({"messages", "rejected_response", "rejected_messages", "system"})
+ROUNDS = frozenset({"query", "response", "history", "conversation"})
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -43,22 +53,22 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     """
     value, source = record.value, record.source
     messages = _messages(value, source)
+    used = USED if is_messages(value.get("messages")) else USED | ROUNDS
     rejected = _rejected_side(value, messages, source)
     sides = [messages] if rejected is None else [messages, rejected]
     sides_in_turns = [done for side in sides if (done := _merge_turns(side, source)) is not None]
     if len(sides_in_turns) < len(sides):
         yield Skipped(source, "turn in parts of different weights")
     elif rejected is None:
-        yield read_chat(record, sides_in_turns[0], options, used=USED)
+        yield read_chat(record, sides_in_turns[0], options, used=used)
     else:
-        yield from read_whole_pair(record, sides_in_turns[0], sides_in_turns[1], options, used=USED)
+        yield from read_whole_pair(record, sides_in_turns[0], sides_in_turns[1], options, used=used)
 
 
 def _messages(value: dict[str, Any], source: str) -> list[dict[str, Any]]:
-    # The list is copied, because rejected responses are appended to a part of it.
-    if is_messages(value.get("messages")):
-        return list(value["messages"])
     system, history = value.get("system"), value.get("history")
+    if is_messages(value.get("messages")):
+        return _with_system(system, value["messages"])
     if isinstance(value.get("query"), str):
         return rounds(system, history, value["query"], value["response"], source=source)
     pairs = [[turn.get("human"), turn.get("assistant")] for turn in value["conversation"]]
@@ -68,12 +78,18 @@ def _messages(value: dict[str, Any], source: str) -> list[dict[str, Any]]:
     return rounds(system, earlier, *last, source=source)
 
 
+def _with_system(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a copy of `messages`, with the text of the field `system` as the first if they have no system message."""
+    has_system = not messages or messages[0].get("role") == "system"
+    return [*([] if has_system or not system else [{"role": "system", "content": system}]), *messages]
+
+
 def _rejected_side(value: dict[str, Any], messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]] | None:
     """Return the rejected conversation: the whole one, or the prompt with the rejected response."""
     if (whole := value.get("rejected_messages")) is not None:
         if not is_messages(whole):
             raise TreepackError(f"{source}: rejected_messages is {shown(whole)}; expected a list of messages")
-        return list(whole)
+        return _with_system(value.get("system"), whole)
     if (answer := value.get("rejected_response")) is None:
         return None
     answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
@@ -101,7 +117,7 @@ def _merge_turns(messages: list[dict[str, Any]], source: str) -> list[dict[str, 
         if role == CALL:
             calls = calls_of_text(message.get("content"), where=f"{source}: message {number}")
             part: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
-            part |= _marks(message) | {name: message[name] for name in endings.FIELDS if name in message}
+            part |= _marks(message) | {name: message[name] for name in message if endings.kind_of(name)}
         else:
             part = message | {"role": "tool"} if role in RESULTS else message
         last = done[-1] if done and part.get("role") == done[-1].get("role") == "assistant" else None
@@ -118,7 +134,7 @@ def _merge_turns(messages: list[dict[str, Any]], source: str) -> list[dict[str, 
                     f"{source}: message {number} continues a turn, but its content is a list; expected text"
                 )
             calls = [*(last.get("tool_calls") or []), *(part.get("tool_calls") or [])]
-            ended = {name: part[name] for name in endings.FIELDS if name in part}
+            ended = {name: part[name] for name in part if endings.kind_of(name)}
             done[-1] = last | {"content": "".join(texts)} | ({"tool_calls": calls} if calls else {}) | ended
         before = role
     return done
@@ -131,18 +147,18 @@ def _marks(message: dict[str, Any]) -> dict[str, Any]:
 FORMAT = Format(
     name="ms-swift",
     program="ms-swift",
-    recognised_by="`messages` with `rejected_response`, `rejected_messages`, a boolean `label` or the role "
-    "`tool_call`; "
+    recognised_by="`messages` with `rejected_response`, `rejected_messages`, a `label` that is true or false, or the "
+    "role `tool_call`; "
     "`query` and `response`; or `conversation` of `human` and `assistant`",
     requires=[
         {"messages": FILLED, ("rejected_response", "rejected_messages"): SET},
-        {"messages": FILLED, "label": FLAG},
+        {"messages": FILLED, ("label", "kto_tag"): FLAG},
         {"messages": some({"role": one_of("tool_call", "tool_response")})},
         {"messages": no(FILLED), "query": TEXT, "response": TEXT},
         {"messages": no(FILLED), "conversation": first({"human": ANY, "assistant": ANY})},
     ],
     used="""
-        messages.loss messages.loss_scale tools rejected_response rejected_messages label query response
+        messages.loss messages.loss_scale tools rejected_response rejected_messages label kto_tag query response
         history system conversation.human conversation.assistant messages.*
     """.split(),
     dropped=("images, videos, audios (records that have some are skipped)",),

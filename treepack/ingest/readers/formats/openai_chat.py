@@ -162,7 +162,7 @@ FORMAT = Format(
         request.messages request.tools request.temperature response.choices.message
         response.choices.logprobs.content response.prompt_token_ids response.choices.token_ids response.id
         response.model session_id group_id reward response.body.model response.body.choices.message
-        response.choices.finish_reason messages.role choices.message.role
+        response.choices.finish_reason request.messages.* messages.* choices.*
     """.split(),
     dropped=(
         "the other settings of request and response (usage)",

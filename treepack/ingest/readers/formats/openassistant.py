@@ -25,6 +25,7 @@ from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, OBJECTS, TEXT, F
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import conversation, with_notes
 from treepack.ingest.readers.trees import distinct_paths, leaf_paths, nodes_of, unused_fields
+from treepack.ingest.readers.unread import is_empty
 from treepack.trajectory import Skipped, Trajectory
 
 ROLES = {"prompter": "user", "assistant": "assistant", "system": "system"}
@@ -37,6 +38,9 @@ KNOWN = frozenset(
 )
 DELETED_NOTE = "deleted message not used, with its replies"
 REJECTED_NOTE = "answer that reviewers rejected not trained"
+QUESTION_NOTE = "question that reviewers rejected is context"
+LABELS_NOTE = "field 'labels' not used; --reward-key NAME reads one of them as the reward"
+OTHER_LABELS_NOTE = "field 'labels' not used, except for the label of --reward-key"
 NO_ANSWER = "tree without an answer"
 ORPHAN = "message whose parents are not in the file"
 REPEATED = "message that the file repeats"
@@ -105,17 +109,29 @@ def _read_table(rows: list[Record], options: ReadOptions) -> Iterator[Trajectory
 def _read_tree(record: Record, root: Node, tree: Node, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the paths of the tree below `root`; `tree` has the fields of the whole tree."""
     source = record.source
-    notes = unused_fields(nodes_of(root, name="replies"), KNOWN, source=source)
+    # Trajectories have the notes on the fields of the file.
+    unknown = unused_fields(nodes_of(root, name="replies"), KNOWN, source=source)
     if tree is not root:
-        notes += unused_fields([tree], {*KNOWN, "prompt", "thread", "thread_id", "origin"}, source=source)
+        unknown += unused_fields([tree], {*KNOWN, "prompt", "thread", "thread_id", "origin"}, source=source)
     nodes = list(nodes_of(root, name="replies"))
-    if any(node.get("deleted") for node in nodes):
-        notes += (DELETED_NOTE,)
-    if any(map(_is_rejected, nodes)):
-        notes += (REJECTED_NOTE,)
+    for node, name in ((node, name) for node in nodes for name in ("deleted", "review_result")):
+        if not isinstance(node.get(name), bool | None):
+            raise TreepackError(f"{source}: a message has the {name} {shown(node[name])}; expected true or false")
+    labelled = [labels for node in nodes if not is_empty(labels := node.get("labels"))]
+    notes = tuple(
+        note
+        for note, is_true in (
+            (DELETED_NOTE, any(node.get("deleted") for node in nodes)),
+            (REJECTED_NOTE, any(map(_is_rejected, nodes))),
+            (QUESTION_NOTE, any(node.get("review_result") is False and not _is_rejected(node) for node in nodes)),
+            (LABELS_NOTE, bool(labelled) and options.reward_key is None),
+            (OTHER_LABELS_NOTE, options.reward_key is not None and any(map(_has_others, labelled))),
+        )
+        if is_true
+    )
     paths = distinct_paths(map(_up_to_answer, leaf_paths(root, source=source, name="replies")))
     if not paths:
-        yield Skipped(source, "; ".join((NO_ANSWER, *notes)))
+        yield Skipped(source, "; ".join((NO_ANSWER, *unknown, *notes)))
     # Threads of one tree are files of their own, and one group.
     group = str(root.get("message_id") or record.label)
     name = str(tree.get("message_tree_id") or tree.get("thread_id") or group)
@@ -155,10 +171,18 @@ def _trajectory(record: Record, path: list[Node], tree: Node, options: ReadOptio
     return conversation(replace(record, value=value), messages, options)
 
 
+def _has_others(labels: Any) -> bool:
+    """Return whether `labels` has more than one label."""
+    names = labels.get("name", labels) if isinstance(labels, dict) else labels
+    return not isinstance(names, dict | list) or len(names) > 1
+
+
 def _label(labels: Any, key: str | None, source: str) -> Any:
     """Return the value of the label `key`: of an object of objects, or of lists of names and values."""
-    if key is None or not isinstance(labels, dict):
+    if key is None or labels is None:
         return None
+    if not isinstance(labels, dict):
+        raise TreepackError(f"{source}: labels is {shown(labels)}; expected an object")
     # {"name": ["spam", "quality"], "value": [0.0, 0.75]} with the key quality -> 0.75
     if isinstance(labels.get("name"), list) and isinstance(labels.get("value"), list):
         return dict(zip(labels["name"], labels["value"], strict=False)).get(key)
@@ -180,8 +204,8 @@ FORMAT = Format(
     ],
     checked="first",
     used="""
-        message_tree_id tree_state prompt thread_id thread replies message_id parent_id text role rank labels deleted
-        review_result lang model_name
+        message_tree_id tree_state thread_id message_id parent_id text role rank labels deleted review_result lang
+        model_name prompt=. thread=. replies=.
     """.split(),
     dropped=(
         "emojis, events, detoxify (named in notes)",

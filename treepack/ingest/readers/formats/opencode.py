@@ -25,14 +25,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from treepack.errors import TreepackError
 from treepack.ingest.readers.beside import read_document
 from treepack.ingest.readers.calls import ChatCall, read_chats, within
 from treepack.ingest.readers.content_blocks import skip_reason
-from treepack.ingest.readers.fields import ReadOptions, as_objects
+from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
 from treepack.ingest.readers.format import LIST, MASKS, OBJECT, TEXT, Format, first
 from treepack.ingest.readers.inputs import STDIN
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import with_notes
+from treepack.ingest.readers.unread_notes import notes_of_record
 from treepack.trajectory import Skipped, Trajectory
 
 CONTEXT_NOTE = "tools, and the system prompt unless the user set one, are not in sessions of opencode"
@@ -42,6 +44,8 @@ SUMMARY_NOTE = "summary for a compaction not trained"
 SYNTHETIC_NOTE = "turn that the program wrote not trained"
 RESULT_NOTE = "tool call without a result"
 CLEARED_NOTE = "result of a tool that later prompts do not contain any more"
+SYSTEM_NOTE = "later system prompt not used"
+NO_TEXT_NOTE = "step of an answer without text or calls not used"
 EMPTY_NOTE = "message without parts not used"
 NO_CALL = "session without a turn of the model"
 PART_OF_SESSION = "message or part of a message, which is read with its session"
@@ -50,13 +54,17 @@ COMPACTION, SUBTASK = "What did we do so far?", "The following tool was executed
 ABORTED, TOO_LONG = "MessageAbortedError", "MessageOutputLengthError"
 # Files whose text opencode sends in a text part of its own.
 TEXT_FILES = ("text/", "application/x-directory")
-# Fields of messages and parts that are read, or that no training needs; the others are noted.
-SESSION = frozenset("id parentID title directory version".split())
-MESSAGE = frozenset(
-    """
-    id sessionID role time error parentID modelID providerID model mode agent path summary cost tokens variant finish
-    system tools
-    """.split()
+# Parts that are no message of the model, but say where a step begins or ends, or what came before.
+MARKS = frozenset({"step-start", "step-finish", "compaction", "subtask"})
+READ = MARKS | {"text", "reasoning", "tool", "file"}
+
+PART_FIELDS = (
+    ("type", str, "text"),
+    ("text", str | None, "text"),
+    ("state", dict | None, "an object"),
+    ("synthetic", bool | None, "true or false"),
+    ("ignored", bool | None, "true or false"),
+    ("tail_start_id", str | None, "text"),
 )
 
 MAX_AGENTS = 1_000_000  # sub-agents of a session that get different numbers
@@ -95,7 +103,10 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         elif "sessionID" in row.value or "messageID" in row.value:
             yield Skipped(row.source, PART_OF_SESSION, is_rollout=False)
         else:
-            yield from _read_session(row, row.value, _stored(row), options)
+            stored = _stored(row)
+            items = list(_read_session(row, row.value, stored, options))
+            # The files of messages and parts are no records, so their fields are noted here.
+            yield from with_notes(items, notes_of_record({"messages": stored}, FORMAT.declared, items))
 
 
 def _stored(record: Record) -> list[dict[str, Any]]:
@@ -119,10 +130,13 @@ def _read_session(
     for number, message in enumerate(messages, 1):
         where = f"{record.source}: message {number}"
         about = message.get("info")
-        about = about if isinstance(about, dict) else {}
+        if not isinstance(about, dict) or about.get("role") not in ("user", "assistant"):
+            raise TreepackError(f"{where} has the info {shown(about)}; expected an object with role, user or assistant")
         parts = as_objects(message.get("parts"), source=where, name="parts")
-        unused = (name for name, value in about.items() if name not in MESSAGE and value is not None)
-        session.notes |= {f"message field '{name}' not used": None for name in unused}
+        for part in parts:
+            _check_part(part, where)
+            if part["type"] not in READ:
+                session.notes[f"part of type '{part['type'][:40]}' not used"] = None
         if not parts:
             session.notes[EMPTY_NOTE] = None
         session.places[str(about.get("id"))] = len(session.prompt)
@@ -139,13 +153,24 @@ def _read_session(
         **{name: info.get(name) for name in ("title", "directory", "version")},
     }
     if not session.calls:
-        yield Skipped(record.source, next(iter(session.notes), NO_CALL))
+        yield Skipped(record.source, "; ".join(session.notes) or NO_CALL)
         return
     parent = info.get("parentID")
     items = read_chats(replace(record, value=value), session.calls, options)
     for item in with_notes(items, (CONTEXT_NOTE, *session.notes)):
         # The number of a sub-agent only has to differ from that of others of the session.
         yield within(item, parent, 1 + zlib.crc32(str(name).encode()) % MAX_AGENTS) if isinstance(parent, str) else item
+
+
+def _check_part(part: dict[str, Any], where: str) -> None:
+    """Refuse a part with a field of another form.
+
+    Raises:
+        TreepackError: its type is no text, or another field is of another kind.
+    """
+    for name, kind, expected in PART_FIELDS:
+        if not isinstance(part.get(name), kind):
+            raise TreepackError(f"{where} has a part with the {name} {shown(part.get(name))}; expected {expected}")
 
 
 def _add(session: _Session, messages: list[Message]) -> None:
@@ -168,6 +193,8 @@ def _user(session: _Session, info: dict[str, Any], parts: list[dict[str, Any]]) 
         _compact(session, parts)
     has_system = any(message["role"] == "system" for message in session.prompt)
     system = [{"role": "system", "content": info["system"]}] if info.get("system") and not has_system else []
+    if has_system and info.get("system") and {"role": "system", "content": info["system"]} not in session.prompt:
+        session.notes[SYSTEM_NOTE] = None
     return [*system, *([{"role": "user", "content": content}] if content else [])]
 
 
@@ -182,16 +209,21 @@ def _compact(session: _Session, parts: list[dict[str, Any]]) -> None:
 
 
 def _add_answer(session: _Session, info: dict[str, Any], parts: list[dict[str, Any]], where: str) -> None:
-    error = info.get("error")
-    failure = error.get("name") if isinstance(error, dict) else None
-    if failure not in (None, ABORTED, TOO_LONG):
+    error, is_summary = info.get("error"), info.get("summary")
+    for key, value, kind in (("error", error, dict), ("summary", is_summary, bool)):
+        if value is not None and not isinstance(value, kind):
+            raise TreepackError(f"{where} has the {key} {shown(value)}; expected that of an answer of opencode")
+    failure = (error or {}).get("name")
+    if error and failure not in (ABORTED, TOO_LONG):
         session.notes[FAILED_NOTE] = None
         return
     steps = _steps(parts)
     for number, step in enumerate(steps):
         is_last = number == len(steps) - 1
-        answer, results = _step(session, step)
+        answer, results = _step(session, step, where)
         if answer is None:
+            if any(part["type"] in ("text", "reasoning") for part in step):
+                session.notes[NO_TEXT_NOTE] = None
             continue
         ends = [part.get("reason") for part in step if part.get("type") == "step-finish"]
         reason = ends[-1] if ends else info.get("finish") if is_last else None
@@ -200,7 +232,7 @@ def _add_answer(session: _Session, info: dict[str, Any], parts: list[dict[str, A
         if reason is not None:
             answer["finish_reason"] = reason
         is_interrupted = failure == ABORTED and is_last
-        if info.get("summary") is True:
+        if is_summary:
             session.notes[SUMMARY_NOTE] = None
         elif is_interrupted:
             session.notes[INTERRUPTED_NOTE] = None
@@ -229,7 +261,7 @@ def _steps(parts: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return steps
 
 
-def _step(session: _Session, step: list[dict[str, Any]]) -> tuple[Message | None, list[Message]]:
+def _step(session: _Session, step: list[dict[str, Any]], where: str) -> tuple[Message | None, list[Message]]:
     """Return the message of a step and the results of its calls; no message if the step says nothing."""
     texts, thoughts, calls = [], [], []
     results: list[Message] = []
@@ -237,13 +269,12 @@ def _step(session: _Session, step: list[dict[str, Any]]) -> tuple[Message | None
         kind, text = part.get("type"), part.get("text")
         if kind == "text" and not part.get("ignored") and text:
             texts.append({"type": "text", "text": text})
-        elif kind == "reasoning" and isinstance(text, str) and text:
+        elif kind == "reasoning" and text:
             thoughts.append(text)
         elif kind == "tool":
-            state = part.get("state")
-            state = state if isinstance(state, dict) else {}
+            state = part.get("state") or {}
             calls.append({"id": part.get("callID"), "name": part.get("tool"), "arguments": state.get("input")})
-            results += _result(session, part, state)
+            results += _result(session, part, state, where)
         elif kind == "file" and not str(part.get("mime")).startswith(TEXT_FILES):
             texts.append({"type": "image"})
     if not texts and not calls:
@@ -253,7 +284,7 @@ def _step(session: _Session, step: list[dict[str, Any]]) -> tuple[Message | None
     return answer | ({"tool_calls": calls} if calls else {}), results
 
 
-def _result(session: _Session, part: dict[str, Any], state: dict[str, Any]) -> list[Message]:
+def _result(session: _Session, part: dict[str, Any], state: dict[str, Any], where: str) -> list[Message]:
     """Return the message with the result of a call, none if it did not end."""
     output = state.get("output") if state.get("output") is not None else state.get("error")
     if output is None:
@@ -262,9 +293,8 @@ def _result(session: _Session, part: dict[str, Any], state: dict[str, Any]) -> l
     if isinstance(state.get("time"), dict) and state["time"].get("compacted"):
         session.notes[CLEARED_NOTE] = None
     content = [{"type": "text", "text": output}]
-    attachments = state.get("attachments")
     # An image in a result cannot be read as text, as in messages.
-    content += [{"type": "image"} for _ in attachments] if isinstance(attachments, list) else []
+    content += [{"type": "image"} for _ in as_objects(state.get("attachments"), source=where, name="attachments")]
     return [{"role": "tool", "tool_call_id": part.get("callID"), "name": part.get("tool"), "content": content}]
 
 
@@ -281,8 +311,11 @@ FORMAT = Format(
     ],
     checked="first",
     used="""
-        info.id info.parentID info.title info.directory info.version messages.info messages.parts id parentID title
-        directory version sessionID messageID
+        info.id info.parentID info.title info.directory info.version info.sessionID info.role info.modelID
+        info.model.modelID info.system info.error.name info.finish info.summary
+        parts.type parts.text parts.synthetic parts.ignored parts.callID parts.tool parts.tail_start_id
+        parts.state.input parts.state.output parts.state.error parts.state.time.compacted parts.reason parts.mime
+        messages.info=info messages.parts=parts id parentID title directory version sessionID messageID
     """.split(),
     dropped=(
         "parts of type snapshot, patch, agent and retry (no message of the model)",

@@ -19,25 +19,13 @@ from typing import Any
 
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.span_paths import SPANS
 from treepack.ingest.readers.span_rollouts import read_file
-from treepack.ingest.readers.spans import COLUMN, parsed
+from treepack.ingest.readers.spans import COLUMN, parsed, view
 
 KINDS = frozenset("LLM EMBEDDING CHAIN RETRIEVER RERANKER TOOL AGENT GUARDRAIL EVALUATOR PROMPT UNKNOWN".split())
 MARKS = ("openinference.", "llm.input_messages", "llm.output_messages")
 NESTED_MARKS = (("openinference", "span"), ("llm", "input_messages"), ("llm", "output_messages"))
-# Fields of spans without which nothing is lost, and the known fields of all spans that are not read.
-SPAN_FIELDS = """
-    endTimeUnixNano droppedAttributesCount droppedEventsCount droppedLinksCount id name kind end_time endTime
-    status_message links resource instrumentation_scope scope latency_ms cumulative_token_count tokens cost
-    trace_state context.trace_state events.timestamp events.timeUnixNano events.time events.droppedAttributesCount
-    traceState flags resourceSpans.resource resourceSpans.schemaUrl resourceSpans.scopeSpans.scope
-    resourceSpans.scopeSpans.schemaUrl resourceSpans.scopeSpans.spans.name resourceSpans.scopeSpans.spans.kind
-    resourceSpans.scopeSpans.spans.endTimeUnixNano resourceSpans.scopeSpans.spans.traceState
-    resourceSpans.scopeSpans.spans.flags resourceSpans.scopeSpans.spans.links
-    resourceSpans.scopeSpans.spans.droppedAttributesCount resourceSpans.scopeSpans.spans.droppedEventsCount
-    resourceSpans.scopeSpans.spans.droppedLinksCount resourceSpans.scopeSpans.spans.events.timeUnixNano
-    resourceSpans.scopeSpans.spans.events.droppedAttributesCount
-""".split()
 DROPPED = (
     "spans of tools, agents, chains and embeddings (the calls contain their results)",
     "settings of the call other than the temperature, usage, costs, resources",
@@ -84,10 +72,11 @@ FORMAT = Format(
         context.trace_id context.span_id parent_id span_kind start_time status_code attributes events.name
         events.attributes resourceSpans.scopeSpans.spans.attributes resourceSpans.scopeSpans.spans.traceId
         resourceSpans.scopeSpans.spans.spanId resourceSpans.scopeSpans.spans.parentSpanId
-        resourceSpans.scopeSpans.spans.startTimeUnixNano resourceSpans.scopeSpans.spans.status
+        resourceSpans.scopeSpans.spans.startTimeUnixNano resourceSpans.scopeSpans.spans.status.code
         resourceSpans.scopeSpans.spans.events.name resourceSpans.scopeSpans.spans.events.attributes
     """.split(),
-    ignored=SPAN_FIELDS,
+    also=SPANS,
+    view=view,
     dropped=(
         *DROPPED,
         "input.value and output.value (the same call in the client's words)",

@@ -16,8 +16,10 @@ of OpenLLMetry are read after its source.
 from __future__ import annotations
 
 from treepack.ingest.readers.format import REWARDS, SET, Format, Kind
-from treepack.ingest.readers.formats.openinference import DROPPED, SPAN_FIELDS, is_openinference
+from treepack.ingest.readers.formats.openinference import DROPPED, is_openinference
+from treepack.ingest.readers.span_paths import SPANS
 from treepack.ingest.readers.span_rollouts import read_file
+from treepack.ingest.readers.spans import view
 
 ATTRIBUTES = Kind(
     "an object or a list, in other conventions than OpenInference",
@@ -27,10 +29,6 @@ OTLP = Kind(
     "a list of spans in other conventions than OpenInference",
     lambda value: isinstance(value, list) and not is_openinference({"resourceSpans": value}),
 )
-# Other names of the fields that are read.
-OTHER_NAMES = """
-    span_id traceId spanId parentSpanId parent_id parent_span_id startTime startTimeUnixNano status_code
-""".split()
 FORMAT = Format(
     name="otel-genai",
     program="OpenTelemetry (generative AI conventions), OpenLLMetry (after its source), by any instrumentation of them",
@@ -46,10 +44,8 @@ FORMAT = Format(
         resourceSpans.scopeSpans.spans.startTimeUnixNano resourceSpans.scopeSpans.spans.status
         context.trace_id context.span_id trace_id start_time status attributes events.name events.attributes
     """.split(),
-    ignored=(
-        "span_id traceId spanId parentSpanId parent_id parent_span_id startTime startTimeUnixNano status_code".split()
-        + SPAN_FIELDS
-    ),
+    also=SPANS,
+    view=view,
     dropped=(*DROPPED, "blobs, files, uris and server-side tools (calls that have some are skipped)"),
     keeps={REWARDS},
     read_file=read_file,

@@ -20,17 +20,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import ChatCall, read_chats, within
 from treepack.ingest.readers.content_blocks import skip_reason
-from treepack.ingest.readers.fields import ReadOptions, as_objects
+from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
 from treepack.ingest.readers.format import LIST, MASKS, OBJECT, TEXT, Format, one_of
-from treepack.ingest.readers.gemini_contents import messages_of_content, parts_of
+from treepack.ingest.readers.gemini_parts import CONTENT, EMPTY_NOTE, messages_of_content, messages_of_system, parts_of
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import with_notes
 from treepack.trajectory import Skipped, Trajectory
 
 CONTEXT_NOTE = "system prompt and tools are not in sessions of Qwen Code"
+PARENT_NOTE = "message before it is not in the file"
+ROOT_NOTE = "message without a parent, which begins another history"
 NO_CALL = "session without a turn of the model"
 COMPRESSION, BOOTSTRAP = "chat_compression", "agent_bootstrap"
 
@@ -76,7 +79,8 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         TreepackError: a content that `gemini_parts` refuses.
     """
     rows = list(records)
-    entries, notes = _entries(rows), dict[str, None]()
+    entries = _entries(rows)
+    notes = dict.fromkeys(_missing(entries))
     system, tools = _launch(rows)
     calls: list[ChatCall] = []
     prompts: dict[str | None, _Prompt] = {None: _Prompt(system)}
@@ -86,8 +90,8 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         answer = messages_of_content(entry.content, where=entry.source)
         prompt = _prompt(entries, entry.parent, prompts)
         if not answer:
-            continue
-        if (reason := prompt.reason or skip_reason(answer)) is not None:
+            notes[EMPTY_NOTE] = None
+        elif (reason := prompt.reason or skip_reason(answer)) is not None:
             notes[f"call not used: {reason}"] = None
         else:
             calls.append(ChatCall(prompt.messages, answer, tools))
@@ -99,7 +103,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     value = {"trajectory_id": name, "model": ", ".join(map(str, models)) or None} | about
     record = replace(first, source=first.path, value=value)
     if not calls:
-        yield Skipped(first.path, next(iter(notes), NO_CALL))
+        yield Skipped(first.path, "; ".join(notes) or NO_CALL)
         return
     context = () if system and tools else (CONTEXT_NOTE,)
     for item in with_notes(read_chats(record, calls, options), (*context, *notes)):
@@ -116,15 +120,20 @@ def _entries(rows: list[Record]) -> dict[str, _Entry]:
         value = row.value
         message = value.get("message")
         message = message if isinstance(message, dict) else {}
+        for name in ("type", "subtype"):
+            if not isinstance(value.get(name), str) and (name == "type" or value.get(name) is not None):
+                raise TreepackError(f"{row.source}: {name} is {shown(value.get(name))}; expected text")
         # Without ids, each line follows the line before it.
-        uuid = value["uuid"] if isinstance(value.get("uuid"), str) else row.source
-        parent = value.get("parentUuid", last)
+        uuid, parent = value.get("uuid", row.source), value.get("parentUuid", last)
+        for name, each in (("uuid", uuid), ("parentUuid", parent)):
+            if not isinstance(each, str) and (each is not None or name == "uuid"):
+                raise TreepackError(f"{row.source}: {name} is {shown(each)}; expected text")
         last = uuid
         if uuid not in entries:
             entries[uuid] = _Entry(
                 row.source,
-                parent if isinstance(parent, str) else None,
-                str(value.get("type")),
+                parent,
+                value["type"],
                 {"role": message.get("role"), "parts": []},
                 _history(value, row.source),
             )
@@ -132,6 +141,15 @@ def _entries(rows: list[Record]) -> dict[str, _Entry]:
         parts = entries[uuid].content["parts"]
         parts += [part for part in parts_of(message.get("parts"), where=row.source) if part not in parts]
     return entries
+
+
+def _missing(entries: dict[str, _Entry]) -> Iterator[str]:
+    """Yield notes on entries that begin a history, although they are not the first one."""
+    for number, entry in enumerate(entries.values()):
+        if entry.parent is not None and entry.parent not in entries:
+            yield PARENT_NOTE
+        elif entry.parent is None and number > 0 and entry.history is None:
+            yield ROOT_NOTE
 
 
 def _history(value: dict[str, Any], source: str) -> list[Any] | None:
@@ -149,8 +167,7 @@ def _launch(rows: list[Record]) -> tuple[list[Message], Any]:
     payloads = [row.value.get("systemPayload") for row in rows if row.value.get("subtype") == BOOTSTRAP]
     payload = next((each for each in payloads if isinstance(each, dict)), {})
     instruction, tools = payload.get("systemInstruction"), payload.get("tools")
-    content = instruction if isinstance(instruction, dict) else {"parts": instruction}
-    system = messages_of_content(content | {"role": "system"}, where=rows[0].source) if instruction else []
+    system = messages_of_system(instruction, where=rows[0].source) if instruction else []
     declared = [_schema(tool) for tool in tools] if isinstance(tools, list) and tools and is_messages(tools) else None
     return system, declared
 
@@ -196,10 +213,11 @@ FORMAT = Format(
         {"type": one_of("system"), "sessionId": TEXT, "subtype": TEXT, "systemPayload": OBJECT},
     ],
     checked="first",
-    used="""
-        type subtype uuid parentUuid sessionId agentId cwd version gitBranch model message.role message.parts
-        systemPayload.compressedHistory systemPayload.history systemPayload.systemInstruction systemPayload.tools
-    """.split(),
+    used=(
+        *"type subtype uuid parentUuid sessionId agentId cwd version gitBranch model systemPayload.tools".split(),
+        *(f"message.{path}" for path in CONTENT),
+        *(f"systemPayload.{name}=message" for name in ("compressedHistory", "history", "systemInstruction")),
+    ),
     dropped=(
         "toolCallResult (the result as the program showed it)",
         "systemPayload of other subtypes (commands of the user, titles, telemetry, snapshots of files)",

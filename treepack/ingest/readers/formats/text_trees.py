@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers import endings
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.fields import REWARDS as REWARD_NAMES
 from treepack.ingest.readers.fields import ReadOptions, as_number, describe, reward_of, shown
@@ -31,6 +32,7 @@ from treepack.ingest.readers.messages import is_messages, normalise_template_kwa
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import conversation, without
 from treepack.ingest.readers.trees import leaf_paths, nodes_of, unused_fields
+from treepack.ingest.readers.unread import as_json
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 ROOTS = ("tree", "root")  # fields that may have the root, if it is not the record itself
@@ -43,7 +45,7 @@ OF_MESSAGE = frozenset(
     name tool_call_id tool_calls function_call reasoning reasoning_content loss loss_scale trainable weight
     """.split()
 )
-ENDINGS = ("finish_reason", "stop_reason")
+ENDINGS = (*endings.FIELDS, *endings.FLAGS)
 # Numbers and names of the search, and what is read elsewhere; the rest of a node is noted.
 OF_TREE = frozenset(["children", "role", "id", "node_id", "parent", "parent_id", "depth", "advantage", *REWARD_NAMES])
 ROOT = (*SAID, "role", *(OF_MESSAGE - {"weight"}))  # fields of a record that is the root itself
@@ -140,12 +142,15 @@ def _said(node: dict[str, Any], where: str) -> list[Message]:
     about = {name: node[name] for name in ("role", *OF_MESSAGE) if node.get(name) is not None}
     if "role" not in about:
         about.pop("name", None)  # the name of the node, not of who speaks
-    ends = [node[name] for name in ENDINGS if node.get(name) is not None]
-    about |= {"finish_reason": ends[0]} if ends else {}
+    end = endings.raw_of(node)
+    about |= {"finish_reason": end} if end is not None else {}
     if not names:
         _refuse_text(node, where)
         return [_renamed({"role": "assistant", "content": None} | about)] if about else []
     said = node[names[0]]
+    is_list_of_texts = isinstance(said, list) and not is_messages(said)
+    if is_list_of_texts or (names[0] in ("message", "messages") and as_json(said) is not None):
+        raise TreepackError(f"{where} has the {names[0]} {shown(said)}; expected text, or messages as objects")
     # `content` and `text` may be a list of parts; any other list is a list of messages.
     if is_messages(said) and names[0] not in ("content", "text"):
         if about:

@@ -22,7 +22,7 @@ from treepack.ingest.readers.fields import ReadOptions, as_number, shown
 from treepack.ingest.readers.format import ANY, ARRAY, ARRAYS, FILLED, LINEAGE, MASKS, TOKEN_IDS, Format, first, no
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.token_fields import mask_values
+from treepack.ingest.readers.token_fields import LABELS, MASK, NAMES, mask_values
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
@@ -34,6 +34,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: a parent that is not an earlier node, or an error of the `tokens` reader.
     """
     value = record.value
+    if outside := sorted({*NAMES[MASK], *NAMES[LABELS]} & value.keys()):
+        raise TreepackError(f"{record.source}: {outside[0]} is beside the tree; expected it in its nodes")
     leaves = _of_nodes(record) if "nodes" in value else _of_completions(record)
     rest = without(value, ("nodes", "prompt_ids", "completions"))
     notes: set[str] = set()

@@ -17,6 +17,7 @@ from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.ingest.readers.format import ANY, FLAG, MASKS, REWARDS, TALK, TEXTS, Format, no
 from treepack.ingest.readers.formats import chat
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.sft_messages import LABELS
 from treepack.ingest.readers.trajectories import without
 from treepack.ingest.readers.turn_weights import as_flag
 from treepack.trajectory import Skipped, Trajectory
@@ -32,10 +33,11 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: labels that do not fit the steps, or an error of the `chat` reader.
     """
     value, source = record.value, record.source
-    rest = without(value, ("label", "completions", "labels"))
+    rest = without(value, (*LABELS, "completions", "labels"))
     notes: tuple[str, ...] = ()
-    if (label := as_flag(value.get("label"))) is not None:
-        reward = float(label)
+    flag = next((each for name in LABELS if (each := as_flag(value.get(name))) is not None), None)
+    if flag is not None:
+        reward = float(flag)
     else:
         # One wrong step makes the whole solution wrong.
         right = _labels(value["labels"], len(value["completions"]), source)
@@ -62,12 +64,13 @@ def _labels(labels: Any, num_steps: int, source: str) -> list[bool]:
 FORMAT = Format(
     name="trl-labels",
     program="TRL (unpaired preferences, stepwise supervision)",
-    recognised_by="`prompt` and `completion` beside a boolean `label`, or `prompt` and `completions` beside `labels`",
+    recognised_by="`prompt` and `completion` beside a `label` that is true or false, or `prompt` and `completions` "
+    "beside `labels`",
     requires=[
-        {"prompt": TALK, "completion": TALK, "label": FLAG},
+        {"prompt": TALK, "completion": TALK, ("label", "kto_tag"): FLAG},
         {"prompt": TALK, "completions": TEXTS, "labels": ANY, "label": no(FLAG)},
     ],
-    used="prompt completion label completions labels".split(),
+    used="prompt completion label kto_tag completions labels".split(),
     dropped=("which step is labelled wrong",),
     keeps={MASKS, REWARDS},
     read=read,

@@ -18,8 +18,9 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.endings import FLAG, REASON, kind_of
 from treepack.ingest.readers.fields import ReadOptions, shown
-from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECTS, REWARDS, TEXT, Format
+from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECTS, REWARDS, SET, TEXT, Format, no
 from treepack.ingest.readers.formats import chat
 from treepack.ingest.readers.messages import has_media, is_messages
 from treepack.ingest.readers.records import Record
@@ -59,7 +60,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     notes_on_messages = _notes_on_messages(value, prompt, (chosen, rejected), record.source)
     for completion, (side, reward) in zip((chosen, rejected), SIDES.items(), strict=True):
         rest = without(value, {*SIDES, "messages"})
-        one = replace(record, value=rest | {"prompt": prompt, "completion": completion})
+        one = replace(record, value=_of_side(rest, side) | {"prompt": prompt, "completion": completion})
         for item in chat.read(one, options):
             if not isinstance(item, Trajectory):
                 yield item
@@ -67,6 +68,12 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             # A note on the prompt concerns both sides and is counted once.
             name, notes = f"{item.trajectory_id}/{side}", item.notes + notes_on_messages if side == "chosen" else ()
             yield replace(item, trajectory_id=name, group_id=record.source, reward=reward, notes=notes)
+
+
+def _of_side(rest: dict[str, Any], side: str) -> dict[str, Any]:
+    """Return `rest` with the end of the answer of one side: {"chosen_finish_reason": "length"} -> finish_reason."""
+    ends = {name: name.removeprefix(f"{side}_") for name in rest if name.startswith(f"{side}_")}
+    return rest | {short: rest[name] for name, short in ends.items() if kind_of(short) in (REASON, FLAG)}
 
 
 def _notes_on_messages(value: dict[str, Any], prompt: Any, sides: Sequence[Any], source: str) -> tuple[str, ...]:
@@ -140,7 +147,12 @@ FORMAT = Format(
     name="trl-preference",
     program="TRL (preference datasets: DPO, reward modelling)",
     recognised_by="`chosen` and `rejected`, both as messages or both as text",
-    requires=[{"chosen": TEXT, "rejected": TEXT}, {"chosen": OBJECTS, "rejected": OBJECTS}],
+    requires=[
+        {"prompt": SET, "chosen": TEXT, "rejected": TEXT},
+        # A pair beside a question is another layout; without it, the common beginning of both texts is the prompt.
+        {"chosen": TEXT, "rejected": TEXT, **dict.fromkeys(("question", "query", "input", "problem"), no(TEXT))},
+        {"chosen": OBJECTS, "rejected": OBJECTS},
+    ],
     used="prompt chosen rejected tools chat_template_kwargs id".split(),
     keeps={MASKS, REWARDS, LINEAGE},
     read=read,
