@@ -64,6 +64,7 @@ def refusal(folder: Path, *values: Any) -> str:
         {"question": "Bolts?", "answer": "Seven."},
         {"question": [USER], "answer": [ANSWER]},
         {"query": "Bolts?", "answer": "Seven."},
+        {"problem": "Bolts?", "solution": "Seven."},
         {"conversation": OLD},
         {"conversations": SPOKEN},
         {"trajectory": [USER, ANSWER]},
@@ -128,9 +129,20 @@ def test_an_answer_beside_a_rewarded_response_is_the_reference(tmp_path: Path) -
     assert item.metadata == {"answer": "7"}
 
 
+@pytest.mark.parametrize("ask", ["problem", "question"])
+def test_a_solution_beside_a_response_is_the_reference(tmp_path: Path, ask: str) -> None:
+    item = one(tmp_path, {ask: "Bolts?", "response": "Seven.", "solution": "7"})
+    assert turns(item) == SHOP
+    assert item.metadata == {"solution": "7"}
+
+
 @pytest.mark.parametrize(
     ("value", "lines"),
     [
+        (
+            {"problem": "Bolts?", "solution": "Seven.", "answer": "7"},
+            ["question=problem,answer=solution,ignore=answer", "question=problem,answer=answer"],
+        ),
         (
             {"question": "Bolts?", "response": "Seven.", "answer": "Eight."},
             ["question=question,answer=answer,ignore=response", "question=question,answer=response,ignore=answer"],
@@ -242,6 +254,16 @@ def test_a_pair_as_json_text_is_a_pair_of_conversations(tmp_path: Path) -> None:
             "question=ask,answer=tries[].text,reward=tries[].score",
         ),
         ({"user_query": "Bolts?", "final_reply": "Seven."}, "question=user_query,answer=final_reply"),
+        ({"q": "Bolts?", "a": "Seven."}, "question=q,answer=a"),
+        ({"data": {"messages": [USER, ANSWER]}}, "messages=data.messages"),
+        (
+            {
+                "ask": "Bolts?",
+                "completions": [{"model": "small", "said": "Seven."}, {"model": "large", "said": "Six."}],
+            },
+            "question=ask,answer=completions[].said",
+        ),
+        ({"prompt": "Sum.", "canonical_solution": "a + b", "solution": "b + a"}, "prompt=prompt,answer=solution"),
         ({"toks": [1, 2, 3], "train": [0, 0, 1]}, "ids=toks,mask=train"),
         ({"prompt_toks": [1, 2], "output_toks": [3]}, "prompt_ids=prompt_toks,answer_ids=output_toks"),
         (
@@ -273,6 +295,8 @@ def test_an_unknown_layout_is_refused_with_the_columns_that_read_it(
         {"sample_idx": 0, "traj_id": "t"},
         {"source": "web", "generator": "a program", "task_type": "sum"},
         {"prompt": "Name a bolt.", "instruction": "Be brief."},
+        {"agents": [{"id": "A", "country": "here"}, {"id": "B", "country": "there"}]},
+        {"meta_instruction": "Be brief.", "rounds": {"first": {"Tool Responses": "Seven bolts."}}},
     ],
 )
 def test_no_remedy_names_a_field_whose_new_name_would_not_be_read(tmp_path: Path, value: dict[str, Any]) -> None:

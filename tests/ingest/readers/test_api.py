@@ -126,6 +126,14 @@ def write(path: Path, *values: dict[str, Any]) -> Path:
     return path
 
 
+def test_an_unreadable_file_beside_a_batch_is_no_file_of_requests(tmp_path: Path) -> None:
+    (tmp_path / "notes.jsonl").write_text("[1]\n[2]\n")
+    write(tmp_path / "requests.jsonl", {"custom_id": "a", "method": "POST", "body": {"messages": [ASK]}})
+    answers = write(tmp_path / "results.jsonl", batch_line("a", exchange([], said("5"))["response"]))
+    (item,) = read_trajectories([answers])
+    assert isinstance(item, Trajectory)
+
+
 def test_a_batch_is_read_with_its_requests(tmp_path: Path) -> None:
     ask = {
         "custom_id": "a",

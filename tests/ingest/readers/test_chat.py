@@ -154,6 +154,9 @@ def test_a_prompt_and_completion_of_text_stay_text() -> None:
             {"content": "", "tool_calls": [CALL]},
         ),
         ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, {"content": "ab"}),
+        ({"content": "a", "thought": "a\n"}, {"content": "a"}),
+        ({"tool_call": CALL}, {"content": "", "tool_calls": [CALL]}),
+        ({"tool_calls": [], "toolCalls": [CALL]}, {"content": "", "tool_calls": [CALL]}),
         ({"content": [], "reasoning": "r"}, {"content": "", "reasoning_content": "r"}),
         ({"content": "a", "reasoning_content": "r", "reasoning": "q"}, {"content": "a", "reasoning_content": "r"}),
         ({"content": "a", "tool_calls": None, "name": None}, {"content": "a"}),
@@ -189,6 +192,20 @@ def test_other_roles_are_brought_to_one_form() -> None:
     result = {"role": "tool", "content": "R", "name": "f", "tool_call_id": "call00100"}
     assert trajectory.content.messages[2] == result
     assert trajectory.notes == ("role 'developer' read as 'system'", "message field 'timestamp' not used")
+
+
+def test_a_result_of_a_tool_may_be_an_object() -> None:
+    said = content(
+        {"messages": [USER, {"role": "assistant", "tool_call": CALL}, {"role": "tool", "content": {"a": 1}}]}
+    )
+    assert said.messages[2] == {"role": "tool", "content": '{"a": 1}'}
+
+
+def test_a_second_form_of_calls_and_a_repeated_thought_are_named() -> None:
+    item = read({"messages": [USER, {"role": "assistant", "content": "a", "thought": "a", "tool_calls": [CALL]}]})
+    assert item.notes == ("reasoning not used, because it repeats the content",)
+    item = read({"messages": [USER, {"role": "assistant", "tool_calls": [CALL], "tool_call": CALL}]})
+    assert item.notes == ("message field 'tool_call' not used",)
 
 
 def test_tools_may_be_json_text() -> None:

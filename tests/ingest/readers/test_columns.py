@@ -121,6 +121,18 @@ def test_scalars_are_read_from_their_columns_and_other_fields_are_kept_or_named(
     assert set(item.notes) == {"field 'grid' not used", "field 'uid' not used"}
 
 
+def test_the_rest_of_a_mapped_list_of_answers_is_no_other_answer() -> None:
+    value = {
+        "prompt": "Bolts?",
+        "completions": [{"by": "A", "completion": "Seven."}, {"by": "B", "completion": "Six."}],
+    }
+    both = items("prompt=prompt,answer=completions[].completion", value)
+    assert [item.content for item in both if isinstance(item, Trajectory)] == [
+        Text("Bolts?", "Seven."),
+        Text("Bolts?", "Six."),
+    ]
+
+
 def test_columns_without_content_are_added_to_a_record_of_a_known_layout() -> None:
     chat = [{"role": "user", "content": "Bolts?"}, {"role": "agent", "content": "Seven."}]
     item = one("reward=info.score,assistant=agent", {"messages": chat, "info": {"score": 1}})

@@ -62,6 +62,15 @@ def tokens_of(item: Trajectory | Skipped) -> Tokens:
     return item.content
 
 
+def test_fields_of_a_task_that_the_messages_repeat_are_no_other_answer() -> None:
+    output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Guten Tag"}]}]
+    (item,) = gym(output, text="Be brief.", generation="Guten Tag")
+    assert isinstance(item, Trajectory)
+    assert "field 'text' not used, because it repeats the messages" in item.notes
+    with pytest.raises(TreepackError, match="has the field 'generation', which can contain an answer"):
+        gym(output, generation="Guten Abend")
+
+
 def test_reasoning_text_and_calls_that_follow_each_other_are_one_turn() -> None:
     items = [thought("a"), thought("b"), said("I look."), called("c1"), called("c2"), result("x"), result("y", "c2")]
     turn, first, second = messages(items, summaries=True)

@@ -66,6 +66,21 @@ def test_the_implied_prompt_of_texts_ends_before_a_space() -> None:
     assert [item.content for item in items] == [Text("The sky is", " blue."), Text("The sky is", " green.")]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected"),
+    [
+        ("\n\nHuman: Bolts?\n\nAssistant:", " I see seven.", " It has six."),
+        ("\n\nHuman: Bolts?\n\nAssistant:", " Seven.", " Seven. And nuts."),
+        ("<|im_start|>user\nBolts?<|im_end|>\n<|im_start|>assistant\n", "Seven", "Seventy"),
+        ("The sky is", " blue", " black"),
+        ("2+2?", "4", "5"),
+    ],
+)
+def test_the_implied_prompt_of_texts_ends_where_the_answer_begins(prompt: str, chosen: str, rejected: str) -> None:
+    items = trajectories(trl_preference, {"chosen": prompt + chosen, "rejected": prompt + rejected})
+    assert [item.content for item in items] == [Text(prompt, chosen), Text(prompt, rejected)]
+
+
 def test_a_pair_of_the_same_completion_twice_is_skipped() -> None:
     pair = {"prompt": "p", "chosen": "c", "rejected": "c"}
     assert read(trl_preference, pair) == [Skipped("r.jsonl:1", "chosen and rejected are the same")]

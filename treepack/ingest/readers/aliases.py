@@ -32,6 +32,10 @@ ALIASES = (
     f"question=question,answer=answer,{SYSTEM}",
     f"question=question,answer=response,{SYSTEM}",
     f"question=question,answer=responses,reward=rewards?,{SYSTEM}",
+    f"question=question,answer=solution,{SYSTEM}",
+    f"question=problem,answer=solution,{SYSTEM}",
+    f"question=problem,answer=response,{SYSTEM}",
+    f"question=problem,answer=responses,reward=rewards?,{SYSTEM}",
     f"question=query,answer=answer,{SYSTEM}",
     f"question=query,answer=response,{SYSTEM}",
     f"question=query,answer=responses,reward=rewards?,{SYSTEM}",
@@ -53,13 +57,14 @@ PARTS = (
     "role=sender,content=text",
     "role=author,content=content",
 )
-FIELDS = (*"prompt response responses instruction question answer query".split(), *CONTAINERS)
+FIELDS = (*"prompt response responses instruction question problem answer solution query".split(), *CONTAINERS)
 # Names of fields that may be what the model wrote. A record with two of them is ambiguous.
 ANSWERS = frozenset(
     "response responses completion completions output outputs generation generations answer raw_output".split()
 )
-# Beside `response` and a reward, `answer` is the reference that the reward compares: metadata.
-REFERENCE, SAMPLED = "answer", frozenset({"response", "responses", "completions", "raw_output"})
+# Beside `response` and a reward, `answer` is the reference that the reward compares: metadata. A `solution` beside
+# a response is one also without a reward.
+REFERENCES, SAMPLED = ("answer", "solution"), frozenset({"response", "responses", "completions", "raw_output"})
 
 
 def matches(value: dict[str, Any]) -> bool:
@@ -86,8 +91,7 @@ def columns_of(record: Record) -> ColumnMap:
     _refuse_left_out(value, source, lines[0])
     readings = [line for line in lines if not (_reads_reference(line, value) and len(lines) > 1)]
     answers = {name for name in ANSWERS if _is_filled(value.get(name))}
-    if _is_reference(value):
-        answers.discard(REFERENCE)
+    answers -= {name for name in REFERENCES if _is_reference(name, value)}
     if len(readings) == 1 and answers <= _fields(readings[0]):
         return _compiled(readings[0])
     named = [_with_ignore(line, answers | _fields_of(readings)) for line in readings]
@@ -161,14 +165,14 @@ def _is_filled(value: Any) -> bool:
     return isinstance(value, str | list | dict | np.ndarray) and len(value) > 0
 
 
-def _is_reference(value: dict[str, Any]) -> bool:
-    """Return True if the field `answer` is the reference of a rollout: beside a response and its reward."""
-    has_reward = any(value.get(name) is not None for name in (*REWARDS, "correct", "is_correct"))
-    return has_reward and any(_is_filled(value.get(name)) for name in SAMPLED)
+def _is_reference(name: str, value: dict[str, Any]) -> bool:
+    """Return True if the field `name` is the reference of a rollout, and not its answer."""
+    has_reward = any(value.get(reward) is not None for reward in (*REWARDS, "correct", "is_correct"))
+    return (has_reward or name == "solution") and any(_is_filled(value.get(sampled)) for sampled in SAMPLED)
 
 
 def _reads_reference(line: str, value: dict[str, Any]) -> bool:
-    return f"answer={REFERENCE}" in line.split(",") and _is_reference(value)
+    return any(f"answer={name}" in line.split(",") and _is_reference(name, value) for name in REFERENCES)
 
 
 @cache

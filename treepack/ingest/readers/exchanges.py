@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,11 @@ def _batch_requests(record: Record) -> dict[str, dict[str, Any]]:
         if str(path) == record.path or not path.is_file():
             continue
         others = read_records(str(path))
-        for other in others:
+        try:
+            first = next(others, None)
+        except TreepackError:  # no file of requests; without its request a response is skipped and counted
+            continue
+        for other in chain([] if first is None else [first], others):
             if not isinstance(other.value.get("body"), dict) or not isinstance(other.value.get("custom_id"), str):
                 break  # not a file of requests
             name = other.value["custom_id"]

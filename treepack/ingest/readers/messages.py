@@ -28,6 +28,8 @@ from treepack.ingest.readers.unread import ANSWER, MASK, as_json, danger, is_emp
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 RENAMED_ROLES = {"developer": "system", "function": "tool", "human": "user", "model": "assistant", "ai": "assistant"}
 KEPT = ("name", "tool_call_id")  # copied as they are
+# Names of the calls of a turn: a list, or one call. The first one counts.
+CALLS = ("tool_calls", "tool_call", "toolCalls", "function_calls", "functionCall")
 # Names of the arguments of a call.
 ARGUMENTS = ("arguments", "args", "input", "parameters")
 # Fields of a message that are read; every other field becomes a note.
@@ -115,12 +117,23 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
         role = _role(message, where)
         if message["role"] in RENAMED_ROLES and message["role"] != "function":
             notes[f"role '{message['role']}' read as '{role}'"] = None
-        normal: dict[str, Any] = {"role": role, "content": _content(message.get("content"), where, notes)}
+        content = message.get("content")
+        # {"ok": true}, the result of a tool as an object, is no part of a content
+        if role == "tool" and isinstance(content, dict) and not content.keys() & {"type", "text"}:
+            content = json.dumps(content, ensure_ascii=False, default=str)
+        normal: dict[str, Any] = {"role": role, "content": _content(content, where, notes)}
         reasoning, unread = reasoning_of(message, where)
         used = READ_ALWAYS - unread if unread else READ_ALWAYS
+        # SWE-agent writes the text of a turn twice, as content and as thought.
+        if reasoning and reasoning.strip() == normal["content"].strip():
+            reasoning = None
+            notes["reasoning not used, because it repeats the content"] = None
         if reasoning is not None:
             normal["reasoning_content"] = reasoning
-        if calls := _tool_calls(message, index, where, notes):
+        others = () if message.get(CALLS[0]) else CALLS[1:]
+        named = next((name for name in others if _has_calls(message.get(name))), CALLS[0])
+        used |= {named}
+        if calls := _tool_calls(message, named, index, where, notes):
             if role != "assistant":
                 raise TreepackError(f"{where} has role '{role}' and tool calls; only the assistant can call a tool")
             normal["tool_calls"] = calls
@@ -351,9 +364,19 @@ def _note_rest(value: dict[str, Any], known: frozenset[str], what: str, notes: d
     notes.update({f"{what} field '{key}' not used": None for key in rest})
 
 
-def _tool_calls(message: dict[str, Any], index: int, where: str, notes: dict[str, None]) -> list[dict[str, Any]]:
+def _has_calls(value: Any) -> bool:
+    """Return whether the field `value` of a message has calls: objects, the first of which names a function."""
+    calls = [value] if isinstance(value, dict) else value
+    if not isinstance(calls, list) or not calls or not isinstance(calls[0], dict):
+        return False
+    return isinstance(_object(calls[0].get("function", calls[0])).get("name"), str)
+
+
+def _tool_calls(
+    message: dict[str, Any], name: str, index: int, where: str, notes: dict[str, None]
+) -> list[dict[str, Any]]:
     # A message may have both forms; the older one, function_call, has room for one call only.
-    calls = _of_text(message.get("tool_calls")) or []
+    calls = _of_text(message.get(name)) or []
     calls = [calls] if isinstance(calls, dict) else calls
     if is_messages(calls) and message.get("function_call"):
         calls = [*calls, _of_text(message["function_call"])]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from treepack.ingest.readers.unread import is_prose
 from treepack.trajectory import Chat, Text, Tokens
 
 NAMES = frozenset({"role", "from", "type", "name", "id", "speaker"})  # fields of a message that are no text
@@ -25,7 +26,9 @@ def repeats(value: Any, content: Tokens | Chat | Text) -> bool:
     # By lines, because a template may print the lines of a message in two places: instruction and input of Alpaca.
     whole = "\n".join(own)
     lines = (line.strip() for text in said for line in text.splitlines())
-    return all(text in said for text in own) or all(line in whole for line in lines)
+    # {"text": "Guten Tag!"} beside "Translate: Guten Tag!": prose that a message contains is no other answer.
+    parts = all(text in said or (is_prose(text) and any(text in each for each in said)) for text in own)
+    return parts or all(line in whole for line in lines)
 
 
 def note_on(name: str) -> str:

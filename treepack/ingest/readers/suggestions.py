@@ -28,16 +28,22 @@ from treepack.trajectory import Chat, Trajectory
 DEPTH = 4  # of fields inside of fields that are searched
 MAX_FIELDS = 500  # values of a record that are searched
 SPEAKERS = "role from speaker sender author who participant name type source agent actor".split()
+NO_SPEAKERS = frozenset("model id".split())  # neither are these what somebody said
 SPEECH = "content value text message body msg utterance said parts output".split()
-PROMPTS = frozenset("prompt question query instruction problem request task ask input user human puzzle".split())
+PROMPTS = frozenset(
+    "prompt question query instruction problem request task ask input inputs user human puzzle q".split()
+)
 # The first of these words in a name counts: assistant_response before assistant_note.
 ANSWERS = (
     "response responses completion completions answer answers output outputs reply replies generation generations "
-    "generated said solution solutions prediction predictions rollout rollouts sample samples assistant bot text"
+    "generated said solution solutions prediction predictions rollout rollouts sample samples assistant bot text "
+    "target targets a"
 ).split()
+# No answers: thoughts, facts, references, and what a tool said.
 THOUGHTS = frozenset(
-    "scratchpad reasoning thinking thought thoughts language format type hash sha url path".split()
-)  # no answers
+    "scratchpad reasoning thinking thought thoughts language format type hash sha url path canonical reference gold "
+    "expected tool tools observation".split()
+)
 REWARD = re.compile(r"reward|score|return|correct|pass", re.I)
 MASK = re.compile(r"mask|train|loss|flag", re.I)
 USERS = re.compile(r"user|human|customer|client|student|patient|caller|question|prompt", re.I)
@@ -69,7 +75,8 @@ def _candidates(value: dict[str, Any]) -> Iterator[str]:
     reward = _reward(fields)
     for path, field in fields.items():
         messages = as_messages(field)
-        if messages and (parts := _parts(messages)):
+        # "" if the names are the usual ones
+        if messages and (parts := _parts(messages)) is not None:
             yield f"messages={path}{parts}{reward}"
     yield from (line + reward for line in _token_candidates(fields))
     yield from (line if "reward=" in line else line + reward for line in _answer_candidates(fields))
@@ -92,7 +99,7 @@ def _fields(value: dict[str, Any], before: str, depth: int) -> Iterator[tuple[st
 
 def _parts(messages: list[dict[str, Any]]) -> str | None:
     """Return the columns of the parts of messages, as ",role=who,content=said"; None if they are not messages."""
-    names = [name for name in messages[0] if PLAIN.fullmatch(name)]
+    names = [name for name in messages[0] if PLAIN.fullmatch(name) and not _words(name) & NO_SPEAKERS]
     roles = [name for name in names if all(isinstance(each.get(name), str | bool) for each in messages)]
     speakers = sorted(
         (name for name in roles if _is_speaker(name, messages)), key=lambda name: _rank(name.lower(), SPEAKERS)
@@ -142,6 +149,8 @@ def _roles(values: list[Any], key: str) -> str | None:
             return None
         kinds = (("user", USERS), ("assistant", MODELS), ("tool", TOOLS))
         guess = role or next((kind for kind, words in kinds if words.search(value)), None)
+        if guess is None and key.lower() not in SPEAKERS:
+            return None  # a country or a version, and no speaker
         if guess is None:
             # Who speaks first and is nobody else is the user, and others are the model.
             guess = "assistant" if "user" in names or "user" in known.values() else "user"

@@ -206,7 +206,8 @@ def _texts_of(item: Trajectory) -> Iterator[Any]:
     if isinstance(content, Chat):
         yield from (content.messages, content.tools, content.chat_template_kwargs)
     elif isinstance(content, Text):
-        yield from (content.prompt, content.completion)
+        # A line of the record may begin in the prompt and end in the completion: "Assistant: Yes."
+        yield from (content.prompt, content.completion, content.prompt + content.completion)
     yield from (item.metadata, item.trajectory_id, item.group_id, item.rollout_id)
 
 

@@ -45,6 +45,9 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     """
     columns = options.columns or aliases.columns_of(record)
     mapped = records_of(record, columns)
+    # [{"model": ..}] is left of completions[].completion, and no other answer.
+    roots = {str(path.steps[0]) for key in columns.content for path in columns.paths[key] if len(path.steps) > 1}
+    options = replace(options, harmless=options.harmless | roots)
     notes = mapped.notes
     for number, one in enumerate(mapped.records, 1):
         if one is None:
@@ -94,7 +97,8 @@ FORMAT = Format(
     checked="none",
     used="""
         id group_id uid prompt response responses rewards instruction input context question answer query conversation
-        trajectory dialog.speaker dialog.text prompt_tokens response_tokens prompt_idx reward score step advantage
+        trajectory dialog dialogue history chat turns conversations problem solution prompt_tokens response_tokens
+        prompt_idx reward score step advantage
     """.split(),
     keeps={TOKEN_IDS, MASKS, REWARDS, LINEAGE},
     notes_unused=False,

@@ -1,7 +1,8 @@
 """Preference pairs of TRL, as messages or as text: two trajectories that form a group, with rewards 1 and 0.
 
     {"prompt": P, "chosen": C, "rejected": R}       P C [trained C], reward 1      P R [trained R], reward 0
-    {"chosen": P C, "rejected": P R}                the same; the common beginning of both is the prompt
+    {"chosen": P C, "rejected": P R}                the same; the common beginning of both is the prompt, to the
+                                                    begin of the last turn of text, or to the end of a word
 
 `treepack train --loss dpo` compares the trajectories of a group whose rewards differ, so each pair is a group, even if
 several pairs have the same prompt. If the prompt is text and the completions are messages, the prompt is ignored,
@@ -10,6 +11,7 @@ because the messages begin with it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +31,16 @@ from treepack.trajectory import Skipped, Trajectory
 
 # The rewards of the two sides: only their order matters to the loss.
 SIDES = {"chosen": 1.0, "rejected": 0.0}
+
+
+# Beginnings of turns in texts: of the model, or of the user.
+TURN = re.compile(
+    r"(?P<model>\n\s*assistant:|<\|im_start\|>assistant\n|<\|start_header_id\|>assistant<\|end_header_id\|>\n*"
+    r"|<\|assistant\|>\n?|### (?:response|assistant):\n?|\[/INST\])"
+    r"|\n\s*(?:human|user):|<\|im_start\|>user|<\|start_header_id\|>user|<\|user\|>|### (?:instruction|human):"
+    r"|\[INST\]",
+    re.IGNORECASE,
+)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -105,11 +117,24 @@ def _parts(value: dict[str, Any], source: str) -> tuple[Any, Any, Any]:
         return prompt, chosen, rejected
     if isinstance(prompt, list):
         raise TreepackError(f"{source}: prompt is messages, but the completions are text; give both in one form")
-    # "The sky is blue" and "The sky is green" -> prompt "The sky is", completions " blue" and " green"
     num = _num_common(chosen, rejected)
-    if isinstance(chosen, str) and chosen[num - 1 : num] == " ":
-        num -= 1  # a word's first token holds the space before it
+    if isinstance(chosen, str):
+        num = _start_of_answer(chosen, rejected, num)
     return chosen[:num], chosen[num:], rejected[num:]
+
+
+def _start_of_answer(chosen: str, rejected: str, num: int) -> int:
+    """Return where the answers begin in two texts of which the first `num` characters are equal."""
+    # "Human: Hi\n\nAssistant: I do" and "..: I did" -> the prompt ends with "Assistant:"
+    marks = list(TURN.finditer(chosen, 0, num))
+    if marks and marks[-1]["model"]:
+        return marks[-1].end()
+    # "The sky is blue" and "The sky is black" -> prompt "The sky is", completions " blue" and " black"
+    inside = chosen[num - 1 : num].isalnum() and (chosen[num : num + 1] + rejected[num : num + 1])[:1].isalnum()
+    before = chosen[:num].rfind(" ") if inside else -1
+    if before >= 0 and chosen[before:num].strip().isalnum():
+        return before
+    return num - 1 if chosen[num - 1 : num] == " " else num  # a word's first token holds the space before it
 
 
 def _num_common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
