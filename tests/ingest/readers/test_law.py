@@ -200,6 +200,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mask": ({"messages": SAID, "assistant_mask": [0, 1]}, "the field 'assistant_mask', which can contain a mask"),
     "a mask inside metadata": ({"messages": SAID, "info": {"loss_mask": [0, 1]}}, "the field 'info.loss_mask'"),
     "text beside the messages": ({"messages": SAID, "text": "Something else."}, "the field 'text', which can contain"),
+    "a completion beside a pair": (
+        {"prompt": "Bolts?", "chosen": "Seven.", "rejected": "Eight.", "completion": "Nine."},
+        "has a completion beside chosen and rejected",
+    ),
+    "a mask of another name": (
+        {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "is_model_token": [1, 0, 1]},
+        "is_model_token has 0 or 1 for each token and may be a mask",
+    ),
+    "a result that messages wait for": ({"messages": [*SAID, *ASKED], "result": "Eight bolts."}, "may be the answer"),
     "a mask as text": (
         {"prompt_ids": [5, 6], "response_ids": [7, 8], "response_mask": "11"},
         "response_mask is the text",

@@ -31,7 +31,7 @@ ANSWER_FIELDS = tuple(
     "prediction reply assistant assistant_response answer".split()
 )
 # Words of the names of answers that are not known, such as `llm_response` and `final_answer`, and of other things.
-ANSWER_WORDS = frozenset("completion response output generation prediction reply answer".split())
+ANSWER_WORDS = frozenset("completion response output generation prediction reply answer result".split())
 WORDS_OF_TEXT = frozenset(
     "text texts content contents message messages raw str string full data obj object json".split()
 )

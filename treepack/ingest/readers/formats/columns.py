@@ -96,9 +96,8 @@ FORMAT = Format(
     requires=_matches,
     checked="none",
     used="""
-        id group_id uid prompt response responses rewards instruction input context question answer query conversation
-        trajectory dialog dialogue history chat turns conversations problem solution prompt_tokens response_tokens
-        prompt_idx reward score step advantage
+        id group_id uid prompt response responses rewards instruction input context question answer query
+        conversation trajectory dialog prompt_tokens response_tokens prompt_idx reward score step advantage
     """.split(),
     keeps={TOKEN_IDS, MASKS, REWARDS, LINEAGE},
     notes_unused=False,

@@ -57,6 +57,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     """
     fields = tf.sort_fields(record.value, record.source)
     ids, num_prompt = _ids(fields, record)
+    if not _has_mask(fields):
+        _check_unknown_masks(record, fields, num_tokens=len(ids), num_prompt=num_prompt or 0)
     if num_prompt is None:
         # Without the length of the prompt, its mask cannot be placed.
         fields.pop(tf.PROMPT_MASK, None)
@@ -154,6 +156,28 @@ def _check_ids(ids: Int32, fields: tf.Fields, layout: FieldLayout, *, vocab_size
         if len(values) != layout.num_tokens or not np.array_equal(positions, np.arange(layout.end - layout.start)):
             raise TreepackError(
                 f"{source}: {name} is not 0, 1, 2, ...; give one sequence per record, with plain positions"
+            )
+
+
+def _check_unknown_masks(record: Record, fields: tf.Fields, *, num_tokens: int, num_prompt: int) -> None:
+    """Refuse a record without a mask that has a list of 0 and 1 with one value per token, under a name not known.
+
+    Raises:
+        TreepackError: such a list would be a mask of another program: without it all tokens are trained.
+    """
+    known = {name for names in fields.values() for name in names}
+    for name, value in record.value.items():
+        if (
+            name in known
+            or not isinstance(value, list | np.ndarray)
+            or len(value) not in (num_tokens, num_tokens - num_prompt)
+        ):
+            continue
+        flags = tf.as_array(value)
+        is_flags = flags.ndim == 1 and flags.dtype.kind in "bui" and len(flags) > 1
+        if is_flags and flags.min() == 0 and flags.max() == 1:
+            raise TreepackError(
+                f"{record.source}: {name} has 0 or 1 for each token and may be a mask; rename it loss_mask or remove it"
             )
 
 
