@@ -59,7 +59,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         return
     if not is_empty(value.get("completion")) and value["completion"] not in (value["chosen"], value["rejected"]):
         raise TreepackError(
-            f"{record.source}: has a completion beside chosen and rejected; leave it out with --columns ignore=completion"
+            f"{record.source}: has a completion beside chosen and rejected; leave it out with "
+            "--columns ignore=completion"
         )
     notes_on_messages = _notes_on_messages(value, prompt, (chosen, rejected), record.source)
     for completion, (side, reward) in zip((chosen, rejected), SIDES.items(), strict=True):
