@@ -399,7 +399,7 @@ def test_a_reader_that_closes_the_pipe_is_no_error(trie: Path) -> None:
 def test_ids_that_several_trajectories_have_are_counted(treepack: Run, tmp_path: Path) -> None:
     first = write_rollouts(tmp_path / "a.jsonl")
     second = tmp_path / "b.jsonl"
-    second.write_text(first.read_text())
+    second.write_text(first.read_text() + "\n")  # other bytes: a copy would be read once
     alone = treepack("build-trie", first, "--out", tmp_path / "one")
     assert "several trajectories have" not in alone.out
     count = int(re.search(r"num_trajectories +(\d+)", alone.out)[1])  # type: ignore[index]

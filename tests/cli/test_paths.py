@@ -67,7 +67,7 @@ def test_a_part_whose_name_no_file_can_have_is_one_sentence(treepack: Run, folde
     seal(path, manifest)
     result = treepack("stats", "trie")
     assert result.status == 1
-    assert "which is not a file name of its directory; write the directory again" in result.err
+    assert "which is not a file name of its directory; write it again" in result.err
 
 
 @pytest.mark.parametrize("out", [False, True])

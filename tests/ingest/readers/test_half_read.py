@@ -103,7 +103,7 @@ def test_messages_under_a_plural_name_are_answers_of_their_own() -> None:
     assert [item.reward for item in reading.items if isinstance(item, Trajectory)] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("field", [{"text": "Eight."}, {"output": "Eight."}, {"toolCalls": [CALL]}, {"skip": True}])
+@pytest.mark.parametrize("field", [{"text": "Eight."}, {"output": "Eight."}, {"skip": True}])
 @pytest.mark.parametrize("content", ["", "Seven."])
 def test_a_turn_with_another_text_call_or_mark_is_refused(content: str, field: dict[str, Any]) -> None:
     assert read({"messages": [*ASKED, {"role": "assistant", "content": content} | field]}).refusal
