@@ -396,6 +396,7 @@ class Change:
     name: str
     records: Sequence[Record]
     is_silent: bool
+    trains_same: bool
 
 
 def silent(records: Sequence[Record]) -> list[str]:
@@ -405,10 +406,13 @@ def silent(records: Sequence[Record]) -> list[str]:
     return [change.name for change in changes if change is not None and change.is_silent]
 
 
-def changed_by_chance(records: Sequence[Record], number: int, rng: random.Random) -> Change | None:
-    """Return one of the mutations of record `number`, None if it has none."""
+def changed_by_chance(
+    records: Sequence[Record], number: int, rng: random.Random, *, before: Sequence[Record] | None = None
+) -> Change | None:
+    """Return a mutation of record `number`, compared with `before`, or else `records`; None if there is none."""
     choices = list(mutations(records[number].value))
-    return _change(records, read(records), number, *rng.choice(choices)) if choices else None
+    base = read(records if before is None else before)
+    return _change(records, base, number, *rng.choice(choices)) if choices else None
 
 
 def _change(records: Sequence[Record], base: Reading, number: int, kind: str, path: Path, edit: Edit) -> Change | None:
@@ -425,4 +429,5 @@ def _change(records: Sequence[Record], base: Reading, number: int, kind: str, pa
     # null and "" remove the value itself, so texts may go; which turns are trained may not change.
     before, now = (base.turns, after.turns) if kind in ("null", "empty") else (base.trained, after.trained)
     is_noted = bool(after.refusal) or not after.items or bool(after.notes - base.notes)
-    return Change(f"{kind}: {'.'.join(schema_path(path))}", edited, not is_noted and before != now)
+    trains_same = after.trained == base.trained
+    return Change(f"{kind}: {'.'.join(schema_path(path))}", edited, not is_noted and before != now, trains_same)

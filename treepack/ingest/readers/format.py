@@ -156,6 +156,7 @@ class Format:
     one file. `checked` are the records that must have the required fields: each, the first of a file only, or none, if
     the reader itself refuses a record with a more precise message. `arrays` are fields of a record, at most 64, whose
     lists of numbers `read` accepts as int32 or float64 arrays too. JSON is read several times faster into them.
+    `links` are fields that connect records, such as the id of the one before, which are text, numbers or null.
     `notes_unused` is False for a reader that passes records on to other formats, which note their unused fields.
     `also` are more declared fields, of forms that neither the sample nor the documentation shows. `view` returns a
     record of a file as it is declared, if names of fields are among its values, or values are among its names.
@@ -174,6 +175,7 @@ class Format:
     checked: Literal["each", "first", "none"] = "each"
     arrays: Sequence[str] = ()
     notes_unused: bool = True
+    links: Sequence[str] = ()
     also: Sequence[str] = ()
     view: View | None = None
     declared: Declared = field(init=False)
@@ -288,6 +290,10 @@ class Format:
             yield record
 
     def _check_record(self, record: Record, number: int) -> None:
+        for path in self.links:
+            link = _field(record.value, path)
+            if link is not MISSING and link is not None and (isinstance(link, bool) or not isinstance(link, str | int)):
+                raise TreepackError(f"{record.source}: {path} is {shown(link)}; expected text or a number")
         if self.checked == "each" or (self.checked == "first" and number == 0):
             self.check(record)
 

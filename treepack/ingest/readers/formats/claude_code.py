@@ -325,5 +325,6 @@ FORMAT = Format(
         "lines that are not in the tree: summary, file-history-snapshot, queue-operation, last-prompt, mode",
     ),
     keeps={MASKS},
+    links="uuid parentUuid sessionId message.id".split(),
     read_file=read_file,
 )

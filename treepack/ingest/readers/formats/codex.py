@@ -25,10 +25,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import ChatCall, group_of_first, read_chats
 from treepack.ingest.readers.codex_files import copied_items, file_of_thread
 from treepack.ingest.readers.content_blocks import skip_reason
-from treepack.ingest.readers.fields import ReadOptions, as_objects
+from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
 from treepack.ingest.readers.format import MASKS, OBJECT, Format, one_of
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.response_items import Item, ItemMessages, messages_of_items
@@ -117,7 +118,9 @@ def _stretches(rows: list[Record]) -> tuple[list[_Stretch], dict[str, None]]:
     notes: dict[str, None] = {}
     for row in rows:
         kind, payload = row.value.get("type"), row.value.get("payload")
-        if not isinstance(payload, dict):
+        if payload is not None and not isinstance(payload, dict):
+            raise TreepackError(f"{row.source}: payload is {shown(payload)}; expected an object")
+        if payload is None:
             continue
         metadata = row.value.get("metadata")
         if kind == "response_item" and isinstance(metadata, dict) and metadata.get("compaction_output"):
@@ -207,5 +210,6 @@ FORMAT = Format(
         "payload.encrypted_content and payload.summary of reasoning",
     ),
     keeps={MASKS},
+    links="type".split(),
     read_file=read_file,
 )

@@ -173,5 +173,6 @@ FORMAT = Format(
         "hosted tools but mcp_call (named in a note)",
     ),
     keeps={MASKS, REWARDS, LINEAGE},
+    links="id conversation.id previous_response_id session_id".split(),
     read_file=read_file,
 )

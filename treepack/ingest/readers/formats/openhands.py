@@ -162,5 +162,6 @@ FORMAT = Format(
         "history.action of the SDK (repeats tool_call)",
     ),
     keeps={MASKS, REWARDS},
+    links="kind".split(),
     read_file=read_file,
 )

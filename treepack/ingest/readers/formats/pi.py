@@ -297,5 +297,6 @@ FORMAT = Format(
         "entries that are not in the prompt: custom, label, session_info, thinking_level_change, model_change",
     ),
     keeps={MASKS, LINEAGE},
+    links="id parentId".split(),
     read_file=read_file,
 )
