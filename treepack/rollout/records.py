@@ -173,9 +173,12 @@ def _is_short(value: Any) -> bool:
 @functools.cache
 def _reserved_names() -> frozenset[str]:
     # Imported here, because it imports all readers.
-    from treepack.ingest.readers.registry import KNOWN_FIELDS
+    from treepack.ingest.readers.registry import FORMATS
+    from treepack.ingest.readers.unread import MASKS
 
+    # Names of usual layouts, such as `solution`, are free: the ids of a rollout decide its format.
+    known = {name for each in FORMATS for name in each.required_fields()}
     reader = {*IDS, *GROUPS, *STEPS, *REWARDS, *SAMPLING_DICTS, *METADATA_DICTS, *tf.KINDS}
     return frozenset(
-        {*KNOWN_FIELDS, *OWN_FIELDS, *reader, "advantage", "untrained_prefix", "trial", "reward_info", "text"}
+        {*known, *MASKS, *OWN_FIELDS, *reader, "advantage", "untrained_prefix", "trial", "reward_info", "text"}
     )
