@@ -40,7 +40,7 @@ from treepack.ingest.readers.paths import MISSING
 from treepack.ingest.readers.records import DAMAGED_FILE, DAMAGED_RECORD, Record
 from treepack.ingest.readers.turn_weights import as_flag
 from treepack.ingest.readers.unread import Declared, declare
-from treepack.ingest.readers.unread_notes import NotesOfFile, View, notes_of_record
+from treepack.ingest.readers.unread_notes import TOO_DEEP, NotesOfFile, View, notes_of_record
 from treepack.trajectory import Skipped, Trajectory
 
 # The columns of the table in docs/formats.md, in this order.
@@ -253,7 +253,9 @@ class Format:
         except BadValueError as error:
             # One bad value of one rollout refuses this rollout, and not the file.
             items = [Skipped(record.source, error.reason, detail=str(error))]
-        notes = notes_of_record(record.value, self.declared, items) if self.notes_unused else ()
+        except RecursionError:
+            raise TreepackError(f"{record.source}: {TOO_DEEP}") from None
+        notes = notes_of_record(record.value, self.declared, items, record.source) if self.notes_unused else ()
         for item in items:
             is_lost = isinstance(item, Skipped) and item.is_rollout and item.group_id is None
             if notes and isinstance(item, Trajectory):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import GROUPS, IDS, REWARDS, SAMPLING_DICTS, STEPS, is_equal
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.token_fields import KINDS, LENGTHS, RETURN
@@ -21,21 +22,29 @@ from treepack.trajectory import Skipped, Tokens, Trajectory
 View = Callable[[dict[str, Any]], dict[str, Any]]
 # Fields of a trajectory that come from fields of a record with any of several names.
 FACTS = ("trajectory_id", "group_id", "step", "reward", "temperature", "rollout_id")
+TOO_DEEP = "is nested too deeply to be read; remove the objects or lists inside each other"
 TOKENS = "=tokens"  # key of facts if a trajectory is token ids
 MAX_TEXTS = 1 << 26  # characters of the texts of a file that are kept to search them in its trajectories
 
 
 def notes_of_record(
-    value: dict[str, Any], declared: Declared, items: Sequence[Trajectory | Skipped]
+    value: dict[str, Any], declared: Declared, items: Sequence[Trajectory | Skipped], source: str
 ) -> tuple[str, ...]:
-    """Return a note on each field of the record `value` that is not used in its `items`; none without a trajectory."""
+    """Return a note on each field of the record `value` that is not used in its `items`; none without a trajectory.
+
+    Raises:
+        TreepackError: the record is nested too deeply.
+    """
     facts = facts_of(items)
     if not facts:
         return ()
     # The reader of tokens reads all fields of its names, or refuses the record; other formats have ids in other places.
     if TOKENS in facts and not KINDS.keys() & declared.keys():
         del facts[TOKENS]
-    paths = unsaid(unread(value, declared), Said(items))
+    try:
+        paths = list(unsaid(unread(value, declared), Said(items)))
+    except RecursionError:
+        raise TreepackError(f"{source}: {TOO_DEEP}") from None
     return named(path for path in paths if not is_fact(path, _value_at(value, path), facts))
 
 
@@ -53,8 +62,11 @@ class NotesOfFile:
     def of_records(self, records: Iterable[Record]) -> Iterator[Record]:
         """Yield `records`, and keep their fields that may not be used."""
         for record in records:
-            value = record.value if self._view is None else self._view(record.value)
-            for path, text, is_declared in unread(value, self._declared):
+            try:
+                fields = list(unread(record.value if self._view is None else self._view(record.value), self._declared))
+            except RecursionError:
+                raise TreepackError(f"{record.source}: {TOO_DEEP}") from None
+            for path, text, is_declared in fields:
                 # The texts of a very large file are not searched, so the declared ones count as used.
                 if text is not None and self._room <= 0:
                     if is_declared:

@@ -106,7 +106,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             stored = _stored(row)
             items = list(_read_session(row, row.value, stored, options))
             # The files of messages and parts are no records, so their fields are noted here.
-            yield from with_notes(items, notes_of_record({"messages": stored}, FORMAT.declared, items))
+            yield from with_notes(items, notes_of_record({"messages": stored}, FORMAT.declared, items, row.source))
 
 
 def _stored(record: Record) -> list[dict[str, Any]]:
