@@ -35,7 +35,6 @@ from treepack.train.optimiser import make_optimiser
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, find_device, join_ranks, leave_ranks
 from treepack.train.run import open_run
-from treepack.train.schedule import deal
 from treepack.train.step import train_step
 
 SMALL = {**DRY_RUN_MODEL, "head_dim": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
@@ -140,8 +139,8 @@ def timed(arguments: argparse.Namespace, ranks: Any, device: torch.device, field
     config = write_config(arguments.folder / "model.json", fields)
     run = open_run(arguments.packed, config, options, ranks)
     optimiser = make_optimiser(run)
-    own_rows = (row for step in run.schedule for row in deal(step.rows, run.costs(), ranks.size)[ranks.rank])
-    rows = Prefetch(run.dataset, own_rows, pin=gpu)
+    own = (each for step in run.schedule for each in run.passes(step.rows))
+    rows = Prefetch(run.dataset, own, pin=gpu)
     run.loaded.model.train()
     metrics = [train_step(run, optimiser, number, rows) for number in range(len(run.schedule))]
     rows.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import click
 
 from .option_groups import option_group
-from .sizes import LayerCount, PieceSize
+from .sizes import LayerCount, PassSize, PieceSize
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class RunOptions:
     gather_dtype: str
     cpu_offload: bool
     carry: int | str | None
+    pass_tokens: int | str
     checkpoint_layers: int | str | None
     offload_checkpoints: bool
 
@@ -93,6 +94,15 @@ run_options = option_group(
             metavar="N|auto|off",
             help="Run a row of more than N tokens in pieces of at most N, so that memory limits the piece and not the "
             "row; auto chooses N for the free memory, and off runs every row as a whole.",
+        ),
+        click.option(
+            "--pass-tokens",
+            type=PassSize(),
+            default="auto",
+            show_default=True,
+            metavar="N|auto",
+            help="Join short rows of a step into passes of at most N tokens, which are faster; auto chooses N for speed "
+            "and the free memory, and 1 runs every row alone.",
         ),
         click.option(
             "--report-to",

@@ -63,6 +63,20 @@ class PieceSize(click.ParamType[Any]):
         return TokenCount().convert(value, param, ctx)
 
 
+class PassSize(click.ParamType[Any]):
+    """The tokens of a pass of joined rows, or `auto`."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Parse `value`; wrong usage if it is neither the word nor a number of tokens."""
+        if value == "auto":
+            return "auto"
+        if not isinstance(value, int) and _count(str(value)) is None:
+            self.fail(f"{value!r} is neither a number of tokens such as 32768 or 32k, nor auto", param, ctx)
+        return int(TokenCount().convert(value, param, ctx))
+
+
 class LayerCount(click.ParamType[Any]):
     """A number of layers, or `auto`."""
 

@@ -46,7 +46,7 @@ _SECTIONS = {
     "Checkpoints": "checkpoint-every keep max-skipped",
     "Metrics": "report-to tensorboard project run-name plot quiet",
     "Speed and memory": "device dtype compile attention gradient-checkpointing checkpoint-layers "
-    "offload-checkpoints carry loss-chunk gather-dtype cpu-offload",
+    "offload-checkpoints carry pass-tokens loss-chunk gather-dtype cpu-offload",
     "Verification": "verify verify-rows help",
 }
 
@@ -233,6 +233,7 @@ def train(
         checkpoint_layers=run.checkpoint_layers,
         offload_checkpoints=run.offload_checkpoints,
         carry=run.carry,
+        pass_tokens=run.pass_tokens,
         checkpoint_every=run.checkpoint_every,
         keep=run.keep,
         max_skipped=run.max_skipped,

@@ -294,8 +294,8 @@ def test_a_copy_of_the_dataset_continues_where_the_state_says(packed: Path, memo
 
 def test_a_trainer_announces_its_rows(packed: Path, memory: str, tmp_path: Path, downloads: list[str]) -> None:
     dataset = PackedDataset(memory, cache=tmp_path / "cache")
-    rows = [*range(12, 20), None, *range(4)]
-    prefetch = Prefetch(dataset, rows, pin=False)
+    passes = [*((row,) for row in range(12, 20)), (), *((row,) for row in range(4))]
+    prefetch = Prefetch(dataset, passes, pin=False)
     batches = [batch.row_id for batch in prefetch]
     assert [batches[i] for i in range(8)] == [dataset[i].row_id for i in range(12, 20)]
     copies(dataset).wait()

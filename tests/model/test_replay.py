@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from support.oracle_model import gradients
 from support.tiny_families import NOT_COMPARED, tiny_family
+from treepack.data.batch import missing_expert
 from treepack.errors import TreepackError
-from treepack.model.replay import check_routes, missing_expert, use_routes
+from treepack.model.replay import check_routes, use_routes
 from treepack.model.routers import follow_routers
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])

@@ -49,8 +49,8 @@ class VllmServers:
 def save_model(folder: Path) -> Path:
     """Save a tiny Qwen3 with random weights that are equal in float32 and bfloat16.
 
-    Its logits are below 2; bfloat16 would round larger ones by up to 0.01. With heads of 80, vLLM runs the same attention
-    on every CPU; with a multiple of 32 it takes a kernel for AMX where there is one, which crashes on some machines.
+    Its logits are below 2; bfloat16 would round larger ones by up to 0.01. With heads of 80, vLLM runs the same
+    attention on every CPU; with a multiple of 32 it takes a kernel for AMX, which crashes on some machines.
     """
     config = AutoConfig.from_pretrained(ROOT / "sample_data" / "tiny-qwen3.json", head_dim=80)
     torch.manual_seed(0)

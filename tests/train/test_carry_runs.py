@@ -120,13 +120,13 @@ def test_every_token_runs_backward_once_and_trunk_forward_twice(packed: Path, co
 
 def test_rows_shorter_than_a_piece_change_no_bit(packed: Path, config: Path, tmp_path: Path) -> None:
     for name, carry in (("whole", None), ("pieces", 60)):
-        go(open_run(packed, config, replace(OPTIONS, carry=carry, steps=2)), tmp_path / name)
+        go(open_run(packed, config, replace(OPTIONS, carry=carry, pass_tokens=60, steps=2)), tmp_path / name)
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     assert (pieces / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert [each["loss"] for each in lines(pieces)] == [each["loss"] for each in lines(whole)]
     assert all(each["tokens_forward"] == each["tokens"] for each in lines(pieces))
     # A run without pieces records nothing about them.
-    assert "chosen" not in record(whole, "run.json")
+    assert record(whole, "run.json")["chosen"] == {"pass_tokens": 60}
     assert "carry" not in record(whole, "train.json")["options"]
 
 

@@ -23,8 +23,9 @@ from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest, write_manifest
 from treepack.train.division import Division, choose_blocks, divide_rows, recorded_blocks
 from treepack.train.options import TrainOptions
+from treepack.train.passes import Joining, deal
 from treepack.train.ranks import Ranks, num_machines
-from treepack.train.schedule import deal, plan_steps
+from treepack.train.schedule import plan_steps
 
 OPTIONS = TrainOptions(rows_per_step=4, epochs=2)
 ROWS = np.arange(12)
@@ -53,10 +54,10 @@ def test_a_machine_computes_rows_of_its_blocks_in_as_many_micro_batches_as_witho
         order = interleave(part, blocks, None, np.random.default_rng(1)).tolist()
         for start in range(0, len(order), rows_per_step):
             step_rows = order[start : start + rows_per_step]
-            shares = deal(step_rows, costs, size, division)
+            shares = deal(step_rows, costs, size, Joining.off(len(steps)), division)
             assert {len(share) for share in shares} == {-(-len(step_rows) // size)}
             for rank, share in enumerate(shares):
-                own = [row for row in share if row is not None]
+                own = [row for each in share for row in each]
                 seen += own
                 # The machine reads no row of another block.
                 assert set(own) <= set(division.rows_of(rank // local).tolist())
@@ -73,9 +74,10 @@ def test_any_rows_are_dealt_once_in_equally_many_micro_batches(
     owners: list[int], machines: int, local: int, blocks: int
 ) -> None:
     division = Division(machines, blocks, np.array(owners) % blocks)
-    shares = deal(range(len(owners)), np.ones(len(owners)), machines * local, division)
+    joining = Joining.off(len(owners))
+    shares = deal(range(len(owners)), np.ones(len(owners)), machines * local, joining, division)
     assert {len(share) for share in shares} == {-(-len(owners) // (machines * local))}
-    assert sorted(row for share in shares for row in share if row is not None) == [*range(len(owners))]
+    assert sorted(row for share in shares for own in share for row in own) == [*range(len(owners))]
 
 
 def test_the_machines_of_a_block_are_its_part_of_all_machines() -> None:
@@ -142,8 +144,8 @@ def test_blocks_have_the_shares_of_the_directories(tmp_path: Path, packed: Path)
     assert len(full) == 8
     for step in full:
         assert 2 <= sum(row < 12 for row in step.rows) <= 4
-        for machine, share in enumerate(deal(step.rows, np.ones(15), 3, division)):
-            assert set(share) <= set(division.rows_of(machine).tolist())
+        for machine, share in enumerate(deal(step.rows, np.ones(15), 3, Joining.off(15), division)):
+            assert {row for own in share for row in own} <= set(division.rows_of(machine).tolist())
 
 
 def test_a_run_without_blocks_has_the_record_and_the_order_of_one_that_names_none(packed: Path) -> None:

@@ -24,8 +24,9 @@ from treepack.files import parts
 from treepack.files.manifest import read_manifest
 from treepack.train.division import choose_blocks, divide_rows
 from treepack.train.options import TrainOptions
+from treepack.train.passes import Joining, deal
 from treepack.train.ranks import Ranks
-from treepack.train.schedule import deal, plan_steps
+from treepack.train.schedule import plan_steps
 from treepack.trajectory import Trajectory
 
 pytestmark = pytest.mark.s3
@@ -124,7 +125,8 @@ def test_machines_share_several_directories(packed: Path, tmp_path: Path, s3: St
         blocks, _ = choose_blocks(dataset, np.arange(64), options, ranks)
         division = divide_rows(dataset, np.arange(64), blocks, ranks)
         for step in plan_steps(dataset, replace(options, blocks=blocks)):
-            own = [row for row in deal(step.rows, np.ones(64), 4, division)[machine] if row is not None]
+            share = deal(step.rows, np.ones(64), 4, Joining.off(64), division)[machine]
+            own = [row for each in share for row in each]
             dataset.expect(own)
             seen.update(dataset[row].row_id for row in own)
         wait(dataset)

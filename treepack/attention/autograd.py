@@ -178,6 +178,47 @@ def _kernels(name: str) -> tuple[ModuleType, ModuleType]:
     return portable, portable_backward
 
 
+def forward_kernels(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    schedule: Schedule,
+    scale: float,
+    *,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of the kernels for these tensors; the latter has the shape that they need."""
+    query, key, value = (_with_dense_rows(x) for x in (query, key, value))
+    kernels = _kernels(backend(query, value, capped=softcap is not None))[0]
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        out, lse = kernels.forward(query, key, value, schedule, scale, **_options(sinks, softcap))
+    return out, lse
+
+
+def backward_kernels(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    schedule: Schedule,
+    scale: float,
+    *,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of query, key, value and sinks, from the results of `forward_kernels` and their gradient."""
+    query, key, value, grad = (_with_dense_rows(x) for x in (query, key, value, grad))
+    kernels = _kernels(backend(query, value, capped=softcap is not None))[1]
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        dq, dk, dv, dsinks = kernels.backward(
+            query, key, value, out, lse, grad, schedule, scale, **_options(sinks, softcap)
+        )
+    return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -192,33 +233,25 @@ class _Attention(torch.autograd.Function):
         kept: tuple[Kept, Hashable] | None,
     ) -> Tensor:
         query, key, value = (_with_dense_rows(x) for x in (query, key, value))
-        kernels = backend(query, value, capped=softcap is not None)
-        options = _options(sinks, softcap)
         result = kept[0].take(kept[1]) if kept is not None else None
         if result is not None:
             out, lse = result
         else:
-            with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-                module = _kernels(kernels)[0]
-                out, lse = module.forward(query, key, value, schedule, scale, **options)
+            out, lse = forward_kernels(query, key, value, schedule, scale, sinks=sinks, softcap=softcap)
             if kept is not None and not is_recomputing():
                 kept[0].store(kept[1], out, lse)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.schedule, ctx.scale, ctx.softcap, ctx.kernels = schedule, scale, softcap, kernels
+        ctx.schedule, ctx.scale, ctx.softcap = schedule, scale, softcap
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        grad = _with_dense_rows(grad)
-        options = _options(sinks, ctx.softcap)
-        kernels = _kernels(ctx.kernels)[1]
-        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-            *gradients, dsinks = kernels.backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale, **options)
-        if sinks is not None:
-            dsinks = dsinks.to(sinks.dtype)
-        return *gradients, dsinks, None, None, None, None  # none for schedule, scale, softcap and kept
+        gradients = backward_kernels(
+            query, key, value, out, lse, grad, ctx.schedule, ctx.scale, sinks=sinks, softcap=ctx.softcap
+        )
+        return *gradients, None, None, None, None  # none for schedule, scale, softcap and kept
 
 
 def _options(sinks: Tensor | None, softcap: float | None) -> dict[str, Any]:

@@ -15,16 +15,18 @@ gradient and no error. A call without `subtree_end` is refused too, unless `gene
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import disable
+from torch.compiler import disable, is_compiling
 
 from treepack.attention.dispatch import NAMES, AnySchedule, Schedules, resolve, takes_chains, tree_attention
 from treepack.attention.generation import is_plain_call, plain_attention, plain_mask, records_gradients
 from treepack.attention.indexed import AllAncestors, index_top_k
+from treepack.attention.operator import kernel_attention
 from treepack.attention.reach import Reach
 from treepack.attention.tree_pass import TreePass
 from treepack.errors import TreepackError
@@ -94,8 +96,8 @@ def register() -> None:
 
     for impl, name in IMPLEMENTATIONS.items():
         # A compiled model breaks its graph here, because kernels are launched and not traced.
-        forward = disable(functools.partial(attention_forward, impl=impl))  # type: ignore[no-untyped-call]
-        AttentionInterface.register(name, forward)
+        launched = disable(functools.partial(attention_forward, impl=impl))  # type: ignore[no-untyped-call]
+        AttentionInterface.register(name, functools.partial(_attend, launched))
         AttentionMaskInterface.register(name, attention_mask_of)
 
 
@@ -131,6 +133,35 @@ def _is_chunked(config: Any, size: int) -> bool:
     return size == chunk and ("chunked_attention" in kinds or "sliding_attention" not in kinds)
 
 
+def _attend(
+    launched: Callable[..., tuple[Tensor, None]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Call `attention_forward`, or the operator if a compiled layer may contain it."""
+    tree_pass = options.get("tree_pass")
+    packed = tree_pass.packed if isinstance(tree_pass, TreePass) else None
+    if packed is None or not is_compiling():
+        return launched(module, query, key, value, attention_mask, **options)
+    check_request(module, None if isinstance(attention_mask, Reach) else attention_mask, options)
+    query, key, value = _in_autocast_dtype(query, key, value)
+    out = kernel_attention(
+        query,
+        key,
+        value,
+        packed,
+        _reach_of(attention_mask, options),
+        scale=options.get("scaling"),
+        sinks=options.get("s_aux"),
+        softcap=options.get("softcap") or None,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -152,11 +183,7 @@ def attention_forward(
         return plain_attention(module, query, key, value, attention_mask, options)
     reach = _reach_of(attention_mask, options)
     check_request(module, None if isinstance(attention_mask, Reach | AllAncestors) else attention_mask, options)
-    # Under autocast the three dtypes may differ: a norm with float32 weights promotes queries and keys but not values.
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):
-        lower = torch.get_autocast_dtype(kind)
-        query, key, value = query.to(lower), key.to(lower), value.to(lower)
+    query, key, value = _in_autocast_dtype(query, key, value)
     sinks, softcap = options.get("s_aux"), options.get("softcap") or None
     layer = AttentionKind((query.shape[-1], value.shape[-1]), reach, has_sinks=sinks is not None, softcap=softcap)
     if options.get("record") is not None:
@@ -184,6 +211,15 @@ def attention_forward(
             first=first,
         )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _in_autocast_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # Under autocast the three dtypes may differ: a norm with float32 weights promotes queries and keys but not values.
+    kind = query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return query, key, value
+    lower = torch.get_autocast_dtype(kind)
+    return query.to(lower), key.to(lower), value.to(lower)
 
 
 def _reach_of(attention_mask: Any, options: dict[str, Any]) -> Reach | None:
@@ -221,24 +257,28 @@ def check_request(module: nn.Module, attention_mask: Any, options: dict[str, Any
         TreepackError: if `subtree_end` is missing, if there is a mask or dropout, if attention is not causal, or if any
             unknown option is set (biases, head masks).
     """
-    layer = _layer_name(module)
+    # The name only in errors: a compiled layer that reads it is compiled for each layer.
     if options.get("subtree_end") is None:
+        layer = _layer_name(module)
         raise BadCallError(
             f"{layer}: subtree_end did not reach this layer; pass subtree_end=batch.subtree_end for a packed row, and "
             "call treepack.allow_generation(model) before generate() or a plain forward pass",
             code=f"its code does not pass subtree_end on to its attention ({layer})",
         )
     if attention_mask is not None:
+        layer = _layer_name(module)
         raise BadCallError(
             f"{layer}: an attention mask is given; padding tokens are {_PADDING}", code=f"{_ITS_OWN_MASK} ({layer})"
         )
     if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
-        raise TreepackError(f"{layer}: the attention is not causal; {_REMEDY}")
+        raise TreepackError(f"{_layer_name(module)}: the attention is not causal; {_REMEDY}")
     if options.get("dropout"):
-        raise TreepackError(f"{layer}: dropout is {options['dropout']}; set the model's attention dropout to 0")
+        raise TreepackError(
+            f"{_layer_name(module)}: dropout is {options['dropout']}; set the model's attention dropout to 0"
+        )
     for name, setting in options.items():
         if name not in _HARMLESS | _READ and _is_set(setting):
-            raise TreepackError(f"{layer}: the model uses {name}{_MEANINGS.get(name, '')}; {_REMEDY}")
+            raise TreepackError(f"{_layer_name(module)}: the model uses {name}{_MEANINGS.get(name, '')}; {_REMEDY}")
 
 
 def _refuse_gradients(module: nn.Module, *tensors: Tensor) -> None:

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from treepack.attention.chains import Chains, find_chains
 from treepack.attention.flash import build_flash_mask
 from treepack.attention.flex import build_block_mask
+from treepack.attention.operator import PackedSchedules, pack_schedules
 from treepack.attention.reach import Reach, first_visible
 from treepack.attention.schedule import QUERY_BLOCK, Schedule, build_schedule
 from treepack.errors import TreepackError
@@ -107,6 +108,17 @@ class Schedules:
         self._starts: dict[Reach | None, Tensor | None] = {}
         self._made: dict[tuple[str, Reach | None, bool], tuple[Tensor | None, AnySchedule]] = {}
         self._tables: dict[Hashable, Any] = {}
+        self.packed: PackedSchedules | None = None
+
+    def pack(self, made: dict[Reach | None, AnySchedule]) -> None:
+        """Pack the schedules of all kinds of layers for compiled layers, if each is one of the project's kernels.
+
+        Args:
+            made: results of `of`, by reach.
+        """
+        suitable = {reach: schedule for reach, schedule in made.items() if isinstance(schedule, Schedule)}
+        if len(suitable) == len(made) > 0:
+            self.packed = pack_schedules(suitable)
 
     def check(self, subtree_end: Tensor, *, first: int = 0) -> None:
         """Check that these are the schedules of the rows of `subtree_end`: their length, and on the CPU their values.

@@ -27,20 +27,12 @@ from treepack.carry.row import CarriedRow, PieceRow, open_row
 from treepack.carry.terms import SortedTerms, Targets
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
-from treepack.model.forward import (
-    Reads,
-    Scores,
-    TermObjective,
-    hidden_states,
-    loss_temperature,
-    require_value_head,
-    run_with_head,
-    score,
-)
+from treepack.model.forward import hidden_states, run_with_head
 from treepack.model.head import OutputLayer
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK
 from treepack.model.objectives import Objective, objective_loss
+from treepack.model.term_objective import Reads, Scores, TermObjective, loss_temperature, require_value_head, score
 from treepack.model.transfers import sent
 
 # Losses whose value depends on all tokens of a trajectory, which may lie in several pieces.
@@ -341,8 +333,8 @@ class _TermLoss(_Part):
             temperature=temperature,
             chunk=self._options.chunk,
         )
-        loss, sums = run_with_head(self._loaded, piece.batch, partial(part.loss, self._loaded), **piece.options)
-        return loss, sums
+        loss = run_with_head(self._loaded, piece.batch, partial(part.loss, self._loaded), **piece.options)
+        return loss.total, loss.sums
 
 
 class _Slopes(_Part):

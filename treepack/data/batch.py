@@ -92,13 +92,30 @@ class TermTensors:
 
 
 @dataclass(frozen=True)
+class RowEdges:
+    """Where each of the n rows of a joined batch begins (`joined.join_rows`).
+
+    `row_ids` has n entries. The others have n + 1 ascending numbers: row i has the entries edge[i] .. edge[i + 1] - 1
+    of the batch's tokens, tokens with loss weight (targets), trajectories, tokens of terms (scored) and terms.
+    """
+
+    row_ids: tuple[int, ...]
+    tokens: tuple[int, ...]
+    targets: tuple[int, ...]
+    trajectories: tuple[int, ...]
+    scored: tuple[int, ...]
+    terms: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Batch:
-    """One packed row of T tokens: `num_tokens` tokens of trajectories, then padding.
+    """One packed row of T tokens, or several joined rows: `num_tokens` tokens of trajectories, then padding.
 
     input_ids, position_ids and parent are int64 [T]; subtree_end and scale int32 [T]; loss_weight float64 [T];
     trajectory_ends int64 [num_trajectories]. `routes` [T, layers, k] are recorded experts to be replayed
     (`model.replay`), uint8 with k times 255 where none was recorded, or int16 with -1; or None. `tokens_flat` is the
-    total length of the trajectories, with each shared token counted once for every trajectory through it.
+    total length of the trajectories, with each shared token counted once for every trajectory through it. `edges` are
+    those of joined rows, None for one row.
     """
 
     row_id: int
@@ -117,6 +134,7 @@ class Batch:
     terms: TermTensors | None = None
     schedule: Any = None
     routes: Tensor | None = None
+    edges: RowEdges | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the same row with its tensors on `device`, without its schedule, which belongs to one device."""
@@ -131,6 +149,17 @@ class Batch:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
         return Batch(**{**values, **tensors, "terms": terms, "schedule": None})
+
+    @property
+    def row_ids(self) -> tuple[int, ...]:
+        """The `row_id` of each row."""
+        return (self.row_id,) if self.edges is None else self.edges.row_ids
+
+    @property
+    def name(self) -> str:
+        """The rows in messages: "row 3", or "rows 3, 5 and 7"."""
+        *others, last = map(str, self.row_ids)
+        return f"rows {', '.join(others)} and {last}" if others else f"row {last}"
 
     @property
     def targets(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +204,7 @@ def make_batch(row: Row, *, multiple: int = 1) -> Batch:
     padding = -length % multiple  # length 5, multiple 4: 3 tokens
     # Length 5, 3 tokens of padding: subtree_end of the padding is [6, 7, 8], so each of them sees only itself.
     fill = {"parent": np.array(-1), "subtree_end": np.arange(length + 1, length + padding + 1)}
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for name, dtype in _DTYPES.items():
         column = getattr(row, name)
         if column.shape != (length,):
@@ -203,6 +232,17 @@ def route_tensor(routes: Routes, padding: int = 0) -> Tensor:
     tail = np.full((padding, *routes.shape[1:]), missing_route(routes), routes.dtype)
     joined = np.concatenate([routes, tail])
     return torch.from_numpy(joined if joined.dtype == np.uint8 else joined.view(np.int16))
+
+
+def is_recorded(routes: Tensor) -> Tensor:
+    """Return True where `routes` [..., k] has experts, and not k times `missing_expert`; bool [..., 1]."""
+    # uint8 [3 255] -> True, because the experts of a token differ.
+    return (routes != missing_expert(routes.dtype)).any(dim=-1, keepdim=True)
+
+
+def missing_expert(dtype: torch.dtype) -> int:
+    """Return the entry of experts that were not recorded: 255 in uint8, -1 in int16."""
+    return 255 if dtype == torch.uint8 else -1
 
 
 def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:

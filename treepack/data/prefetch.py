@@ -1,6 +1,7 @@
 """Rows read ahead of the model by a thread, so that the GPU does not wait for the disk.
 
-    row indices --Prefetch--> Batch, Batch, ...     decoded, padded and pinned while an earlier row is computed
+    passes, tuples of row indices --Prefetch--> Batch, Batch, ...     decoded, joined, padded and pinned while an
+                                                                      earlier pass is computed
 
 The order of the rows is the caller's; the dataset does the reading.
 """
@@ -11,16 +12,17 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from treepack.data.batch import Batch
 from treepack.data.dataset import AHEAD_ROWS
+from treepack.data.joined import join_rows
 from treepack.data.mixture import AnyDataset
 
-# Decoded rows that may wait. One is enough if all rows take equally long; the second covers for a row that must decode
-# a new row group.
-_QUEUE_ROWS = 2
+# Decoded passes that may wait. One is enough if all take equally long; the second covers for a pass that must decode a
+# new row group.
+_QUEUE_PASSES = 2
 
 
 class Prefetch:
@@ -29,17 +31,17 @@ class Prefetch:
     Call `close` to stop the thread early. If the thread fails on a row, `next` raises the error in place of that row.
     """
 
-    def __init__(self, dataset: AnyDataset, rows: Iterable[int | None], *, pin: bool) -> None:
+    def __init__(self, dataset: AnyDataset, passes: Iterable[Sequence[int]], *, pin: bool) -> None:
         """Start to read rows.
 
         Args:
             dataset: the rows.
-            rows: indices into `dataset`, in the order to read them; None means a row of padding.
+            passes: indices into `dataset` of the rows of each batch, in the order to read them; none means padding.
             pin: copy rows to page-locked memory; use it if the model runs on a GPU.
         """
         self.waited = 0.0
-        self._dataset, self._rows, self._pin = dataset, rows, pin
-        self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(_QUEUE_ROWS)
+        self._dataset, self._passes, self._pin = dataset, passes, pin
+        self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(_QUEUE_PASSES)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="treepack-prefetch", daemon=True)
         self._thread.start()
@@ -76,10 +78,10 @@ class Prefetch:
     def _run(self) -> None:
         last: BaseException | None = None  # None marks the end of the rows
         try:
-            for row in _announced(self._dataset, self._rows):
+            for rows in _announced(self._dataset, self._passes):
                 if self._stop.is_set():
                     return
-                batch = self._dataset.padding() if row is None else self._dataset[row]
+                batch = read_pass(self._dataset, rows)
                 self._queue.put(batch.pin_memory() if self._pin else batch)
         except Exception as error:  # raised again in the thread that calls `next`
             last = error
@@ -87,12 +89,23 @@ class Prefetch:
             self._queue.put(last)
 
 
-def _announced(dataset: AnyDataset, rows: Iterable[int | None]) -> Iterator[int | None]:
-    """Yield `rows`, after the dataset got to know them and those that follow."""
-    iterator = iter(rows)
+def read_pass(dataset: AnyDataset, rows: Sequence[int]) -> Batch:
+    """Return the rows of a pass, joined into one batch; padding if there are none.
+
+    Raises:
+        TreepackError: if a row cannot be read.
+    """
+    if not rows:
+        return dataset.padding()
+    return join_rows([dataset[row] for row in rows], multiple=dataset.multiple)
+
+
+def _announced(dataset: AnyDataset, passes: Iterable[Sequence[int]]) -> Iterator[Sequence[int]]:
+    """Yield `passes`, after the dataset got to know their rows and the rows that follow."""
+    iterator = iter(passes)
     block = tuple(itertools.islice(iterator, AHEAD_ROWS // 2))
     while block:
         following = tuple(itertools.islice(iterator, AHEAD_ROWS // 2))
-        dataset.expect([row for row in block + following if row is not None])
+        dataset.expect([row for rows in block + following for row in rows])
         yield from block
         block = following

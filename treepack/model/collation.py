@@ -13,7 +13,6 @@ the output layer are whole, in chunks (`head`). The results are sums, and the tr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -21,12 +20,13 @@ from torch import Tensor, nn
 
 from treepack.attention import IMPLEMENTATIONS, Schedules
 from treepack.data.batch import Batch, TermTensors, empty_batch
+from treepack.data.joined import concatenate_routes, concatenate_terms
 from treepack.errors import TreepackError
 from treepack.model.dropout import check_dropout
 from treepack.model.first_batch import check_first_batch
 from treepack.model.head import OutputLayer, head_replaced
 from treepack.model.loss import CHUNK, filled_temperature
-from treepack.model.replay import check_routes, is_recorded, missing_expert, use_routes
+from treepack.model.replay import check_routes, use_routes
 
 _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight")
 
@@ -49,28 +49,16 @@ def collate(batches: Sequence[Batch]) -> dict[str, Any]:
     if not batches:
         raise TreepackError("collate: there is no row; expected at least one Batch")
     length = max(len(batch.input_ids) for batch in batches)
+    lengths = [length] * len(batches)
     inputs: dict[str, Any] = {name: torch.stack([_pad(batch, name, length) for batch in batches]) for name in _COLUMNS}
     inputs["row_id"] = torch.tensor([batch.row_id for batch in batches])
     inputs["trajectory_ids"] = [batch.trajectory_ids for batch in batches]
     if any(batch.terms is not None for batch in batches):
-        inputs["terms"] = _concatenate_terms([batch.terms or _empty_terms() for batch in batches], length)
-    if any(batch.routes is not None for batch in batches):
-        inputs["routes"] = _concatenate_routes(batches, length)
+        inputs["terms"] = concatenate_terms([batch.terms or _empty_terms() for batch in batches], lengths)
+    routes = concatenate_routes(batches, lengths, sum(lengths))
+    if routes is not None:
+        inputs["routes"] = routes
     return inputs
-
-
-def _concatenate_routes(batches: Sequence[Batch], length: int) -> Tensor:
-    """Concatenate the recorded experts of rows of `length` tokens each; rows and padding without some have none."""
-    given = [batch.routes for batch in batches if batch.routes is not None]
-    # uint8 beside int16 -> int16, whose entry for experts that were not recorded is another one.
-    kind = next((routes.dtype for routes in given if routes.dtype != torch.uint8), torch.uint8)
-    shape = (len(batches), length, *given[0].shape[1:])
-    joined = torch.full(shape, missing_expert(kind), dtype=kind, device=given[0].device)
-    for row, batch in zip(joined, batches, strict=True):
-        if (routes := batch.routes) is not None:
-            known = routes.to(kind)
-            row[: len(routes)] = torch.where(is_recorded(routes), known, missing_expert(kind))
-    return joined.flatten(0, 1)
 
 
 def _pad(batch: Batch, name: str, length: int) -> Tensor:
@@ -84,40 +72,6 @@ def _empty_terms() -> TermTensors:
     terms = empty_batch(0, terms=True).terms
     assert terms is not None
     return terms
-
-
-def _concatenate_terms(rows: Sequence[TermTensors], length: int) -> TermTensors:
-    """Concatenate the terms of rows of `length` tokens each; omit a column that a row with terms lacks.
-
-    Temperatures are not omitted if a row has some: those of the other rows are missing, NaN.
-    """
-    if any(terms.temperature is not None for terms in rows):
-        missing = [torch.full_like(terms.tokens, torch.nan, dtype=torch.float32) for terms in rows]
-        temperatures = [
-            fill if terms.temperature is None else terms.temperature for terms, fill in zip(rows, missing, strict=True)
-        ]
-        rows = [replace(terms, temperature=values) for terms, values in zip(rows, temperatures, strict=True)]
-    columns: dict[str, list[Tensor] | None] = {field.name: [] for field in fields(TermTensors)}
-    # Indices are shifted by the sizes of the rows before. Two rows of 4 tokens, with [1, 3] and [2] trained:
-    # tokens [1, 3] + [2 + 4] = [1, 3, 6], index [0, 1, 0] + [0 + 2] = [0, 1, 0, 2]
-    shift = {"tokens": 0, "index": 0, "trajectory": 0, "group": 0, "rollout": 0}
-    for terms in rows:
-        for name in columns:
-            values, column = getattr(terms, name), columns[name]
-            if values is None:
-                columns[name] = None  # stays None for the rows after this one
-            elif column is not None:
-                # -1 of `rollout` is no index.
-                column.append(torch.where(values < 0, values, values + shift[name]) if name in shift else values)
-        shift["tokens"] += length
-        shift["index"] += len(terms.tokens)
-        shift["trajectory"] += len(terms.group)
-        # Group codes are below the number of trajectories, so groups of two rows never get the same code. A group
-        # with trajectories in two rows gets two codes. This is correct: an objective compares within one row only.
-        shift["group"] += len(terms.group)
-        shift["rollout"] += len(terms.group)
-    tensors: dict[str, Any] = {name: None if values is None else torch.cat(values) for name, values in columns.items()}
-    return TermTensors(**tensors)
 
 
 def batch_loss(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> Tensor:

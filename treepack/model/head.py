@@ -15,7 +15,7 @@ output layer returns known numbers, and the model returns what it makes of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from torch.compiler import disable
 from torch.nn.functional import linear
 
 from treepack.errors import TreepackError
-from treepack.model.loss import priced_terms, tree_logprobs, weighted_nll
+from treepack.model.loss import nll_of_rows, priced_terms, tree_logprobs
 from treepack.model.token_statistics import LogitMap
 
 # Maximum relative difference between the logits that a model makes of known numbers and those of its `LogitMap`, if the
@@ -54,7 +54,14 @@ class OutputLayer:
 
     def nll(self, states: Tensor, targets: tuple[Tensor, Tensor, Tensor], *, chunk: int) -> Tensor:
         """Return `loss.weighted_nll` of the states [T, D]."""
-        return weighted_nll(states, self.weight, targets, bias=self.bias, logit_map=self.logit_map, chunk=chunk)
+        return self.nll_of_rows(states, targets, None, chunk=chunk)[0]
+
+    def nll_of_rows(
+        self, states: Tensor, targets: tuple[Tensor, Tensor, Tensor], edges: Sequence[int] | None, *, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return `loss.nll_of_rows` of the states [T, D]."""
+        layer: Any = {"bias": self.bias, "logit_map": self.logit_map}
+        return nll_of_rows(states, self.weight, targets, edges=edges, chunk=chunk, **layer)
 
     def logprobs(
         self, states: Tensor, tokens: Tensor, input_ids: Tensor, parent: Tensor, **options: Any

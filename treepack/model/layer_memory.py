@@ -1,6 +1,7 @@
 """Memory of a model's layers between the forward and the backward pass of a row, on the GPU and on the host.
 
 model, a short row --measure_layers--> LayerBytes: bytes per token of a layer, kept or recomputed
+model --measure_pass--> bytes of a forward and backward pass: fixed ones, and those of each token
 LayerBytes, longest row, free bytes --fewest_recomputed--> number of layers to recompute
 model, longest row --host_pages--> pages of host memory for `offload`
 """
@@ -8,13 +9,15 @@ model, longest row --host_pages--> pages of host memory for `offload`
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from treepack.data.batch import Batch
+from treepack.data.batch import Batch, empty_batch
 from treepack.errors import TreepackError
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import hidden_states, prepare_batch
@@ -25,6 +28,8 @@ from treepack.model.offload import PAGE
 # Tokens of the row that is measured: all activations of them fit beside a large model, about 55 GB for 32 billion
 # weights and 19 GB for 8 billion, without compilation.
 MEASURED_TOKENS = 2048
+# Tokens of the two passes whose difference gives the bytes of a token, and of each of their sequences.
+_SHORT_PASS, _LONG_PASS, _CHAIN = 1024, 3072, 64
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,51 @@ def measure_layers(
         for parameter in empty:
             parameter.grad = None
     return LayerBytes(kept / count / tokens, recomputed / count / tokens, working / tokens)
+
+
+def measure_pass(
+    loaded: LoadedModel, *, autocast: Callable[[], AbstractContextManager[Any]], meter: Meter | None = None
+) -> tuple[int, float]:
+    """Measure the memory that forward and backward passes of the layers, as they are adapted, need beside the weights.
+
+    All ranks of a sharded model must call this. Gradients are None in the end, and random generators as before.
+
+    Args:
+        loaded: the model.
+        autocast: makes the context of a forward pass.
+        meter: the memory to measure, by default that of the model's GPU.
+
+    Returns:
+        the bytes of a pass without tokens, and the bytes of each token.
+    """
+    meter, training = meter or gpu_meter(loaded.device), loaded.model.training
+    loaded.model.train()
+    devices = [loaded.device] if loaded.device.type == "cuda" else []
+    peaks = []
+    try:
+        with torch.random.fork_rng(devices=devices), cast_once():
+            for length in (_SHORT_PASS, _SHORT_PASS, _LONG_PASS):  # the first one compiles, and makes gradients
+                row = prepare_batch(loaded, _chains(length))
+                before = meter.allocated()
+                meter.reset()
+                with autocast():
+                    states = loaded.compute(partial(hidden_states, loaded, row))
+                torch.autograd.backward(states, torch.zeros_like(states))
+                del states
+                peaks.append(meter.peak() - before)
+    finally:
+        loaded.model.train(training)
+        loaded.model.zero_grad(set_to_none=True)
+    per_token = max(1.0, (peaks[2] - peaks[1]) / (_LONG_PASS - _SHORT_PASS))
+    return max(0, int(peaks[1] - _SHORT_PASS * per_token)), per_token
+
+
+def _chains(length: int) -> Batch:
+    """Return a row of sequences of `_CHAIN` tokens, whose positions every model has."""
+    # Length 6 in sequences of 3: positions [0 1 2 0 1 2], subtree_end [3 3 3 6 6 6]
+    tokens = torch.arange(length)
+    end = ((tokens // _CHAIN + 1) * _CHAIN).clamp(max=length).int()
+    return replace(empty_batch(length), position_ids=tokens % _CHAIN, subtree_end=end, num_tokens=length)
 
 
 def _pass(loaded: LoadedModel, row: Batch, recomputed: int, lower: bool, meter: Meter) -> tuple[int, int]:

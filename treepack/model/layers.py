@@ -24,11 +24,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from treepack.attention import TreePass
+from treepack.attention.operator import keep_attention
 from treepack.errors import TreepackError
 from treepack.model.offload import Offload
 
-# Attribute of a model: its `AdaptedLayers`, which the flags of transformers do not show.
+# Attributes of a model, which the flags of transformers do not show: its `AdaptedLayers`, and True if it is compiled.
 _LAYERS = "_treepack_layers"
+_COMPILED = "_treepack_compiled"
 
 
 @dataclass
@@ -58,11 +60,12 @@ def adapt_layers(
     Raises:
         TreepackError: if the model's layers cannot be compiled or checkpointed, or it has fewer than `recomputed`.
     """
+    layers = tuple(find_layers(model))
+    plain = [layer.forward for layer in layers]
     if compiled:
         compile_layers(model)
     if not checkpointing:
         return
-    layers = tuple(find_layers(model))
     if not layers and recomputed is None and offload is None:
         checkpoint_layers(model)
         return
@@ -77,17 +80,19 @@ def adapt_layers(
     setattr(model, _LAYERS, adapted)
     if recomputed is not None:
         set_recomputed(model, recomputed)
-    for number, layer in enumerate(layers):
+    for number, (layer, forward) in enumerate(zip(layers, plain, strict=True)):
         # Around the compiled function: a graph break inside a checkpoint region, which is where transformers' own
-        # checkpointing would put it, leaves the whole region uncompiled.
-        layer.forward = adapted_forward(layer, number, adapted)
+        # checkpointing would put it, leaves the whole region uncompiled. Only a layer that is one graph may have the
+        # checkpoint in it.
+        inside = torch.compile(recomputed_forward(forward), dynamic=True) if compiled else None
+        layer.forward = adapted_forward(layer, number, adapted, inside)
 
 
 def compile_layers(model: Any) -> None:
-    """Compile everything except attention in every layer with torch.compile, once for rows of all lengths.
+    """Compile every layer with torch.compile, once for rows of all lengths.
 
-    Attention breaks the graph and runs uncompiled. Matrix products keep their precision; the order of sums, and so
-    their rounding, may change.
+    Attention by the project's own kernels is an operator in the graph; any other breaks the graph and runs uncompiled.
+    Matrix products keep their precision; the order of sums, and so their rounding, may change.
 
     Raises:
         TreepackError: if transformers marks no layers in this model.
@@ -97,6 +102,12 @@ def compile_layers(model: Any) -> None:
         raise TreepackError(f"{type(model).__name__} has no layers to compile; train without --compile")
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
+    setattr(model, _COMPILED, True)
+
+
+def is_compiled(model: Any) -> bool:
+    """Return True if `compile_layers` has compiled the layers of a model."""
+    return bool(getattr(model, _COMPILED, False))
 
 
 def checkpoint_layers(model: Any) -> None:
@@ -117,8 +128,26 @@ def _check_checkpointing(model: Any) -> None:
         raise TreepackError(f"{type(model).__name__} has no gradient checkpointing; train without it")
 
 
-def adapted_forward(layer: nn.Module, number: int, adapted: AdaptedLayers) -> Callable[..., Any]:
-    """Return the forward of a layer, which looks up in `adapted` at every call if it is recomputed."""
+def recomputed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that is computed again in the backward pass, except for its attention; to be compiled."""
+
+    def recomputed(*arguments: Any, **options: Any) -> Any:
+        return checkpoint(forward, *arguments, use_reentrant=False, context_fn=keep_attention, **options)
+
+    return recomputed
+
+
+def adapted_forward(
+    layer: nn.Module, number: int, adapted: AdaptedLayers, inside: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Return the forward of a layer, which looks up in `adapted` at every call if it is recomputed.
+
+    Args:
+        layer: the layer, perhaps compiled.
+        number: its number in the model.
+        adapted: the layers of the model.
+        inside: the compiled `recomputed_forward` of the layer, for passes with packed schedules.
+    """
     forward, modules = layer.forward, frozenset(layer.modules())
     # Without self, which the signature of a method lacks: "hidden_states" in most models.
     first = next(iter(inspect.signature(forward).parameters))
@@ -131,6 +160,8 @@ def adapted_forward(layer: nn.Module, number: int, adapted: AdaptedLayers) -> Ca
             if kept is not None:
                 kept.skipped |= modules
             return forward(*arguments, **options)
+        if inside is not None and offload is None and kept is None:
+            return inside(*arguments, **options)
         if offload is None:
             return checkpoint(forward, *arguments, use_reentrant=False, **options)
         if kept is not None:
@@ -189,6 +220,12 @@ def recomputes(model: Any) -> bool:
     theirs = getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing
     adapted = adapted_layers(model)
     return bool(theirs or (adapted is not None and adapted.recomputed > 0))
+
+
+def keeps_outside(model: Any, packed: Any) -> bool:
+    """Return True if outputs of attention must be kept outside of the graphs of recomputed layers, by a `Kept`."""
+    adapted = adapted_layers(model)
+    return packed is None or adapted is None or adapted.offload is not None
 
 
 def find_decoder(causal: Any) -> Any:

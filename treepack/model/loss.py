@@ -1,6 +1,7 @@
 r"""Losses of a packed row from its hidden states, without the logits of the whole row in memory.
 
     weighted_nll    weighted next-token cross-entropy: one scalar
+    nll_of_rows     the same, with the part of each row of a joined batch
     tree_logprobs   log-probability and entropy of every chosen token, for objectives over terms (`objectives`)
 
     token j is predicted from the hidden state of parent[j]
@@ -23,7 +24,8 @@ logits. `tree_logprobs` serves every other objective, and computes the logits ag
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,6 +53,24 @@ def weighted_nll(
 ) -> Tensor:
     """Return the sum over the row's tokens j with loss_weight[j] != 0 of loss_weight[j] * nll(j | hidden[parent[j]]).
 
+    Arguments and errors are those of `nll_of_rows`. The result is a float64 scalar, attached to `hidden` and the
+    weights; 0 for a row without targets.
+    """
+    return nll_of_rows(hidden, weight, targets, bias=bias, logit_map=logit_map, chunk=chunk)[0]
+
+
+def nll_of_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: tuple[Tensor, Tensor, Tensor],
+    *,
+    edges: Sequence[int] | None = None,
+    bias: Tensor | None = None,
+    logit_map: LogitMap = LogitMap(),  # noqa: B008  # a frozen value
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Return `weighted_nll` of a batch of n rows, and the part of each row.
+
     Matrix products run in the dtype of `hidden` (or of autocast). The softmax runs in float64 for float64 logits and in
     float32 for all others. Chunks are summed in float64.
 
@@ -59,12 +79,13 @@ def weighted_nll(
         weight: [V, D], the output embedding.
         targets: input_ids int64 [T], parent int64 [T] and loss_weight float [T] of the row. If the last two are on the
             CPU, nothing waits for a GPU.
+        edges: n + 1 numbers; row i has the targets edges[i] .. edges[i + 1] - 1. None for one row.
         bias: [V], if the output layer has one.
         logit_map: the change that the model makes to the result of its output layer.
         chunk: targets whose logits are in memory at a time.
 
     Returns:
-        a float64 scalar, attached to `hidden` and the weights; 0 for a row without targets.
+        a float64 scalar, attached to `hidden` and the weights, and float64 [n] without a graph.
 
     Raises:
         IndexError, RuntimeError: if a root has weight; the type depends on the device.
@@ -79,21 +100,31 @@ def weighted_nll(
     tokens = loss_weight.nonzero().squeeze(-1)
     if len(tokens) == 0:
         # [0, D] -> [0, V] -> 0, still attached to `hidden` and the weights: FSDP needs gradients from every rank.
-        return linear(hidden[:0], weight, bias).sum(dtype=torch.float64)
+        nothing = linear(hidden[:0], weight, bias).sum(dtype=torch.float64)
+        return nothing, nothing.detach().new_zeros(1 if edges is None else len(edges) - 1)
 
     chosen = sent(loss_weight.index_select(0, tokens), hidden.device)
 
     def prices(order: Tensor) -> Price:
         weights = chosen.index_select(0, order)
         parts = torch.split(weights, chunk)
-        return Price(
-            # In the dtype of the log-probabilities, into which the subtraction casts the weights.
-            lambda number, found: Slopes(torch.zeros_like(found.logprobs).sub_(parts[number]), None),
-            lambda logprobs, _: (-(logprobs.double() * weights).sum(), weights.new_zeros(0)),
-        )
+
+        def value(logprobs: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+            losses = -(logprobs.double() * weights)
+            total = losses.sum()
+            return total, total[None] if edges is None else sums_of_rows(losses[invert(order)], edges)
+
+        # In the dtype of the log-probabilities, into which the subtraction casts the weights.
+        return Price(lambda number, found: Slopes(torch.zeros_like(found.logprobs).sub_(parts[number]), None), value)
 
     options: Any = {"bias": bias, "logit_map": logit_map, "with_entropies": False, "chunk": chunk}
-    return priced_terms(hidden, weight, (tokens, input_ids, parent), prices, **options)[0]
+    return priced_terms(hidden, weight, (tokens, input_ids, parent), prices, **options)
+
+
+def sums_of_rows(values: Tensor, edges: Sequence[int]) -> Tensor:
+    """Return the sum of values[edges[i] : edges[i + 1]] for each row i, in an order that is equal in every run."""
+    # values [1 2 3], edges (0, 2, 3) -> [3 3]
+    return torch.stack([values[begin:end].sum() for begin, end in pairwise(edges)])
 
 
 def priced_terms(

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from treepack.data.batch import is_recorded
 from treepack.errors import TreepackError
 from treepack.model.experts.active import experts_per_token
 from treepack.model.layers import find_layers
@@ -65,17 +66,6 @@ class _Replay:
             f"{self.source}: has {self.num_layers} layers and {len(self.switches)} routers, but the recorded routes "
             f"have {num_recorded} layers; {_REMEDY}"
         )
-
-
-def is_recorded(routes: Tensor) -> Tensor:
-    """Return True where `routes` [..., k] has experts, and not k times `missing_expert`; bool [..., 1]."""
-    # uint8 [3 255] -> True, because the experts of a token differ.
-    return (routes != missing_expert(routes.dtype)).any(dim=-1, keepdim=True)
-
-
-def missing_expert(dtype: torch.dtype) -> int:
-    """Return the entry of experts that were not recorded: 255 in uint8, -1 in int16."""
-    return 255 if dtype == torch.uint8 else -1
 
 
 def check_routes(causal: Any, source: str, routes: Tensor) -> None:

@@ -8,7 +8,9 @@ the log-probabilities is that of `policy_terms.term_sums`, computed by autograd 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -30,8 +32,11 @@ def prices_of_terms(
     *,
     chunk: int,
     term_chunk: int = TERM_CHUNK,
+    edges: Sequence[int] | None = None,
 ) -> Price:
-    """Return the price of the terms of a row; its sums are those of `policy_terms.term_sums`. Waits for the GPU.
+    """Return the price of the terms of a row or of joined rows. Waits for the GPU.
+
+    Its sums are those of `policy_terms.term_sums`, then the part of each row of the loss.
 
     Args:
         terms: the terms of the tokens, as `objectives.weigh_terms` returns them.
@@ -40,6 +45,7 @@ def prices_of_terms(
         order: int64 [n], the number of each token in the order of the chunks.
         chunk: tokens of a chunk.
         term_chunk: terms whose values are in memory at a time.
+        edges: n + 1 numbers; row i has the terms edges[i] .. edges[i + 1] - 1. None for one row.
     """
     assert objective.is_tokenwise, "the slopes of this loss depend on other tokens"
     # order [2 0 1], index [0 0 1 2] -> places [1 1 2 0], terms sorted by place [3 0 1 2]
@@ -68,12 +74,15 @@ def prices_of_terms(
     def value(logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
         # In the order of the terms, so that the size of a chunk changes no bit.
         logprobs, entropies = logprobs.index_select(0, rank), entropies.index_select(0, rank)
-        loss = logprobs.new_zeros((), dtype=torch.float64)
+        bounds = (0, len(terms.index)) if edges is None else edges
+        losses = logprobs.new_zeros(len(bounds) - 1, dtype=torch.float64)
         sums = logprobs.new_zeros(len(TERM_MEANS), dtype=torch.float64)
-        for part in term_slices(terms, term_chunk):
-            part_loss, part_sums = term_sums(logprobs, entropies, part, factors, None, objective)
-            loss, sums = loss + part_loss, sums + part_sums
-        return loss, sums
+        for i, (begin, end) in enumerate(pairwise(bounds)):
+            for part in term_slices(terms, term_chunk, begin=begin, end=end):
+                part_loss, part_sums = term_sums(logprobs, entropies, part, factors, None, objective)
+                losses[i] += part_loss
+                sums = sums + part_sums
+        return losses.sum(), torch.cat([sums, losses])
 
     return Price(slopes, value)
 

@@ -10,12 +10,13 @@ from treepack.data.batch import PER_TERM, TermTensors
 TERM_CHUNK = 1 << 17
 
 
-def term_slices(terms: TermTensors, chunk: int) -> list[TermTensors]:
-    """Cut `terms` into views of `chunk` terms each."""
+def term_slices(terms: TermTensors, chunk: int, *, begin: int = 0, end: int | None = None) -> list[TermTensors]:
+    """Cut `terms`, or those from `begin` to `end`, into views of at most `chunk` terms each."""
+    end = len(terms.index) if end is None else end
     # Columns with one value per term are cut; tokens, group and reward stay whole, because terms refer to them.
     values = {field.name: getattr(terms, field.name) for field in fields(terms)}
     slices = []
-    for start in range(0, len(terms.index), chunk):
-        cut = {name: values[name][start : start + chunk] for name in PER_TERM if values[name] is not None}
+    for start in range(begin, end, chunk):
+        cut = {name: values[name][start : min(start + chunk, end)] for name in PER_TERM if values[name] is not None}
         slices.append(TermTensors(**{**values, **cut}))
     return slices

@@ -18,10 +18,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from treepack.data.batch import Batch, TermTensors
-from treepack.model.forward import Reads, Scores
 from treepack.model.head import OutputLayer, head_replaced
 from treepack.model.objectives import Objective, objective_loss
 from treepack.model.replay import use_routes
+from treepack.model.term_objective import Reads, Scores
 from treepack.model.value_head import value_head_of
 
 

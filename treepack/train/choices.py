@@ -21,7 +21,7 @@ from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 
 # Options that may be "auto"; no number changes the result of a run except for rounding.
-NAMES = ("carry", "checkpoint_layers")
+NAMES = ("carry", "checkpoint_layers", "pass_tokens")
 ENTRY = "chosen"
 
 

@@ -23,9 +23,8 @@ from treepack.data.prefetch import Prefetch
 from treepack.model.objectives import step_means
 from treepack.train.pieces import has_long_rows, runs_in_pieces, value_in_pieces
 from treepack.train.run import TrainingRun
-from treepack.train.schedule import deal
 from treepack.train.sharding import whole_weights
-from treepack.train.step import Report, row_part, step_memory_errors
+from treepack.train.step import Report, factors_of, pass_part, step_memory_errors
 
 
 def evaluate(held_out: TrainingRun) -> dict[str, float]:
@@ -37,7 +36,7 @@ def evaluate(held_out: TrainingRun) -> dict[str, float]:
     start, rows = time.perf_counter(), held_out.schedule[0].rows
     denominator = float(held_out.dataset.total_weight[rows].sum())
     factors = dict(zip(rows, held_out.factors(rows), strict=True))
-    share = deal(rows, held_out.costs(), held_out.ranks.size, held_out.division)[held_out.ranks.rank]
+    share = held_out.passes(rows)
     report, loaded = Report(held_out, rows), held_out.loaded
     in_pieces = has_long_rows(held_out, rows)
     with (
@@ -45,14 +44,14 @@ def evaluate(held_out: TrainingRun) -> dict[str, float]:
         whole_weights(loaded) if in_pieces else nullcontext(),
         closing(Prefetch(held_out.dataset, share, pin=loaded.device.type == "cuda")) as batches,
     ):
-        for row, batch in zip(share, batches, strict=True):
-            if row is None and in_pieces:
+        for own, batch in zip(share, batches, strict=True):
+            if not own and in_pieces:
                 continue  # no rank waits for another one
-            part = value_in_pieces if runs_in_pieces(held_out, batch) else row_part
+            part = value_in_pieces if runs_in_pieces(held_out, batch) else pass_part
             with step_memory_errors(batch, carry=held_out.options.carry):
-                value = part(held_out, batch, denominator, None if row is None else factors[row])
-            if row is not None:
-                report.add(row, batch, *value)
+                part_of_loss = part(held_out, batch, denominator, factors_of(own, factors))
+            if own:
+                report.add(own, batch, part_of_loss)
         if in_pieces:
             held_out.ranks.any(False)  # gloo waits 30 minutes for the slowest rank, and NCCL would wait 10
     if loaded.root is not None:

@@ -69,7 +69,7 @@ def choose_layers(run: TrainingRun) -> TrainingRun:
     adapted = adapted_layers(loaded.causal)
     if adapted is None:
         return run
-    longest = _longest_row(run)
+    longest = _longest_pass(run)
     if options.checkpoint_layers == "auto":
         count = len(adapted.modules)
         if loaded.device.type == "cuda":
@@ -139,16 +139,18 @@ def _reserve(loaded: LoadedModel, pages: int) -> None:
         ) from error
 
 
-def _longest_row(run: TrainingRun) -> int:
-    """Return the tokens of the longest row, or piece, of the run that has gradients, with padding."""
-    longest = int(run.dataset.num_tokens[run.trainable_rows].max(initial=1))
+def _longest_pass(run: TrainingRun) -> int:
+    """Return the tokens of the longest row, piece, or pass of known length that has gradients, with padding."""
+    longest = run.longest_row
+    if isinstance(run.options.pass_tokens, int):
+        longest = max(longest, min(run.options.pass_tokens, run.largest_step))
     if isinstance(run.options.carry, int):
         longest = min(longest, run.options.carry)
     return -(-longest // 128) * 128
 
 
 def _measured_count(run: TrainingRun, longest: int) -> int:
-    """Return the smallest number of layers to recompute with which the longest row fits into the GPU's memory.
+    """Return the smallest number of layers to recompute with which the longest pass fits into the GPU's memory.
 
     Raises:
         TreepackError: the weights are sharded over ranks.

@@ -38,10 +38,10 @@ from treepack.train.directory import begin, extend, finish, is_complete, is_fini
 from treepack.train.evaluation import Score, evaluate
 from treepack.train.metrics import MetricsLog
 from treepack.train.optimiser import make_optimiser
+from treepack.train.passes import Pass
 from treepack.train.place import METRICS, Place, open_place
 from treepack.train.run import TrainingRun
 from treepack.train.sampling_check import compare_sampling
-from treepack.train.schedule import deal
 from treepack.train.sharding import whole_state
 from treepack.train.step import StepMetrics, step_memory_errors, train_step
 
@@ -108,7 +108,7 @@ def _steps(
     _log.info(_first_step(run, done))
     with (
         _close_after(Checkpoints(place.folder / CHECKPOINTS, keep=options.keep, upload=upload)) as checkpoints,
-        closing(Prefetch(run.dataset, _rank_rows(run, done), pin=run.loaded.device.type == "cuda")) as rows,
+        closing(Prefetch(run.dataset, _rank_passes(run, done), pin=run.loaded.device.type == "cuda")) as rows,
         MetricsLog(place.folder / METRICS, keep_until=done) if ranks.leads else nullcontext() as log,
     ):
         if log is not None and log.num_lost:
@@ -284,11 +284,10 @@ def _latest(place: Place, *, step: int | None = None) -> tuple[SavedCheckpoint |
     return latest(place.out / CHECKPOINTS, step=step)
 
 
-def _rank_rows(run: TrainingRun, first: int) -> Iterator[int | None]:
-    """Yield the rows that this rank computes, starting at optimiser step `first`; see `schedule.deal`."""
-    costs = run.costs()
+def _rank_passes(run: TrainingRun, first: int) -> Iterator[Pass]:
+    """Yield the passes that this rank computes, starting at optimiser step `first`."""
     for step in run.schedule[first:]:
-        yield from deal(step.rows, costs, run.ranks.size, run.division)[run.ranks.rank]
+        yield from run.passes(step.rows)
 
 
 def _join_ids(ids: list[int]) -> str:

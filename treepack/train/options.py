@@ -20,8 +20,8 @@ from treepack.model.objectives import Objective
 from treepack.train.ranks import find_dtype
 
 CHANGEABLE_ON_RESUME = frozenset(
-    "gradient_checkpointing checkpoint_layers offload_checkpoints compile attention carry loss_chunk device "
-    "gather_dtype cpu_offload checkpoint_every keep max_skipped".split()
+    "gradient_checkpointing checkpoint_layers offload_checkpoints compile attention carry pass_tokens loss_chunk "
+    "device gather_dtype cpu_offload checkpoint_every keep max_skipped".split()
 )
 # Options that define the number of steps. A resumed run may have more steps than before, or fewer, but not fewer than
 # are done.
@@ -69,7 +69,8 @@ class TrainOptions:
     routers (`model.router_balance`), for the loss sft only; 0 leaves it out. `routes` "replay" sends tokens to the
     experts that the rows have recorded, if they have some (`model.replay`), and "ignore" does not. Rows of more than
     `carry` tokens run in pieces of at most that many; "auto" becomes a number when the run is opened, and None runs
-    every row as a whole.
+    every row as a whole. Shorter rows of a step are joined into passes of at most `pass_tokens` tokens; "auto" becomes
+    a number when the run is opened, and 1 joins none.
     `gradient_checkpointing` recomputes all layers in the backward pass, and `checkpoint_layers` that many of them;
     "auto" becomes the smallest number with which the longest row fits. `offload_checkpoints` recomputes layers too,
     and keeps their inputs and attention outputs in host memory.
@@ -108,6 +109,7 @@ class TrainOptions:
     router_aux: float = 0.0
     routes: str = "replay"
     carry: int | str | None = None
+    pass_tokens: int | str = "auto"
     max_skipped: int = 5  # more in a row mean that the model has diverged, and then it does not recover
 
     def __post_init__(self) -> None:
@@ -136,6 +138,10 @@ class TrainOptions:
             raise TreepackError("offload_checkpoints offloads recomputed layers and checkpoint_layers is 0; omit one")
         if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
             raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
+        if self.pass_tokens != "auto" and not (isinstance(self.pass_tokens, int) and self.pass_tokens >= 1):
+            raise TreepackError(
+                f"pass_tokens is {self.pass_tokens!r}; expected a number of tokens of at least 1, or auto"
+            )
         if self.checkpoint_layers == "auto" and self.carry is not None:
             raise TreepackError(
                 f"checkpoint_layers is auto and carry is {self.carry}; memory for pieces is planned for a known number "
@@ -162,8 +168,8 @@ class TrainOptions:
             del record["objective"]["value_coef"], record["objective"]["value_clip"]
         if self.blocks in (None, 1):
             del record["blocks"]  # the order of a run without blocks depends on none
-        for name in ("carry", "checkpoint_layers"):
-            if record[name] is None:
+        for name, usual in (("carry", None), ("checkpoint_layers", None), ("pass_tokens", "auto")):
+            if record[name] == usual:
                 del record[name]
         if not self.offload_checkpoints:
             del record["offload_checkpoints"]

@@ -27,6 +27,7 @@ from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layer_memory import update_bytes
 from treepack.model.loaded import LoadedModel
 from treepack.model.memory import memory_errors
+from treepack.model.term_objective import PassLoss
 from treepack.train.layer_choice import host_room, state_bytes
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
@@ -99,7 +100,7 @@ def _measured(run: TrainingRun) -> tuple[int, CarryMemory, str]:
             _sum_over_ranks(run)
     loaded.model.zero_grad(set_to_none=True)
     loaded.model.train(training)
-    limit = _smallest(ranks, 0 if plan is None else plan.limit)
+    limit = smallest(ranks, 0 if plan is None else plan.limit)
     if problem is not None:
         raise problem
     if plan is None or limit == 0:
@@ -151,7 +152,7 @@ def _sum_over_ranks(run: TrainingRun) -> None:
         torch.autograd.backward(loss)
 
 
-def _smallest(ranks: Ranks, number: int) -> int:
+def smallest(ranks: Ranks, number: int) -> int:
     """Return the smallest `number` of all ranks."""
     numbers = torch.zeros(ranks.size, dtype=torch.int64)
     numbers[ranks.rank] = number
@@ -175,15 +176,14 @@ def _is_longer(run: TrainingRun, num_tokens: int) -> bool:
 
 
 def backward_in_pieces(run: TrainingRun, batch: Batch, denominator: float, factors: Tensor | None) -> RowResult:
-    """Add the gradients of a row's part of a step's loss; arguments as in `step.row_part`."""
+    """Add the gradients of a row's part of a step's loss; arguments as in `step.pass_part`."""
     return backward_row(run.loaded, batch, carry_options(run), **_loss(run, denominator, factors))
 
 
-def value_in_pieces(
-    run: TrainingRun, batch: Batch, denominator: float, factors: Tensor | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a row's part of a step's loss and its sums, without gradients; arguments as in `step.row_part`."""
-    return row_value(run.loaded, batch, carry_options(run), **_loss(run, denominator, factors))
+def value_in_pieces(run: TrainingRun, batch: Batch, denominator: float, factors: Tensor | None) -> PassLoss:
+    """Return a row's part of a step's loss, without gradients; arguments as in `step.pass_part`."""
+    loss, sums = row_value(run.loaded, batch, carry_options(run), **_loss(run, denominator, factors))
+    return PassLoss(loss, loss[None], sums)
 
 
 def _loss(run: TrainingRun, denominator: float, factors: Tensor | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from treepack.analysis.recurrent_cost import count_scans
 from treepack.attention import resolve, row_multiple
 from treepack.carry.offload import CarryMemory
-from treepack.data.mixture import AnyDataset, open_packed, sources_of
+from treepack.data.mixture import AnyDataset, open_packed, source_of_rows, sources_of
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
 from treepack.ingest.tokenization import load_tokenizer
@@ -41,6 +41,8 @@ from treepack.train.initial_weights import find_weights
 from treepack.train.layer_choice import adapt, choose_layers
 from treepack.train.optimiser import check_optimizer
 from treepack.train.options import TrainOptions
+from treepack.train.pass_choice import choose_pass_tokens
+from treepack.train.passes import Joining, Pass, deal
 from treepack.train.pieces import choose_piece_size, choose_pieces
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.rewards import sum_rewards
@@ -105,6 +107,34 @@ class TrainingRun:
         if self.table is None:
             return [None] * len(rows)
         return [torch.from_numpy(values) for values in step_factors(self.table, rows, self.options.objective)]
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row that contributes to the loss."""
+        return int(self.dataset.num_tokens[self.trainable_rows].max(initial=1))
+
+    @property
+    def largest_step(self) -> int:
+        """Tokens of the largest step, held-out rows included, divided by the ranks: no pass is usefully longer."""
+        runs = [self] if self.held_out is None else [self, self.held_out]
+        totals = [int(each.dataset.num_tokens[step.rows].sum()) for each in runs for step in each.schedule]
+        return -(-max(totals, default=0) // self.ranks.size)
+
+    def passes(self, rows: Sequence[int]) -> list[Pass]:
+        """Return the passes that this rank runs of the `rows` of a step; see `passes.deal`."""
+        return deal(rows, self.costs(), self.ranks.size, self._joining(), self.division)[self.ranks.rank]
+
+    def _joining(self) -> Joining:
+        options, dataset = self.options, self.dataset
+        assert options.pass_tokens != "auto", "open_run chooses a number"
+        limit = int(options.pass_tokens)
+        if isinstance(options.carry, int):
+            limit = min(limit, options.carry)  # longer passes do not fit
+        # Rows with other columns of terms are not joined. sft reads no terms.
+        columns = [source.term_columns if source.terms else () for source in sources_of(dataset)]
+        kind_of = {names: kind for kind, names in enumerate(dict.fromkeys(columns))}
+        kinds = np.array([kind_of[names] for names in columns], np.int64)[source_of_rows(dataset)]
+        return Joining(limit, dataset.num_tokens, kinds)
 
     def costs(self) -> Float64:
         """Return the floating-point operations of the layers in the forward pass of every row; float64 [num_rows].
@@ -200,7 +230,7 @@ def open_run(
         held = TrainingRun(held_dataset, loaded, options, held_schedule, None, (), held_table, ranks, division=division)
         _check_rows(held)
         run = replace(run, held_out=held)
-    return choose_layers(choose_pieces(_check_fit(run)))
+    return choose_pass_tokens(choose_layers(choose_pieces(_check_fit(run))))
 
 
 def open_verification(packed: Packed, model: str | Path, options: TrainOptions) -> TrainingRun:

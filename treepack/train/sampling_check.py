@@ -20,11 +20,11 @@ from torch import Tensor
 
 from treepack.carry.backward import row_scores
 from treepack.data.batch import Batch, TermTensors
+from treepack.data.prefetch import read_pass
 from treepack.model.forward import prepare_batch, row_logprobs
 from treepack.model.loss import filled_temperature
 from treepack.train.pieces import carry_options, has_long_rows, lower_precision, runs_in_pieces
 from treepack.train.run import TrainingRun
-from treepack.train.schedule import deal
 from treepack.train.sharding import whole_weights
 from treepack.train.step import step_memory_errors
 
@@ -75,8 +75,7 @@ def compare_sampling(run: TrainingRun) -> str | None:
 
 def measure_gap(run: TrainingRun) -> SamplingGap | None:
     """Compare one row of the first step on every rank; None if it has no recorded values."""
-    row = deal(run.schedule[0].rows, run.costs(), run.ranks.size, run.division)[run.ranks.rank][0]
-    batch = run.dataset.padding() if row is None else run.dataset[row]
+    batch = read_pass(run.dataset, run.passes(run.schedule[0].rows)[0][:1])
     sums = run.ranks.sum(_sums(run, batch).to(run.loaded.device)).tolist()
     count, gap, mean, larger, different, *rest = sums
     if not count:

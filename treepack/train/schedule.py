@@ -1,17 +1,8 @@
-"""The schedule of a run: the rows of every optimiser step, its learning rate, and the rows of each rank.
+"""The schedule of a run: the rows of every optimiser step, and its learning rate.
 
     dataset, options --plan_steps--> [OptimiserStep, ...]      known in full before the first row is loaded
-    rows of a step, costs --deal--> a list of rows per rank    the same number of micro-batches on every rank
 
-    4 ranks, rows by cost      micro-batch 0   1   2
-      9 9 8 7 | 5 5 4 4 | 2     rank 0     9   4   .      A micro-batch takes as long as its most expensive row, so
-                                rank 1     9   4   .      rows of similar cost run side by side: 9 + 5 + 2, the minimum.
-                                rank 2     8   5   .      The rank with the smallest sum so far gets the most expensive
-                                rank 3     7   5   2      row of the next micro-batch. A "." is a row of padding, which
-                                                          is needed because the ranks communicate in every layer.
-
-If the machines have blocks of their own (`train.division`), the rows of a step are divided among the machines first,
-and then dealt in this way on each of them.
+`passes` joins the rows of a step and deals them to the ranks.
 
 A run is a function of its options and data alone: resumed at step n, it continues with the rows of step n.
 """
@@ -19,9 +10,9 @@ A run is a function of its options and data alone: resumed at step n, it continu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import islice
 
 import numpy as np
 
@@ -29,9 +20,8 @@ from treepack.data.epochs import block_of_rows, epoch_order
 from treepack.data.mixture import AnyDataset, mixed_blocks, mixed_rows, source_of_rows, sources_of
 from treepack.errors import TreepackError
 from treepack.model.denominators import TrajectoryTable, trainable_rows
-from treepack.train.division import Division
 from treepack.train.options import TrainOptions
-from treepack.trajectory import Float64, Int64
+from treepack.trajectory import Int64
 
 
 @dataclass(frozen=True)
@@ -107,32 +97,3 @@ def learning_rate(options: TrainOptions, step: int, num_steps: int) -> float:
     progress = (step - options.warmup_steps) / max(1, num_steps - 1 - options.warmup_steps)
     ratio = options.min_lr_ratio
     return options.lr * (ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
-
-
-def deal(rows: Sequence[int], costs: Float64, size: int, division: Division | None = None) -> list[list[int | None]]:
-    """Deal the rows of an optimiser step to `size` ranks: the micro-batches of each rank, None for a row of padding.
-
-    Args:
-        rows: indices into the dataset, in any order.
-        costs: float64, of every row of the dataset, in any unit of time.
-        size: number of ranks.
-        division: the machines of the rows; None if every rank may take every row.
-
-    Returns:
-        one list per rank, all of the same length, most expensive row first: a row too long for memory fails at once.
-    """
-    if division is not None:
-        # 5 rows on 2 machines of 2 ranks: 2 micro-batches, so each machine has room for 4 rows.
-        num, local = -(-len(rows) // size), size // division.machines
-        dealt = [share for own in division.divide(rows, num * local) for share in deal(own, costs, local)]
-        return [share + [None] * (num - len(share)) for share in dealt]
-    # Rows 0 to 4 of costs [4, 9, 5, 2, 7] on 2 ranks: order [1, 4, 2, 0, 3] -> shares [1, 0, None], [4, 2, 3].
-    order = sorted(rows, key=lambda row: -costs[row])
-    shares: list[list[int | None]] = [[] for _ in range(size)]
-    loads = [0.0] * size
-    for start in range(0, len(order), size):
-        ranks = sorted(range(size), key=loads.__getitem__)
-        for rank, row in zip_longest(ranks, order[start : start + size]):
-            shares[rank].append(row)
-            loads[rank] += 0.0 if row is None else float(costs[row])
-    return shares

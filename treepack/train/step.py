@@ -22,13 +22,16 @@ from treepack.data.batch import Batch
 from treepack.data.mixture import source_names, source_of_rows
 from treepack.data.prefetch import Prefetch
 from treepack.model.experts.weights import cast_once
-from treepack.model.forward import hidden_states, prepare_batch, row_loss, row_objective
+from treepack.model.forward import hidden_states, pass_loss, prepare_batch
 from treepack.model.memory import memory_errors
 from treepack.model.objectives import step_means, sum_names
 from treepack.model.router_balance import RouterBalance
+from treepack.model.term_objective import PassLoss
+from treepack.model.transfers import sent
+from treepack.train.passes import Pass
 from treepack.train.pieces import backward_in_pieces, has_long_rows, lower_precision, runs_in_pieces
 from treepack.train.run import TrainingRun
-from treepack.train.schedule import deal, learning_rate
+from treepack.train.schedule import learning_rate
 from treepack.train.sharding import summing_gradients, whole_weights
 
 
@@ -148,15 +151,16 @@ class Report:
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
         self.counts = {"tokens_flat": 0, "tokens_forward": 0, "tokens_backward": 0}
 
-    def add(self, row: int, batch: Batch, loss: Tensor, sums: dict[str, Tensor], *, forward: int | None = None) -> None:
-        """Add the numbers of a row, of which `forward` tokens ran forward, by default each one once."""
-        self.losses[self.places[row]] += loss.detach()
+    def add(self, rows: Pass, batch: Batch, loss: PassLoss, *, forward: int | None = None) -> None:
+        """Add the numbers of a pass, of which `forward` tokens ran forward, by default each one once."""
+        places = sent(torch.tensor([self.places[row] for row in rows]), self.device)
+        self.losses.index_add_(0, places, loss.rows.detach())
         forward = batch.num_tokens if forward is None else forward
         numbers = (batch.tokens_flat, forward, batch.num_tokens)
         for name, number in zip(self.counts, numbers, strict=True):
             self.counts[name] += number
-        if sums:
-            self.sums += torch.stack([sums[name] for name in self.names])
+        if loss.sums:
+            self.sums += torch.stack([loss.sums[name] for name in self.names])
 
     def over_ranks(self) -> tuple[list[float], dict[str, int], dict[str, float]]:
         """Return losses, counts and sums of the step over all ranks; waits for the GPU."""
@@ -174,7 +178,7 @@ def _compute_rows(
 ) -> dict[str, float]:
     """Run forward and backward of this rank's share of a step; return the means of the routers' loss, if it is used."""
     factors = dict(zip(numbers, run.factors(numbers), strict=True))
-    share = deal(numbers, run.costs(), run.ranks.size, run.division)[run.ranks.rank]
+    share = run.passes(numbers)
     batches: Iterable[Batch] = (next(rows) for _ in share)
     balancing: dict[str, float] = {}
     in_pieces = has_long_rows(run, numbers)
@@ -184,50 +188,56 @@ def _compute_rows(
         if run.balance is not None:
             batches = list(batches)
             balancing = _count_routes(run, run.balance, batches)
-        for row, batch in zip(share, batches, strict=True):
-            if row is None and in_pieces:
+        for own, batch in zip(share, batches, strict=True):
+            if not own and in_pieces:
                 continue  # no rank waits for another one
             with step_memory_errors(batch, carry=run.options.carry):
-                _accumulate(run, batch, row, denominator, factors, report)
+                _accumulate(run, batch, own, denominator, factors, report)
         if in_pieces and sharded:
             run.ranks.any(False)  # gloo waits 30 minutes for the slowest rank, and NCCL would wait 10
             with summing_gradients(run.loaded), step_memory_errors():
-                _accumulate(run, run.dataset.padding(), None, denominator, factors, report)
+                _accumulate(run, run.dataset.padding(), (), denominator, factors, report)
     return balancing
 
 
 def _accumulate(
     run: TrainingRun,
     batch: Batch,
-    row: int | None,
+    rows: Pass,
     denominator: float,
     factors: dict[int, Tensor | None],
     report: Report,
 ) -> None:
-    """Run forward and backward of one micro-batch; `row` is None for padding, which every layer still computes."""
-    if row is not None and runs_in_pieces(run, batch):
-        result = backward_in_pieces(run, batch, denominator, factors[row])
-        report.add(row, batch, result.loss, result.sums, forward=result.tokens_forward)
+    """Run forward and backward of one pass; `rows` is empty for padding, which every layer still computes."""
+    own = factors_of(rows, factors)
+    if rows and runs_in_pieces(run, batch):
+        result = backward_in_pieces(run, batch, denominator, own)
+        loss = PassLoss(result.loss, result.loss[None], result.sums)
+        report.add(rows, batch, loss, forward=result.tokens_forward)
         return
     attached = nullcontext() if run.balance is None else run.balance.attached(batch.scale.to(run.loaded.device))
     with attached:
-        loss, sums = row_part(run, batch, denominator, None if row is None else factors[row])
+        loss = pass_part(run, batch, denominator, own)
         # For padding too, whose loss is 0: FSDP gathers weights and sums gradients in the backward pass of all ranks.
-        torch.autograd.backward(loss)
-    if row is not None:
-        report.add(row, batch, loss, sums)
+        torch.autograd.backward(loss.total)
+    if rows:
+        report.add(rows, batch, loss)
 
 
-def row_part(
-    run: TrainingRun, batch: Batch, denominator: float, term_factors: Tensor | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a row's part of a step's loss, and its sums for the means, see `objectives.objective_loss`.
+def factors_of(rows: Pass, factors: dict[int, Tensor | None]) -> Tensor | None:
+    """Return the loss factors of the trajectories of a pass; None for sft and padding."""
+    known = [each for row in rows if (each := factors[row]) is not None]
+    return torch.cat(known) if known else None
+
+
+def pass_part(run: TrainingRun, batch: Batch, denominator: float, term_factors: Tensor | None) -> PassLoss:
+    """Return a pass's part of a step's loss.
 
     Args:
         run: the run.
-        batch: the row.
+        batch: the rows of the pass.
         denominator: total weight of the step's rows, for sft and padding.
-        term_factors: of `TrainingRun.factors`; None for sft and padding.
+        term_factors: of `factors_of`; None for sft and padding.
     """
     loaded, chunk = run.loaded, run.options.loss_chunk
     batch = prepare_batch(loaded, batch)
@@ -235,11 +245,9 @@ def row_part(
         # FSDP gathers the weights of the value head on all ranks, so padding needs values too, of 0 trajectories.
         term_factors = torch.zeros(0, dtype=torch.float64)
 
-    def part() -> tuple[Tensor, dict[str, Tensor]]:
-        if term_factors is None:
-            return row_loss(loaded, batch, chunk=chunk) / denominator, {}
-        return row_objective(loaded, batch, term_factors.to(loaded.device), run.options.objective, chunk=chunk)
-
+    factors = None if term_factors is None else term_factors.to(loaded.device)
+    objective = run.options.objective
+    part = functools.partial(pass_loss, loaded, batch, objective, factors, denominator=denominator, chunk=chunk)
     with lower_precision(run):
         return loaded.compute(part)
 
@@ -275,10 +283,13 @@ def step_memory_errors(batch: Batch | None = None, *, carry: int | str | None = 
     if batch is None:
         return memory_errors("in the update of the weights", "train on more GPUs, or under torchrun with --cpu-offload")
     terms = f" and {len(batch.terms.index):,} terms" if batch.terms is not None else ""
-    place = f"in row {batch.row_id} of {batch.num_tokens:,} tokens{terms}"
+    place = f"in {batch.name} of {batch.num_tokens:,} tokens{terms}"
     others = "--gradient-checkpointing, --dtype bf16, a smaller --loss-chunk or on more GPUs"
     if isinstance(carry, int) and batch.num_tokens > carry:
         return memory_errors(f"{place} in pieces of {carry:,}", f"train with --carry {_half(carry)}, {others}")
+    if batch.edges is not None:
+        shorter = f"train with --pass-tokens {_half(batch.num_tokens)}, {others}"
+        return memory_errors(f"{place}, which are one pass", shorter)
     return memory_errors(place, f"pack with --capacity {_half(batch.num_tokens)}, or train with --carry auto, {others}")
 
 
