@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from .sizes import PassSize
+
 ATTENTION = ("auto", "reference", "flex", "flash", "triton")
 
 attention_option = click.option(
@@ -14,6 +16,17 @@ attention_option = click.option(
 )
 device_option = click.option(
     "--device", default="auto", show_default=True, help="cpu, cuda or cuda:N; auto is a GPU if there is one."
+)
+
+
+pass_tokens_option = click.option(
+    "--pass-tokens",
+    type=PassSize(),
+    default="auto",
+    show_default=True,
+    metavar="N|auto",
+    help="Join consecutive rows into passes of at most N tokens, which are faster; auto is 32768 on a GPU and 8192 on "
+    "the CPU, and 1 runs every row alone.",
 )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .compute_options import attention_option, device_option, dtype_option
+from .compute_options import attention_option, device_option, dtype_option, pass_tokens_option
 from .option_groups import option_group
 from .output import show
 from .paths import READ, WRITE
@@ -42,6 +42,7 @@ _critic_options = option_group(
             help="Put each tree into one row, and run a row of more than N tokens in pieces of at most N, so that each "
             "tree token runs once; auto is 8192, and off runs every row as a whole.",
         ),
+        pass_tokens_option,
         click.option(
             "--routes",
             type=click.Choice(["replay", "ignore"]),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .compute_options import attention_option, device_option, dtype_option
+from .compute_options import attention_option, device_option, dtype_option, pass_tokens_option
 from .lora import quantize_option
 from .option_groups import option_group
 from .output import reserve_directory, show
@@ -55,6 +55,7 @@ _score_options = option_group(
             help="Run a row of more than N tokens in pieces of at most N, so that memory limits the piece and not the "
             "row; auto is 8192, and off runs every row as a whole.",
         ),
+        pass_tokens_option,
         click.option(
             "--routes",
             type=click.Choice(["replay", "ignore"]),

@@ -33,7 +33,7 @@ def test_every_term_is_scored_as_its_trajectory_alone(tmp_path: Path, kind: str,
     seen = 0
     for row in read_rows(path):
         assert row.terms is not None
-        scores = np.stack(term_scores(packed_model(kind), row, ScoreOptions(loss_chunk=3)))
+        scores = np.stack(term_scores(packed_model(kind), [row], ScoreOptions(loss_chunk=3))[0])
         for i, name in enumerate(row.trajectory_ids):
             rollout = recorded[int(name[1:])]  # "t7" -> rollout 7
             with torch.no_grad():
@@ -50,7 +50,7 @@ def test_a_model_computes_each_token_of_a_row_once(tmp_path: Path) -> None:
     hook = loaded.model.base_model.register_forward_pre_hook(
         lambda module, args, keywords: seen.append(keywords["input_ids"].numel()), with_kwargs=True
     )
-    term_scores(loaded, row, ScoreOptions())
+    term_scores(loaded, [row], ScoreOptions())[0]
     hook.remove()
     assert seen == [row.num_tokens]
     assert row.num_tokens < row.scale.sum()  # fewer than its trajectories have in total, so prefixes are shared

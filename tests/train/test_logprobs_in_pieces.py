@@ -29,8 +29,8 @@ def test_every_term_in_pieces_has_the_value_of_its_trajectory_alone(tmp_path: Pa
     recorded = rollouts(kind)
     (row,) = read_rows(write_rows(tmp_path / "packed", as_trajectories(recorded), ONE))
     assert row.terms is not None
-    whole = np.stack(term_scores(packed_model(kind), row, ScoreOptions(loss_chunk=3)))
-    pieces = np.stack(term_scores(packed_model(kind), row, ScoreOptions(loss_chunk=3, carry=limit)))
+    whole = np.stack(term_scores(packed_model(kind), [row], ScoreOptions(loss_chunk=3))[0])
+    pieces = np.stack(term_scores(packed_model(kind), [row], ScoreOptions(loss_chunk=3, carry=limit))[0])
     np.testing.assert_allclose(pieces, whole, rtol=1e-12, atol=1e-12)
     for i, name in enumerate(row.trajectory_ids):
         with torch.no_grad():
@@ -44,7 +44,7 @@ def test_each_token_of_a_row_in_pieces_runs_once(tmp_path: Path) -> None:
     hook = loaded.model.base_model.register_forward_pre_hook(
         lambda module, args, keywords: seen.append(keywords["input_ids"].numel()), with_kwargs=True
     )
-    term_scores(loaded, row, ScoreOptions(carry=4))
+    term_scores(loaded, [row], ScoreOptions(carry=4))[0]
     hook.remove()
     assert sum(seen) == row.num_tokens
     assert max(seen) <= 4
@@ -55,9 +55,9 @@ def test_layers_in_host_memory_change_no_bit(tmp_path: Path, stack: int) -> None
     (row,) = read_rows(write_rows(tmp_path / "packed", as_trajectories(rollouts()), ONE))
     loaded, options = packed_model("qwen3"), ScoreOptions(carry=3)
     memory = CarryMemory(loaded.device, CarryBudget(stack=stack))
-    moved = term_scores(loaded, row, options, memory=memory)
+    moved = term_scores(loaded, [row], options, memory=memory)[0]
     assert memory.num_bytes > 0
-    assert np.array_equal(np.stack(moved), np.stack(term_scores(loaded, row, options)))
+    assert np.array_equal(np.stack(moved), np.stack(term_scores(loaded, [row], options)[0]))
 
 
 def scores_of(packed: Path) -> list[Any]:
@@ -97,8 +97,8 @@ def test_temperatures_of_terms_reach_their_pieces(tmp_path: Path) -> None:
     temperatures = [[0.5 + 0.1 * j for j in range(len(each.tokens))] for each in recorded]
     warm = [replace(each, temperatures=own) for each, own in zip(recorded, temperatures, strict=True)]
     (row,) = read_rows(write_rows(tmp_path / "packed", as_trajectories(warm), ONE))
-    whole, pieces = (term_scores(packed_model("qwen3"), row, ScoreOptions(carry=each)) for each in (None, 3))
-    cold = term_scores(packed_model("qwen3"), row, ScoreOptions(carry=3, ignore_temperature=True))
+    whole, pieces = (term_scores(packed_model("qwen3"), [row], ScoreOptions(carry=each))[0] for each in (None, 3))
+    cold = term_scores(packed_model("qwen3"), [row], ScoreOptions(carry=3, ignore_temperature=True))[0]
     np.testing.assert_allclose(np.stack(pieces), np.stack(whole), rtol=1e-12, atol=1e-12)
     assert not np.allclose(np.stack(cold), np.stack(whole))
 
@@ -114,4 +114,4 @@ def test_rows_that_attention_cannot_cut_are_refused_by_name(tmp_path: Path) -> N
     (row,) = read_rows(write_rows(tmp_path / "packed", as_trajectories(rollouts()), ONE))
     loaded = replace(packed_model("qwen3"), attention="flash")
     with pytest.raises(TreepackError, match=r"^qwen3: --carry cannot cut its rows into pieces, because flash"):
-        term_scores(loaded, row, ScoreOptions(carry=4))
+        term_scores(loaded, [row], ScoreOptions(carry=4))[0]

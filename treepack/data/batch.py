@@ -10,7 +10,7 @@ token (`model.objectives`). `schedule` is the work list of the attention kernel 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -157,14 +157,21 @@ class Batch:
 
     @property
     def name(self) -> str:
-        """The rows in messages: "row 3", or "rows 3, 5 and 7"."""
-        *others, last = map(str, self.row_ids)
-        return f"rows {', '.join(others)} and {last}" if others else f"row {last}"
+        """The rows in messages; see `names_of`."""
+        return names_of(self.row_ids)
 
     @property
     def targets(self) -> tuple[Tensor, Tensor, Tensor]:
         """The columns that the loss reads: input_ids, parent and loss_weight."""
         return self.input_ids, self.parent, self.loss_weight
+
+
+def names_of(row_ids: Sequence[int]) -> str:
+    """Return rows in messages: "row 3", or "rows 3, 5 and 7"; of more than 8 rows the first and the number."""
+    if len(row_ids) > 8:
+        return f"row {row_ids[0]} and {len(row_ids) - 1} others"
+    *others, last = map(str, row_ids)
+    return f"rows {', '.join(others)} and {last}" if others else f"row {last}"
 
 
 def _to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

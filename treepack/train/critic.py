@@ -4,9 +4,9 @@
     Critic --critic_values--> float64 [N_tree], one value for each tree token
     values --write_values--> out/             the column `token_values` of the nodes
 
-The trie is planned into rows in memory, and each row is one forward pass without gradients. Every tree token gets one
-value, and it is the value that each trajectory through it alone would have. A tree that fits a row runs each of its
-tokens once. A larger tree takes several rows, which compute their common prefixes again: the value of the first row is
+The trie is planned into rows in memory, and consecutive rows are one forward pass without gradients. Every tree token
+gets one value, and it is the value that each trajectory through it alone would have. A tree that fits a row runs each
+of its tokens once. A larger tree takes several rows, which compute their common prefixes again: the value of the first row is
 written, and the others equal it except for rounding. With `carry`, each tree is in one row, which runs in pieces, so
 every tree token runs once.
 """
@@ -28,6 +28,7 @@ from treepack.carry.backward import row_values as row_values_in_pieces
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
 from treepack.data.batch import Batch, make_batch
+from treepack.data.joined import check_pass_tokens, consecutive, join_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_output, as_path
@@ -49,7 +50,7 @@ from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
-from treepack.train.logprobs import AUTO_PIECE, carry_memory
+from treepack.train.logprobs import AUTO_PIECE, carry_memory, pass_size
 from treepack.train.ranks import find_device, find_dtype
 from treepack.train.run import check_attention
 from treepack.trajectory import Float64, Int64
@@ -68,6 +69,8 @@ class CriticOptions:
         capacity: maximum number of tokens in a row without `carry`; None for the default of `treepack pack`.
         carry: rows of more than this number of tokens run in pieces of at most that many, and each tree is in one row;
             "auto" is `logprobs.AUTO_PIECE`, and None runs every row as a whole.
+        pass_tokens: consecutive rows are joined into passes of at most so many tokens; "auto" is
+            `data.joined.usual_pass`, and 1 joins none.
         routes: "replay" the recorded experts of a mixture, or "ignore" them.
         dtype: as in `train.options.TrainOptions`, like the next two.
         attention: the implementation of attention.
@@ -76,6 +79,7 @@ class CriticOptions:
 
     capacity: int | None = None
     carry: int | str | None = None
+    pass_tokens: int | str = "auto"
     routes: str = "replay"
     dtype: str = "auto"
     attention: str = "auto"
@@ -92,6 +96,7 @@ class CriticOptions:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
         if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
             raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
+        check_pass_tokens(self.pass_tokens)
         if self.capacity is not None and self.capacity < 1:
             raise TreepackError(f"capacity is {self.capacity}; expected at least 1")
         if self.capacity is not None and self.carry is not None:
@@ -191,29 +196,42 @@ def critic_values(critic: Critic) -> Iterator[tuple[Int64, Float64]]:
     Raises:
         TreepackError: a value is not finite, or memory is too small.
     """
-    placer, loaded, options = RowPlacer(critic.trie), critic.loaded, critic.options
-    routes = critic.trie.routes if options.routes == "replay" else None
+    loaded, options = critic.loaded, critic.options
+    limit = pass_size(options.pass_tokens, options.piece_size, loaded.device)
+    for placed in consecutive(_placed_rows(critic), lambda each: len(each[0]), limit):
+        batch = join_rows([each for _, each in placed], multiple=row_multiple(loaded.attention))
+        lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
+        remedy = f"compute with {'--carry auto' if options.carry is None else 'a smaller --carry'} or --dtype bf16"
+        if len(placed) > 1:
+            remedy = "compute with a smaller --pass-tokens or --dtype bf16"
+        with torch.no_grad(), lower, memory_errors(f"in {batch.name} of {batch.num_tokens:,} tokens", remedy):
+            values: Float64 = _values_of(critic, batch).double().cpu().numpy()
+        begin = 0
+        for source, row in placed:
+            own = values[begin : begin + len(source)]
+            begin += len(source)
+            if not np.isfinite(own).all():
+                raise TreepackError(f"{loaded.source}: a value of row {row.row_id} is not finite; inspect the critic")
+            yield source, own
+
+
+def _placed_rows(critic: Critic) -> Iterator[tuple[Int64, Batch]]:
+    """Yield for each row the places of its tokens in `Trie.tokens`, and the row."""
+    placer = RowPlacer(critic.trie)
+    routes = critic.trie.routes if critic.options.routes == "replay" else None
     for number, members in enumerate(critic.members):
         nodes = placer.place(members)
-        size = len(nodes.source)
         row = Row(
             row_id=number,
             step=None,
-            loss_weight=np.zeros(size),
+            loss_weight=np.zeros(len(nodes.source)),
             trajectory_ids=[],
             trajectory_groups=[],
             terms=None,
             routes=None if routes is None else routes[nodes.source],
             **placer.columns(nodes),
         )
-        batch = make_batch(row, multiple=row_multiple(loaded.attention))
-        lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
-        remedy = f"compute with {'--carry auto' if options.carry is None else 'a smaller --carry'} or --dtype bf16"
-        with torch.no_grad(), lower, memory_errors(f"in a row of {size:,} tokens", remedy):
-            values: Float64 = _values_of(critic, batch).double().cpu().numpy()
-        if not np.isfinite(values).all():
-            raise TreepackError(f"{loaded.source}: a value of row {number} is not finite; inspect the critic")
-        yield nodes.source, values
+        yield nodes.source, make_batch(row, multiple=row_multiple(critic.loaded.attention))
 
 
 def _values_of(critic: Critic, batch: Batch) -> Tensor:
@@ -285,7 +303,10 @@ def write_values(
 def _recorded(critic: Critic) -> dict[str, Any]:
     """Return the entry of the manifest: the model, and options that change the rounding of values."""
     options, loaded = critic.options, critic.loaded
-    record = {"model": loaded.source, "dtype": options.dtype, "attention": loaded.attention}
+    record: dict[str, Any] = {"model": loaded.source, "dtype": options.dtype, "attention": loaded.attention}
     if options.routes != "replay" and critic.trie.routes is not None:
         record["routes"] = options.routes
-    return record if options.carry is None else {**record, "carry": options.piece_size}
+    if options.carry is not None:
+        record["carry"] = options.piece_size
+    joined = pass_size(options.pass_tokens, options.piece_size, loaded.device)
+    return {**record, "pass_tokens": joined}

@@ -4,16 +4,17 @@
     Scoring --scored_rows--> Row, Row, ...        the same rows, with term_old_logprob or term_ref_logprob filled in
     rows, scored_provenance --write_packed--> packed/
 
-A row is one forward pass, in which a prefix is computed once for all trajectories that share it. All terms of a token
-get the same value, and it is the value that each trajectory alone would give. With `carry`, longer rows run in pieces,
-and each token of them still runs once.
+Consecutive rows are one forward pass, in which a prefix is computed once for all trajectories that share it. All terms
+of a token get the same value, and it is the value that each trajectory alone would give. With `carry`, longer rows run
+in pieces, and each token of them still runs once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from treepack.attention import row_multiple
 from treepack.carry.backward import CarryOptions, row_scores
 from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.carry.refusal import check_carry
-from treepack.data.batch import make_batch
+from treepack.data.batch import make_batch, names_of
 from treepack.data.dataset import PackedDataset
+from treepack.data.joined import check_pass_tokens, consecutive, join_rows, usual_pass
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
 from treepack.model.adapter import LoraOptions
@@ -59,7 +61,8 @@ class ScoreOptions:
     dpo. With `entropies` the column term_entropy is written too. Both are about softmax(logits / temperature), at the
     temperatures of the data; `temperature` is for terms without one, 1 by default. With `ignore_temperature` it is 1
     for all terms, which dpo needs. `quantize` rounds the model as `LoraOptions` do. Rows of more than `carry` tokens
-    run in pieces of at most that many; "auto" is `AUTO_PIECE`, and None runs every row as a whole. `routes`, `dtype`,
+    run in pieces of at most that many; "auto" is `AUTO_PIECE`, and None runs every row as a whole. Consecutive rows are
+    joined into passes of at most `pass_tokens` tokens; "auto" is `data.joined.usual_pass`, and 1 joins none. `routes`, `dtype`,
     `attention`, `loss_chunk`, `device` and `seed` are as in `train.options.TrainOptions`.
     """
 
@@ -69,6 +72,7 @@ class ScoreOptions:
     temperature: float | None = None
     ignore_temperature: bool = False
     carry: int | str | None = None
+    pass_tokens: int | str = "auto"
     routes: str = "replay"
     dtype: str = "auto"
     attention: str = "auto"
@@ -90,6 +94,7 @@ class ScoreOptions:
             raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
         if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
             raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
+        check_pass_tokens(self.pass_tokens)
         if self.temperature is not None and self.ignore_temperature:
             raise TreepackError("temperature and ignore_temperature exclude each other; omit one of them")
 
@@ -97,6 +102,10 @@ class ScoreOptions:
     def piece_size(self) -> int | None:
         """The tokens of a piece; None if every row runs as a whole."""
         return AUTO_PIECE if isinstance(self.carry, str) else self.carry
+
+    def pass_size(self, device: torch.device) -> int:
+        """Return the maximum number of tokens of joined rows, of which none runs in pieces."""
+        return pass_size(self.pass_tokens, self.piece_size, device)
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,12 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     return Scoring(dataset, loaded, options, (*loaded.notes, *notes), temperature, memory)
 
 
+def pass_size(pass_tokens: int | str, piece_size: int | None, device: torch.device) -> int:
+    """Return the maximum number of tokens of joined rows: at most those of a piece, if there are pieces."""
+    size = usual_pass(device) if isinstance(pass_tokens, str) else pass_tokens
+    return size if piece_size is None else min(size, piece_size)
+
+
 def carry_memory(device: torch.device) -> CarryMemory | None:
     """Return the memory of keys and values of rows in pieces; None on the CPU, or if the free memory is not known.
 
@@ -180,34 +195,48 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
         TreepackError: a log-probability is not finite.
     """
     options, loaded = scoring.options, scoring.loaded
-    for row in read_rows(scoring.dataset.path):
+    for rows in consecutive(read_rows(scoring.dataset.path), len_of, options.pass_size(loaded.device)):
         lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
         remedy = f"score with {'--carry auto' if options.carry is None else 'a smaller --carry'}, {_SMALLER}"
-        with lower, memory_errors(f"in row {row.row_id} of {len(row.input_ids):,} tokens", remedy):
-            read = row if options.routes == "replay" else replace(row, routes=None)
-            logprobs, entropies = term_scores(loaded, read, options, memory=scoring.memory)
-        # A ratio or divergence with such a value would make the loss of its step NaN, much later.
-        if not np.isfinite(logprobs).all():
-            raise TreepackError(
-                f"{loaded.source}: a log-probability of row {row.row_id} is not finite; inspect the model and the row"
-            )
-        assert row.terms is not None
-        columns: dict[str, Any] = {f"{options.column}_logprob": logprobs.astype(np.float32)}
-        if options.entropies:
-            columns["entropy"] = entropies.astype(np.float32)
-        yield replace(row, terms=replace(row.terms, **columns))
+        if len(rows) > 1:
+            remedy = f"score with a smaller --pass-tokens, {_SMALLER}"
+        name = f"in {names_of([row.row_id for row in rows])} of {sum(map(len_of, rows)):,} tokens"
+        with lower, memory_errors(name, remedy):
+            read = rows if options.routes == "replay" else [replace(row, routes=None) for row in rows]
+            scores = term_scores(loaded, read, options, memory=scoring.memory)
+        for row, (logprobs, entropies) in zip(rows, scores, strict=True):
+            # A ratio or divergence with such a value would make the loss of its step NaN, much later.
+            if not np.isfinite(logprobs).all():
+                raise TreepackError(
+                    f"{loaded.source}: a log-probability of row {row.row_id} is not finite; inspect the model and the "
+                    "row"
+                )
+            assert row.terms is not None
+            columns: dict[str, Any] = {f"{options.column}_logprob": logprobs.astype(np.float32)}
+            if options.entropies:
+                columns["entropy"] = entropies.astype(np.float32)
+            yield replace(row, terms=replace(row.terms, **columns))
+
+
+def len_of(row: Row) -> int:
+    """Return the tokens of a row."""
+    return len(row.input_ids)
 
 
 @torch.no_grad()
 def term_scores(
-    loaded: LoadedModel, row: Row, options: ScoreOptions, *, memory: CarryMemory | None = None
-) -> tuple[Float64, Float64]:
-    """Return the log-probability and the entropy of each term's token, float64 [N]; each token of the row runs once."""
-    batch = make_batch(row, multiple=row_multiple(loaded.attention))
+    loaded: LoadedModel, rows: Sequence[Row], options: ScoreOptions, *, memory: CarryMemory | None = None
+) -> list[tuple[Float64, Float64]]:
+    """Return the log-probability and the entropy of each term's token, float64 [N], for each row of one pass.
+
+    Each token of the rows runs once.
+    """
+    multiple = row_multiple(loaded.attention)
+    batch = join_rows([make_batch(row, multiple=multiple) for row in rows], multiple=multiple)
     terms = batch.terms
     assert terms is not None, "checked when the data was opened"
-    if len(terms.tokens) == 0:  # no trained token in this row: nothing to compute
-        return np.zeros(0), np.zeros(0)
+    if len(terms.tokens) == 0:  # no trained token in these rows: nothing to compute
+        return [(np.zeros(0), np.zeros(0)) for _ in rows]
     # One value per trained token, which `index` repeats for its terms: values [-1, -2], index [0, 1, 1] -> [-1, -2, -2]
     tokens = terms.tokens.to(loaded.device)
     temperature = filled_temperature(None if options.ignore_temperature else terms.temperature, options.temperature)
@@ -223,7 +252,8 @@ def term_scores(
         pieces = CarryOptions(limit, chunk=options.loss_chunk, memory=memory)
         scores = row_scores(loaded, batch, tokens, pieces, temperature=temperature)
     logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in scores)
-    return logprobs, entropies
+    edges = (0, len(logprobs)) if batch.edges is None else batch.edges.terms
+    return [(logprobs[begin:end], entropies[begin:end]) for begin, end in pairwise(edges)]
 
 
 def scored_provenance(scoring: Scoring) -> Provenance:
@@ -244,5 +274,8 @@ def scored_provenance(scoring: Scoring) -> Provenance:
     limit = options.piece_size
     if limit is not None and int(scoring.dataset.num_tokens.max(initial=0)) > limit:
         model["carry"] = limit
+    joined = options.pass_size(scoring.loaded.device)
+    if any(a + b <= joined for a, b in pairwise(scoring.dataset.num_tokens.tolist())):
+        model["pass_tokens"] = joined
     logprobs = {**(manifest.get("logprobs") or {}), options.column: model}
     return replace(Provenance.of(manifest), logprobs=logprobs)

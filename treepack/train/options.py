@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 
 from treepack.attention import IMPLEMENTATIONS
+from treepack.data.joined import check_pass_tokens
 from treepack.errors import TreepackError
 from treepack.model.adapter import LoraOptions
 from treepack.model.loss import CHUNK
@@ -138,10 +139,7 @@ class TrainOptions:
             raise TreepackError("offload_checkpoints offloads recomputed layers and checkpoint_layers is 0; omit one")
         if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
             raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
-        if self.pass_tokens != "auto" and not (isinstance(self.pass_tokens, int) and self.pass_tokens >= 1):
-            raise TreepackError(
-                f"pass_tokens is {self.pass_tokens!r}; expected a number of tokens of at least 1, or auto"
-            )
+        check_pass_tokens(self.pass_tokens)
         if self.checkpoint_layers == "auto" and self.carry is not None:
             raise TreepackError(
                 f"checkpoint_layers is auto and carry is {self.carry}; memory for pieces is planned for a known number "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from treepack.data.joined import GPU_PASS, usual_pass
 from treepack.model.layer_memory import measure_pass
 from treepack.model.memory import is_memory_error
 from treepack.train.layer_choice import layer_room, state_bytes
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("treepack")
 
-# A pass of so many tokens keeps an H100 busy longer than the processor needs for its launches, for models from 0.6
-# billion weights on. On a CPU launches cost little beside the products.
-GPU_PASS, CPU_PASS = 32_768, 8192
-
 
 def choose_pass_tokens(run: TrainingRun) -> TrainingRun:
     """Return the run with a number of tokens of a pass; all ranks must call this.
@@ -35,16 +32,14 @@ def choose_pass_tokens(run: TrainingRun) -> TrainingRun:
     """
     if run.options.pass_tokens != "auto":
         return run
-    limit, notes = CPU_PASS, run.notes
+    limit, notes = usual_pass(run.loaded.device), run.notes
     if run.options.offload_checkpoints:
         limit = run.longest_row  # whose pages of host memory are reserved
-    elif run.loaded.device.type == "cuda":
-        limit = GPU_PASS
-        # Every row must fit, so passes need no measurement if a row is that long.
-        if run.longest_row < min(limit, run.largest_step):
-            _log.info("measuring the memory of a pass")
-            limit = smallest(run.ranks, min(limit, _fitting_tokens(run)))
-            notes = (*notes, f"rows are joined into passes of at most {limit:,} tokens")
+    elif run.loaded.device.type == "cuda" and run.longest_row < min(limit, run.largest_step):
+        # If a row is that long, nothing is measured: every row must fit.
+        _log.info("measuring the memory of a pass")
+        limit = smallest(run.ranks, min(limit, _fitting_tokens(run)))
+        notes = (*notes, f"rows are joined into passes of at most {limit:,} tokens")
     options = replace(run.options, pass_tokens=limit)
     held_out = run.held_out and replace(run.held_out, options=options)
     return replace(run, options=options, notes=notes, held_out=held_out)
