@@ -69,7 +69,19 @@ def test_the_command_records_pieces_only_if_a_row_was_cut(treepack: Command, tmp
     packed = write_rows(tmp_path / "packed", as_trajectories(rollouts(), without=["old_logprobs"]), TWO)
     lengths = sorted(row.num_tokens for row in read_rows(packed))
     assert lengths[0] < lengths[1]
-    common = ("logprobs", packed, "--model", config, "--device", "cpu", "--entropies", "--quiet", "--out")
+    common = (
+        "logprobs",
+        packed,
+        "--model",
+        config,
+        "--device",
+        "cpu",
+        "--entropies",
+        "--quiet",
+        "--pass-tokens",
+        "1",
+        "--out",
+    )
     sizes = {"plain": None, "off": "off", "auto": "auto", "longest": lengths[1], "shorter": lengths[0], "small": 3}
     for name, size in sizes.items():
         done = treepack(*common, tmp_path / name, *(() if size is None else ("--carry", size)))

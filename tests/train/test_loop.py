@@ -235,7 +235,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_and_name_the_rows(
 
 
 def test_out_of_memory_names_the_row_and_a_capacity(packed: Path, config: Path, tmp_path: Path) -> None:
-    run = open_run(packed, config, CPU)
+    run = open_run(packed, config, replace(CPU, pass_tokens=1))
 
     def fails(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")

@@ -117,7 +117,17 @@ def _remember(number: int, schedules: tuple[Schedule, ...]) -> None:
         _RECENT.popitem(last=False)
 
 
-@torch.library.custom_op("treepack::attention", mutates_args=())
+# Defined without torch.library.custom_op, whose checks take longer than a launch.
+_LIBRARY: Any = torch.library.Library("treepack", "DEF")
+_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
+_OPTIONS = "Tensor values, Tensor layout, int kind, float scale, float softcap"
+_LIBRARY.define(f"attention({_OPERANDS}, {_OPTIONS}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"attention_backward({_OPERANDS}, Tensor out, Tensor lse, Tensor grad, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -129,13 +139,12 @@ def _attention(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp; schedule `kind` of the packed ones, `softcap` 0 for none."""
+    """Return output and log-sum-exp by the schedule `kind` of the packed ones; a `softcap` of 0 is none."""
     schedule = _unpacked(values, layout)[kind]
     return forward_kernels(query, key, value, schedule, scale, sinks=sinks, softcap=softcap or None)
 
 
-@_attention.register_fake
-def _(
+def _attention_shapes(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -146,6 +155,7 @@ def _(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
+    """Return tensors without values that have the shapes of the results of `_attention`."""
     batch, heads, length = query.shape[:3]
     padded = (length + QUERY_BLOCK - 1) // QUERY_BLOCK * QUERY_BLOCK
     places = padded if backend(query, value, capped=softcap != 0) == "hopper" else length
@@ -153,7 +163,6 @@ def _(
     return token_major(query, value.shape[-1]), lse
 
 
-@torch.library.custom_op("treepack::attention_backward", mutates_args=())
 def _attention_backward(
     query: Tensor,
     key: Tensor,
@@ -176,21 +185,10 @@ def _attention_backward(
     return dq, dk, dv, query.new_empty(0) if dsinks is None else dsinks
 
 
-@_attention_backward.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    values: Tensor,
-    layout: Tensor,
-    kind: int,
-    scale: float,
-    softcap: float,
+def _backward_shapes(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tensors without values that have the shapes of the results of `_attention_backward`."""
     dsinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return token_major(query), token_major(key), token_major(value), dsinks
 
@@ -211,7 +209,12 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | N
     return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
 
 
-_attention.register_autograd(_differentiate, setup_context=_save_for_backward)
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("attention", _attention, _device)
+    _LIBRARY.impl("attention_backward", _attention_backward, _device)
+torch.library.register_fake("treepack::attention", _attention_shapes, lib=_LIBRARY)
+torch.library.register_fake("treepack::attention_backward", _backward_shapes, lib=_LIBRARY)
+torch.library.register_autograd("treepack::attention", _differentiate, setup_context=_save_for_backward, lib=_LIBRARY)
 
 
 def kernel_attention(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from treepack.model.offload import Offload
 # Attributes of a model, which the flags of transformers do not show: its `AdaptedLayers`, and True if it is compiled.
 _LAYERS = "_treepack_layers"
 _COMPILED = "_treepack_compiled"
+_CHECKPOINTS = "torch._higher_order_ops.wrap"  # the logger of torch
 
 
 @dataclass
@@ -128,8 +130,15 @@ def _check_checkpointing(model: Any) -> None:
         raise TreepackError(f"{type(model).__name__} has no gradient checkpointing; train without it")
 
 
+def _is_of_use(record: logging.LogRecord) -> bool:
+    # torch warns that operations in place would be wrong in a compiled checkpoint; layers have none.
+    return "context_fn is passed" not in record.getMessage()
+
+
 def recomputed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that is computed again in the backward pass, except for its attention; to be compiled."""
+
+    logging.getLogger(_CHECKPOINTS).addFilter(_is_of_use)
 
     def recomputed(*arguments: Any, **options: Any) -> Any:
         return checkpoint(forward, *arguments, use_reentrant=False, context_fn=keep_attention, **options)
@@ -215,11 +224,12 @@ def recomputed_layers(model: Any, count: int) -> Iterator[None]:
 
 def recomputes(model: Any) -> bool:
     """Return True if layers are computed again in the backward pass."""
+    adapted = adapted_layers(model)
+    if adapted is not None and adapted.recomputed > 0:
+        return True  # the flag of transformers is a walk through all modules
     # transformers renamed the flag within version 5.
     name = "is_activation_checkpointing"
-    theirs = getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing
-    adapted = adapted_layers(model)
-    return bool(theirs or (adapted is not None and adapted.recomputed > 0))
+    return bool(getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing)
 
 
 def keeps_outside(model: Any, packed: Any) -> bool:

@@ -53,17 +53,17 @@ def prices_of_terms(
     places = rank.index_select(0, terms.index)
     by_place = places.argsort(stable=True)
     places = places.index_select(0, by_place)
-    # Sorted places [0 1 1 2], chunk 2 -> starts [0 2 4], edges [0 3 4]: chunk 0 has the first three terms
+    # Sorted places [0 1 1 2], chunk 2 -> starts [0 2 4], cuts [0 3 4]: chunk 0 has the first three terms
     starts = torch.arange(0, len(order) + chunk, chunk, device=places.device)
-    edges = torch.searchsorted(places, starts).tolist()
+    cuts = torch.searchsorted(places, starts).tolist()
 
     def slopes(number: int, statistics: Statistics) -> Slopes:
         logprobs = statistics.logprobs.detach().requires_grad_()
         entropies = statistics.entropies.detach().requires_grad_(objective.entropy > 0)
         read = [logprobs, entropies] if objective.entropy else [logprobs]
         totals = [torch.zeros_like(each) for each in read]
-        for begin in range(edges[number], edges[number + 1], term_chunk):
-            span = slice(begin, min(begin + term_chunk, edges[number + 1]))
+        for begin in range(cuts[number], cuts[number + 1], term_chunk):
+            span = slice(begin, min(begin + term_chunk, cuts[number + 1]))
             part = replace(_select(terms, by_place[span]), index=places[span] - number * chunk)
             with torch.enable_grad():
                 loss, _ = term_sums(logprobs, entropies, part, factors, None, objective)

@@ -6,9 +6,9 @@
 
 The trie is planned into rows in memory, and consecutive rows are one forward pass without gradients. Every tree token
 gets one value, and it is the value that each trajectory through it alone would have. A tree that fits a row runs each
-of its tokens once. A larger tree takes several rows, which compute their common prefixes again: the value of the first row is
-written, and the others equal it except for rounding. With `carry`, each tree is in one row, which runs in pieces, so
-every tree token runs once.
+of its tokens once. A larger tree takes several rows, which compute their common prefixes again: the value of the first
+row is written, and the others equal it except for rounding. With `carry`, each tree is in one row, which runs in
+pieces, so every tree token runs once.
 """
 
 from __future__ import annotations
@@ -307,6 +307,7 @@ def _recorded(critic: Critic) -> dict[str, Any]:
     if options.routes != "replay" and critic.trie.routes is not None:
         record["routes"] = options.routes
     if options.carry is not None:
-        record["carry"] = options.piece_size
-    joined = pass_size(options.pass_tokens, options.piece_size, loaded.device)
-    return {**record, "pass_tokens": joined}
+        return {**record, "carry": options.piece_size}
+    if len(critic.members) > 1:
+        record["pass_tokens"] = pass_size(options.pass_tokens, None, loaded.device)
+    return record

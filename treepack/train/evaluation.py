@@ -13,18 +13,12 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-import torch
-
-from treepack.data.prefetch import Prefetch
 from treepack.model.objectives import step_means
-from treepack.train.pieces import has_long_rows, runs_in_pieces, value_in_pieces
 from treepack.train.run import TrainingRun
-from treepack.train.sharding import whole_weights
-from treepack.train.step import Report, factors_of, pass_part, step_memory_errors
+from treepack.train.step import forward_rows
 
 
 def evaluate(held_out: TrainingRun) -> dict[str, float]:
@@ -34,29 +28,7 @@ def evaluate(held_out: TrainingRun) -> dict[str, float]:
         TreepackError: memory is too small, or a row cannot be read.
     """
     start, rows = time.perf_counter(), held_out.schedule[0].rows
-    denominator = float(held_out.dataset.total_weight[rows].sum())
-    factors = dict(zip(rows, held_out.factors(rows), strict=True))
-    share = held_out.passes(rows)
-    report, loaded = Report(held_out, rows), held_out.loaded
-    in_pieces = has_long_rows(held_out, rows)
-    with (
-        torch.no_grad(),
-        whole_weights(loaded) if in_pieces else nullcontext(),
-        closing(Prefetch(held_out.dataset, share, pin=loaded.device.type == "cuda")) as batches,
-    ):
-        for own, batch in zip(share, batches, strict=True):
-            if not own and in_pieces:
-                continue  # no rank waits for another one
-            part = value_in_pieces if runs_in_pieces(held_out, batch) else pass_part
-            with step_memory_errors(batch, carry=held_out.options.carry):
-                part_of_loss = part(held_out, batch, denominator, factors_of(own, factors))
-            if own:
-                report.add(own, batch, part_of_loss)
-        if in_pieces:
-            held_out.ranks.any(False)  # gloo waits 30 minutes for the slowest rank, and NCCL would wait 10
-    if loaded.root is not None:
-        # A forward without a backward leaves the root gathered, and a checkpoint would save that, not the shards.
-        loaded.root.reshard()
+    report = forward_rows(held_out, rows)
     losses, _, sums = report.over_ranks()
     means = {f"eval_{name}": value for name, value in step_means(sums).items()}
     loss = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan

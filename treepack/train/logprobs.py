@@ -62,8 +62,8 @@ class ScoreOptions:
     temperatures of the data; `temperature` is for terms without one, 1 by default. With `ignore_temperature` it is 1
     for all terms, which dpo needs. `quantize` rounds the model as `LoraOptions` do. Rows of more than `carry` tokens
     run in pieces of at most that many; "auto" is `AUTO_PIECE`, and None runs every row as a whole. Consecutive rows are
-    joined into passes of at most `pass_tokens` tokens; "auto" is `data.joined.usual_pass`, and 1 joins none. `routes`, `dtype`,
-    `attention`, `loss_chunk`, `device` and `seed` are as in `train.options.TrainOptions`.
+    joined into passes of at most `pass_tokens` tokens; "auto" is `data.joined.usual_pass`, and 1 joins none. `routes`,
+    `dtype`, `attention`, `loss_chunk`, `device` and `seed` are as in `train.options.TrainOptions`.
     """
 
     column: str = "old"

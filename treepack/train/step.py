@@ -11,8 +11,8 @@ import functools
 import math
 import time
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from treepack.model.router_balance import RouterBalance
 from treepack.model.term_objective import PassLoss
 from treepack.model.transfers import sent
 from treepack.train.passes import Pass
-from treepack.train.pieces import backward_in_pieces, has_long_rows, lower_precision, runs_in_pieces
+from treepack.train.pieces import backward_in_pieces, has_long_rows, lower_precision, runs_in_pieces, value_in_pieces
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import learning_rate
 from treepack.train.sharding import summing_gradients, whole_weights
@@ -88,7 +88,11 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     losses, counts, sums = report.over_ranks()
     tokens_flat = counts.pop("tokens_flat")
     # Losses are the same on every rank here, so all ranks agree to skip and none waits in `_clip` for another.
-    bad = [row for row, loss in zip(step.rows, losses, strict=True) if not math.isfinite(loss)]
+    bad = _not_finite(step.rows, losses)
+    if bad:
+        # A value that is not finite spreads over a pass, so the rows are computed again, each alone.
+        alone = replace(run, options=replace(run.options, pass_tokens=1))
+        bad = _not_finite(bad, forward_rows(alone, bad).over_ranks()[0]) or bad
     with step_memory_errors():
         norm = math.nan if bad else _clip(run)
         if math.isfinite(norm):
@@ -118,6 +122,41 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
         means={**means, **_means_by_source(run, step.rows, losses, denominator)},
         passes={} if run.options.carry is None else counts,
     )
+
+
+def _not_finite(rows: list[int], losses: list[float]) -> list[int]:
+    return [row for row, loss in zip(rows, losses, strict=True) if not math.isfinite(loss)]
+
+
+def forward_rows(run: TrainingRun, rows: list[int]) -> Report:
+    """Compute the losses of rows as those of one step, without gradients; all ranks must call this.
+
+    Raises:
+        TreepackError: memory is too small, or a row cannot be read.
+    """
+    denominator = float(run.dataset.total_weight[rows].sum())
+    factors = dict(zip(rows, run.factors(rows), strict=True))
+    share, report, loaded = run.passes(rows), Report(run, rows), run.loaded
+    in_pieces = has_long_rows(run, rows)
+    with (
+        torch.no_grad(),
+        whole_weights(loaded) if in_pieces else nullcontext(),
+        closing(Prefetch(run.dataset, share, pin=loaded.device.type == "cuda")) as batches,
+    ):
+        for own, batch in zip(share, batches, strict=True):
+            if not own and in_pieces:
+                continue  # no rank waits for another one
+            part = value_in_pieces if runs_in_pieces(run, batch) else pass_part
+            with step_memory_errors(batch, carry=run.options.carry):
+                loss = part(run, batch, denominator, factors_of(own, factors))
+            if own:
+                report.add(own, batch, loss)
+        if in_pieces:
+            run.ranks.any(False)  # gloo waits 30 minutes for the slowest rank, and NCCL would wait 10
+    if loaded.root is not None:
+        # A forward without a backward leaves the root gathered, and a checkpoint would save that, not the shards.
+        loaded.root.reshard()
+    return report
 
 
 def _means_by_source(run: TrainingRun, rows: list[int], losses: list[float], denominator: float) -> dict[str, float]:

@@ -6,6 +6,7 @@ x [B, H, T, D] --matrix_arguments--> {"q_descriptor": ..., "q_at": ...}         
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def matrix_arguments(name: str, x: Tensor, rows: int, parts: tuple[int, ...] | N
     return {f"{name}_first": first, f"{name}_second": second, f"{name}_at": at}
 
 
+@functools.cache
 def _layout(width: int) -> NVMMASharedLayout:
     # Rows of 64 and more elements are swizzled in 128 bytes, of 32 in 64, of 16 in 32.
     return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=2)
