@@ -24,7 +24,7 @@ def show_record(path: str, name: str | None, columns: str | None, *, as_json: bo
     from dataclasses import asdict
 
     from treepack.ingest.options import BuildOptions
-    from treepack.ingest.readers.fields import ReadOptions
+    from treepack.ingest.readers.fields.rollout_facts import ReadOptions
     from treepack.ingest.readers.record_use import explain
 
     build = BuildOptions(format=name or "auto", columns=columns)

@@ -28,7 +28,8 @@ import treepack
 from treepack.analysis import model_cost as shapes
 from treepack.files import schema
 from treepack.files.manifest import Provenance
-from treepack.ingest.readers import fields, token_fields
+from treepack.ingest.readers.fields import rollout_facts as fields
+from treepack.ingest.readers.fields import token_fields
 from treepack.ingest.readers.format import KEEPS
 from treepack.ingest.readers.registry import FORMATS
 from treepack.model import objectives

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields import ReadOptions
-from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.unread import as_json, is_prose
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.registry import FORMAT_OF_NAME, detect_format
-from treepack.ingest.readers.unread import as_json, is_prose
 from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
 
 Path = tuple[str | int, ...]

@@ -19,7 +19,7 @@ from treepack.files import parts as file_parts
 from treepack.files import schema
 from treepack.ingest import stream
 from treepack.ingest.options import BuildOptions
-from treepack.ingest.readers import ranges
+from treepack.ingest.readers.files import ranges
 from treepack.trajectory import Tokens, Trajectory, trajectories_from_arrays
 from treepack.trie import builder, parts
 from treepack.trie import files as trie_files

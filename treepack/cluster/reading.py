@@ -22,7 +22,7 @@ from treepack.errors import TreepackError
 from treepack.files.cache import naming_addresses
 from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.file_parts import FileReading, InputFile, InputPart, SurveyedFile, survey
-from treepack.ingest.readers.inputs import InputHash
+from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.stream import ColumnsWork
 from treepack.ingest.tokenization import Job
 from treepack.trie.ranges import sample_keys

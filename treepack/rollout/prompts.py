@@ -19,11 +19,11 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.ingest.chat_template import ChatTemplate, TemplateFile, Tools
 from treepack.ingest.encoder import Encoder
-from treepack.ingest.readers import token_fields as tf
-from treepack.ingest.readers.fields import ReadOptions
-from treepack.ingest.readers.formats import chat
-from treepack.ingest.readers.messages import is_messages
-from treepack.ingest.readers.records import Record
+from treepack.ingest.formats import chat
+from treepack.ingest.readers.fields import token_fields as tf
+from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.messages.normal_form import is_messages
 from treepack.trajectory import Chat, Int32, as_token_ids, derived_group, prompt_messages
 
 TALK_FIELDS = ("messages", "prompt", "system", "tools", "chat_template_kwargs")

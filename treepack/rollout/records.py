@@ -22,8 +22,16 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from treepack.ingest.readers import token_fields as tf
-from treepack.ingest.readers.fields import GROUPS, IDS, MAX_METADATA, METADATA_DICTS, REWARDS, SAMPLING_DICTS, STEPS
+from treepack.ingest.readers.fields import token_fields as tf
+from treepack.ingest.readers.fields.rollout_facts import (
+    GROUPS,
+    IDS,
+    MAX_METADATA,
+    METADATA_DICTS,
+    REWARDS,
+    SAMPLING_DICTS,
+    STEPS,
+)
 from treepack.rollout.engine import derived_seed
 from treepack.rollout.query import Query
 from treepack.rollout.tree import Node, Tree, leaf_weights
@@ -81,9 +89,9 @@ def tree_records(tree: Tree) -> list[dict[str, Any]]:
 def tree_trajectories(tree: Tree) -> list[Trajectory]:
     """Return the trajectory of each leaf of `tree`, as if the records had been written to a file and read from it."""
     # The reader of the format imports parsers of files; writing records needs none of them.
-    from treepack.ingest.readers.fields import ReadOptions
-    from treepack.ingest.readers.formats import tokens
-    from treepack.ingest.readers.records import Record
+    from treepack.ingest.formats import tokens
+    from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+    from treepack.ingest.readers.files.records import Record
 
     read = [
         item
@@ -173,8 +181,8 @@ def _is_short(value: Any) -> bool:
 @functools.cache
 def _reserved_names() -> frozenset[str]:
     # Imported here, because it imports all readers.
+    from treepack.ingest.readers.fields.unread import MASKS
     from treepack.ingest.readers.registry import FORMATS
-    from treepack.ingest.readers.unread import MASKS
 
     # Names of usual layouts, such as `solution`, are free: the ids of a rollout decide its format.
     known = {name for each in FORMATS for name in each.required_fields()}

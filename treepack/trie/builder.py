@@ -30,8 +30,8 @@ from treepack.files.manifest import Manifest, Provenance
 from treepack.files.memory import usual_memory
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog, refuse_nothing
-from treepack.ingest.readers.inputs import InputHash
-from treepack.ingest.readers.route_fields import NAMES
+from treepack.ingest.readers.files.inputs import InputHash
+from treepack.ingest.readers.tokens.route_fields import NAMES
 from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, parts_and_job
 from treepack.ingest.tokenization import Job
 from treepack.processes import ReportProgress, Team, with_progress

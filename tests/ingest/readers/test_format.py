@@ -8,7 +8,8 @@ from typing import Any, Literal
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import (
     ANY,
     LIST,
@@ -27,7 +28,6 @@ from treepack.ingest.readers.format import (
     some,
     starting,
 )
-from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped, Trajectory
 
 Checked = Literal["each", "first", "none"]

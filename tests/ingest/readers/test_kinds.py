@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
-from treepack.ingest.readers.files import read_records
-from treepack.ingest.readers.inputs import list_inputs
+from treepack.ingest.readers.files.inputs import list_inputs
+from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.registry import FORMAT_OF_NAME, ReadOptions, Record
 from treepack.trajectory import Skipped, Trajectory
 

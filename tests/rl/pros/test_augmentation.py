@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.paths import ROOT
 from support.strategies import make, trajectories
 from treepack.errors import TreepackError
-from treepack.ingest.readers.formats import chat, tokens
+from treepack.ingest.formats import chat, tokens
 from treepack.ingest.readers.registry import ReadOptions, Record
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows

@@ -1,1 +1,1 @@
-"""Readers: files of any known format to trajectories. `formats/` has one file per format; the rest is shared."""
+"""Readers: files of any known format to trajectories. `treepack.ingest.formats` has one file a format; this is what they share."""

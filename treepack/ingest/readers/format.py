@@ -32,15 +32,15 @@ from typing import Any, Literal
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.batches import is_column
-from treepack.ingest.readers.containers import with_containers
-from treepack.ingest.readers.fields import BadValueError, ReadOptions, group_of, shown
-from treepack.ingest.readers.messages import is_messages
-from treepack.ingest.readers.paths import MISSING
-from treepack.ingest.readers.records import DAMAGED_FILE, DAMAGED_RECORD, Record
-from treepack.ingest.readers.turn_weights import as_flag
-from treepack.ingest.readers.unread import Declared, declare
-from treepack.ingest.readers.unread_notes import TOO_DEEP, NotesOfFile, View, notes_of_record
+from treepack.ingest.readers.fields.field_paths import MISSING
+from treepack.ingest.readers.fields.rollout_facts import BadValueError, ReadOptions, group_of, shown
+from treepack.ingest.readers.fields.unread import Declared, declare
+from treepack.ingest.readers.fields.unread_notes import TOO_DEEP, NotesOfFile, View, notes_of_record
+from treepack.ingest.readers.files.records import DAMAGED_FILE, DAMAGED_RECORD, Record
+from treepack.ingest.readers.messages.containers import with_containers
+from treepack.ingest.readers.messages.normal_form import is_messages
+from treepack.ingest.readers.messages.turn_weights import as_flag
+from treepack.ingest.readers.tokens.trainer_batches import is_column
 from treepack.trajectory import Skipped, Trajectory
 
 # The columns of the table in docs/formats.md, in this order.

@@ -19,12 +19,12 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import ColumnMap
-from treepack.ingest.readers import aliases
-from treepack.ingest.readers.containers import with_containers
-from treepack.ingest.readers.fields import ReadOptions, shown
-from treepack.ingest.readers.files import read_pieces, read_records
+from treepack.ingest.readers.columns import aliases
+from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.files.record_files import read_pieces, read_records
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
-from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.messages.containers import with_containers
 from treepack.ingest.readers.registry import FORMATS, recognised_file
 from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
 

@@ -17,13 +17,7 @@ from pathlib import Path
 
 from treepack.errors import TreepackError
 from treepack.files.address import is_address
-from treepack.ingest.readers.aliases import FIELDS
-from treepack.ingest.readers.containers import with_containers
-from treepack.ingest.readers.copies import find_copies, size_of, skipped_copies
-from treepack.ingest.readers.fields import ReadOptions
-from treepack.ingest.readers.files import read_pieces
-from treepack.ingest.readers.format import Format
-from treepack.ingest.readers.formats import (
+from treepack.ingest.formats import (
     alpaca,
     anthropic_messages,
     art,
@@ -89,9 +83,17 @@ from treepack.ingest.readers.formats import (
     verl_data,
     verl_dump,
 )
-from treepack.ingest.readers.inputs import InputHash, displayed, list_inputs
-from treepack.ingest.readers.path_steps import with_step
-from treepack.ingest.readers.ranges import Range
+from treepack.ingest.readers.columns.aliases import FIELDS
+from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.files.copies import find_copies, size_of, skipped_copies
+from treepack.ingest.readers.files.inputs import InputHash, displayed, list_inputs
+from treepack.ingest.readers.files.path_steps import with_step
+from treepack.ingest.readers.files.ranges import Range
+from treepack.ingest.readers.files.record_files import read_pieces
+from treepack.ingest.readers.files.records import DAMAGED_FILE, NoObjectError, Piece, Record
+from treepack.ingest.readers.files.torch_files import NotPlainError
+from treepack.ingest.readers.format import Format
+from treepack.ingest.readers.messages.containers import with_containers
 from treepack.ingest.readers.recognition import (
     Recognised,
     UnknownFormatError,
@@ -100,9 +102,7 @@ from treepack.ingest.readers.recognition import (
     refuse_unread,
     unread_agent,
 )
-from treepack.ingest.readers.records import DAMAGED_FILE, NoObjectError, Piece, Record
-from treepack.ingest.readers.torch_files import NotPlainError
-from treepack.ingest.readers.unknown import unknown_format, with_suggestion
+from treepack.ingest.readers.unknown_formats import unknown_format, with_suggestion
 from treepack.processes import batched
 from treepack.trajectory import Skipped, Trajectory
 

@@ -16,13 +16,13 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import column_map
-from treepack.ingest.readers.columns import ROLE_NAMES, as_messages
-from treepack.ingest.readers.fields import REWARDS, ReadOptions
+from treepack.ingest.formats import columns as columns_format
+from treepack.ingest.readers.columns.mapped_records import ROLE_NAMES, as_messages
+from treepack.ingest.readers.fields.field_paths import parsed_json
+from treepack.ingest.readers.fields.rollout_facts import REWARDS, ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import IDS
-from treepack.ingest.readers.formats import columns as columns_format
-from treepack.ingest.readers.messages import RENAMED_ROLES, ROLES
-from treepack.ingest.readers.paths import parsed_json
-from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES, ROLES
 from treepack.trajectory import Chat, Trajectory
 
 DEPTH = 4  # of fields inside of fields that are searched

@@ -25,6 +25,14 @@ from dataclasses import dataclass, replace
 from treepack.ingest.template.contents import check_answer
 from treepack.ingest.template.forms import CONTEXTS, OTHER_TEXT, PROBE_TEXT, Forms, calls_of
 from treepack.ingest.template.history import History, Spans
+from treepack.ingest.template.reasoning_tags import (
+    closes_thought,
+    closing,
+    count_closings,
+    inner_thought,
+    open_thought,
+    without_empty_thought,
+)
 from treepack.ingest.template.rendering import (
     BAD_MARKS,
     GENERATION_MARK,
@@ -35,14 +43,6 @@ from treepack.ingest.template.rendering import (
     render,
 )
 from treepack.ingest.template.texts import Text
-from treepack.ingest.template.thoughts import (
-    closes_thought,
-    closing,
-    count_closings,
-    inner_thought,
-    open_thought,
-    without_empty_thought,
-)
 
 NOT_CONTINUED = "the chat template does not continue its own generation prompt"
 NO_THINKING = "the generation prompt of the chat template excludes the reasoning of a turn"

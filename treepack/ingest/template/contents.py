@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from treepack.ingest.template.reasoning_tags import inner_thought, thought_of
 from treepack.ingest.template.rendering import Message, UnfaithfulError
-from treepack.ingest.template.thoughts import inner_thought, thought_of
 
 TEXT_MISSING = "the chat template leaves out the text of a turn"
 CALLS_MISSING = "the chat template leaves out tool calls of a turn"

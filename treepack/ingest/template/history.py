@@ -19,7 +19,7 @@ from treepack.ingest.template.rendering import Message, Setting, Span, render, r
 from treepack.ingest.template.texts import Text
 
 if TYPE_CHECKING:
-    from treepack.ingest.template.memories import Marks
+    from treepack.ingest.template.recorded_iterations import Marks
     from treepack.ingest.template.tracking import Tracker
 
 MIN_MESSAGES = 8  # of a conversation whose renderings have enough in common
@@ -67,7 +67,7 @@ class History:
     def _start_tracking(self, setting: Setting) -> None:
         # Imported here, because importing jinja2 takes a while and token ids need no template.
         from treepack.ingest.template.loops import PREFIX
-        from treepack.ingest.template.memories import Memories
+        from treepack.ingest.template.recorded_iterations import Memories
         from treepack.ingest.template.sandbox import plain_inputs, plain_message
         from treepack.ingest.template.tracking import tracked
 

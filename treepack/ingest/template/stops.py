@@ -19,8 +19,8 @@ from typing import Any
 from treepack.ingest.template.answers import Answer
 from treepack.ingest.template.contents import text_forms
 from treepack.ingest.template.forms import CONTEXTS, PROBE_CONTENT, PROBE_TEXT, Forms, calls_of
+from treepack.ingest.template.reasoning_tags import inner_thought
 from treepack.ingest.template.rendering import GENERATION_MARK, Message, UnfaithfulError, is_json_object, render
-from treepack.ingest.template.thoughts import inner_thought
 
 CUT_NOTE = "answer cut by a limit or a filter, its end token is not trained"
 # "<|user|>" of a tokenizer that does not know it as a special token.

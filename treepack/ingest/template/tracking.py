@@ -22,7 +22,7 @@ from jinja2 import TemplateSyntaxError, pass_context
 from jinja2.runtime import Context, LoopContext
 
 from treepack.ingest.template import loops, sandbox
-from treepack.ingest.template.memories import UNLIMITED, Key, Marks, Memories, Memory, ReversedMemory, Step
+from treepack.ingest.template.recorded_iterations import UNLIMITED, Key, Marks, Memories, Memory, ReversedMemory, Step
 from treepack.ingest.template.texts import ROOT, Text
 from treepack.ingest.template.values import is_comparable, is_plain, same
 from treepack.ingest.template.views import (

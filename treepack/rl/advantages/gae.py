@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.files.metadata import parse_metadata
-from treepack.ingest.readers.fields import marked
+from treepack.ingest.readers.fields.rollout_facts import marked
 from treepack.rl.advantages.flat import magnitudes, means, standardise
 from treepack.rl.group_tree import node_paths, token_places
 from treepack.trajectory import Float64, Int64

@@ -1,0 +1,1 @@
+"""Calls of a model that belong to one rollout, as its trajectories."""
