@@ -81,7 +81,7 @@ class PromptReader:
         given = {name: record.value[name] for name in TALK_FIELDS if record.value.get(name) is not None}
         # {"prompt": [...]} is read as {"messages": [...]}, because the reader expects a completion beside a prompt.
         given.setdefault("messages", given.pop("prompt", None))
-        (item,) = chat.read(Record(record.source, record.path, given), ReadOptions())
+        (item,) = chat.read_chat(Record(record.source, record.path, given), ReadOptions())
         content = getattr(item, "content", None)
         if not isinstance(content, Chat):
             reason = getattr(item, "reason", "not a conversation")

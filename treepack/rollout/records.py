@@ -96,7 +96,9 @@ def tree_trajectories(tree: Tree) -> list[Trajectory]:
     read = [
         item
         for record in tree_records(tree)
-        for item in tokens.read(Record(record["rollout_id"], tree.query.source, record), ReadOptions(keep_routes=True))
+        for item in tokens.read_tokens(
+            Record(record["rollout_id"], tree.query.source, record), ReadOptions(keep_routes=True)
+        )
     ]
     trajectories = [item for item in read if isinstance(item, Trajectory)]
     assert len(trajectories) == len(tree.leaves)  # every path has a sampled token, so the reader skips none

@@ -26,7 +26,7 @@ USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content
 
 
 def items(value: dict[str, Any]) -> list[Trajectory | Skipped]:
-    return list(art.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    return list(art.read_art(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:

@@ -35,7 +35,7 @@ def ids(prompt: list[int], completion: list[int], logprobs: list[float] | None =
 
 def read_atif(*steps: dict[str, Any], **more: Any) -> list[Trajectory | Skipped]:
     value = {"schema_version": "ATIF-v1.6", "session_id": "s", "agent": {"name": "a"}, "steps": list(steps)}
-    return read_value(atif.read, value | more)
+    return read_value(atif.read_atif, value | more)
 
 
 @given(calls=st.lists(st.tuples(IDS, IDS), min_size=1, max_size=5))

@@ -25,7 +25,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def read(value: dict[str, Any]) -> Trajectory:
-    (trajectory,) = chat.read(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions())
+    (trajectory,) = chat.read_chat(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions())
     assert isinstance(trajectory, Trajectory)
     return trajectory
 
@@ -124,7 +124,7 @@ def _arguments(call: dict[str, Any]) -> Any:
 
 def test_a_record_with_images_is_skipped() -> None:
     value = {"messages": [USER, ASSISTANT], "images": ["1.jpg"]}
-    items = list(chat.read(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions()))
+    items = list(chat.read_chat(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions()))
     assert items == [Skipped("rollouts.jsonl:17", "images, audio and video are not read")]
 
 

@@ -39,7 +39,7 @@ def sample(*events: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def read(*samples: dict[str, Any], reward_key: str | None = None) -> list[Trajectory | Skipped]:
     record = Record("log.json", "log.json", {"version": 2, "eval": EVAL, "samples": list(samples)})
-    return list(inspect.read(record, ReadOptions(reward_key=reward_key)))
+    return list(inspect.read_inspect(record, ReadOptions(reward_key=reward_key)))
 
 
 ASKED, SAID = message("user", "q"), message("assistant", "A")
@@ -182,4 +182,4 @@ def test_a_damaged_entry_and_one_that_is_too_large_are_refused_in_one_sentence(t
 def test_a_log_without_samples_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "log.eval").write_bytes(deflated({"header.json": {"version": 2, "eval": EVAL, "status": "started"}}))
     assert reasons(read_trajectories([tmp_path])) == ["log without samples"]
-    assert reasons(read_value(inspect.read, {"eval": EVAL, "samples": None})) == ["log without samples"]
+    assert reasons(read_value(inspect.read_inspect, {"eval": EVAL, "samples": None})) == ["log without samples"]

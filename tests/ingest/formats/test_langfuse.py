@@ -10,7 +10,7 @@ import pytest
 
 from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
-from treepack.ingest.formats.langfuse import FORMAT, read_file
+from treepack.ingest.formats.langfuse import FORMAT, read_langfuse
 from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
 from treepack.trajectory import Chat, Skipped, Trajectory
 
@@ -21,7 +21,7 @@ FIVE = {"role": "assistant", "content": "5"}
 
 def read(*values: dict[str, Any], **options: Any) -> list[Any]:
     records = (Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1))
-    return list(read_file(records, ReadOptions(**options)))
+    return list(read_langfuse(records, ReadOptions(**options)))
 
 
 def only(items: list[Any]) -> tuple[Trajectory, Chat]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats.litellm import read_file
+from treepack.ingest.formats.litellm import read_litellm
 from treepack.ingest.readers.registry import ReadOptions, Record
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
@@ -18,7 +18,7 @@ FIVE = {"role": "assistant", "content": "5"}
 
 def read(*values: dict[str, Any]) -> list[Any]:
     records = (Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1))
-    return list(read_file(records, ReadOptions()))
+    return list(read_litellm(records, ReadOptions()))
 
 
 def trajectories(items: list[Any]) -> list[Trajectory]:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats.lm_eval import read_file
+from treepack.ingest.formats.lm_eval import read_lm_eval
 from treepack.ingest.readers.registry import ReadOptions, Record
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 
 def read(*values: dict[str, Any], **options: Any) -> list[Any]:
     records = (Record(f"s.jsonl:{number}", "s.jsonl", value) for number, value in enumerate(values, 1))
-    return list(read_file(records, ReadOptions(**options)))
+    return list(read_lm_eval(records, ReadOptions(**options)))
 
 
 def reasons(items: list[Any]) -> list[str]:

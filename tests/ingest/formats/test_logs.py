@@ -30,14 +30,14 @@ def mint_result(**state: Any) -> dict[str, Any]:
 def test_a_mint_rollout_belongs_to_the_task_of_its_folder() -> None:
     answered = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
     value = mint_result(history=answered, success=True, terminate_reason="task_success")
-    ((item, content),) = chats(read_value(mint.read, value, "out/gsm8k/results.jsonl"))
+    ((item, content),) = chats(read_value(mint.read_mint, value, "out/gsm8k/results.jsonl"))
     assert (item.trajectory_id, item.group_id, item.reward) == ("gsm8k/7/results.jsonl", "gsm8k/7", 1.0)
     assert item.metadata == {"task_name": "n", "terminate_reason": "task_success"}
     assert turns(content) == [("user", "Q", 0.0), ("assistant", "A", 1.0)]
-    ((failed, _),) = chats(read_value(mint.read, mint_result(success=False), "results.jsonl"))
+    ((failed, _),) = chats(read_value(mint.read_mint, mint_result(success=False), "results.jsonl"))
     assert (failed.group_id, failed.reward) == ("n/7", 0.0)
     with pytest.raises(TreepackError, match=r"log.json: state.success is 1; expected true or false"):
-        read_value(mint.read, mint_result(success=1))
+        read_value(mint.read_mint, mint_result(success=1))
 
 
 def episode(**history: Any) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def episode(**history: Any) -> dict[str, Any]:
 def test_an_intercode_turn_is_a_thought_and_an_action() -> None:
     plain = episode(actions=["a", "b"], observations=["1", "2"])
     thinking = episode(thoughts=["t"], actions=["a"], observations=["1"])
-    (first, chat), (second, react) = chats(read_value(intercode.read, {"0": plain, "1": thinking}))
+    (first, chat), (second, react) = chats(read_value(intercode.read_intercode, {"0": plain, "1": thinking}))
     assert (first.trajectory_id, second.trajectory_id) == ("log/0", "log/1")
     assert (first.group_id, first.reward) == ("fs/3", 1.0)
     assert [content for _, content, _ in turns(chat)] == ["Q", "a", "1", "b", "2"]
@@ -65,7 +65,7 @@ def test_what_intercode_did_in_the_place_of_the_model_is_left_out() -> None:
     blocked = episode(actions=["a", "blocked"], observations=["1"])
     named = episode(actions=["blocked"], observations=["1"])
     never = episode(actions=["blocked"], observations=[])
-    items = read_value(intercode.read, {"logs": {"0": out, "1": blocked, "2": named, "3": never}, "meta": {}})
+    items = read_value(intercode.read_intercode, {"logs": {"0": out, "1": blocked, "2": named, "3": never}, "meta": {}})
     assert [len(content.messages) for _, content in chats(items)] == [3, 3, 3]
     assert reasons(items) == ["no turn of the model"]
 
@@ -80,7 +80,7 @@ def test_what_intercode_did_in_the_place_of_the_model_is_left_out() -> None:
 )
 def test_an_intercode_episode_of_another_kind_is_refused(second: Any, said: str) -> None:
     with pytest.raises(TreepackError) as caught:
-        read_value(intercode.read, {"0": episode(actions=["a"]), "1": second})
+        read_value(intercode.read_intercode, {"0": episode(actions=["a"]), "1": second})
     assert str(caught.value) == f"runs/one/log.json[1]: {said}"
 
 

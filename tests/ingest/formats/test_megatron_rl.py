@@ -21,7 +21,7 @@ TURN: dict[str, Any] = {"trajectory": [[1, 2, 3, 4]], "generation_mask": [[False
 
 
 def items(value: dict[str, Any]) -> list[Trajectory | Skipped]:
-    return list(megatron_rl.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    return list(megatron_rl.read_megatron_rl(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:

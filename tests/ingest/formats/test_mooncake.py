@@ -22,7 +22,7 @@ LENGTHS_ONLY = ReadOptions(shapes=True)
 
 
 def read(number: int, value: dict[str, Any]) -> Tokens:
-    (trajectory,) = mooncake.read(Record(f"t.jsonl:{number}", "t.jsonl", value), LENGTHS_ONLY)
+    (trajectory,) = mooncake.read_mooncake(Record(f"t.jsonl:{number}", "t.jsonl", value), LENGTHS_ONLY)
     assert isinstance(trajectory, Trajectory)
     assert isinstance(trajectory.content, Tokens)
     return trajectory.content
@@ -77,7 +77,7 @@ def test_a_last_block_that_is_left_out_is_shared_with_no_one() -> None:
 
 def test_a_request_without_output_is_skipped() -> None:
     record = Record("t.jsonl:1", "t.jsonl", request(40, 0, [9]))
-    assert list(mooncake.read(record, LENGTHS_ONLY)) == [Skipped("t.jsonl:1", "request without output")]
+    assert list(mooncake.read_mooncake(record, LENGTHS_ONLY)) == [Skipped("t.jsonl:1", "request without output")]
 
 
 @pytest.mark.parametrize(

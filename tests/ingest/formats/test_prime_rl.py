@@ -18,7 +18,7 @@ SAMPLE: dict[str, Any] = {"token_ids": [5, 6, 7], "mask": [False, True, True], "
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:
-    items = list(prime_rl.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    items = list(prime_rl.read_prime_rl(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
     return [item for item in items if isinstance(item, Trajectory)]
 
 
@@ -117,7 +117,7 @@ def test_weights_of_another_length_are_refused() -> None:
 
 def test_a_sample_with_images_is_skipped() -> None:
     value = SAMPLE | {"mm_kwargs": {"pixel_values": 1}}
-    items = list(prime_rl.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    items = list(prime_rl.read_prime_rl(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
     assert items == [Skipped("r.jsonl:1", "images, audio and video are not read")]
 
 
@@ -135,7 +135,7 @@ def test_the_sequences_of_a_supervised_batch_come_back_unshifted(batch: list[Rol
         "seq_lens": lengths,
         "mm_kwargs": None,
     }
-    items = list(prime_rl_sft.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    items = list(prime_rl_sft.read_prime_rl_sft(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
     assert [back(item) for item in items if isinstance(item, Trajectory)] == [
         (rollout.ids, rollout.trained, None, None) for rollout in batch
     ]
@@ -144,4 +144,4 @@ def test_the_sequences_of_a_supervised_batch_come_back_unshifted(batch: list[Rol
 def test_a_supervised_batch_whose_targets_are_not_shifted_is_refused() -> None:
     value = {"input_ids": [5, 6, 7], "target_ids": [5, 6, 7], "loss_mask": [False, True, True]}
     with pytest.raises(TreepackError, match="target_ids of sequence 1 are not its input_ids one place later"):
-        list(prime_rl_sft.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+        list(prime_rl_sft.read_prime_rl_sft(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))

@@ -47,7 +47,7 @@ def messages(items: Any, **options: Any) -> list[dict[str, Any]]:
 def gym(output: Any, **more: Any) -> list[Trajectory | Skipped]:
     params = {"input": "Hi", "instructions": "Be brief."}
     value = {"responses_create_params": params, "response": {"output": output}, "reward": 0.5} | more
-    return list(nemo_gym.read(Record(SOURCE, "rollouts.jsonl", value), ReadOptions()))
+    return list(nemo_gym.read_nemo_gym(Record(SOURCE, "rollouts.jsonl", value), ReadOptions()))
 
 
 def chat_of(item: Trajectory | Skipped) -> Chat:

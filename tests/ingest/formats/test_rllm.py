@@ -26,7 +26,7 @@ USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "conte
 
 
 def items(value: dict[str, Any]) -> list[Trajectory | Skipped]:
-    return list(rllm.read(Record("e.json", "e.json", value), ReadOptions()))
+    return list(rllm.read_rllm(Record("e.json", "e.json", value), ReadOptions()))
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:

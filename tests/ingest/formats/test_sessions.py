@@ -31,7 +31,7 @@ def text(content: str) -> list[dict[str, Any]]:
 def read_pi(*entries: dict[str, Any], **header: Any) -> list[Trajectory | Skipped]:
     lines = [HEADER | header, *entries]
     records = (Record(f"s.jsonl:{line}", "s.jsonl", value) for line, value in enumerate(lines, 1))
-    return list(pi.read_file(records, ReadOptions()))
+    return list(pi.read_pi(records, ReadOptions()))
 
 
 def said_in(items: list[Trajectory | Skipped]) -> dict[str, str]:
@@ -225,7 +225,7 @@ ASK, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content":
 
 def test_a_simulation_begins_with_the_policy_and_a_greeting_that_is_not_trained() -> None:
     value = tau2_run(simulation(HELLO, ASK, ANSWER, reward_info={"reward": 0.5}))
-    ((trajectory, content),) = chats(read_value(tau2.read, value))
+    ((trajectory, content),) = chats(read_value(tau2.read_tau2, value))
     assert (trajectory.trajectory_id, trajectory.group_id, trajectory.reward) == ("d/3/1", "d/3", 0.5)
     assert trajectory.metadata == {"termination_reason": "user_stop", "model": "m"}
     assert turns(content) == [
@@ -247,7 +247,7 @@ def test_the_agent_of_tau2_does_not_see_what_the_user_does_with_tools() -> None:
     several = {"role": "tool", "tool_messages": [result("b", "user"), result("a", "assistant")]}
     user = {"role": "user", "content": None, "tool_calls": [call("u")]}
     value = tau2_run(simulation(ASK, agent, several, user, result("u", "user"), ANSWER))
-    ((trajectory, content),) = chats(read_value(tau2.read, value))
+    ((trajectory, content),) = chats(read_value(tau2.read_tau2, value))
     assert [(message["role"], message["content"]) for message in content.messages[1:]] == [
         ("user", "Q"),
         ("assistant", ""),
@@ -264,20 +264,20 @@ def test_an_agent_that_begins_without_a_user_is_trained_but_for_its_stop_mark() 
     calls = [{"id": "a", "name": "a", "arguments": {}}]
     first = {"role": "assistant", "content": None, "tool_calls": calls}
     value = tau2_run(simulation(first, {"role": "assistant", "content": "###STOP###"}))
-    ((_, content),) = chats(read_value(tau2.read, value))
+    ((_, content),) = chats(read_value(tau2.read_tau2, value))
     assert content.message_weights == [0.0, 1.0, 0.0]
 
 
 def test_the_messages_that_a_task_begins_with_are_not_trained() -> None:
     value = tau2_run(simulation(ASK, HELLO, ASK, ANSWER))
     value["tasks"] = [{"id": "2"}, {"id": "3", "initial_state": {"message_history": [ASK, HELLO]}}]
-    ((_, content),) = chats(read_value(tau2.read, value))
+    ((_, content),) = chats(read_value(tau2.read_tau2, value))
     assert content.message_weights == [0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_tools_that_the_run_kept_are_schemas() -> None:
     kept = {"f": {"name": "f", "doc": "Does.", "params": {"type": "object"}, "returns": {}}}
-    ((_, content),) = chats(read_value(tau2.read, tau2_run(simulation(ASK, ANSWER), tool_defs=kept)))
+    ((_, content),) = chats(read_value(tau2.read_tau2, tau2_run(simulation(ASK, ANSWER), tool_defs=kept)))
     function = {"name": "f", "description": "Does.", "parameters": {"type": "object"}}
     assert content.tools == [{"type": "function", "function": function}]
 
@@ -300,6 +300,6 @@ def test_simulations_in_files_of_their_own_are_read_with_the_run(tmp_path: Path)
 def test_simulations_by_voice_and_those_without_messages_are_skipped() -> None:
     voice = simulation(ticks=[{}])
     del voice["messages"]
-    items = read_value(tau2.read, tau2_run(voice, simulation() | {"messages": None}))
+    items = read_value(tau2.read_tau2, tau2_run(voice, simulation() | {"messages": None}))
     assert reasons(items) == ["simulation by voice, without messages", "no messages"]
-    assert reasons(read_value(tau2.read, tau2_run())) == ["run without simulations"]
+    assert reasons(read_value(tau2.read_tau2, tau2_run())) == ["run without simulations"]

@@ -62,7 +62,9 @@ def test_an_empty_input_or_system_adds_nothing() -> None:
 
 def test_an_instruction_without_output_is_skipped() -> None:
     value = {"instruction": "Add.", "output": ""}
-    assert list(alpaca.read(Record(SOURCE, "data.jsonl", value), ReadOptions())) == [Skipped(SOURCE, "no output")]
+    assert list(alpaca.read_alpaca(Record(SOURCE, "data.jsonl", value), ReadOptions())) == [
+        Skipped(SOURCE, "no output")
+    ]
 
 
 @given(TEXT, TEXT, st.lists(st.tuples(TEXT, TEXT), max_size=3))
@@ -176,7 +178,7 @@ def test_records_with_images_are_skipped(reader: Any, value: dict[str, Any]) -> 
 
 def test_a_pair_of_equal_answers_is_skipped() -> None:
     value = {"instruction": "Q", "chosen": "A", "rejected": "A"}
-    items = list(alpaca.read(Record(SOURCE, "data.jsonl", value), ReadOptions()))
+    items = list(alpaca.read_alpaca(Record(SOURCE, "data.jsonl", value), ReadOptions()))
     assert items == [Skipped(SOURCE, "chosen and rejected are the same")]
 
 
@@ -208,7 +210,7 @@ def test_parts_of_llama_factory_are_joined_by_their_kind_and_weighted_by_message
     image = {"role": "user", "content": [{"type": "text", "value": "Q"}, {"type": "image_url", "value": "1.jpg"}]}
     pair = {"chosen_messages": [image, *answers[:1]], "rejected_messages": [image, *answers[1:2]]}
     for value in ({"messages": [image]}, pair):
-        items = list(llama_factory.read(Record(SOURCE, "data.jsonl", value), ReadOptions()))
+        items = list(llama_factory.read_llama_factory(Record(SOURCE, "data.jsonl", value), ReadOptions()))
         assert items == [Skipped(SOURCE, "images, audio and video are not read")]
 
 
@@ -252,7 +254,7 @@ def test_parts_of_a_turn_of_ms_swift_are_one_message_with_the_weight_of_the_firs
 def test_a_turn_of_ms_swift_in_parts_of_different_weights_is_skipped() -> None:
     parts = [{"role": "assistant", "content": "Hm.", "loss": False}, {"role": "tool_call", "content": CALL}]
     value = {"messages": [{"role": "user", "content": "Q"}, *parts]}
-    items = list(ms_swift.read(Record(SOURCE, "data.jsonl", value), ReadOptions()))
+    items = list(ms_swift.read_ms_swift(Record(SOURCE, "data.jsonl", value), ReadOptions()))
     assert items == [Skipped(SOURCE, "turn in parts of different weights")]
 
 

@@ -20,7 +20,7 @@ SAMPLES = ROLLOUTS / "skyrl"
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:
-    items = list(skyrl.read(Record("r.json", "r.json", value), ReadOptions()))
+    items = list(skyrl.read_skyrl(Record("r.json", "r.json", value), ReadOptions()))
     return [item for item in items if isinstance(item, Trajectory)]
 
 
@@ -100,12 +100,12 @@ def test_columns_of_different_lengths_are_refused() -> None:
 
 def test_rows_with_images_are_skipped() -> None:
     value = {"prompt_token_ids": [[1]], "response_ids": [[2]], "loss_masks": [[1]], "pixel_values": [[0.5]]}
-    items = list(skyrl.read(Record("r.json", "r.json", value), ReadOptions()))
+    items = list(skyrl.read_skyrl(Record("r.json", "r.json", value), ReadOptions()))
     assert items == [Skipped("r.json[0]", "images, audio and video are not read")]
 
 
 def test_a_dump_is_text_whose_scores_are_summed() -> None:
     line = {"input_prompt": "p", "output_response": "r", "score": [0.0, 0.5], "env_extras": {"x": []}}
-    (trajectory,) = skyrl_dump.read(Record("r.jsonl:1", "r.jsonl", line), ReadOptions())
+    (trajectory,) = skyrl_dump.read_skyrl_dump(Record("r.jsonl:1", "r.jsonl", line), ReadOptions())
     assert isinstance(trajectory, Trajectory)
     assert (trajectory.content, trajectory.reward, trajectory.notes) == (Text("p", "r"), 0.5, ())

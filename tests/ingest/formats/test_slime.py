@@ -31,7 +31,7 @@ SAMPLE: dict[str, Any] = {
 
 
 def read(value: dict[str, Any], **options: Any) -> list[Trajectory | Skipped]:
-    return list(slime.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options)))
+    return list(slime.read_slime(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options)))
 
 
 def only(value: dict[str, Any], **options: Any) -> Trajectory:

@@ -30,7 +30,7 @@ def test_a_swe_agent_run_is_named_by_its_folder_and_its_task() -> None:
         "trajectory": [{"action": "ls"}],
         "info": {"exit_status": "submitted", "submission": "diff"},
     }
-    ((trajectory, content),) = chats(read_value(swe_agent.read, value, "runs/one/task-1.traj.gz"))
+    ((trajectory, content),) = chats(read_value(swe_agent.read_swe_agent, value, "runs/one/task-1.traj.gz"))
     assert (trajectory.trajectory_id, trajectory.group_id) == ("one/task-1", "task-1")
     assert trajectory.metadata == {"environment": "e", "info": {"exit_status": "submitted"}}
     assert content.message_weights == [0.0, 0.0, 0.0, 1.0]
@@ -47,14 +47,16 @@ def test_what_swe_agent_said_when_it_gave_up_is_not_trained() -> None:
     ]
     replies = [{"role": "assistant", "content": text, "action": action} for text, action, _ in said]
     value = {"history": [SYSTEM, ASKED, *replies], "trajectory": [], "info": {}}
-    ((_, content),) = chats(read_value(swe_agent.read, value))
+    ((_, content),) = chats(read_value(swe_agent.read_swe_agent, value))
     assert content.message_weights[2:] == [weight for _, _, weight in said]
 
 
 def test_every_agent_of_a_history_saw_its_own_messages() -> None:
     history = [ASKED, {"role": "assistant", "content": "a", "agent": "one"}]
     history.append({"role": "assistant", "content": "b", "agent": "two"})
-    pairs = chats(read_value(swe_agent.read, {"history": history, "trajectory": [], "info": {}}, "runs/r/t.traj"))
+    pairs = chats(
+        read_value(swe_agent.read_swe_agent, {"history": history, "trajectory": [], "info": {}}, "runs/r/t.traj")
+    )
     assert [item.trajectory_id for item, _ in pairs] == ["r/t/one", "r/t/two"]
     assert [[text for _, text, _ in turns(content)] for _, content in pairs] == [["Q", "a"], ["Q", "b"]]
 
@@ -71,7 +73,7 @@ def swe_run(*steps: tuple[dict[str, Any], dict[str, Any]], history: list[dict[st
     """Steps are a reply and the prompt under the name that the version has for it."""
     named = [{"response": item["content"], "action": item["action"], **prompt} for item, prompt in steps]
     value = {"history": history, "trajectory": named, "info": {"exit_status": "submitted"}}
-    return read_value(swe_agent.read, value, "runs/r/t.traj")
+    return read_value(swe_agent.read_swe_agent, value, "runs/r/t.traj")
 
 
 A, B, C = reply("a", "ls"), reply("b", "cat"), reply("c", "submit")
@@ -156,7 +158,7 @@ def test_messages_that_do_not_end_with_the_reply_are_its_prompt() -> None:
 
 def test_attempts_are_rollouts_of_one_task() -> None:
     one, two = ({"history": [ASKED, item], "trajectory": [], "info": {}} for item in (A, B))
-    pairs = chats(read_value(swe_agent.read, {"attempts": [one, two], **two}, "runs/r/t.traj"))
+    pairs = chats(read_value(swe_agent.read_swe_agent, {"attempts": [one, two], **two}, "runs/r/t.traj"))
     assert [(item.trajectory_id, item.group_id) for item, _ in pairs] == [
         ("r/t/attempt-0", "t"),
         ("r/t/attempt-1", "t"),
@@ -172,7 +174,9 @@ def test_a_run_of_mini_swe_agent_is_named_by_run_and_task() -> None:
     left = {"role": "exit", "content": "diff", "extra": {"exit_status": "Submitted"}}
     info = {"exit_status": "Submitted", "submission": "diff", "config": {"model": {"model_name": "m"}, "agent": {}}}
     value = mini(SYSTEM, ASKED, {"role": "assistant", "content": "A", "extra": {"cost": 1}}, left, info=info)
-    ((trajectory, content),) = chats(read_value(mini_swe_agent.read, value, "runs/one/lib-1/lib-1.traj.json"))
+    ((trajectory, content),) = chats(
+        read_value(mini_swe_agent.read_mini_swe_agent, value, "runs/one/lib-1/lib-1.traj.json")
+    )
     assert (trajectory.trajectory_id, trajectory.group_id) == ("one/lib-1", "lib-1")
     assert trajectory.metadata == {"model": "m", "exit_status": "Submitted"}
     assert turns(content) == [("system", "S", 0.0), ("user", "Q", 0.0), ("assistant", "A", 1.0)]
@@ -205,7 +209,7 @@ def test_a_reply_that_mini_swe_agent_refused_is_a_trajectory_of_its_own(
 ) -> None:
     complaint = {"role": "user", "content": "no", "extra": REFUSED | extra}
     answers = [{"role": "assistant", "content": text} for text in "AB"]
-    pairs = chats(read_value(mini_swe_agent.read, mini(ASKED, answers[0], complaint, answers[1])))
+    pairs = chats(read_value(mini_swe_agent.read_mini_swe_agent, mini(ASKED, answers[0], complaint, answers[1])))
     trained = [[text for _, text, weight in turns(content) if weight] for _, content in pairs]
     if expected is None:
         assert trained == [["A", "B"]]
@@ -225,7 +229,7 @@ def test_responses_of_mini_swe_agent_are_read_by_their_items() -> None:
     value = mini(
         ASKED, {"object": "response", "output": output, "extra": {}}, result, told, mini()["info"] | reply("b", "")
     )
-    ((_, content),) = chats(read_value(mini_swe_agent.read, value))
+    ((_, content),) = chats(read_value(mini_swe_agent.read_mini_swe_agent, value))
     assert [(message["role"], message["content"]) for message in content.messages] == [
         ("user", "Q"),
         ("assistant", "I look."),
@@ -240,7 +244,7 @@ def test_tools_of_mini_swe_agent_are_those_of_its_responses() -> None:
     message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
     tools = [{"type": "function", "name": "bash", "parameters": {}}]
     value = mini(ASKED, {"object": "response", "output": [message], "tools": tools})
-    ((_, content),) = chats(read_value(mini_swe_agent.read, value))
+    ((_, content),) = chats(read_value(mini_swe_agent.read_mini_swe_agent, value))
     assert [tool["function"]["name"] for tool in content.tools or []] == ["bash"]
 
 
@@ -251,12 +255,14 @@ def test_token_ids_in_the_responses_of_mini_swe_agent_are_used_if_all_calls_have
         return message | {"extra": {"response": {"choices": [choice], "prompt_token_ids": prompt}}}
 
     first, second = answer("A", [1, 2], [3]), answer("B", [1, 2, 3, 4], [5, 6])
-    (trajectory,) = read_value(mini_swe_agent.read, mini(ASKED, first, ASKED, second))
+    (trajectory,) = read_value(mini_swe_agent.read_mini_swe_agent, mini(ASKED, first, ASKED, second))
     assert isinstance(trajectory, Trajectory)
     assert isinstance(trajectory.content, Tokens)
     assert trajectory.content.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert list(zip(trajectory.content.starts, trajectory.content.ends, strict=True)) == [(2, 3), (4, 6)]
-    ((some, _),) = chats(read_value(mini_swe_agent.read, mini(ASKED, first, ASKED, second | {"extra": {}})))
+    ((some, _),) = chats(
+        read_value(mini_swe_agent.read_mini_swe_agent, mini(ASKED, first, ASKED, second | {"extra": {}}))
+    )
     assert some.notes == (SOME_NOTE,)
 
 

@@ -19,7 +19,7 @@ Node = dict[str, Any]
 
 
 def read(value: Node) -> list[Trajectory | Skipped]:
-    return read_value(text_trees.read, value, "trees.jsonl:1")
+    return read_value(text_trees.read_text_trees, value, "trees.jsonl:1")
 
 
 def built(value: Node) -> list[Trajectory]:

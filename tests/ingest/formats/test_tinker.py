@@ -53,7 +53,7 @@ def test_a_turn_that_could_not_be_parsed_is_not_trained() -> None:
 def test_a_trajectory_with_images_is_skipped() -> None:
     image = {"chunks": [{"type": "image", "data": ".."}]}
     value = {"transitions": [transition(image, [3], [-0.5])]}
-    items = list(tinker.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    items = list(tinker.read_tinker(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
     assert items == [Skipped("r.jsonl:1", "images, audio and video are not read")]
 
 
@@ -101,7 +101,7 @@ def test_a_trajectory_comes_back(talk: Conversation) -> None:
 def test_a_group_that_is_null_is_a_single_trajectory_and_an_empty_one_is_counted() -> None:
     transition = {"ob": [1, 2], "ac": {"tokens": [3], "maybe_logprobs": [-0.5]}, "reward": 0.0}
     for fields in ({"transitions": [transition]}, {"transitions": [transition], "trajectories_G": None}):
-        (item,) = tinker.read(Record("r.jsonl:1", "r.jsonl", fields), ReadOptions())
+        (item,) = tinker.read_tinker(Record("r.jsonl:1", "r.jsonl", fields), ReadOptions())
         assert isinstance(item, Trajectory)
     empty = Record("r.jsonl:1", "r.jsonl", {"trajectories_G": []})
-    assert list(tinker.read(empty, ReadOptions())) == [Skipped("r.jsonl:1", "group without a trajectory")]
+    assert list(tinker.read_tinker(empty, ReadOptions())) == [Skipped("r.jsonl:1", "group without a trajectory")]

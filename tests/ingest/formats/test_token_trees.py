@@ -18,7 +18,7 @@ SAMPLES = ROLLOUTS / "token-trees"
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:
-    items = list(token_trees.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    items = list(token_trees.read_token_trees(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
     return [item for item in items if isinstance(item, Trajectory)]
 
 

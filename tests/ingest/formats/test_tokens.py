@@ -24,7 +24,7 @@ MASKED = {"input_ids": IDS, "loss_mask": [0, 1, 0, 1]}
 
 
 def read(value: dict[str, Any], **options: Any) -> Trajectory:
-    (trajectory,) = tokens.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
+    (trajectory,) = tokens.read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
     assert isinstance(trajectory, Trajectory)
     return trajectory
 
@@ -42,7 +42,7 @@ def trained(value: dict[str, Any], **options: Any) -> list[int]:
 
 def refusal(value: dict[str, Any], **options: Any) -> str:
     with pytest.raises(TreepackError) as caught:
-        list(tokens.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options)))
+        list(tokens.read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options)))
     where, _, message = str(caught.value).partition(": ")
     assert where == "r.jsonl:1"
     return message
@@ -243,7 +243,7 @@ def test_advantages_may_be_one_number() -> None:
     ],
 )
 def test_what_cannot_be_trained_on_is_skipped(value: dict[str, Any], reason: str) -> None:
-    assert list(tokens.read(Record("r:1", "r", value), ReadOptions())) == [Skipped("r:1", reason)]
+    assert list(tokens.read_tokens(Record("r:1", "r", value), ReadOptions())) == [Skipped("r:1", reason)]
 
 
 NOT_IDS = "input_ids is not a flat list of integers; expected token ids"

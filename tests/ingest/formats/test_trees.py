@@ -30,7 +30,7 @@ def read_tree(*children: dict[str, Any], **answer: Any) -> list[tuple[Trajectory
         "tree": {"tree": node("Action Input", "", *children)},
         "answer_generation": {"query": "Q"} | answer,
     }
-    return chats(read_value(toolbench.read, value, "runs/G1/7.json"))
+    return chats(read_value(toolbench.read_toolbench, value, "runs/G1/7.json"))
 
 
 def call(number: int, name: str, arguments: str, content: str = "") -> dict[str, Any]:
@@ -127,7 +127,7 @@ def test_a_search_tree_with_a_field_of_another_kind_is_refused(
 ) -> None:
     value = {"tree": {"tree": {"children": children}}, "answer_generation": {"query": "Q"} | answer}
     with pytest.raises(TreepackError) as caught:
-        read_value(toolbench.read, value, "runs/7.json")
+        read_value(toolbench.read_toolbench, value, "runs/7.json")
     assert str(caught.value) == f"runs/7.json: {expected}"
 
 
@@ -148,7 +148,7 @@ def said(role: str, content: str, *children: dict[str, Any], **more: Any) -> dic
 
 
 def read_dars(root: dict[str, Any]) -> list[tuple[Trajectory, Chat]]:
-    return chats(read_value(dars.read, {"root": root, "node_count": 9}, "runs/lib-7/lib-7.root"))
+    return chats(read_value(dars.read_dars, {"root": root, "node_count": 9}, "runs/lib-7/lib-7.root"))
 
 
 def test_an_alternative_is_trained_with_the_request_that_asked_for_it_and_nowhere_else() -> None:
@@ -195,7 +195,7 @@ def thoughts(*steps: tuple[list[str], list[str]], **more: Any) -> dict[str, Any]
 
 def test_the_candidates_of_the_last_step_are_the_leaves_and_the_answer_has_a_reward() -> None:
     value = thoughts((["a", "b"], ["a"]), (["ac", "ad"], ["ad"]))
-    pairs = chats(read_value(tree_of_thoughts.read, value, "logs/game/run.json"))
+    pairs = chats(read_value(tree_of_thoughts.read_tree_of_thoughts, value, "logs/game/run.json"))
     assert [item.trajectory_id for item, _ in pairs] == ["run/4/leaf-0", "run/4/leaf-1"]
     assert {item.group_id for item, _ in pairs} == {"game/4"}
     assert [item.reward for item, _ in pairs] == [None, 1.0]
@@ -207,7 +207,7 @@ def test_the_candidates_of_the_last_step_are_the_leaves_and_the_answer_has_a_rew
 
 
 def test_a_search_that_drops_nothing_before_its_last_step_says_nothing() -> None:
-    pairs = chats(read_value(tree_of_thoughts.read, thoughts((["a"], ["a"]), (["ab", "ac"], ["ab"]))))
+    pairs = chats(read_value(tree_of_thoughts.read_tree_of_thoughts, thoughts((["a"], ["a"]), (["ab", "ac"], ["ab"]))))
     assert [item.notes for item, _ in pairs] == [(), ()]
 
 
@@ -215,14 +215,14 @@ def test_answers_of_an_old_log_have_no_reward_and_those_without_a_search_no_puzz
     old = thoughts((["a"], ["a"]), accs=[0])
     del old["infos"]
     assert tree_of_thoughts.FORMAT.matches(old)
-    ((trajectory, _),) = chats(read_value(tree_of_thoughts.read, old))
+    ((trajectory, _),) = chats(read_value(tree_of_thoughts.read_tree_of_thoughts, old))
     assert trajectory.reward is None
     without = {"idx": 4, "ys": ["a"], "infos": [{"r": 1}]}
-    assert reasons(read_value(tree_of_thoughts.read, without)) == [
+    assert reasons(read_value(tree_of_thoughts.read_tree_of_thoughts, without)) == [
         "no steps and therefore no puzzle, as in runs without a search"
     ]
 
 
 def test_answers_and_what_they_were_worth_must_be_as_many() -> None:
     with pytest.raises(TreepackError, match=r"has 1 ys and 2 infos; expected one info per answer"):
-        read_value(tree_of_thoughts.read, thoughts((["a"], ["a"]), infos=[{"r": 1}, {"r": 0}]))
+        read_value(tree_of_thoughts.read_tree_of_thoughts, thoughts((["a"], ["a"]), infos=[{"r": 1}, {"r": 0}]))

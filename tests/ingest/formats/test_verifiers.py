@@ -27,12 +27,12 @@ TASK = {"type": "T", "data": {}, "key": "k"}
 
 
 def read(value: dict[str, Any]) -> list[Trajectory | Skipped]:
-    return list(verifiers.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    return list(verifiers.read_verifiers(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
 
 
 def read_results(*values: dict[str, Any]) -> list[Trajectory]:
     records = [Record(f"r.jsonl:{number}", "r.jsonl", value) for number, value in enumerate(values, 1)]
-    items = [item for record in records for item in verifiers_results.read(record, ReadOptions())]
+    items = [item for record in records for item in verifiers_results.read_verifiers_results(record, ReadOptions())]
     return [item for item in items if isinstance(item, Trajectory)]
 
 

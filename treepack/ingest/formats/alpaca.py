@@ -24,7 +24,7 @@ USED = frozenset({"instruction", "input", "output", "history", "system"})
 PAIR = frozenset({"chosen", "rejected"})
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_alpaca(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
@@ -55,5 +55,5 @@ FORMAT = Format(
     requires=[{"instruction": TEXT, "output": TEXT}, {"instruction": TEXT, "chosen": TEXT, "rejected": TEXT}],
     used="instruction input output history system tools chosen rejected kto_tag".split(),
     keeps={REWARDS},
-    read=read,
+    read=read_alpaca,
 )

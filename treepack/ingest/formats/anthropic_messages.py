@@ -24,7 +24,7 @@ from treepack.trajectory import Skipped, Trajectory
 MESSAGE = {"type": one_of("message"), "role": one_of("assistant"), "content": OBJECTS}
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_anthropic_messages(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the calls of one file. Calls without a session come first, sessions at the end.
 
     Raises:
@@ -82,5 +82,5 @@ FORMAT = Format(
         "encrypted reasoning (a note counts it)",
     ),
     keeps={REWARDS, LINEAGE},
-    read_file=read_file,
+    read_file=read_anthropic_messages,
 )

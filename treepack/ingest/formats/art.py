@@ -36,7 +36,7 @@ HISTORIES = frozenset({"messages_and_choices", "messages", "tools", "additional_
 DROPPED = HISTORIES | {"metrics", "logs", "exchanges", "group_index", "group_metadata", "group_metrics", "group_logs"}
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_art(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a group, `<record>/<place>`, which form one group; or the single trajectory of `record`.
 
     Raises:
@@ -160,5 +160,5 @@ FORMAT = Format(
         "metadata, metrics and logs of a group",
     ),
     keeps=EVERYTHING,
-    read=read,
+    read=read_art,
 )

@@ -61,7 +61,7 @@ MEDIA_NOTE = "steps from the first image or sound to the end not used"
 CONTEXT_NOTE = "steps after an event of the harness, such as a summary, not used: their prompt is not known"
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_atif(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of `record`, named after the trial or the session, and of its embedded agents.
 
     Raises:
@@ -377,5 +377,5 @@ FORMAT = Format(
         "of result.json: config, times, costs, exceptions",
     ),
     keeps=EVERYTHING,
-    read=read,
+    read=read_atif,
 )

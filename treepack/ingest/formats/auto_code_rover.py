@@ -40,7 +40,7 @@ def is_message(record: dict[str, Any]) -> bool:
     return record.keys() <= FIELDS and isinstance(role, str) and "content" in record and isinstance(content, str | None)
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_auto_code_rover(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of a file, named after its folder, and after the file too if it is not a round.
 
     The group is the name of the folder without the time at its end.
@@ -97,5 +97,5 @@ FORMAT = Format(
     used="role content tool_calls tool_call_id".split(),
     dropped=("rounds before the last (beginnings of it)",),
     keeps={MASKS, LINEAGE},
-    read_file=read_file,
+    read_file=read_auto_code_rover,
 )

@@ -41,7 +41,7 @@ SYSTEM = ("system", "system_prompt", "system_message")
 USED = frozenset({"messages", "prompt", "completion", "system", "chat_template_kwargs"})
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_chat(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`.
 
     Raises:
@@ -135,5 +135,5 @@ FORMAT = Format(
         "content parts except text, tool_use, tool_result and thinking (records that have some are skipped)",
     ),
     keeps={MASKS, REWARDS, LINEAGE},
-    read=read,
+    read=read_chat,
 )

@@ -76,7 +76,7 @@ class _Turns:
     num_calls: int = 0
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_chatgpt(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the paths of a conversation, `<conversation>/leaf-<k>` in depth-first order, which form one group.
 
     Raises:
@@ -330,5 +330,5 @@ FORMAT = Format(
         is_study_mode owner
     """.split(),
     keeps={MASKS, LINEAGE},
-    read=read,
+    read=read_chatgpt,
 )

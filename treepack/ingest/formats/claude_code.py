@@ -90,7 +90,7 @@ class _Prompt:
     reason: str | None = None
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_claude_code(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a session, named after it, or after it and its sub-agent.
 
     Their group is derived from the first prompt of the session, so that sessions with the same task are a group.
@@ -326,5 +326,5 @@ FORMAT = Format(
     ),
     keeps={MASKS},
     links="uuid parentUuid sessionId message.id".split(),
-    read_file=read_file,
+    read_file=read_claude_code,
 )

@@ -90,7 +90,7 @@ class _Task:
     models: dict[str, None] = field(default_factory=dict)
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_cline(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a task, named after its folder, or of each session, named after its id.
 
     Their group is derived from the first prompt.
@@ -265,5 +265,5 @@ FORMAT = Format(
     ),
     ignored="ts id metrics version updated_at messages.id messages.ts messages.metrics".split(),
     keeps={MASKS},
-    read_file=read_file,
+    read_file=read_cline,
 )

@@ -55,7 +55,7 @@ class _Stretch:
     num_before: int = 0
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_codex(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a session, named after its id.
 
     Their group is derived from the first prompt, so that sessions with the same task are a group.
@@ -211,5 +211,5 @@ FORMAT = Format(
     ),
     keeps={MASKS},
     links="type".split(),
-    read_file=read_file,
+    read_file=read_codex,
 )

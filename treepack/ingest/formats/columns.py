@@ -36,7 +36,7 @@ TARGETS = (
 )
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_columns(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of `record`: one, or one for each answer.
 
     Raises:
@@ -70,7 +70,7 @@ def _read_one(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
             yield from target.trajectories([record], replace(options, columns=None, skip_bad=False))
             return
     if options.columns is not None and not options.columns.content and aliases.matches(record.value):
-        yield from read(record, replace(options, columns=None))
+        yield from read_columns(record, replace(options, columns=None))
         return
     raise TreepackError(
         f"{record.source}: has no content after the columns are mapped; name it in --columns with messages=PATH, "
@@ -101,5 +101,5 @@ FORMAT = Format(
     """.split(),
     keeps={TOKEN_IDS, MASKS, REWARDS, LINEAGE},
     notes_unused=False,
-    read=read,
+    read=read_columns,
 )

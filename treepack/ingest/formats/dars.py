@@ -29,7 +29,7 @@ CHECKPOINTS = (".cur", ".prev")  # `x.cur.root` and `x.prev.root` are copies of 
 BY_PROGRAM = "Auto-submitting"  # the thought in a submission by the program, not by the model
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_dars(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of `record`: `<run>/<task>/leaf-<k>` in depth-first order, and `node-<k>` per alternative.
 
     Raises:
@@ -110,5 +110,5 @@ FORMAT = Format(
         "node_count, iterations, current_node_id, node_id_stack (bookkeeping)",
     ),
     keeps={MASKS, LINEAGE},
-    read=read,
+    read=read_dars,
 )

@@ -67,7 +67,7 @@ class _Session:
     notes: dict[str, None] = field(default_factory=dict)
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_gemini_cli(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a session, named after its id; their group is derived from the first prompt.
 
     Raises:
@@ -268,5 +268,5 @@ FORMAT = Format(
         *(f"{prefix}{name}" for prefix in ("", "messages.") for name in SHOWN),
     ),
     keeps={MASKS},
-    read_file=read_file,
+    read_file=read_gemini_cli,
 )

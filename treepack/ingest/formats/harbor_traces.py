@@ -40,7 +40,7 @@ KNOWN = frozenset(
 )
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_harbor_traces(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of each trial, `<trial>` or `<trial>/<trace_source>`, in the group of its task.
 
     Raises:
@@ -148,5 +148,5 @@ FORMAT = Format(
         "conversations_sharegpt (the same)",
     ),
     keeps={MASKS, REWARDS, LINEAGE},
-    read_file=read_file,
+    read_file=read_harbor_traces,
 )

@@ -41,7 +41,7 @@ ERROR = "sample that ended in an error"
 Sample = dict[str, Any]
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_inspect(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the samples of a log, named `<task>/<sample>/<epoch>`, in the group `<task>/<sample>`.
 
     Raises:
@@ -219,5 +219,5 @@ FORMAT = Format(
         "plan, results, stats, reductions",
     ),
     keeps={MASKS, REWARDS, LINEAGE},
-    read=read,
+    read=read_inspect,
 )

@@ -43,7 +43,7 @@ def _episodes(record: dict[str, Any]) -> dict[str, Any]:
     return logs if isinstance(logs, dict) else record
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_intercode(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read one trajectory per task, `<file>/<number>`, in the group `<dataset>/<task_id>`.
 
     Raises:
@@ -124,5 +124,5 @@ FORMAT = Format(
         "summary.max_reward_idx, summary.turns_taken, summary.turns_max",
     ),
     keeps={REWARDS, LINEAGE},
-    read=read,
+    read=read_intercode,
 )

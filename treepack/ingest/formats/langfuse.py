@@ -62,7 +62,7 @@ class _Trace:
     fault: str = ""
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_langfuse(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the traces of one file, in the order of their first records.
 
     Raises:
@@ -352,5 +352,5 @@ FORMAT = Format(
         "usage, costs, times, versions, prompts",
     ),
     keeps={REWARDS},
-    read_file=read_file,
+    read_file=read_langfuse,
 )

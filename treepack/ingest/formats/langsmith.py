@@ -75,7 +75,7 @@ class _Trace:
     fault: str = ""
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_langsmith(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the traces of one file, in the order of their first runs.
 
     A trace with a run that cannot be read is skipped: the calls after it would be trained without it.
@@ -358,5 +358,5 @@ FORMAT = Format(
         "events, tags, tokens and costs",
     ),
     keeps={REWARDS, LINEAGE},
-    read_file=read_file,
+    read_file=read_langsmith,
 )

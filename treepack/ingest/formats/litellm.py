@@ -55,7 +55,7 @@ class _Session:
     fault: str = ""
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_litellm(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the calls of one file. Calls without a session come first, sessions at the end."""
     sessions: dict[str, _Session] = {}
     for record in records:
@@ -257,5 +257,5 @@ FORMAT = Format(
     ),
     keeps={TOKEN_IDS, LOGPROBS},
     dropped=("embeddings, images, speech and other calls (skipped)", "usage, costs, keys and guardrails"),
-    read_file=read_file,
+    read_file=read_litellm,
 )

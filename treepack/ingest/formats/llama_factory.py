@@ -24,7 +24,7 @@ from treepack.trajectory import Skipped, Trajectory
 PAIR = ("chosen_messages", "rejected_messages")
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_llama_factory(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
@@ -77,5 +77,5 @@ FORMAT = Format(
     """.split(),
     dropped=("parts that are not text (records that have some are skipped)",),
     keeps={MASKS, REWARDS},
-    read=read,
+    read=read_llama_factory,
 )

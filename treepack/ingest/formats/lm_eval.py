@@ -65,7 +65,7 @@ class _Sample:
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_lm_eval(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the documents of one file, in the order of their first records.
 
     Raises:
@@ -225,5 +225,5 @@ FORMAT = Format(
         "stop sequences in arg_1 (the harness removes them, and does not record whether a response was cut)",
     ),
     keeps={REWARDS},
-    read_file=read_file,
+    read_file=read_lm_eval,
 )

@@ -37,7 +37,7 @@ DROPPED = frozenset(
 GROUP = frozenset({"rollouts", "batch_id", "index_in_batch", "uid"})
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_megatron_rl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a group, `<record>/<place>`, or of a single rollout.
 
     Raises:
@@ -146,5 +146,5 @@ FORMAT = Format(
         "a bank's binary files",
     ),
     keeps=EVERYTHING,
-    read=read,
+    read=read_megatron_rl,
 )

@@ -36,7 +36,7 @@ BOOKKEEPING = frozenset({"extra", "timestamp", "provider_specific_fields", "thin
 UNREADABLE_NOTE = "refused reply in an unknown form not used"
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_mini_swe_agent(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of `record`, named `<run>/<task>`: one, and one more for each reply that was refused.
 
     Raises:
@@ -180,5 +180,5 @@ FORMAT = Format(
         "messages.extra (costs, times, parsed actions, raw outputs)",
     ),
     keeps={TOKEN_IDS, LOGPROBS, MASKS, LINEAGE},
-    read=read,
+    read=read_mini_swe_agent,
 )

@@ -20,7 +20,7 @@ from treepack.ingest.readers.format import LINEAGE, OBJECT, OBJECTS, REWARDS, Fo
 from treepack.trajectory import Skipped, Trajectory
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_mint(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`, named `<group>/<file>:<line>`, in the group `<folder>/<task_id>`.
 
     Raises:
@@ -63,5 +63,5 @@ FORMAT = Format(
         "state.finished, state.latest_output, state.agent_action_count, state.token_counter (follow from the history)",
     ),
     keeps={REWARDS, LINEAGE},
-    read=read,
+    read=read_mint,
 )

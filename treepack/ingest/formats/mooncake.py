@@ -32,7 +32,7 @@ USED = frozenset({"input_length", "output_length", "hash_ids"})
 NUMBER = re.compile(r"\d+(?=\]?$)")
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_mooncake(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one request of `record`.
 
     Raises:
@@ -94,5 +94,5 @@ FORMAT = Format(
     recognised_by="`input_length`, `output_length` and `hash_ids`",
     requires=[{"input_length": ANY, "output_length": ANY, "hash_ids": ARRAY}],
     used="input_length output_length hash_ids".split(),
-    read=read,
+    read=read_mooncake,
 )

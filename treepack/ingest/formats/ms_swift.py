@@ -45,7 +45,7 @@ USED = frozenset({"messages", "rejected_response", "rejected_messages", "system"
 ROUNDS = frozenset({"query", "response", "history", "conversation"})
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_ms_swift(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
@@ -163,5 +163,5 @@ FORMAT = Format(
     """.split(),
     dropped=("images, videos, audios (records that have some are skipped)",),
     keeps={MASKS, REWARDS},
-    read=read,
+    read=read_ms_swift,
 )

@@ -34,7 +34,7 @@ USED = frozenset({"responses_create_params", "response", TASK, ROLLOUT, "agent_r
 SOME_NOTE = "token ids of some turns only, not used"
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_nemo_gym(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of `record`: one if its calls continue each other.
 
     Raises:
@@ -172,5 +172,5 @@ FORMAT = Format(
         "hosted tools but mcp_call (named in a note)",
     ),
     keeps=EVERYTHING,
-    read=read,
+    read=read_nemo_gym,
 )

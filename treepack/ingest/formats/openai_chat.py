@@ -41,7 +41,7 @@ def is_exchange(record: dict[str, Any]) -> bool:
     return is_messages(response.get("choices")) and ("custom_id" in record or is_messages(request.get("messages")))
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_openai_chat(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the calls of one file. Calls without a session come first, sessions at the end.
 
     Raises:
@@ -169,5 +169,5 @@ FORMAT = Format(
         "top_logprobs",
     ),
     keeps=EVERYTHING,
-    read_file=read_file,
+    read_file=read_openai_chat,
 )

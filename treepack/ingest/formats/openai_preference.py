@@ -19,7 +19,7 @@ from treepack.trajectory import Skipped, Trajectory
 SIDES = ("preferred_output", "non_preferred_output")
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_openai_preference(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the two trajectories of a pair.
 
     Raises:
@@ -42,5 +42,5 @@ FORMAT = Format(
     used="input.messages input.tools preferred_output non_preferred_output".split(),
     dropped=("input.parallel_tool_calls",),
     keeps={REWARDS},
-    read=read,
+    read=read_openai_preference,
 )

@@ -61,7 +61,7 @@ class _Transcript:
     is_continued: bool = False
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_openai_responses(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the calls of one file, rollout by rollout in the order of their first calls.
 
     Raises:
@@ -174,5 +174,5 @@ FORMAT = Format(
     ),
     keeps={MASKS, REWARDS, LINEAGE},
     links="id conversation.id previous_response_id session_id".split(),
-    read_file=read_file,
+    read_file=read_openai_responses,
 )

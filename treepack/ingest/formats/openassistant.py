@@ -48,7 +48,7 @@ REPEATED = "message that the file repeats"
 Node = dict[str, Any]
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_openassistant(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trees of a file, each as the trajectories `<tree>/leaf-<k>` of one group.
 
     Raises:
@@ -213,5 +213,5 @@ FORMAT = Format(
     ),
     ignored="synthetic user_id created_date created_at review_count".split(),
     keeps={MASKS, LINEAGE},
-    read_file=read_file,
+    read_file=read_openassistant,
 )

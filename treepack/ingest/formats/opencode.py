@@ -84,7 +84,7 @@ class _Session:
     models: dict[str, None] = field(default_factory=dict)
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_opencode(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a session, named after its id; their group is derived from the first prompt.
 
     Raises:
@@ -328,5 +328,5 @@ FORMAT = Format(
         summary share revert permission
     """.split(),
     keeps={MASKS},
-    read_file=read_file,
+    read_file=read_opencode,
 )

@@ -41,7 +41,7 @@ OBSERVATION: Fields = {"observation": TEXT, "source": TEXT}
 KIND: Fields = {"kind": TEXT, "source": TEXT, "timestamp": TEXT}
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_openhands(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read each record with a `history` as a conversation, and all other records of the file as the events of one.
 
     Raises:
@@ -163,5 +163,5 @@ FORMAT = Format(
     ),
     keeps={MASKS, REWARDS},
     links="kind".split(),
-    read_file=read_file,
+    read_file=read_openhands,
 )

@@ -46,7 +46,7 @@ COPIED_NOTE = "turns that were copied from another session not trained"
 Entry = dict[str, Any]
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_pi(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a session, named after its id.
 
     Their group is that id, or the id of the session from which this session was forked.
@@ -298,5 +298,5 @@ FORMAT = Format(
     ),
     keeps={MASKS, LINEAGE},
     links="id parentId".split(),
-    read_file=read_file,
+    read_file=read_pi,
 )

@@ -46,7 +46,7 @@ DROPPED = frozenset(
 ) | frozenset(LENGTHS)
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_prime_rl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of a sample or an export, or all trajectories of a micro batch, `<record>/sequence-<k>`.
 
     Raises:
@@ -70,7 +70,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             for name, routes in kept_routes(value, options).items()
         }
     one = replace(record, value=kept)
-    items = tokens.read(one, options) if sizes is None else _read_batch(one, value, sizes, options)
+    items = tokens.read_tokens(one, options) if sizes is None else _read_batch(one, value, sizes, options)
     yield from with_notes(items, notes)
 
 
@@ -144,5 +144,5 @@ FORMAT = Format(
         "what an export computes: entropy, ratios, which tokens were clipped",
     ),
     keeps={TOKEN_IDS, MASKS, LOGPROBS},
-    read=read,
+    read=read_prime_rl,
 )

@@ -30,7 +30,7 @@ from treepack.trajectory import Skipped, Trajectory, as_token_ids
 DROPPED = frozenset("input_ids target_ids loss_mask position_ids seq_lens mm_kwargs mm_token_type_ids".split())
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_prime_rl_sft(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read one trajectory per sequence, `<record>/sequence-<k>` from 1.
 
     Raises:
@@ -69,7 +69,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             "input_ids": np.append(ids[start:end], targets[end - 1]),
             "loss_mask": np.append(0.0, mask[start:end]),
         }
-        yield from tokens.read(replace(record, value=rest | fields), options)
+        yield from tokens.read_tokens(replace(record, value=rest | fields), options)
 
 
 FORMAT = Format(
@@ -84,5 +84,5 @@ FORMAT = Format(
     ),
     keeps={TOKEN_IDS, MASKS},
     arrays=("input_ids", "target_ids", "loss_mask", "position_ids"),
-    read=read,
+    read=read_prime_rl_sft,
 )

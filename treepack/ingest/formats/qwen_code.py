@@ -76,7 +76,7 @@ class _Prompt:
     reason: str | None = None
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a session, named after it, or after it and its sub-agent.
 
     Their group is derived from the first prompt. A sub-agent belongs to the rollout of its session.
@@ -235,5 +235,5 @@ FORMAT = Format(
         *(f"systemPayload.{name}" for name in PAYLOAD),
     ),
     keeps={MASKS},
-    read_file=read_file,
+    read_file=read_qwen_code,
 )

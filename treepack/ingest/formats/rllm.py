@@ -39,7 +39,7 @@ CUT_RESPONSE = "max_response_length_exceeded"
 SOME_NOTE = "token ids of some steps only, all steps read as text"
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_rllm(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of an episode, named after it, or `<episode>/<place>` if there are several.
 
     Their group is the task, which is the part of the episode's id before the colon, and the name of the agent if it has
@@ -153,5 +153,5 @@ FORMAT = Format(
         "trajectories.info and trajectories.steps.info",
     ),
     keeps=EVERYTHING,
-    read=read,
+    read=read_rllm,
 )

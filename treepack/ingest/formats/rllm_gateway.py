@@ -36,7 +36,7 @@ KNOWN = frozenset(
 ORPHAN = "trace whose parent is not in the file"
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_rllm_gateway(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of all sessions, named after them, in the order in which the sessions started.
 
     The fields of a session's first `metadata`, such as `reward` or `task_id`, count as fields of the rollout.
@@ -140,5 +140,5 @@ FORMAT = Format(
         "raw_request but for its tools and temperature, and raw_response",
     ),
     keeps={TOKEN_IDS, MASKS, LOGPROBS},
-    read_file=read_file,
+    read_file=read_rllm_gateway,
 )

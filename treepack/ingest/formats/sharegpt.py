@@ -43,7 +43,7 @@ PAIR = frozenset({"chosen", "rejected"})
 FIELDS_OF_HARBOR = ("trial_name", "episode")
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_sharegpt(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
@@ -90,5 +90,5 @@ FORMAT = Format(
     """.split(),
     dropped=("images, videos, audios (records that have some are skipped)",),
     keeps={MASKS, REWARDS},
-    read=read,
+    read=read_sharegpt,
 )

@@ -44,7 +44,7 @@ WHOLE_BATCH = frozenset({"rollout_metrics", "trajectory_time_splits", "trajector
 DROPPED = frozenset({"rollout_expert_indices", "router_padding_mask", "values", "returns", "kl", *MEDIA})
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_skyrl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of all rows, `<instance>/<repetition>`, or `<record>[<row>]` if rows have no names.
 
     Raises:
@@ -66,7 +66,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             yield Skipped(one.source, MEDIA_REASON)
         elif is_batch:
             fields = _of_batch(row, one.source) | _routes(row, one.source, options)
-            yield from tokens.read(replace(one, value=one.value | fields), options)
+            yield from tokens.read_tokens(replace(one, value=one.value | fields), options)
         else:
             # is_last_step [F, T, T] -> rollouts [0, 1] and [2]; without it every row is a rollout.
             steps.append((one, row))
@@ -77,8 +77,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 def _facts(row: dict[str, Any], record: Record, number: int) -> dict[str, Any]:
     """Return the facts of a row besides its tokens, under the names that every reader uses."""
-    read = {*GENERATOR, *BATCH, *OF_RESPONSE, "rewards", "trajectory_ids", "is_last_step", "stop_reasons", "uids"}
-    rest = without(row, {*read, *DROPPED})
+    read_skyrl = {*GENERATOR, *BATCH, *OF_RESPONSE, "rewards", "trajectory_ids", "is_last_step", "stop_reasons", "uids"}
+    rest = without(row, {*read_skyrl, *DROPPED})
     name = row.get("trajectory_ids")
     group, place = row.get("uids"), f"{record.label}[{number}]"
     if isinstance(name, dict):
@@ -155,5 +155,5 @@ FORMAT = Format(
         "rewards of steps but the last",
     ),
     keeps=EVERYTHING,
-    read=read,
+    read=read_skyrl,
 )

@@ -17,7 +17,7 @@ from treepack.ingest.readers.format import REWARDS, TEXT, Format
 from treepack.trajectory import Skipped, Text, Trajectory
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_skyrl_dump(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`, whose whole response is trained."""
     value = record.value
     # An empty response has no token to train.
@@ -36,5 +36,5 @@ FORMAT = Format(
     used="input_prompt output_response score stop_reason env_class data_source".split(),
     dropped=("env_extras",),
     keeps={REWARDS},
-    read=read,
+    read=read_skyrl_dump,
 )

@@ -47,7 +47,7 @@ DROPPED = frozenset(
 )
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_slime(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a file, or the one of a sample, `<index>`, or `<rollout>/<place>` for one of several.
 
     Raises:
@@ -121,7 +121,7 @@ def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
         items = _read_text(replace(record, value=kept), options)
     else:
         kept = without(kept, TEXT) | kept_routes(value, options)
-        items = tokens.read(replace(record, value=kept), options)
+        items = tokens.read_tokens(replace(record, value=kept), options)
     is_cut = endings.is_cut(value["status"])
     for item in items:
         yield endings.cut(item) if is_cut and isinstance(item, Trajectory) else item
@@ -141,7 +141,7 @@ def _read_text(record: Record, options: ReadOptions) -> Iterator[Trajectory | Sk
     rest = without(value, TEXT | OF_TOKENS)
     variables = value.get("apply_chat_template_kwargs") or None
     text = {"prompt": prompt, "completion": completion, "chat_template_kwargs": variables}
-    yield from chat.read(replace(record, value=rest | text), options)
+    yield from chat.read_chat(replace(record, value=rest | text), options)
 
 
 def _name(value: dict[str, Any], record: Record) -> str | int:
@@ -174,5 +174,5 @@ FORMAT = Format(
     ),
     keeps=EVERYTHING,
     arrays=NUMBERS,
-    read=read,
+    read=read_slime,
 )

@@ -38,7 +38,7 @@ UNKNOWN_PROMPT = "call without its prompt in the file not used"
 UNKNOWN_REPLY = "refused reply without its tool calls in the file not used"
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_swe_agent(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of `record`, named `<folder>/<task>`, in the group of the task.
 
     Raises:
@@ -180,5 +180,5 @@ FORMAT = Format(
         "replay_config but for the temperature of its model",
     ),
     keeps={MASKS, LINEAGE},
-    read=read,
+    read=read_swe_agent,
 )

@@ -42,7 +42,7 @@ DROPPED = frozenset(
 )
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_tau2(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read one trajectory per simulation, `<domain>/<task_id>/<trial>`, in the group `<domain>/<task_id>`.
 
     Raises:
@@ -200,5 +200,5 @@ FORMAT = Format(
         "tasks (all but the messages that they begin with)",
     ),
     keeps={MASKS, REWARDS, LINEAGE},
-    read=read,
+    read=read_tau2,
 )

@@ -14,7 +14,7 @@ from treepack.ingest.readers.format import ANY, LINEAGE, OBJECTS, REWARDS, Forma
 from treepack.trajectory import Skipped, Trajectory
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_tau_bench(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`, named `<task_id>/<trial>`, in the group of its task."""
     # The reward, the task and the trial have names that `describe` reads.
     yield conversation(record, record.value["traj"], options, used={"traj"})
@@ -27,5 +27,5 @@ FORMAT = Format(
     requires=[{"task_id": ANY, "traj": OBJECTS}],
     used="task_id trial reward info traj!".split(),
     keeps={REWARDS, LINEAGE},
-    read=read,
+    read=read_tau_bench,
 )

@@ -63,7 +63,7 @@ Message = dict[str, Any]
 Node = dict[str, Any]
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_text_trees(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a tree, `<record>/leaf-<k>` from 0 in depth-first order, which form one group.
 
     Raises:
@@ -268,5 +268,5 @@ FORMAT = Format(
     used="prompt messages system tools chat_template_kwargs tree children id group_id reward".split(),
     dropped=("fields of nodes besides their text, role, reward and advantage (named in notes)",),
     keeps={MASKS, REWARDS, LINEAGE},
-    read=read,
+    read=read_text_trees,
 )

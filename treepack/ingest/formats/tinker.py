@@ -30,7 +30,7 @@ MASKED_METRIC = "parse_error_masked"  # tinker does not train a transition with 
 GROUP = ("trajectories_G", "final_rewards_G", "metrics_G", "rollout_errors")
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_tinker(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a group, `<record>/<place>`, in a group named after the record; or the single one.
 
     Raises:
@@ -116,5 +116,5 @@ FORMAT = Format(
         "chunks that are not text (rollouts that have some are skipped)",
     ),
     keeps=EVERYTHING,
-    read=read,
+    read=read_tinker,
 )

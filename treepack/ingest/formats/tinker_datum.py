@@ -31,7 +31,7 @@ WEIGHTS = ("mask", "weights")
 VALUES = {"logprobs": "rollout_log_probs", "advantages": "advantages"}
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_tinker_datum(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`.
 
     Raises:
@@ -59,7 +59,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         if name in inputs:
             fields[field] = np.append(np.nan, _numbers(inputs[name], name, len(ids), source))
     rest = without(record.value, ("model_input", "loss_fn_inputs"))
-    yield from tokens.read(replace(record, value=rest | fields), options)
+    yield from tokens.read_tokens(replace(record, value=rest | fields), options)
 
 
 def _data(tensor: Any, name: str, source: str) -> list[Any]:
@@ -91,5 +91,5 @@ FORMAT = Format(
         "chunks that are not text (datums that have some are skipped)",
     ),
     keeps={TOKEN_IDS, MASKS, LOGPROBS},
-    read=read,
+    read=read_tinker_datum,
 )

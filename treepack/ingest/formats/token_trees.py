@@ -27,7 +27,7 @@ from treepack.ingest.readers.format import ANY, ARRAY, ARRAYS, FILLED, LINEAGE, 
 from treepack.trajectory import Skipped, Trajectory
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_token_trees(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a tree, `<record>/leaf-<k>` from 0 in the order of the leaves, which form one group.
 
     Raises:
@@ -42,7 +42,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     for leaf, fields in enumerate(leaves):
         # All leaves of a tree have the same group, because they answer the same task.
         named = {"trajectory_id": f"{record.label}/leaf-{leaf}", "group_id": record.source}
-        for item in tokens.read(replace(record, value=named | rest | fields), options):
+        for item in tokens.read_tokens(replace(record, value=named | rest | fields), options):
             if isinstance(item, Trajectory):
                 # A note that every path repeats is counted once.
                 item = replace(item, notes=tuple(note for note in item.notes if note not in notes))
@@ -99,5 +99,5 @@ FORMAT = Format(
     ],
     used="nodes.parent nodes.token_ids nodes.loss_mask nodes.advantage prompt_ids completions".split(),
     keeps={TOKEN_IDS, MASKS, LINEAGE},
-    read=read,
+    read=read_token_trees,
 )

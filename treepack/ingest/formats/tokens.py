@@ -56,7 +56,7 @@ from treepack.trajectory import (
 LOGPROBS = {"sampling_logprobs": tf.SAMPLING, "old_logprobs": tf.OLD, "ref_logprobs": tf.REFERENCE}
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_tokens(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`, or skip it.
 
     Raises:
@@ -325,5 +325,5 @@ FORMAT = Format(
     dropped=("fields without a name in [inputs](inputs.md#tokens) that are no short metadata",),
     keeps=EVERYTHING,
     arrays=tf.NUMBERS,
-    read=read,
+    read=read_tokens,
 )

@@ -29,7 +29,7 @@ ANSWER_ACCEPTED = 3  # observation_code of a Finish call that gives an answer; 4
 USED = frozenset({"tree", "answer_generation", "forward_args", "compare_candidates"})
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_toolbench(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of `record`, `<group>/leaf-<k>` in depth-first order; the group is `<folder>/<file stem>`.
 
     Raises:
@@ -139,5 +139,5 @@ FORMAT = Format(
         "answer_generation.chain, answer_generation.final_answer (repeat the winning path)",
     ),
     keeps={REWARDS, LINEAGE},
-    read=read,
+    read=read_toolbench,
 )

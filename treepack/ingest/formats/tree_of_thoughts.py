@@ -30,7 +30,7 @@ USED = frozenset({"idx", "steps", "ys", "infos", "accs", "usage_so_far"})
 DROPPED_NOTE = "candidates that the search dropped before its last step not used"
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_tree_of_thoughts(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the candidates of the last step, `<file>/<idx>/leaf-<k>` in their order, in the group `<folder>/<idx>`.
 
     The folder of such a file is named after the kind of puzzle, and `idx` counts the puzzles of that kind.
@@ -104,5 +104,5 @@ FORMAT = Format(
         "usage_so_far (of the whole run)",
     ),
     keeps={REWARDS, LINEAGE},
-    read=read,
+    read=read_tree_of_thoughts,
 )

@@ -32,7 +32,7 @@ DROPPED = frozenset({"prompt", "completion", "metrics", "num_items_in_batch"})
 PADDING_NOTE = "right padding removed"
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_trl_grpo(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`.
 
     Raises:
@@ -42,10 +42,10 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if has_fields(record.value, [SAMPLE]):
         # Both names: the sampler's log-probabilities, which the trainer takes as its old ones.
         value["rollout_log_probs"] = value["old_log_probs"]
-        yield from tokens.read(replace(record, value=value), options)
+        yield from tokens.read_tokens(replace(record, value=value), options)
         return
     value, is_padded = _without_padding(value, record.source)
-    for item in tokens.read(replace(record, value=value), options):
+    for item in tokens.read_tokens(replace(record, value=value), options):
         if is_padded and isinstance(item, Trajectory):
             item = replace(item, notes=(*item.notes, PADDING_NOTE))
         yield item
@@ -88,5 +88,5 @@ FORMAT = Format(
     ),
     keeps={TOKEN_IDS, MASKS, LOGPROBS},
     arrays=tf.NUMBERS,
-    read=read,
+    read=read_trl_grpo,
 )

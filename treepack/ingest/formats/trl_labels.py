@@ -26,7 +26,7 @@ STEP_SEPARATOR = "\n"
 STEPS_NOTE = "labels of steps read as one reward"
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_trl_labels(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`.
 
     Raises:
@@ -47,7 +47,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         if not value["completions"]:
             yield Skipped(source, "empty response")
             return
-    for item in chat.read(replace(record, value=rest), options):
+    for item in chat.read_chat(replace(record, value=rest), options):
         yield item if isinstance(item, Skipped) else replace(item, reward=reward, notes=item.notes + notes)
 
 
@@ -73,5 +73,5 @@ FORMAT = Format(
     used="prompt completion label kto_tag completions labels".split(),
     dropped=("which step is labelled wrong",),
     keeps={MASKS, REWARDS},
-    read=read,
+    read=read_trl_labels,
 )

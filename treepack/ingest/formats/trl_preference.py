@@ -43,7 +43,7 @@ TURN = re.compile(
 )
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_trl_preference(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the two trajectories of `record`, `<id>/chosen` and `<id>/rejected`, in a group named after the record.
 
     Raises:
@@ -66,7 +66,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     for completion, (side, reward) in zip((chosen, rejected), SIDES.items(), strict=True):
         rest = without(value, {*SIDES, "messages"})
         one = replace(record, value=_of_side(rest, side) | {"prompt": prompt, "completion": completion})
-        for item in chat.read(one, options):
+        for item in chat.read_chat(one, options):
             if not isinstance(item, Trajectory):
                 yield item
                 continue
@@ -160,5 +160,5 @@ FORMAT = Format(
     ],
     used="prompt chosen rejected tools chat_template_kwargs id".split(),
     keeps={MASKS, REWARDS, LINEAGE},
-    read=read,
+    read=read_trl_preference,
 )

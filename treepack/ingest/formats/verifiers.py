@@ -62,7 +62,7 @@ VALUES = {
 }
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_verifiers(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of all traces of an episode, named after their traces.
 
     The group is the group of the episode, or its task, with the name of the agent if the environment has named agents.
@@ -248,5 +248,5 @@ FORMAT = Format(
         "task.data",
     ),
     keeps=EVERYTHING,
-    read=read,
+    read=read_verifiers,
 )

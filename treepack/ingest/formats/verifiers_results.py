@@ -34,7 +34,7 @@ DROPPED = frozenset(
 )
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_verifiers_results(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of one rollout, named `<example>/<line>` or after its steps, in the group of its example.
 
     Raises:
@@ -147,5 +147,5 @@ FORMAT = Format(
         "trajectory.tokens.routed_experts (kept by --keep-routes)",
     ),
     keeps=EVERYTHING,
-    read=read,
+    read=read_verifiers_results,
 )

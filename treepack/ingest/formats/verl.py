@@ -47,7 +47,7 @@ DROPPED = frozenset(
 SCORES = ("reward_score", "rm_scores", "token_level_scores", "token_level_rewards")
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_verl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`, or one for each row of a batch, named after the row.
 
     Raises:
@@ -89,7 +89,7 @@ def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     # Rewards are scores minus the KL penalty, so only the first of these fields is the reward.
     scores = [name for name in SCORES if kept.get(name) is not None]
     kept = without(kept, scores[1:])
-    yield from tokens.read(replace(record, value=kept), options)
+    yield from tokens.read_tokens(replace(record, value=kept), options)
 
 
 def _is_empty(value: Any) -> bool:
@@ -126,5 +126,5 @@ FORMAT = Format(
     ),
     keeps=EVERYTHING,
     arrays=NUMBERS,
-    read=read,
+    read=read_verl,
 )

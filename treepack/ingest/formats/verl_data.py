@@ -25,7 +25,7 @@ from treepack.ingest.readers.messages.normal_form import MEDIA, has_media, is_me
 from treepack.trajectory import Skipped, Trajectory
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_verl_data(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of `record`; a generated response is named `<record>/response-<k>`, counted from 1.
 
     Raises:
@@ -37,7 +37,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         return
     rest = without(value, MEDIA)
     if is_messages(value.get("messages")):
-        yield from chat.read(replace(record, value=_with_thinking(rest, record)), options)
+        yield from chat.read_chat(replace(record, value=_with_thinking(rest, record)), options)
         return
     responses = _list(value.get("responses") or [], "responses", record)
     # A data set of prompts is an input of RL, not of a trie.
@@ -53,7 +53,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             raise TreepackError(f"{record.source}: a response is {shown(response)}; expected text")
         completion = [{"role": "assistant", "content": response}]
         one = replace(record, value=rest | {"completion": completion})
-        for item in chat.read(one, options):
+        for item in chat.read_chat(one, options):
             yield _number_response(item, number) if isinstance(item, Trajectory) else item
 
 
@@ -91,5 +91,5 @@ FORMAT = Format(
         messages tools enable_thinking prompt responses data_source ability extra_info reward_model.ground_truth
     """.split(),
     dropped=("images and videos (records that have some are skipped)",),
-    read=read,
+    read=read_verl_data,
 )

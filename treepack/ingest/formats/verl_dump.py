@@ -20,7 +20,7 @@ from treepack.trajectory import Skipped, Text, Trajectory
 DECODED_NOTE = "text of verl's dump, decoded without special tokens"
 
 
-def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_verl_dump(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`, whose whole output is trained."""
     value = record.value
     # An empty response has no token to train.
@@ -38,5 +38,5 @@ FORMAT = Format(
     requires=[{"input": TEXT, "output": TEXT, "score": ANY, ("step", "gts"): ANY}],
     used="input output gts score step".split(),
     keeps={REWARDS},
-    read=read,
+    read=read_verl_dump,
 )

@@ -63,7 +63,7 @@ def suggested_columns(record: Record, options: ReadOptions) -> str | None:
 def _reads(record: Record, line: str, options: ReadOptions) -> bool:
     """Return True if `line` makes at least one trajectory with something to train of `record`."""
     try:
-        items = list(columns_format.read(record.with_lists(), replace(options, columns=column_map(line))))
+        items = list(columns_format.read_columns(record.with_lists(), replace(options, columns=column_map(line))))
     except TreepackError:
         return False
     made = [item.content for item in items if isinstance(item, Trajectory)]

@@ -281,7 +281,7 @@ def test_an_unknown_layout_is_refused_with_the_columns_that_read_it(
 ) -> None:
     said = refusal(tmp_path, value)
     assert re.findall(r"--columns '?([^\s;']+)", said) == [line]
-    made = list(columns_format.read(Record("r:1", "r", value), ReadOptions(columns=column_map(line))))
+    made = list(columns_format.read_columns(Record("r:1", "r", value), ReadOptions(columns=column_map(line))))
     assert all(isinstance(item, Trajectory) for item in made)
     assert len(made) > 0
 

@@ -16,7 +16,7 @@ MASKED = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}
 
 
 def read(value: dict[str, Any], **options: Any) -> Trajectory:
-    (trajectory,) = tokens.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
+    (trajectory,) = tokens.read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
     assert isinstance(trajectory, Trajectory)
     return trajectory
 

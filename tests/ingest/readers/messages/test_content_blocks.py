@@ -37,7 +37,7 @@ def said(*blocks: dict[str, Any], role: str = "assistant") -> dict[str, Any]:
 
 
 def read(**value: Any) -> list[Trajectory | Skipped]:
-    return list(chat.read(Record(SOURCE, "log.jsonl", value), ReadOptions()))
+    return list(chat.read_chat(Record(SOURCE, "log.jsonl", value), ReadOptions()))
 
 
 def test_a_turn_of_blocks_becomes_reasoning_text_and_calls() -> None:

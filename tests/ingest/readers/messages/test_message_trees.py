@@ -135,7 +135,7 @@ def code(text: str) -> Node:
 
 
 def read_chatgpt(*nodes: Node, **more: Any) -> Items:
-    return read_value(chatgpt.read, export(*nodes, **more), "conversations.json")
+    return read_value(chatgpt.read_chatgpt, export(*nodes, **more), "conversations.json")
 
 
 def test_edited_questions_and_answers_made_again_are_paths_of_one_tree() -> None:

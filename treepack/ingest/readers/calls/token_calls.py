@@ -135,7 +135,7 @@ def read_calls(record: Record, calls: Sequence[TokenCall], options: ReadOptions)
         items = [
             replace(item, notes=item.notes + part.notes) if isinstance(item, Trajectory) else item
             for part in joined
-            for item in tokens.read(replace(record, value=record.value | part.fields), options)
+            for item in tokens.read_tokens(replace(record, value=record.value | part.fields), options)
         ]
     except BadValueError as error:
         yield Skipped(record.source, error.reason, detail=str(error))

@@ -64,7 +64,7 @@ def read_packed(record: Record, lengths: list[int], options: ReadOptions) -> Ite
             name: _part(whole, end - size, end, number, num_tokens, lengths) for name, whole in record.value.items()
         }
         where = replace(record, source=f"{record.source}: sequence {number}", value=value)
-        for item in tokens.read(where, options):
+        for item in tokens.read_tokens(where, options):
             if isinstance(item, Skipped):
                 yield replace(item, source=record.source)
                 continue
