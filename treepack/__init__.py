@@ -28,7 +28,7 @@ _HOME = {
     "TreepackError": "errors",
     "Trajectory": "trajectory",
     "Tokens": "trajectory",
-    "read_trajectories": "ingest.readers.registry",
+    "read_trajectories": "ingest.readers.reading",
     "tokenize": "ingest.tokenization",
     "Trie": "trie.trie",
     "build_trie": "trie.build",

@@ -26,7 +26,7 @@ from treepack.errors import TreepackError as TreepackError
 from treepack.files.manifest import Provenance as Provenance
 from treepack.ingest.options import BuildOptions as BuildOptions
 from treepack.ingest.read_log import ReadLog as ReadLog
-from treepack.ingest.readers.registry import read_trajectories as read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.ingest.tokenization import tokenize as tokenize
 from treepack.model.adapter import LoraOptions as LoraOptions
 from treepack.model.collation import batch_logprobs as batch_logprobs

@@ -18,10 +18,11 @@ from treepack.columns import Sequences, as_columns
 from treepack.errors import TreepackError
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.readers.files.ranges import Range
 from treepack.ingest.readers.files.remote_inputs import named_by_address
-from treepack.ingest.readers.registry import Done, ReadOptions, Unread, read_parts
+from treepack.ingest.readers.reading import Done, Unread, read_parts
 from treepack.ingest.search_turns import records_of
 from treepack.ingest.tokenization import Job, Tokenisation, read_tokenizer
 from treepack.processes import in_order

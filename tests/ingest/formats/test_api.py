@@ -10,8 +10,10 @@ import pytest
 
 from treepack.errors import TreepackError
 from treepack.ingest.formats import anthropic_messages, openai_chat, openai_responses
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.response_items import SUMMARY_NOTE
-from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 ASK = {"role": "user", "content": "2 + 3?"}

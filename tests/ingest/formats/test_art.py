@@ -17,8 +17,10 @@ from support.paths import ROLLOUTS
 from support.token_rollouts import Conversation, back, conversations
 from treepack.errors import TreepackError
 from treepack.ingest.formats import art
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.files.yaml_files import read_yaml
-from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 GROUP = json.loads((ROLLOUTS / "art.jsonl").read_text())

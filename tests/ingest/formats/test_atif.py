@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.logs import chats, read_value, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import atif
-from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import MAX_INSIDE, Skipped, Tokens, Trajectory
 
 IDS = st.lists(st.integers(0, 99), min_size=1, max_size=4)

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import chat
-from treepack.ingest.readers.registry import FORMAT_OF_NAME, ReadOptions, Record, detect_format, read_trajectories
+from treepack.ingest.readers.chat_records import read_chat
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.reading import detect_format, read_trajectories
+from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 USER = {"role": "user", "content": "Hi"}
@@ -25,7 +28,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def read(value: dict[str, Any]) -> Trajectory:
-    (trajectory,) = chat.read_chat(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions())
+    (trajectory,) = read_chat(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions())
     assert isinstance(trajectory, Trajectory)
     return trajectory
 
@@ -124,7 +127,7 @@ def _arguments(call: dict[str, Any]) -> Any:
 
 def test_a_record_with_images_is_skipped() -> None:
     value = {"messages": [USER, ASSISTANT], "images": ["1.jpg"]}
-    items = list(chat.read_chat(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions()))
+    items = list(read_chat(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions()))
     assert items == [Skipped("rollouts.jsonl:17", "images, audio and video are not read")]
 
 
@@ -387,7 +390,7 @@ def test_an_unknown_record_or_format_is_refused(tmp_path: Any) -> None:
 )
 def test_a_record_without_the_fields_of_its_format_is_refused(name: str, expected: str) -> None:
     with pytest.raises(TreepackError) as caught:
-        list(FORMAT_OF_NAME[name].trajectories([Record("r:2", "r", {"x": 1})], ReadOptions()))
+        list(formats_by_name()[name].trajectories([Record("r:2", "r", {"x": 1})], ReadOptions()))
     assert str(caught.value) == f"r:2: {expected}"
 
 

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from support.logs import chats, reasons, turns
 from support.paths import ROLLOUTS
 from treepack.ingest.formats import claude_code
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import MAX_INSIDE, Skipped, Trajectory
 
 Line = dict[str, Any]

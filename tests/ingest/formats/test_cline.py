@@ -13,8 +13,10 @@ from support.logs import chats, reasons, turns
 from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
 from treepack.ingest.formats import cline
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.registry import ReadOptions, Record, detect_format, read_trajectories
+from treepack.ingest.readers.reading import detect_format, read_trajectories
 from treepack.trajectory import Skipped, Trajectory
 
 Message = dict[str, Any]

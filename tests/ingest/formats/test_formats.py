@@ -22,7 +22,8 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.files.inputs import list_inputs
 from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.format import KEEPS, LINEAGE, LOGPROBS, MASKS, REWARDS, TOKEN_IDS
-from treepack.ingest.readers.registry import FORMAT_OF_NAME, FORMATS, detect_format, read_trajectories
+from treepack.ingest.readers.reading import detect_format, read_trajectories
+from treepack.ingest.readers.registry import all_formats, formats_by_name
 from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
@@ -57,31 +58,31 @@ def fields_of(value: Any) -> Iterator[str]:
 
 
 def test_every_sample_is_of_a_format_and_every_format_has_a_sample() -> None:
-    assert {each.name.partition(".")[0] for each in SAMPLES.iterdir()} == set(FORMAT_OF_NAME)
-    assert len(FORMATS) == len(FORMAT_OF_NAME)
+    assert {each.name.partition(".")[0] for each in SAMPLES.iterdir()} == set(formats_by_name())
+    assert len(all_formats()) == len(formats_by_name())
 
 
-@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+@pytest.mark.parametrize("name", formats_by_name())
 def test_a_format_is_recognised_by_its_own_reader_only(name: str) -> None:
     files, _, _ = list_inputs([sample(name)])
     for path in files:
         first = next(read_records(path))
         assert detect_format(first) == name
-        others = {other.name for other in FORMATS if other.matches(first.value)}
+        others = {other.name for other in all_formats() if other.matches(first.value)}
         assert others <= {name, *GENERAL}
 
 
-@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+@pytest.mark.parametrize("name", formats_by_name())
 def test_auto_reads_what_the_named_format_reads_and_reads_it_again(name: str) -> None:
     whole = read(name)
     assert len(whole) > 0
     assert repr(read(name, format=name)) == repr(whole) == repr(read(name))
 
 
-@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+@pytest.mark.parametrize("name", formats_by_name())
 def test_a_format_keeps_what_it_says(name: str) -> None:
     trajectories = read(name)
-    keeps = FORMAT_OF_NAME[name].keeps
+    keeps = formats_by_name()[name].keeps
     assert keeps <= set(KEEPS)
     contents = [each.content for each in trajectories]
     kept = set()
@@ -106,12 +107,12 @@ def test_a_format_keeps_what_it_says(name: str) -> None:
     assert kept - {MASKS, LINEAGE, TOKEN_IDS} <= keeps
 
 
-@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+@pytest.mark.parametrize("name", formats_by_name())
 def test_the_fields_that_a_format_uses_are_in_its_sample(name: str) -> None:
     files, _, _ = list_inputs([sample(name)])
     there = {field for path in files for record in read_records(path) for field in fields_of(record.value)}
     # "a.*" is the rest of a, "a.b=c" says that b has the form of c, and "a!" is a text that is a name.
-    used = FORMAT_OF_NAME[name].used
+    used = formats_by_name()[name].used
     plain = [field.rstrip("!") for field in used if "*" not in field and "=" not in field]
     # "a.*.b=c" with a form c that is nowhere itself, such as that of the messages of an object by their ids.
     forms = {form for field in used if (form := field.partition("=")[2]) not in there}
@@ -119,7 +120,7 @@ def test_the_fields_that_a_format_uses_are_in_its_sample(name: str) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+@pytest.mark.parametrize("name", formats_by_name())
 def test_a_sample_can_be_tokenised_and_every_trajectory_trains_something(name: str, tokenizer: Any) -> None:
     done = list(tokenize(read(name), tokenizer=tokenizer))
     assert [item.reason for item in done if isinstance(item, Skipped)] == []
@@ -137,7 +138,7 @@ def refusal(path: Path, name: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+@pytest.mark.parametrize("name", formats_by_name())
 def test_a_record_of_the_right_shape_and_wrong_kinds_is_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
     """No reader lets a foreign error escape: each field of the first record replaced by a number, then by text."""
     files, _, _ = list_inputs([sample(name)])
@@ -152,8 +153,10 @@ def test_a_record_of_the_right_shape_and_wrong_kinds_is_refused_in_one_sentence(
 
 def test_the_command_lists_every_format_with_what_it_keeps(treepack: Run) -> None:
     listed: dict[str, Any] = json.loads(treepack("formats", "--json").out)
-    assert list(listed) == [each.name for each in FORMATS]
-    assert {name: set(each["keeps"]) for name, each in listed.items()} == {each.name: each.keeps for each in FORMATS}
+    assert list(listed) == [each.name for each in all_formats()]
+    assert {name: set(each["keeps"]) for name, each in listed.items()} == {
+        each.name: each.keeps for each in all_formats()
+    }
     lines = treepack("formats").out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == [each.name for each in FORMATS]
+    assert [line.split()[0] for line in lines[1:]] == [each.name for each in all_formats()]
     assert "task_id, trial, reward" in treepack("formats", "tau-bench").out

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from support.logs import chats, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import gemini_cli, qwen_code
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.messages.gemini_parts import (
     EMPTY_NOTE,
@@ -20,7 +22,7 @@ from treepack.ingest.readers.messages.gemini_parts import (
     response_text,
 )
 from treepack.ingest.readers.messages.normal_form import normalise_messages
-from treepack.ingest.readers.registry import ReadOptions, Record, detect_format
+from treepack.ingest.readers.reading import detect_format
 from treepack.trajectory import Skipped, Trajectory
 
 Line = dict[str, Any]

@@ -10,8 +10,8 @@ import pytest
 
 from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.token_calls import SPLIT_NOTE
-from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import MAX_INSIDE, Chat, Trajectory
 
 SAMPLE = ROLLOUTS / "harbor-traces.jsonl"

@@ -17,9 +17,11 @@ from support.logs import chats, read_value, reasons, turns
 from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
 from treepack.ingest.formats import inspect
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.eval_files import read_eval_file
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Skipped, Trajectory
 
 EVAL = {"task": "sums", "model": "m"}

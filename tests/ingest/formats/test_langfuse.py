@@ -11,7 +11,9 @@ import pytest
 from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
 from treepack.ingest.formats.langfuse import FORMAT, read_langfuse
-from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 SAMPLE = ROLLOUTS / "langfuse"

@@ -18,7 +18,7 @@ from support.paths import ROLLOUTS
 from treepack.ingest.readers.files.inputs import list_inputs
 from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.registry import FORMAT_OF_NAME
+from treepack.ingest.readers.registry import formats_by_name
 
 # Values that no reader needs although their field is declared, because other records of the format need it.
 NOT_NEEDED = {
@@ -104,7 +104,7 @@ def excused(name: str, path: str, reasons: dict[str, dict[str, str]]) -> bool:
     return bool({path, path.rpartition(".")[2]} & reasons.get(name, {}).keys())
 
 
-@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+@pytest.mark.parametrize("name", formats_by_name())
 def test_every_value_of_a_sample_is_used_or_named(name: str) -> None:
     fates = law.Fates()
     for records in files_of(name):
@@ -112,26 +112,26 @@ def test_every_value_of_a_sample_is_used_or_named(name: str) -> None:
     assert [path for path in fates.lost if not excused(name, path, NOT_NEEDED)] == []
 
 
-@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+@pytest.mark.parametrize("name", formats_by_name())
 def test_no_note_calls_a_value_unused_that_is_used(name: str) -> None:
     wrong = [path for records in files_of(name) for path in law.misnamed(records)]
     assert [path for path in wrong if not excused(name, path, NOT_NEEDED)] == []
 
 
-@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+@pytest.mark.parametrize("name", formats_by_name())
 def test_a_changed_field_never_trains_other_turns_in_silence(name: str) -> None:
     found = [change for records in files_of(name) for change in law.silent(records)]
     assert [change for change in found if not excused(name, change, LEGAL)] == []
 
 
-@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+@pytest.mark.parametrize("name", formats_by_name())
 def test_no_answer_mask_or_cut_beside_the_known_fields_is_ignored(name: str) -> None:
     found = [field for records in files_of(name) for field in law.unnoticed(records)]
     assert [field for field in found if not excused(name, field, NOT_NEEDED)] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+@pytest.mark.parametrize("name", formats_by_name())
 def test_two_changed_fields_never_train_other_turns_in_silence(name: str) -> None:
     rng = random.Random(name)
     for records in files_of(name):

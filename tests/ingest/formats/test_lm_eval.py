@@ -9,7 +9,8 @@ import pytest
 
 from treepack.errors import TreepackError
 from treepack.ingest.formats.lm_eval import read_lm_eval
-from treepack.ingest.readers.registry import ReadOptions, Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 

@@ -12,7 +12,7 @@ import pytest
 from support.logs import chats, read_value, real, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import intercode, mint
-from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 
 
 def test_a_tau_bench_trial_is_named_by_its_task_and_trial(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from support.token_rollouts import Conversation, Rollout, back, conversations, r
 from treepack.errors import TreepackError
 from treepack.ingest.formats import megatron_rl
 from treepack.ingest.formats.megatron_rl import LAST_NOTE
-from treepack.ingest.readers.registry import ReadOptions, Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped, Tokens, Trajectory
 
 SAMPLE = ROLLOUTS / "megatron-rl.jsonl"

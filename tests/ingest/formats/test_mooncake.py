@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from support.command_line import Run
 from treepack.errors import TreepackError
 from treepack.ingest.formats import mooncake
-from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Skipped, Tokens, Trajectory
 
 LENGTHS_ONLY = ReadOptions(shapes=True)

@@ -12,9 +12,11 @@ from support.logs import chats, reasons, turns
 from support.paths import ROLLOUTS
 from treepack.ingest.formats import openhands
 from treepack.ingest.readers.calls.event_views import EventView, command_output
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.programs.openhands_actions import NO_RESPONSE, RECALL_NOTE
-from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Skipped, Trajectory
 
 SAMPLES = ROLLOUTS / "openhands"

@@ -11,7 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.paths import ROLLOUTS
-from treepack.ingest.readers.registry import FORMAT_OF_NAME, ReadOptions, Record, detect_format, read_trajectories
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.reading import detect_format, read_trajectories
+from treepack.ingest.readers.registry import formats_by_name
 from treepack.ingest.readers.spans.span_rollouts import read_file
 from treepack.trajectory import Chat, Skipped, Trajectory
 
@@ -144,7 +147,7 @@ def test_scores_of_a_root_without_a_session_belong_to_the_session_of_its_trace()
 def test_an_attribute_that_is_not_understood_is_noted() -> None:
     value = span(CALL | {"llm.answers.0.text": "6", "app.answer": "7", "llm.finish_reasons": "x"})
     record = Record("log.jsonl:1", "log.jsonl", value)
-    trajectory, _ = only(list(FORMAT_OF_NAME["openinference"].trajectories([record], ReadOptions())))
+    trajectory, _ = only(list(formats_by_name()["openinference"].trajectories([record], ReadOptions())))
     names = ("app.answer", "llm.answers.text", "llm.finish_reasons")
     assert sorted(trajectory.notes) == [f"field 'attributes.{name}' not used" for name in names]
 

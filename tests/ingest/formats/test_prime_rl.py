@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from support.token_rollouts import Rollout, back, rollouts
 from treepack.errors import TreepackError
 from treepack.ingest.formats import prime_rl, prime_rl_sft
-from treepack.ingest.readers.registry import ReadOptions, Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped, Tokens, Trajectory
 
 SAMPLE: dict[str, Any] = {"token_ids": [5, 6, 7], "mask": [False, True, True], "env_name": "e"}

@@ -13,10 +13,11 @@ import pytest
 from support.paths import ROLLOUTS, SAMPLE_DATA
 from support.tempered import token_temperatures
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.token_calls import ChatCall, TokenCall, read_calls, read_chats
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.ingest.tokenization import tokenize
 from treepack.trajectory import Chat, Tokens, Trajectory
 

@@ -34,7 +34,7 @@ from treepack.ingest.formats import (
     verl,
 )
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.normal_form import normalise_messages
 from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
 from treepack.ingest.formats import nemo_gym
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.response_items import EMPTY_NOTE, SUMMARY_NOTE, messages_of_items
-from treepack.ingest.readers.registry import ReadOptions, Record
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 SOURCE = "rollouts.jsonl:5"

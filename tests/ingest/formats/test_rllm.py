@@ -15,7 +15,8 @@ from treepack.errors import TreepackError
 from treepack.ingest.formats import rllm, rllm_gateway
 from treepack.ingest.formats.rllm import SOME_NOTE
 from treepack.ingest.formats.rllm_gateway import ORPHAN
-from treepack.ingest.readers.registry import ReadOptions, Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS

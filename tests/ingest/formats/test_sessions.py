@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from support.logs import chats, read_value, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import pi, tau2
-from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Skipped, Trajectory
 
 HEADER = {"type": "session", "version": 3, "id": "S", "timestamp": "t", "cwd": "/w"}

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
 from treepack.ingest.formats import alpaca, llama_factory, ms_swift, openai_preference, sharegpt
-from treepack.ingest.readers.registry import FORMAT_OF_NAME, ReadOptions, Record, detect_format
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.reading import detect_format
+from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 SOURCE = "data.jsonl:3"
@@ -166,7 +169,7 @@ def test_a_conversation_comes_back_from_sharegpt_as_it_was_given(turns: list[tup
 
 @pytest.mark.parametrize(("reader", "value"), PAIRS)
 def test_a_pair_is_recognised_as_what_it_is(reader: Any, value: dict[str, Any]) -> None:
-    assert FORMAT_OF_NAME[detect_format(Record(SOURCE, "data.jsonl", value))] is reader.FORMAT
+    assert formats_by_name()[detect_format(Record(SOURCE, "data.jsonl", value))] is reader.FORMAT
 
 
 @pytest.mark.parametrize(("reader", "value"), PAIRS)

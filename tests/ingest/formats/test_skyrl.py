@@ -13,7 +13,8 @@ from support.paths import ROLLOUTS
 from support.token_rollouts import Rollout, back, rollouts
 from treepack.errors import TreepackError
 from treepack.ingest.formats import skyrl, skyrl_dump
-from treepack.ingest.readers.registry import ReadOptions, Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped, Text, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS / "skyrl"

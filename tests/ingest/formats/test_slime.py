@@ -16,8 +16,10 @@ from hypothesis import given
 from support.token_rollouts import Rollout, back, rollouts
 from treepack.errors import TreepackError
 from treepack.ingest.formats import slime
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.files.torch_files import read_torch
-from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 SAMPLE: dict[str, Any] = {

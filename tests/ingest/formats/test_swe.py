@@ -11,8 +11,8 @@ import pytest
 from support.logs import chats, read_value, real, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import auto_code_rover, mini_swe_agent, swe_agent
-from treepack.ingest.formats.openai_chat import SOME_NOTE
-from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.readers.calls.served_tokens import SOME_NOTE
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Tokens, Trajectory
 
 SYSTEM, ASKED = {"role": "system", "content": "S"}, {"role": "user", "content": "Q"}

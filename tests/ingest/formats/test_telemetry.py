@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
 from treepack.ingest.formats import langsmith, otel_genai
-from treepack.ingest.readers.registry import ReadOptions, Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=5)

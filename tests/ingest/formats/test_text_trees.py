@@ -12,7 +12,8 @@ from support.logs import chats, read_value, reasons, turns
 from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
 from treepack.ingest.formats import text_trees
-from treepack.ingest.readers.registry import Record, detect_format, read_trajectories
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.reading import detect_format, read_trajectories
 from treepack.trajectory import Skipped, Text, Trajectory
 
 Node = dict[str, Any]

@@ -12,7 +12,8 @@ from support.paths import ROLLOUTS
 from support.token_rollouts import Conversation, Rollout, back, conversations, rollouts
 from treepack.errors import TreepackError
 from treepack.ingest.formats import tinker, tinker_datum
-from treepack.ingest.readers.registry import ReadOptions, Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped, Tokens, Trajectory
 
 SAMPLE = ROLLOUTS / "tinker.jsonl"

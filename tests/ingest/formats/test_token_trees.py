@@ -11,7 +11,8 @@ from support.paths import ROLLOUTS
 from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.ingest.formats import token_trees
-from treepack.ingest.readers.registry import ReadOptions, Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Tokens, Trajectory
 
 SAMPLES = ROLLOUTS / "token-trees"

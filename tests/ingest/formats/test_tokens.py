@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import tokens
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import KINDS, NAMES
-from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.reading import read_trajectories
+from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Tokens, Trajectory, positions
 
 IDS = [5, 6, 7, 8]
@@ -24,7 +26,7 @@ MASKED = {"input_ids": IDS, "loss_mask": [0, 1, 0, 1]}
 
 
 def read(value: dict[str, Any], **options: Any) -> Trajectory:
-    (trajectory,) = tokens.read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
+    (trajectory,) = read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
     assert isinstance(trajectory, Trajectory)
     return trajectory
 
@@ -42,7 +44,7 @@ def trained(value: dict[str, Any], **options: Any) -> list[int]:
 
 def refusal(value: dict[str, Any], **options: Any) -> str:
     with pytest.raises(TreepackError) as caught:
-        list(tokens.read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options)))
+        list(read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options)))
     where, _, message = str(caught.value).partition(": ")
     assert where == "r.jsonl:1"
     return message
@@ -243,7 +245,7 @@ def test_advantages_may_be_one_number() -> None:
     ],
 )
 def test_what_cannot_be_trained_on_is_skipped(value: dict[str, Any], reason: str) -> None:
-    assert list(tokens.read_tokens(Record("r:1", "r", value), ReadOptions())) == [Skipped("r:1", reason)]
+    assert list(read_tokens(Record("r:1", "r", value), ReadOptions())) == [Skipped("r:1", reason)]
 
 
 NOT_IDS = "input_ids is not a flat list of integers; expected token ids"

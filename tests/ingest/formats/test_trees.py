@@ -12,7 +12,7 @@ import pytest
 from support.logs import chats, read_value, real, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import dars, toolbench, tree_of_thoughts
-from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Chat, Trajectory
 
 

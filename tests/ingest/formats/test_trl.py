@@ -14,7 +14,9 @@ from support.token_rollouts import Rollout, back, rollouts
 from treepack.errors import TreepackError
 from treepack.ingest.formats import trl_grpo, trl_labels, trl_packed, trl_preference
 from treepack.ingest.formats.trl_labels import STEPS_NOTE
-from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
 
 USER = {"role": "user", "content": "2+2?"}

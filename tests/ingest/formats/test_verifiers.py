@@ -15,9 +15,11 @@ from support.token_rollouts import Conversation, back, conversations
 from treepack.errors import TreepackError
 from treepack.ingest.formats import verifiers, verifiers_results
 from treepack.ingest.formats.verifiers import PARTIAL_NOTE, WEIGHTS_NOTE
-from treepack.ingest.readers.calls.token_calls import SPLIT_NOTE
+from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import MAX_INSIDE, Chat, Skipped, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS

@@ -16,7 +16,9 @@ from support.token_rollouts import Rollout, back, rollouts
 from treepack.errors import TreepackError
 from treepack.ingest.formats import verl, verl_data, verl_dump
 from treepack.ingest.formats.verl_dump import DECODED_NOTE
-from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}

@@ -8,16 +8,16 @@ from typing import Any, Literal
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import (
+from treepack.ingest.readers.format import Format
+from treepack.ingest.readers.kinds import (
     ANY,
     LIST,
     OBJECT,
     OBJECTS,
     TEXT,
     Fields,
-    Format,
     Kind,
     Requirement,
     each,

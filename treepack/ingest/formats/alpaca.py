@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import REWARDS, TEXT, Format
+from treepack.ingest.readers.format import REWARDS, Format
+from treepack.ingest.readers.kinds import TEXT
 from treepack.ingest.readers.messages.sft_messages import read_chat, read_pair, rounds
 from treepack.trajectory import Skipped, Trajectory
 
@@ -50,6 +52,7 @@ def read_alpaca(record: Record, options: ReadOptions) -> Iterator[Trajectory | S
 
 FORMAT = Format(
     name="alpaca",
+    rank=290,
     program="Stanford Alpaca; LLaMA-Factory, ms-swift and Axolotl read it",
     recognised_by="`instruction` and `output`, or `instruction`, `chosen` and `rejected`, as text",
     requires=[{"instruction": TEXT, "output": TEXT}, {"instruction": TEXT, "chosen": TEXT, "rejected": TEXT}],

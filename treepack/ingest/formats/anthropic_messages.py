@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from treepack.ingest.readers.apis.exchanges import Exchange, description, read_exchanges
-from treepack.ingest.readers.calls.token_calls import ChatCall, read_chats
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, temperature_of
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import LINEAGE, OBJECT, OBJECTS, REWARDS, Format, one_of
+from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
+from treepack.ingest.readers.kinds import OBJECT, OBJECTS, one_of
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.trajectory import Skipped, Trajectory
 
@@ -61,6 +63,7 @@ def _call(exchange: Exchange) -> ChatCall:
 
 FORMAT = Format(
     name="anthropic-messages",
+    rank=560,
     program="Anthropic's Messages API, its clients and proxies",
     recognised_by="`request.messages` and a `response` of `type` message with `content`",
     requires=[

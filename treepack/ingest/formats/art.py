@@ -21,13 +21,15 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.calls.token_calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, EVERYTHING, OBJECTS, Format, Kind, each, no
-from treepack.ingest.readers.messages.normal_form import is_messages
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import ANY, OBJECTS, Kind, each, no
 from treepack.trajectory import Skipped, Trajectory
 
 PREFIX = "token_id:"  # vLLM can return "token_id:17" in place of the text of token 17
@@ -137,6 +139,7 @@ def _parse(value: Any, source: str) -> Any:
 FILLED_LIST = Kind("a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
 FORMAT = Format(
     name="art",
+    rank=460,
     program="ART (TrajectoryGroup, trajectory logs)",
     recognised_by="`trajectories` with `messages_and_choices`, or `group_index` beside `messages` that are `trainable` "
     "or not",

@@ -31,20 +31,19 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.calls.token_calls import TokenCall, group_of_first, read_calls, within
+from treepack.ingest.readers.calls.rollout_names import group_of_first, within
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import (
-    ReadOptions,
-    as_objects,
-    describe,
-    reward_of,
-    shown,
-    temperature_of,
-)
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rewards import reward_of
+from treepack.ingest.readers.fields.rollout_facts import describe, temperature_of
+from treepack.ingest.readers.fields.values import as_objects, shown
 from treepack.ingest.readers.files.companion_files import beside, folder_and_document, read_document
 from treepack.ingest.readers.files.records import NoObjectError, Record
-from treepack.ingest.readers.format import ANY, EVERYTHING, LIST, Fields, Format, has_fields, starting
-from treepack.ingest.readers.messages.normal_form import normalise_messages, normalise_tools
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import ANY, LIST, Fields, has_fields, starting
+from treepack.ingest.readers.messages.conversation_settings import normalise_tools
+from treepack.ingest.readers.messages.normal_form import normalise_messages
 from treepack.ingest.readers.programs.trial_files import MAX_AGENTS, FileOfRollout, file_of_session, file_of_trial
 from treepack.trajectory import Chat, Skipped, Trajectory
 
@@ -358,6 +357,7 @@ TRAJECTORY: Fields = {"schema_version": starting("ATIF"), "steps": LIST}
 RESULT: Fields = {"task_name": ANY, "trial_name": ANY, "agent_info": ANY}
 FORMAT = Format(
     name="atif",
+    rank=200,
     program="Harbor; NeMo and others that write ATIF",
     recognised_by="`schema_version` that begins with ATIF, and `steps`; or a trial's `task_name` and `trial_name`",
     requires=[TRAJECTORY, RESULT],

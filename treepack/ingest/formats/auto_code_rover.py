@@ -18,7 +18,8 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, describe
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.files.companion_files import folder_and_document
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.record_files import read_records
@@ -90,6 +91,7 @@ def _num_shared(messages: list[dict[str, Any]], path: Path, *, start: int = 0) -
 
 FORMAT = Format(
     name="auto-code-rover",
+    rank=50,
     program="AutoCodeRover",
     recognised_by="an array of messages, or one message per line: `role` and `content`, perhaps a tool call",
     requires=is_message,

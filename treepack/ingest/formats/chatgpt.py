@@ -26,9 +26,11 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import conversation, with_notes
 from treepack.ingest.readers.calls.leaf_paths import distinct_paths, leaf_paths, unused_fields
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_objects, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, Format, Kind
+from treepack.ingest.readers.format import LINEAGE, MASKS, Format
+from treepack.ingest.readers.kinds import ANY, Kind
 from treepack.ingest.readers.programs.chatgpt_contents import CONTENT, CONTEXTS, content_of, reason_of, text_of
 from treepack.trajectory import Skipped, Trajectory
 
@@ -306,6 +308,7 @@ def _models(path: list[Node]) -> str | None:
 
 FORMAT = Format(
     name="chatgpt",
+    rank=510,
     program="ChatGPT (export of conversations)",
     recognised_by="`mapping`, an object of nodes with `message` and `children`, and `current_node` or `title`",
     requires=[{"mapping": NODES, ("current_node", "title"): ANY}],

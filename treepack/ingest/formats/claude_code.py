@@ -27,12 +27,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.token_calls import ChatCall, group_of_first, read_chats
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.calls.rollout_names import group_of_first
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, MASKS, TEXT, Format, no, one_of
+from treepack.ingest.readers.format import MASKS, Format
+from treepack.ingest.readers.kinds import ANY, TEXT, no, one_of
 from treepack.ingest.readers.messages.content_blocks import skip_reason, split_blocks
 from treepack.ingest.readers.programs.session_files import (
     SessionFile,
@@ -302,6 +304,7 @@ def _description(session: _Session, first: Record) -> dict[str, Any]:
 
 FORMAT = Format(
     name="claude-code",
+    rank=160,
     program="Claude Code",
     recognised_by="`type` and `sessionId`, a first line of `type` summary or file-history-snapshot, a file .meta.json",
     requires=[

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.token_calls import ChatCall, read_chats
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
 from treepack.ingest.readers.files.companion_files import folder_and_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.messages.normal_form import is_messages
 from treepack.trajectory import Skipped, Trajectory
 
 HISTORY = "api_conversation_history"
@@ -248,6 +248,7 @@ def _is_data(content: Any) -> bool:
 
 FORMAT = Format(
     name="cline",
+    rank=150,
     program="Cline, Roo Code, Kilo Code",
     recognised_by="a list of messages of `role` and `content`, often with `ts`; or `sessionId`, `agent` and `messages`",
     requires=recognise,

@@ -26,11 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.token_calls import ChatCall, group_of_first, read_chats
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, shown
+from treepack.ingest.readers.calls.rollout_names import group_of_first
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_objects, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import MASKS, OBJECT, Format, one_of
+from treepack.ingest.readers.format import MASKS, Format
+from treepack.ingest.readers.kinds import OBJECT, one_of
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.response_items import Item, ItemMessages, messages_of_items
 from treepack.ingest.readers.programs.codex_files import copied_items, file_of_thread
@@ -193,6 +196,7 @@ def _joined(messages: list[Message]) -> list[Message]:
 
 FORMAT = Format(
     name="codex",
+    rank=170,
     program="Codex CLI",
     recognised_by="a first line of `type` session_meta with `payload`",
     requires=[{"type": one_of("session_meta"), "payload": OBJECT}],

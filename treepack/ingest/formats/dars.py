@@ -17,10 +17,11 @@ from typing import Any
 
 from treepack.ingest.readers.calls.conversations import conversation
 from treepack.ingest.readers.calls.leaf_paths import leaf_paths
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.companion_files import beside, folder_and_document
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, Format
+from treepack.ingest.readers.format import LINEAGE, MASKS, Format
+from treepack.ingest.readers.kinds import ANY
 from treepack.trajectory import Skipped, Trajectory
 
 # The tree, and the bookkeeping of the search, which repeats it.
@@ -96,6 +97,7 @@ def _trajectory(
 
 FORMAT = Format(
     name="dars",
+    rank=70,
     program="DARS",
     recognised_by="`root`, a message with `children`, beside `node_count`",
     requires=[{"root.role": ANY, "root.content": ANY, "root.children": ANY, "node_count": ANY}],

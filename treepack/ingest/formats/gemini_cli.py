@@ -22,12 +22,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.token_calls import ChatCall, read_chats
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
+from treepack.ingest.readers.fields.values import as_objects, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, LIST, MASKS, OBJECTS, TEXT, Format, first, one_of, some
+from treepack.ingest.readers.format import MASKS, Format
+from treepack.ingest.readers.kinds import ANY, LIST, OBJECTS, TEXT, first, one_of, some
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.gemini_parts import (
     CONTENT,
@@ -241,6 +243,7 @@ def _results(session: _Session, message: Message, where: str) -> Iterator[Messag
 
 FORMAT = Format(
     name="gemini-cli",
+    rank=130,
     program="Gemini CLI",
     recognised_by="`sessionId` with `projectHash` or `messages`; `clientHistory`, `history` or a list of `parts`",
     requires=[

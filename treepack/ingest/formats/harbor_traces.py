@@ -19,12 +19,15 @@ from itertools import groupby
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.calls.token_calls import ChatCall, read_chats, within
+from treepack.ingest.readers.calls.rollout_names import within
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, quoted, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import quoted, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, OBJECTS, REWARDS, Format
+from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, OBJECTS
 from treepack.trajectory import Skipped, Trajectory
 
 FIRST = "episode-0"
@@ -135,6 +138,7 @@ def _result(result: Any) -> dict[str, Any]:
 
 FORMAT = Format(
     name="harbor-traces",
+    rank=210,
     program="Harbor (exported traces)",
     recognised_by="`conversations` beside `task`, `trial_name` and `episode`",
     requires=[{"conversations": OBJECTS, "task": ANY, "trial_name": ANY, "episode": ANY}],

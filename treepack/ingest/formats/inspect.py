@@ -20,14 +20,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import conversation, with_notes
-from treepack.ingest.readers.calls.token_calls import ChatCall, read_chats
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, temperature_of
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import as_objects, is_messages
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECT, OBJECTS, REWARDS, TEXT, Format
+from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
+from treepack.ingest.readers.kinds import OBJECT, OBJECTS, TEXT
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.messages.normal_form import is_messages
 from treepack.trajectory import Skipped, Trajectory
 
 ATTACHMENT = "attachment://"
@@ -201,6 +203,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 FORMAT = Format(
     name="inspect",
+    rank=190,
     program="Inspect (inspect_ai)",
     recognised_by="`eval.task` and `samples` or `status`, or a file .eval",
     requires=[

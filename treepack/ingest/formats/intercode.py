@@ -19,7 +19,8 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import conversation, without
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.files.companion_files import folder_and_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
@@ -107,6 +108,7 @@ def _reward(episode: dict[str, Any]) -> Any:
 
 FORMAT = Format(
     name="intercode",
+    rank=90,
     program="InterCode",
     recognised_by="objects with `query` and `turn_history`, by number or under `logs`",
     requires=has_episodes,

@@ -24,15 +24,16 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.apis.api_forms import prompt_of, responses_of
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.calls.token_calls import ChatCall, read_chats
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.start_times import start_of
 from treepack.ingest.readers.fields.unread import not_used, unread
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import REWARDS, TEXT, Fields, Format, Kind, first, some
+from treepack.ingest.readers.format import REWARDS, Format
+from treepack.ingest.readers.kinds import TEXT, Fields, Kind, first, some
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.messages.normal_form import is_messages
 from treepack.ingest.readers.programs.langfuse_fields import ALSO, FINISHED, METADATA, SCHEMAS, USED, view
 from treepack.ingest.readers.spans.span_calls import INSTRUCTIONS, messages_of_parts
 from treepack.ingest.readers.spans.trace_spans import get, parsed, tree
@@ -337,6 +338,7 @@ TRACE: Fields = {"id": TEXT, "timestamp": TEXT, "observations": NAMES}
 FULL: Fields = {"observations": some(OBSERVATION)}
 FORMAT = Format(
     name="langfuse",
+    rank=590,
     program="Langfuse (traces and observations of the UI, the API, or an export)",
     recognised_by="`observations` with `traceId` and `type`, or one of them, or `data` with traces or observations",
     requires=[FULL, OBSERVATION, TRACE, {"data": first(OBSERVATION, TRACE)}],

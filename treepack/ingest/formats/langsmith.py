@@ -18,45 +18,21 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.apis.api_paths import requests, responses
-from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.calls.token_calls import ChatCall, read_chats
+from treepack.ingest.readers.apis.langchain_messages import chat_messages
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import (
-    ReadOptions,
-    as_number,
-    quoted,
-    shown,
-    temperature_of,
-)
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.start_times import start_of
+from treepack.ingest.readers.fields.values import as_number, is_messages, object_or_empty, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, FILLED, LINEAGE, REWARDS, TEXT, Fields, Format, first, no
+from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, FILLED, TEXT, Fields, first, no
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.messages.normal_form import READ, is_messages
 from treepack.ingest.readers.messages.response_items import messages_of_items
 from treepack.trajectory import Skipped, Trajectory
 
 Message = dict[str, Any]
-ROLES = {
-    "human": "user",
-    "ai": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "function": "function",
-    # The classes of messages as constructors, and as pieces of a stream.
-    "HumanMessage": "user",
-    "AIMessage": "assistant",
-    "SystemMessage": "system",
-    "ToolMessage": "tool",
-    "HumanMessageChunk": "user",
-    "AIMessageChunk": "assistant",
-    "FunctionMessage": "function",
-}
-# Fields of messages without which nothing is lost: ids, usage, and copies of other fields.
-HARMLESS = frozenset(
-    "id type example additional_kwargs response_metadata usage_metadata tool_call_chunks invalid_tool_calls lc "
-    "stop_reason stop_sequence usage model object created annotations chunk_position artifact status".split()
-)
 DAMAGED_NOTE = "trace with a run that cannot be read"
 NO_CALL_NOTE = "run without an LLM call"
 
@@ -179,7 +155,7 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
             yield Skipped(source, reason)
             continue
         calls += run_calls
-        metadata = _object(_object(run.get("extra")).get("metadata"))
+        metadata = object_or_empty(object_or_empty(run.get("extra")).get("metadata"))
         if isinstance(model := metadata.get("ls_model_name"), str):
             models[model] = None
     value: dict[str, Any] = {"rollout_id": name, "model": ", ".join(models) or None, "group_id": trace.example}
@@ -191,13 +167,13 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
 
 def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
     """Yield one call for each response. A run may have several prompts, and each prompt may have several responses."""
-    inputs, outputs = _object(run.get("inputs")), _object(run.get("outputs"))
-    extra = _object(run.get("extra"))
-    params = _object(extra.get("invocation_params"))
+    inputs, outputs = object_or_empty(run.get("inputs")), object_or_empty(run.get("outputs"))
+    extra = object_or_empty(run.get("extra"))
+    params = object_or_empty(extra.get("invocation_params"))
     tools = inputs.get("tools") or params.get("tools") or params.get("functions") or None
     temperature = temperature_of(params)
     if temperature is None:
-        temperature = temperature_of({"temperature": _object(extra.get("metadata")).get("ls_temperature")})
+        temperature = temperature_of({"temperature": object_or_empty(extra.get("metadata")).get("ls_temperature")})
     # The form of OpenAI's Responses API.
     if "input" in inputs and isinstance(outputs.get("output"), list):
         system = [{"role": "system", "content": inputs["instructions"]}] if inputs.get("instructions") else []
@@ -229,9 +205,9 @@ def _responses(outputs: dict[str, Any], source: str) -> list[list[tuple[Any, Any
     """Return the responses to each prompt, each with the reason why it ended if that is beside it."""
     if isinstance(entries := outputs.get("generations"), list):
         lists = entries if all(isinstance(each, list) for each in entries) else [entries]
-        return [[_generation(_object(each)) for each in one] for one in lists]
+        return [[_generation(object_or_empty(each)) for each in one] for one in lists]
     if isinstance(entries := outputs.get("choices"), list):
-        return [[(_object(each).get("message"), endings.raw_of(_object(each))) for each in entries]]
+        return [[(object_or_empty(each).get("message"), endings.raw_of(object_or_empty(each))) for each in entries]]
     # Forms of other wrappers: one message, or the whole conversation with the response at its end.
     for name in ("message", "output"):
         if isinstance(outputs.get(name), dict):
@@ -245,93 +221,15 @@ def _responses(outputs: dict[str, Any], source: str) -> list[list[tuple[Any, Any
 
 def _generation(generation: dict[str, Any]) -> tuple[Any, Any]:
     text = generation.get("message") or generation.get("text")
-    return text, endings.raw_of(_object(generation.get("generation_info")))
+    return text, endings.raw_of(object_or_empty(generation.get("generation_info")))
 
 
 def _ending(message: Any) -> Any:
     """Return why the response `message` ended: a field of it, or of its `response_metadata`."""
-    fields = _object(message)
-    fields = _object(fields.get("kwargs")) or _object(fields.get("data")) or fields
-    reasons = (endings.raw_of(_object(each)) for each in (fields.get("response_metadata"), fields))
+    fields = object_or_empty(message)
+    fields = object_or_empty(fields.get("kwargs")) or object_or_empty(fields.get("data")) or fields
+    reasons = (endings.raw_of(object_or_empty(each)) for each in (fields.get("response_metadata"), fields))
     return next((reason for reason in reasons if reason is not None), None)
-
-
-def chat_messages(message: Any, source: str) -> list[Message]:
-    """Return a message in chat form. The results of tools among its parts become separate messages."""
-    if isinstance(message, str):
-        return [{"role": "assistant", "content": message}]
-    if not isinstance(message, dict):
-        raise TreepackError(f"{source}: has the message {shown(message)}; expected an object")
-    fields, kind = message, message.get("type")
-    if isinstance(message.get("kwargs"), dict):
-        names = message.get("id")
-        fields, kind = message["kwargs"], names[-1] if isinstance(names, list) and names else None
-    elif isinstance(message.get("data"), dict):
-        fields = message["data"]
-    role = ROLES.get(kind) if isinstance(kind, str) else None
-    role = role or fields.get("role")
-    if role is None:
-        raise TreepackError(f"{source}: has a message of type {quoted(kind)}; expected one of {', '.join(ROLES)}")
-    # Fields of other names become notes.
-    done = {name: each for name, each in fields.items() if (each is not None if name in READ else each)}
-    done = without(done, HARMLESS) | {"role": role}
-    if fields.get("invalid_tool_calls"):
-        raise TreepackError(f"{source}: has a tool call that is not JSON; remove the message")
-    reasons = (_object(fields.get("response_metadata")).get(name) for name in ("finish_reason", "stop_reason"))
-    if isinstance(reason := next((each for each in (*reasons, fields.get("stop_reason")) if each), None), str):
-        done.setdefault("finish_reason", reason)
-    return _by_parts(_with_calls(done, _object(fields.get("additional_kwargs"))))
-
-
-def _with_calls(message: Message, more: dict[str, Any]) -> Message:
-    """Return `message` with its calls under the names of chat, and with fields of LangChain's `additional_kwargs`."""
-    calls = message.get("tool_calls") or more.get("tool_calls")
-    if is_messages(calls):
-        # {"id", "name", "args"} of LangChain -> {"id", "name", "arguments"}
-        named = [{"id": call.get("id"), "name": call.get("name"), "arguments": call.get("args")} for call in calls]
-        message["tool_calls"] = [
-            renamed if "args" in call else call for renamed, call in zip(named, calls, strict=True)
-        ]
-    elif isinstance(more.get("function_call"), dict):
-        message["function_call"] = more["function_call"]
-    if isinstance(more.get("reasoning_content"), str):
-        message.setdefault("reasoning_content", more["reasoning_content"])
-    return message
-
-
-def _by_parts(message: Message) -> list[Message]:
-    """Return `message` with thinking as reasoning and calls as tool calls, after the tool results that it contains."""
-    parts = message.get("content")
-    if not is_messages(parts):
-        return [message]
-    # content [thinking, text, tool_use] -> {"thinking": [..], "text": [..], "tool_use": [..]}
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for part in parts:
-        kinds.setdefault(str(part.get("type")), []).append(part)
-    done = [
-        {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": part.get("content")}
-        for part in kinds.pop("tool_result", [])
-    ]
-    thoughts = [
-        part[kind]
-        for kind in ("thinking", "reasoning")
-        for part in kinds.pop(kind, [])
-        if isinstance(part.get(kind), str)
-    ]
-    if thoughts:
-        message.setdefault("reasoning_content", "".join(thoughts))
-    if calls := kinds.pop("tool_use", []):
-        named = [{"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")} for part in calls]
-        message.setdefault("tool_calls", named)
-    # The parts repeat the calls of the message.
-    if message.get("tool_calls"):
-        kinds = without(kinds, ("tool_call", "function_call"))
-    message["content"] = [part for part in parts if str(part.get("type")) in kinds]
-    return [*done, message] if kinds or not done else done
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 ALSO = (
@@ -342,6 +240,7 @@ ALSO = (
 RUN: Fields = {"run_type": TEXT, ("inputs", "dotted_order"): ANY}
 FORMAT = Format(
     name="langsmith",
+    rank=600,
     program="LangSmith (exports of runs)",
     recognised_by="`run_type` beside `inputs` or `dotted_order`, or `runs` of such",
     requires=[{"runs": first(RUN)}, {"runs": no(FILLED), **RUN}],

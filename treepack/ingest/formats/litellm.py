@@ -19,18 +19,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats.openai_chat import LOGPROBS_NOTE, SOME_NOTE, token_call
 from treepack.ingest.readers.apis.api_forms import prompt_of, responses_of
 from treepack.ingest.readers.apis.api_paths import requests, responses
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.calls.token_calls import ChatCall, TokenCall, read_calls, read_chats
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown, temperature_of
+from treepack.ingest.readers.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.start_times import start_of
 from treepack.ingest.readers.fields.unread import is_empty, not_used
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import DAMAGED_RECORD, Record
-from treepack.ingest.readers.format import ANY, LOGPROBS, TEXT, TOKEN_IDS, Format
+from treepack.ingest.readers.format import LOGPROBS, TOKEN_IDS, Format
+from treepack.ingest.readers.kinds import ANY, TEXT
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.messages.normal_form import is_messages
 from treepack.ingest.readers.spans.trace_spans import parsed
 from treepack.trajectory import Skipped, Trajectory
 
@@ -236,6 +239,7 @@ TOKENS = [
 ]
 FORMAT = Format(
     name="litellm",
+    rank=500,
     program="LiteLLM (standard logging payloads, spend logs)",
     recognised_by="`call_type` beside `messages` and `response`, with `model_parameters`, `response_cost` or `spend`",
     requires=[

@@ -14,10 +14,11 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, MASKS, REWARDS, SET, Format, first, no
-from treepack.ingest.readers.messages.normal_form import is_messages
+from treepack.ingest.readers.format import MASKS, REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, SET, first, no
 from treepack.ingest.readers.messages.sft_messages import Message, calls_of_text, read_chat, read_whole_pair
 from treepack.trajectory import Skipped, Trajectory
 
@@ -65,6 +66,7 @@ def _messages(messages: list[dict[str, Any]], source: str) -> list[Message]:
 IN_PARTS = first({"content": first({"type": ANY, "value": ANY})})
 FORMAT = Format(
     name="llama-factory",
+    rank=320,
     program="LLaMA-Factory (version 1)",
     recognised_by="`messages`, or `chosen_messages` and `rejected_messages`, whose content is parts with a `value`",
     requires=[

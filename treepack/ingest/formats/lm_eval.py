@@ -23,19 +23,16 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.calls.token_calls import ChatCall, read_chats
-from treepack.ingest.readers.fields.rollout_facts import (
-    ReadOptions,
-    describe,
-    reward_of,
-    shown,
-    temperature_of,
-)
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rewards import reward_of
+from treepack.ingest.readers.fields.rollout_facts import describe, temperature_of
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import DAMAGED_RECORD, Record
-from treepack.ingest.readers.format import ANY, LIST, REWARDS, Format, Kind
+from treepack.ingest.readers.format import REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, LIST, Kind
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason
-from treepack.ingest.readers.messages.normal_form import is_messages
 from treepack.trajectory import Skipped, Text, Trajectory
 
 LIKELIHOOD_NOTE = "loglikelihood sample, in which the model has written nothing"
@@ -212,6 +209,7 @@ def _view(value: dict[str, Any]) -> dict[str, Any]:
 ARGUMENTS = Kind("an object or a list", lambda value: isinstance(value, dict | list))
 FORMAT = Format(
     name="lm-eval",
+    rank=220,
     program="lm-evaluation-harness (samples_TASK.jsonl; after its source)",
     recognised_by="`doc_id`, `arguments`, `resps` and `filtered_resps`",
     requires=[{"doc_id": ANY, "arguments": ARGUMENTS, "resps": LIST, "filtered_resps": ANY}],

@@ -20,10 +20,12 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import with_notes, without
 from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import mask_values, number_values
+from treepack.ingest.readers.fields.values import as_objects, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, EVERYTHING, LIST, Fields, Format, Kind, each, no
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import ANY, LIST, Fields, Kind, each, no
 from treepack.trajectory import Float64, Skipped, Trajectory
 
 LAST_NOTE = "the last token has no log-probability and is not trained"
@@ -132,6 +134,7 @@ ROLLOUT: Fields = {"trajectory": LIST, ("generation_mask", "policy_epoch"): ANY}
 FILLED_LIST = Kind("a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
 FORMAT = Format(
     name="megatron-rl",
+    rank=450,
     program="Megatron-LM (megatron.rl: TokenRollout, RolloutGroup)",
     recognised_by="`trajectory` beside `generation_mask` or `policy_epoch`, or `rollouts` that have them",
     requires=[{"rollouts": each(ROLLOUT, minimum=1)}, {"rollouts": no(FILLED_LIST), **ROLLOUT}],

@@ -18,15 +18,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treepack.ingest.formats.openai_chat import SOME_NOTE, token_call
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.calls.token_calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.calls.served_tokens import SOME_NOTE, token_call
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, temperature_of
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import as_objects, is_messages
 from treepack.ingest.readers.files.companion_files import folder_and_document
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, LINEAGE, LOGPROBS, MASKS, OBJECTS, TOKEN_IDS, Format, starting
-from treepack.ingest.readers.messages.normal_form import is_messages
+from treepack.ingest.readers.format import LINEAGE, LOGPROBS, MASKS, TOKEN_IDS, Format
+from treepack.ingest.readers.kinds import ANY, OBJECTS, starting
 from treepack.ingest.readers.messages.response_items import messages_of_items
 from treepack.trajectory import Skipped, Trajectory
 
@@ -159,6 +162,7 @@ def _model_name(info: dict[str, Any]) -> str | None:
 
 FORMAT = Format(
     name="mini-swe-agent",
+    rank=40,
     program="mini-swe-agent",
     recognised_by="`messages` and `trajectory_format` that begins with mini-swe-agent, or `info.mini_version`",
     requires=[

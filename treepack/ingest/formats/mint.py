@@ -14,9 +14,11 @@ from dataclasses import replace
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import conversation, without
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.files.records import Record, folder_and_stem
-from treepack.ingest.readers.format import LINEAGE, OBJECT, OBJECTS, REWARDS, Format
+from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
+from treepack.ingest.readers.kinds import OBJECT, OBJECTS
 from treepack.trajectory import Skipped, Trajectory
 
 
@@ -50,6 +52,7 @@ def read_mint(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
 
 FORMAT = Format(
     name="mint",
+    rank=80,
     program="MINT",
     recognised_by="`state.history`, a list of messages, and `task`",
     requires=[{"state.history": OBJECTS, "task": OBJECT}],

@@ -20,9 +20,12 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, describe, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import describe
+from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, ARRAY, Format
+from treepack.ingest.readers.format import Format
+from treepack.ingest.readers.kinds import ANY, ARRAY
 from treepack.trajectory import Int32, Skipped, Tokens, Trajectory, as_token_ids
 
 BLOCKS = (512, 16)  # tokens of a block in the two published traces; Mooncake's is tried first
@@ -90,6 +93,7 @@ def _content(tokens: Int32, start: int) -> Tokens:
 
 FORMAT = Format(
     name="mooncake",
+    rank=610,
     program="Mooncake, Qwen-Bailian (traces of lengths, for treepack stats only)",
     recognised_by="`input_length`, `output_length` and `hash_ids`",
     requires=[{"input_length": ANY, "output_length": ANY, "hash_ids": ARRAY}],

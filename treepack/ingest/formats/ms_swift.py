@@ -17,23 +17,11 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import (
-    ANY,
-    FILLED,
-    FLAG,
-    MASKS,
-    REWARDS,
-    SET,
-    TEXT,
-    Format,
-    first,
-    no,
-    one_of,
-    some,
-)
-from treepack.ingest.readers.messages.normal_form import is_messages
+from treepack.ingest.readers.format import MASKS, REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, FILLED, FLAG, SET, TEXT, first, no, one_of, some
 from treepack.ingest.readers.messages.sft_messages import calls_of_text, read_chat, read_whole_pair, rounds
 from treepack.ingest.readers.messages.turn_weights import WEIGHT_FIELDS
 from treepack.trajectory import Skipped, Trajectory
@@ -146,6 +134,7 @@ def _marks(message: dict[str, Any]) -> dict[str, Any]:
 
 FORMAT = Format(
     name="ms-swift",
+    rank=310,
     program="ms-swift",
     recognised_by="`messages` with `rejected_response`, `rejected_messages`, a `label` that is true or false, or the "
     "role `tool_call`; "

@@ -15,13 +15,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.calls.token_calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, ReadOptions, temperature_of
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, temperature_of
 from treepack.ingest.readers.fields.unread import as_json
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import EVERYTHING, OBJECT, Format
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import OBJECT
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.response_items import Item, messages_of_items
 from treepack.trajectory import Skipped, Trajectory
@@ -154,6 +157,7 @@ def _description(value: dict[str, Any], response: dict[str, Any]) -> dict[str, A
 
 FORMAT = Format(
     name="nemo-gym",
+    rank=230,
     program="NeMo Gym",
     recognised_by="`responses_create_params`",
     requires=[{"responses_create_params": OBJECT}],

@@ -16,19 +16,19 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.apis.exchanges import Exchange, description, read_exchanges, request_and_response
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.token_calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call, token_parts
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown, temperature_of
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.messages.normal_form import READ, is_messages
+from treepack.ingest.readers.messages.normal_form import READ
 from treepack.trajectory import Skipped, Trajectory
-
-TOKEN_ID = "token_id:"
-SOME_NOTE = "token ids of some calls only, not used"
-LOGPROBS_NOTE = "log-probabilities without token ids not used"
 
 
 def is_exchange(record: dict[str, Any]) -> bool:
@@ -115,45 +115,13 @@ def _calls(exchange: Exchange) -> list[_Choice]:
         ending = endings.raw_of(choice)
         chat = ChatCall(request["messages"], [said], tools, temperature=temperature, ending=ending)
         tokens = token_call(exchange.response, choice, temperature)
-        calls.append(_Choice(chat, tokens, bool(_parts(choice))))
+        calls.append(_Choice(chat, tokens, bool(token_parts(choice))))
     return calls
-
-
-def token_call(response: dict[str, Any], choice: dict[str, Any], temperature: float | None = None) -> TokenCall | None:
-    """Return the call of a `choice` of `response` by its token ids; None if the server added none."""
-    message, extra = (_object(choice.get(name)) for name in ("message", "provider_specific_fields"))
-    parts = _parts(choice)
-    # vLLM adds the ids to the response and the choice, LiteLLM to provider_specific_fields, NeMo to the message.
-    holders = (response, choice, extra, message)
-    prompt = next((holder["prompt_token_ids"] for holder in holders if holder.get("prompt_token_ids")), None)
-    generated = next((holder["token_ids"] for holder in (choice, extra) if holder.get("token_ids")), None)
-    generated = generated or message.get("generation_token_ids") or _ids_of_names(parts)
-    if not prompt or not generated:
-        return None
-    logprobs = message.get("generation_log_probs") or [part.get("logprob") for part in parts]
-    values = {"rollout_log_probs": logprobs, "temperatures": temperature}
-    return TokenCall(prompt, generated, values, ending=endings.raw_of(choice))
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _parts(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the log-probabilities of the tokens of a choice."""
-    parts = _object(choice.get("logprobs")).get("content")
-    return parts if is_messages(parts) else []
-
-
-def _ids_of_names(parts: list[dict[str, Any]]) -> list[int]:
-    # ["token_id:5", "token_id:6"] -> [5, 6], and ["token_id:5", "Hi"] -> []
-    names = [part.get("token") for part in parts]
-    numbers = [name.removeprefix(TOKEN_ID) for name in names if isinstance(name, str) and name.startswith(TOKEN_ID)]
-    return [int(number) for number in numbers if number.isdecimal()] if len(numbers) == len(names) else []
 
 
 FORMAT = Format(
     name="openai-chat",
+    rank=540,
     program="OpenAI-compatible servers and proxies (chat completions), OpenAI batch jobs",
     recognised_by="a request with `messages` and a response with `choices`, or a line of a batch's input or output",
     requires=is_exchange,

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import OBJECTS, REWARDS, Format
+from treepack.ingest.readers.format import REWARDS, Format
+from treepack.ingest.readers.kinds import OBJECTS
 from treepack.ingest.readers.messages.sft_messages import read_pair
 from treepack.trajectory import Skipped, Trajectory
 
@@ -36,6 +37,7 @@ def read_openai_preference(record: Record, options: ReadOptions) -> Iterator[Tra
 
 FORMAT = Format(
     name="openai-preference",
+    rank=330,
     program="OpenAI fine-tuning (preferences)",
     recognised_by="`input.messages`, `preferred_output` and `non_preferred_output`",
     requires=[{"input.messages": OBJECTS, "preferred_output": OBJECTS, "non_preferred_output": OBJECTS}],

@@ -16,14 +16,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.ingest.readers.apis.exchanges import Exchange, description, read_exchanges, request_and_response
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.token_calls import ChatCall, read_chats
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, temperature_of
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import is_messages
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.messages.normal_form import is_messages
 from treepack.ingest.readers.messages.response_items import Item, ItemMessages, messages_of_items
 from treepack.trajectory import Skipped, Trajectory
 
@@ -157,6 +158,7 @@ def _identifier(exchange: Exchange, name: str) -> str | None:
 
 FORMAT = Format(
     name="openai-responses",
+    rank=550,
     program="OpenAI's Responses API and servers that speak it, OpenAI batch jobs",
     recognised_by="`input` and `output`, a list of items, in one object or as request and response",
     requires=is_exchange,

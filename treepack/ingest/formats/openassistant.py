@@ -22,10 +22,12 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import conversation, with_notes
 from treepack.ingest.readers.calls.leaf_paths import distinct_paths, leaf_paths, nodes_of, unused_fields
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, quoted, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
+from treepack.ingest.readers.fields.values import as_objects, quoted, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, OBJECTS, TEXT, Format, one_of
+from treepack.ingest.readers.format import LINEAGE, MASKS, Format
+from treepack.ingest.readers.kinds import ANY, OBJECTS, TEXT, one_of
 from treepack.trajectory import Skipped, Trajectory
 
 ROLES = {"prompter": "user", "assistant": "assistant", "system": "system"}
@@ -194,6 +196,7 @@ def _label(labels: Any, key: str | None, source: str) -> Any:
 
 FORMAT = Format(
     name="openassistant",
+    rank=520,
     program="Open Assistant",
     recognised_by="`message_id`, `text` and `role`, in `prompt` or in the record; or `thread_id` and `thread`",
     requires=[

@@ -26,14 +26,17 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.token_calls import ChatCall, read_chats, within
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, shown
+from treepack.ingest.readers.calls.rollout_names import within
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread_notes import notes_of_record
+from treepack.ingest.readers.fields.values import as_objects, shown
 from treepack.ingest.readers.files.companion_files import read_document
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import LIST, MASKS, OBJECT, TEXT, Format, first
+from treepack.ingest.readers.format import MASKS, Format
+from treepack.ingest.readers.kinds import LIST, OBJECT, TEXT, first
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.trajectory import Skipped, Trajectory
 
@@ -300,6 +303,7 @@ def _result(session: _Session, part: dict[str, Any], state: dict[str, Any], wher
 
 FORMAT = Format(
     name="opencode",
+    rank=140,
     program="opencode",
     recognised_by="`info` with `messages` or `parts`; or a session, message or part of its storage",
     requires=[

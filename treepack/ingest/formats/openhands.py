@@ -19,14 +19,17 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from treepack.ingest.readers.calls.chat_calls import read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
 from treepack.ingest.readers.calls.event_views import EventView
-from treepack.ingest.readers.calls.token_calls import read_chats
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, temperature_of
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import as_objects
 from treepack.ingest.readers.files.companion_files import folder_and_document, read_document
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import MASKS, REWARDS, TEXT, Fields, Format, first
+from treepack.ingest.readers.format import MASKS, REWARDS, Format
+from treepack.ingest.readers.kinds import TEXT, Fields, first
 from treepack.ingest.readers.programs.openhands_actions import add_action_event
 from treepack.ingest.readers.programs.openhands_events import add_events
 from treepack.trajectory import Skipped, Trajectory
@@ -145,6 +148,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 FORMAT = Format(
     name="openhands",
+    rank=180,
     program="OpenHands",
     recognised_by="`history` with events, or events: `action` or `observation` with `source`, or `kind` with `source`",
     requires=[{"history": first(ACTION, OBSERVATION, KIND)}, ACTION, OBSERVATION, KIND],

@@ -15,8 +15,9 @@ of OpenLLMetry are read after its source.
 
 from __future__ import annotations
 
-from treepack.ingest.formats.openinference import DROPPED, is_openinference
-from treepack.ingest.readers.format import REWARDS, SET, Format, Kind
+from treepack.ingest.readers.format import REWARDS, Format
+from treepack.ingest.readers.kinds import SET, Kind
+from treepack.ingest.readers.spans.span_conventions import DROPPED, is_openinference
 from treepack.ingest.readers.spans.span_paths import SPANS
 from treepack.ingest.readers.spans.span_rollouts import read_file
 from treepack.ingest.readers.spans.trace_spans import view
@@ -31,6 +32,7 @@ OTLP = Kind(
 )
 FORMAT = Format(
     name="otel-genai",
+    rank=580,
     program="OpenTelemetry (generative AI conventions), OpenLLMetry (after its source), by any instrumentation of them",
     recognised_by="`resourceSpans`, or a span id beside `attributes`",
     requires=[

@@ -24,11 +24,13 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import conversation
-from treepack.ingest.readers.calls.token_calls import SPLIT_NOTE, in_rollout
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, quoted
+from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE, in_rollout
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_objects, quoted
 from treepack.ingest.readers.files.companion_files import beside
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, Format, one_of
+from treepack.ingest.readers.format import LINEAGE, MASKS, Format
+from treepack.ingest.readers.kinds import ANY, one_of
 from treepack.ingest.readers.programs.session_files import first_records
 from treepack.trajectory import Skipped, Trajectory
 
@@ -282,6 +284,7 @@ def _has_image(message: dict[str, Any]) -> bool:
 
 FORMAT = Format(
     name="pi",
+    rank=110,
     program="pi",
     recognised_by="a first line of `type` session with `timestamp` and `cwd`",
     requires=[{"type": one_of("session"), "timestamp": ANY, "cwd": ANY}],

@@ -20,15 +20,16 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import tokens
 from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import mask_values, number_values
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, ARRAY, LOGPROBS, MASKS, TOKEN_IDS, Format
+from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
+from treepack.ingest.readers.kinds import ANY, ARRAY
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.tokens.packed_rows import lengths_of, num_padding, read_packed
 from treepack.ingest.readers.tokens.route_fields import kept_routes, rows_of_all
+from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory
 
 IDS_OF = ("token_ids", "input_ids")
@@ -70,7 +71,7 @@ def read_prime_rl(record: Record, options: ReadOptions) -> Iterator[Trajectory |
             for name, routes in kept_routes(value, options).items()
         }
     one = replace(record, value=kept)
-    items = tokens.read_tokens(one, options) if sizes is None else _read_batch(one, value, sizes, options)
+    items = read_tokens(one, options) if sizes is None else _read_batch(one, value, sizes, options)
     yield from with_notes(items, notes)
 
 
@@ -130,6 +131,7 @@ def _first(value: dict[str, Any], names: tuple[str, ...]) -> Any:
 
 FORMAT = Format(
     name="prime-rl",
+    rank=390,
     program="prime-rl (TrainingSample, MicroBatch, token exports)",
     recognised_by="`token_ids` or `input_ids` beside `env_name` and a mask, or `inference_logprobs`",
     requires=[{IDS_OF: ARRAY, MASKS_OF: ARRAY, ("env_name", "inference_logprobs"): ANY}],

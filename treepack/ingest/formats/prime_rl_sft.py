@@ -16,14 +16,15 @@ from itertools import accumulate
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import tokens
 from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import mask_values
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ARRAY, MASKS, TOKEN_IDS, Format
+from treepack.ingest.readers.format import MASKS, TOKEN_IDS, Format
+from treepack.ingest.readers.kinds import ARRAY
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.tokens.packed_rows import lengths_of, num_padding
+from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory, as_token_ids
 
 # Fields that become sequences, and media, which are skipped.
@@ -69,11 +70,12 @@ def read_prime_rl_sft(record: Record, options: ReadOptions) -> Iterator[Trajecto
             "input_ids": np.append(ids[start:end], targets[end - 1]),
             "loss_mask": np.append(0.0, mask[start:end]),
         }
-        yield from tokens.read_tokens(replace(record, value=rest | fields), options)
+        yield from read_tokens(replace(record, value=rest | fields), options)
 
 
 FORMAT = Format(
     name="prime-rl-sft",
+    rank=400,
     program="prime-rl (SFT batches)",
     recognised_by="`input_ids`, `target_ids` and `loss_mask`",
     requires=[{"input_ids": ARRAY, "target_ids": ARRAY, "loss_mask": ARRAY}],

@@ -21,11 +21,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.token_calls import ChatCall, read_chats, within
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, shown
+from treepack.ingest.readers.calls.rollout_names import within
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import LIST, MASKS, OBJECT, TEXT, Format, one_of
+from treepack.ingest.readers.format import MASKS, Format
+from treepack.ingest.readers.kinds import LIST, OBJECT, TEXT, one_of
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.gemini_parts import (
     CONTENT,
@@ -34,7 +37,6 @@ from treepack.ingest.readers.messages.gemini_parts import (
     messages_of_system,
     parts_of,
 )
-from treepack.ingest.readers.messages.normal_form import is_messages
 from treepack.trajectory import Skipped, Trajectory
 
 CONTEXT_NOTE = "system prompt and tools are not in sessions of Qwen Code"
@@ -212,6 +214,7 @@ def _prompt(entries: dict[str, _Entry], last: str | None, prompts: dict[str | No
 
 FORMAT = Format(
     name="qwen-code",
+    rank=120,
     program="Qwen Code",
     recognised_by="`type` and `sessionId`, with `message.parts`, or with `subtype` and `systemPayload`",
     requires=[

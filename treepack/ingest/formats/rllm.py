@@ -18,12 +18,15 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.calls.token_calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_objects, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, EVERYTHING, Format, each
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import ANY, each
 from treepack.trajectory import Skipped, Trajectory
 
 # Fields that are read under another name, or that `FORMAT.dropped` lists.
@@ -136,6 +139,7 @@ def _chat_call(step: dict[str, Any], source: str) -> ChatCall:
 
 FORMAT = Format(
     name="rllm",
+    rank=470,
     program="rLLM (episodes)",
     recognised_by="`trajectories` with `steps`, beside `termination_reason` or `is_correct`",
     requires=[{"trajectories": each({"steps": ANY}), ("termination_reason", "is_correct"): ANY}],

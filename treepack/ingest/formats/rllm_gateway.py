@@ -18,11 +18,15 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.calls.token_calls import ChatCall, TokenCall, read_calls, read_chats
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, shown, temperature_of
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import as_objects, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, LOGPROBS, MASKS, TEXT, TOKEN_IDS, Format
+from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
+from treepack.ingest.readers.kinds import ANY, TEXT
 from treepack.trajectory import Int32, Skipped, Trajectory, as_token_ids
 
 # Fields that are read under another name, or that `FORMAT.dropped` lists.
@@ -126,6 +130,7 @@ def _chat_call(trace: Record) -> ChatCall:
 
 FORMAT = Format(
     name="rllm-gateway",
+    rank=480,
     program="rLLM (model gateway)",
     recognised_by="`trace_id` and `session_id` beside `response_message` or `completion_token_ids`",
     requires=[{"trace_id": TEXT, "session_id": TEXT, ("response_message", "completion_token_ids"): ANY}],

@@ -14,9 +14,11 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, quoted, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import quoted, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, MASKS, REWARDS, Format, first, no
+from treepack.ingest.readers.format import MASKS, REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, first, no
 from treepack.ingest.readers.messages.sft_messages import calls_of_text, read_chat, read_pair
 from treepack.trajectory import Skipped, Trajectory
 
@@ -79,6 +81,7 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
 
 FORMAT = Format(
     name="sharegpt",
+    rank=300,
     program="ShareGPT; LLaMA-Factory, Axolotl and others read it",
     recognised_by="`conversations`, a list of objects with `from` and `value`, or `role` and `content`",
     requires=[

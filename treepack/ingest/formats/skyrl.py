@@ -18,15 +18,17 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import tokens
 from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import mask_values, number_values
+from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import COLUMN, EVERYTHING, Fields, Format
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import COLUMN, Fields
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.tokens.route_fields import kept_routes, rows_of_all
+from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.ingest.readers.tokens.trainer_batches import rows_of
 from treepack.trajectory import Skipped, Trajectory
 
@@ -66,7 +68,7 @@ def read_skyrl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Sk
             yield Skipped(one.source, MEDIA_REASON)
         elif is_batch:
             fields = _of_batch(row, one.source) | _routes(row, one.source, options)
-            yield from tokens.read_tokens(replace(one, value=one.value | fields), options)
+            yield from read_tokens(replace(one, value=one.value | fields), options)
         else:
             # is_last_step [F, T, T] -> rollouts [0, 1] and [2]; without it every row is a rollout.
             steps.append((one, row))
@@ -137,6 +139,7 @@ def _of_batch(row: dict[str, Any], source: str) -> dict[str, Any]:
 
 FORMAT = Format(
     name="skyrl",
+    rank=410,
     program="SkyRL (GeneratorOutput, TrainingInputBatch)",
     recognised_by="`prompt_token_ids`, `response_ids` and `loss_masks`, or `sequences`, `attention_mask` and "
     "`loss_mask`, all as columns of lists",

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, describe
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import REWARDS, TEXT, Format
+from treepack.ingest.readers.format import REWARDS, Format
+from treepack.ingest.readers.kinds import TEXT
 from treepack.trajectory import Skipped, Text, Trajectory
 
 
@@ -30,6 +32,7 @@ def read_skyrl_dump(record: Record, options: ReadOptions) -> Iterator[Trajectory
 
 FORMAT = Format(
     name="skyrl-dump",
+    rank=420,
     program="SkyRL (evaluation dumps)",
     recognised_by="`input_prompt` and `output_response` as text",
     requires=[{"input_prompt": TEXT, "output_response": TEXT}],

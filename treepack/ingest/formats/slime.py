@@ -19,16 +19,18 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import chat, tokens
 from treepack.ingest.readers.calls.conversations import without
+from treepack.ingest.readers.chat_records import read_chat
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import KINDS, NUMBERS
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, ARRAY, EVERYTHING, LIST, Fields, Format, each, no
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import ANY, ARRAY, LIST, Fields, each, no
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.messages.normal_form import is_messages
 from treepack.ingest.readers.tokens.route_fields import kept_routes
+from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory
 
 # Fields of a tokenised sample; the reader of chats would count them as not used.
@@ -121,7 +123,7 @@ def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
         items = _read_text(replace(record, value=kept), options)
     else:
         kept = without(kept, TEXT) | kept_routes(value, options)
-        items = tokens.read_tokens(replace(record, value=kept), options)
+        items = read_tokens(replace(record, value=kept), options)
     is_cut = endings.is_cut(value["status"])
     for item in items:
         yield endings.cut(item) if is_cut and isinstance(item, Trajectory) else item
@@ -141,7 +143,7 @@ def _read_text(record: Record, options: ReadOptions) -> Iterator[Trajectory | Sk
     rest = without(value, TEXT | OF_TOKENS)
     variables = value.get("apply_chat_template_kwargs") or None
     text = {"prompt": prompt, "completion": completion, "chat_template_kwargs": variables}
-    yield from chat.read_chat(replace(record, value=rest | text), options)
+    yield from read_chat(replace(record, value=rest | text), options)
 
 
 def _name(value: dict[str, Any], record: Record) -> str | int:
@@ -155,6 +157,7 @@ def _name(value: dict[str, Any], record: Record) -> str | int:
 SAMPLE: Fields = {"tokens": ARRAY, "response_length": ANY, "status": ANY}
 FORMAT = Format(
     name="slime",
+    rank=380,
     program="slime (debug rollout data)",
     recognised_by="`tokens`, `response_length` and `status`, or `samples` that have them",
     requires=[{"samples": each(SAMPLE, minimum=1)}, {"samples": no(LIST), **SAMPLE}],

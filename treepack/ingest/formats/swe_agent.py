@@ -19,13 +19,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import conversation, with_notes, without
-from treepack.ingest.readers.calls.token_calls import ChatCall, read_chats, within
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, temperature_of
+from treepack.ingest.readers.calls.rollout_names import within
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import as_objects, is_messages
 from treepack.ingest.readers.files.companion_files import folder_and_document
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, FILLED, LINEAGE, MASKS, OBJECT, OBJECTS, Fields, Format, each, no
-from treepack.ingest.readers.messages.normal_form import is_messages
+from treepack.ingest.readers.format import LINEAGE, MASKS, Format
+from treepack.ingest.readers.kinds import ANY, FILLED, OBJECT, OBJECTS, Fields, each, no
 from treepack.trajectory import Skipped, Trajectory
 
 # Parts of the content, or bookkeeping of the agent that no model saw.
@@ -163,6 +166,7 @@ def _ends_with_step(messages: list[dict[str, Any]], step: dict[str, Any]) -> boo
 RUN: Fields = {"history": OBJECTS, "trajectory": ANY, "info": OBJECT}
 FORMAT = Format(
     name="swe-agent",
+    rank=30,
     program="SWE-agent",
     recognised_by="`history`, a list of messages, beside `trajectory` and `info`; or `attempts` of these",
     requires=[{"attempts": each(RUN, minimum=1)}, {"attempts": no(FILLED), **RUN}],

@@ -21,11 +21,13 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import conversation, without
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, shown, temperature_of
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
 from treepack.ingest.readers.files.companion_files import beside, read_document
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, OBJECT, REWARDS, Fields, Format, has_fields
-from treepack.ingest.readers.messages.normal_form import is_messages
+from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, OBJECT, Fields, has_fields
 from treepack.trajectory import Skipped, Trajectory
 
 STOP = "###STOP###"
@@ -179,6 +181,7 @@ RUN: Fields = {"info.environment_info": OBJECT, "tasks": ANY}
 SIMULATION: Fields = {"task_id": ANY, "termination_reason": ANY, "start_time": ANY, ("messages", "ticks"): ANY}
 FORMAT = Format(
     name="tau2",
+    rank=20,
     program="tau2-bench",
     recognised_by="`info.environment_info` beside `tasks`; or `task_id`, `termination_reason` and `messages`",
     requires=[RUN, SIMULATION],

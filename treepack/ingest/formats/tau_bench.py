@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from treepack.ingest.readers.calls.conversations import conversation
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, LINEAGE, OBJECTS, REWARDS, Format
+from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, OBJECTS
 from treepack.trajectory import Skipped, Trajectory
 
 
@@ -22,6 +23,7 @@ def read_tau_bench(record: Record, options: ReadOptions) -> Iterator[Trajectory 
 
 FORMAT = Format(
     name="tau-bench",
+    rank=10,
     program="tau-bench",
     recognised_by="`task_id` and `traj`, a list of messages",
     requires=[{"task_id": ANY, "traj": OBJECTS}],

@@ -26,19 +26,17 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import conversation, without
 from treepack.ingest.readers.calls.leaf_paths import leaf_paths, nodes_of, unused_fields
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import REWARDS as REWARD_NAMES
-from treepack.ingest.readers.fields.rollout_facts import (
-    ReadOptions,
-    as_number,
-    describe,
-    reward_of,
-    shown,
-)
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rewards import REWARDS as REWARD_NAMES
+from treepack.ingest.readers.fields.rewards import reward_of
+from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.fields.unread import as_json
+from treepack.ingest.readers.fields.values import as_number, is_messages, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, FILLED, LINEAGE, MASKS, OBJECT, REWARDS, Format, no
+from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, FILLED, OBJECT, no
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.messages.normal_form import is_messages, normalise_template_kwargs
+from treepack.ingest.readers.messages.conversation_settings import normalise_template_kwargs
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 ROOTS = ("tree", "root")  # fields that may have the root, if it is not the record itself
@@ -257,6 +255,7 @@ def _with_values(
 
 FORMAT = Format(
     name="text-trees",
+    rank=530,
     program="trees of text that no program defines",
     recognised_by="`children`, a list of nodes, in the record or in its field `tree` or `root`",
     requires=[

@@ -19,11 +19,14 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_number, as_objects, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_number, as_objects, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, EVERYTHING, LIST, Format, each
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import ANY, LIST, each
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.trajectory import Int32, Skipped, Trajectory, as_token_ids
+from treepack.ingest.readers.tokens.model_inputs import model_input_ids
+from treepack.trajectory import Skipped, Trajectory
 
 MASKED_METRIC = "parse_error_masked"  # tinker does not train a transition with this metric
 # Fields of the group that its trajectories do not inherit.
@@ -65,7 +68,7 @@ def _read_trajectory(
     source = record.source
     calls, reward = [], final
     for step in as_objects(trajectory.get("transitions"), source=source, name="transitions"):
-        prompt, action = ids_of(step.get("ob"), source), step.get("ac")
+        prompt, action = model_input_ids(step.get("ob"), source), step.get("ac")
         if prompt is None:
             yield Skipped(source, MEDIA_REASON)
             return
@@ -84,22 +87,9 @@ def _read_trajectory(
     yield from read_calls(replace(record, value=rest | {"reward": reward}), calls, options)
 
 
-def ids_of(model_input: Any, source: str) -> Int32 | None:
-    """Return the token ids of a model input, or of a plain list; None if a chunk is not text."""
-    if isinstance(model_input, list):
-        return as_token_ids(model_input, source=source, name="ob")
-    if not isinstance(model_input, dict):
-        raise TreepackError(f"{source}: the model input is {shown(model_input)}; expected chunks of token ids")
-    # chunks [{"tokens": [1, 2]}, {"tokens": [3]}] -> [1, 2, 3]
-    chunks = as_objects(model_input.get("chunks"), source=source, name="chunks")
-    if any(not isinstance(chunk.get("tokens"), list) for chunk in chunks):
-        return None
-    parts = [as_token_ids(chunk["tokens"], source=source, name="tokens") for chunk in chunks]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
-
-
 FORMAT = Format(
     name="tinker",
+    rank=430,
     program="tinker-cookbook (TrajectoryGroup, Trajectory)",
     recognised_by="`trajectories_G`, or `transitions` with `ob` and `ac`",
     requires=[{"trajectories_G": LIST}, {"transitions": each({"ob": ANY, "ac": ANY})}],

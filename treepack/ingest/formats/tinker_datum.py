@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import tokens
-from treepack.ingest.formats.tinker import ids_of
 from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import number_values
+from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, LOGPROBS, MASKS, OBJECT, TOKEN_IDS, Format
+from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
+from treepack.ingest.readers.kinds import ANY, OBJECT
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.tokens.model_inputs import model_input_ids
+from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Float64, Skipped, Trajectory, as_token_ids
 
 # Loss functions of Tinker name their weights differently.
@@ -38,7 +40,7 @@ def read_tinker_datum(record: Record, options: ReadOptions) -> Iterator[Trajecto
         TreepackError: targets that are not the input shifted by one, or an error of the `tokens` reader.
     """
     source, inputs = record.source, record.value["loss_fn_inputs"]
-    ids = ids_of(record.value["model_input"], source)
+    ids = model_input_ids(record.value["model_input"], source)
     if ids is None:
         yield Skipped(source, MEDIA_REASON)
         return
@@ -59,7 +61,7 @@ def read_tinker_datum(record: Record, options: ReadOptions) -> Iterator[Trajecto
         if name in inputs:
             fields[field] = np.append(np.nan, _numbers(inputs[name], name, len(ids), source))
     rest = without(record.value, ("model_input", "loss_fn_inputs"))
-    yield from tokens.read_tokens(replace(record, value=rest | fields), options)
+    yield from read_tokens(replace(record, value=rest | fields), options)
 
 
 def _data(tensor: Any, name: str, source: str) -> list[Any]:
@@ -79,6 +81,7 @@ def _numbers(tensor: Any, name: str, num_tokens: int, source: str) -> Float64:
 
 FORMAT = Format(
     name="tinker-datum",
+    rank=440,
     program="Tinker (Datum)",
     recognised_by="`model_input` and `loss_fn_inputs`",
     requires=[{"model_input": ANY, "loss_fn_inputs": OBJECT}],

@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import tokens
 from treepack.ingest.readers.calls import node_graphs as graphs
 from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_number, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import LABELS, MASK, NAMES, mask_values
+from treepack.ingest.readers.fields.values import as_number, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, ARRAY, ARRAYS, FILLED, LINEAGE, MASKS, TOKEN_IDS, Format, first, no
+from treepack.ingest.readers.format import LINEAGE, MASKS, TOKEN_IDS, Format
+from treepack.ingest.readers.kinds import ANY, ARRAY, ARRAYS, FILLED, first, no
+from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory
 
 
@@ -42,7 +44,7 @@ def read_token_trees(record: Record, options: ReadOptions) -> Iterator[Trajector
     for leaf, fields in enumerate(leaves):
         # All leaves of a tree have the same group, because they answer the same task.
         named = {"trajectory_id": f"{record.label}/leaf-{leaf}", "group_id": record.source}
-        for item in tokens.read_tokens(replace(record, value=named | rest | fields), options):
+        for item in read_tokens(replace(record, value=named | rest | fields), options):
             if isinstance(item, Trajectory):
                 # A note that every path repeats is counted once.
                 item = replace(item, notes=tuple(note for note in item.notes if note not in notes))
@@ -91,6 +93,7 @@ def _of_nodes(record: Record) -> Iterator[dict[str, Any]]:
 
 FORMAT = Format(
     name="token-trees",
+    rank=490,
     program="prime-rl (tree training), Automodel (prefix trees)",
     recognised_by="`nodes` with `token_ids` and `loss_mask`, or `prompt_ids` and `completions` as ids",
     requires=[

@@ -18,10 +18,11 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import conversation
 from treepack.ingest.readers.calls.leaf_paths import leaf_paths
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, quoted, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_objects, is_messages, quoted, shown
 from treepack.ingest.readers.files.records import Record, folder_and_stem
-from treepack.ingest.readers.format import LINEAGE, OBJECT, REWARDS, Format
-from treepack.ingest.readers.messages.normal_form import is_messages
+from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
+from treepack.ingest.readers.kinds import OBJECT
 from treepack.trajectory import Skipped, Trajectory
 
 ANSWER_ACCEPTED = 3  # observation_code of a Finish call that gives an answer; 4 is giving up
@@ -125,6 +126,7 @@ def _reward(path: list[dict[str, Any]]) -> float:
 
 FORMAT = Format(
     name="toolbench",
+    rank=60,
     program="ToolBench (DFSDT answer trees)",
     recognised_by="`tree.tree` and `answer_generation`",
     requires=[{"tree.tree": OBJECT, "answer_generation": OBJECT}],

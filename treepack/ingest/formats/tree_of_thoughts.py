@@ -19,10 +19,12 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import conversation, without
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_objects, shown
 from treepack.ingest.readers.files.companion_files import folder_and_document
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, LINEAGE, LIST, REWARDS, Format
+from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, LIST
 from treepack.trajectory import Skipped, Trajectory
 
 # Fields that become messages and rewards, and the cost of the whole run.
@@ -94,6 +96,7 @@ def _has_dropped(steps: list[dict[str, Any]], source: str) -> bool:
 
 FORMAT = Format(
     name="tree-of-thoughts",
+    rank=100,
     program="Tree of Thoughts",
     recognised_by="`idx`, `ys`, and `infos` or `accs`; and `steps` if there was a search",
     requires=[{"idx": ANY, "ys": LIST, ("infos", "accs"): LIST}],

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from treepack.ingest.formats import tokens
 from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.fields import token_fields as tf
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ARRAY, IDS, LOGPROBS, MASKS, TOKEN_IDS, Fields, Format, has_fields
+from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
+from treepack.ingest.readers.kinds import ARRAY, IDS, Fields, has_fields
+from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory
 
 # One of these fields marks a batch of TRL; other programs name ids in the same way.
@@ -42,10 +43,10 @@ def read_trl_grpo(record: Record, options: ReadOptions) -> Iterator[Trajectory |
     if has_fields(record.value, [SAMPLE]):
         # Both names: the sampler's log-probabilities, which the trainer takes as its old ones.
         value["rollout_log_probs"] = value["old_log_probs"]
-        yield from tokens.read_tokens(replace(record, value=value), options)
+        yield from read_tokens(replace(record, value=value), options)
         return
     value, is_padded = _without_padding(value, record.source)
-    for item in tokens.read_tokens(replace(record, value=value), options):
+    for item in read_tokens(replace(record, value=value), options):
         if is_padded and isinstance(item, Trajectory):
             item = replace(item, notes=(*item.notes, PADDING_NOTE))
         yield item
@@ -72,6 +73,7 @@ def _without_padding(value: dict[str, Any], source: str) -> tuple[dict[str, Any]
 SAMPLE: Fields = {"input_ids": ARRAY, "completion_mask": ARRAY, "old_log_probs": ARRAY}
 FORMAT = Format(
     name="trl-grpo",
+    rank=370,
     program="TRL (GRPOTrainer, AsyncGRPOTrainer)",
     recognised_by="`prompt_ids` and `completion_ids` beside a mask or log-probabilities of TRL, or `input_ids`, "
     "`completion_mask` and `old_log_probs`",

@@ -13,11 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import chat
 from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.chat_records import read_chat
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, FLAG, MASKS, REWARDS, TALK, TEXTS, Format, no
+from treepack.ingest.readers.format import MASKS, REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, FLAG, TALK, TEXTS, no
 from treepack.ingest.readers.messages.sft_messages import LABELS
 from treepack.ingest.readers.messages.turn_weights import as_flag
 from treepack.trajectory import Skipped, Trajectory
@@ -47,7 +49,7 @@ def read_trl_labels(record: Record, options: ReadOptions) -> Iterator[Trajectory
         if not value["completions"]:
             yield Skipped(source, "empty response")
             return
-    for item in chat.read_chat(replace(record, value=rest), options):
+    for item in read_chat(replace(record, value=rest), options):
         yield item if isinstance(item, Skipped) else replace(item, reward=reward, notes=item.notes + notes)
 
 
@@ -63,6 +65,7 @@ def _labels(labels: Any, num_steps: int, source: str) -> list[bool]:
 
 FORMAT = Format(
     name="trl-labels",
+    rank=350,
     program="TRL (unpaired preferences, stepwise supervision)",
     recognised_by="`prompt` and `completion` beside a `label` that is true or false, or `prompt` and `completions` "
     "beside `labels`",

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ARRAY, MASKS, TOKEN_IDS, Format
+from treepack.ingest.readers.format import MASKS, TOKEN_IDS, Format
+from treepack.ingest.readers.kinds import ARRAY
 from treepack.ingest.readers.tokens.packed_rows import lengths_of, read_packed
 from treepack.trajectory import Skipped, Trajectory
 
@@ -34,6 +35,7 @@ def read_trl_packed(record: Record, options: ReadOptions) -> Iterator[Trajectory
 
 FORMAT = Format(
     name="trl-packed",
+    rank=360,
     program="TRL (SFTTrainer with packing)",
     recognised_by="`input_ids` and `seq_lengths`",
     requires=[{"input_ids": ARRAY, "seq_lengths": ARRAY}],

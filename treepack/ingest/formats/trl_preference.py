@@ -17,16 +17,18 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import chat
 from treepack.ingest.readers.apis.request_answer import answer_messages, texts_of
 from treepack.ingest.readers.calls.conversations import without
+from treepack.ingest.readers.chat_records import read_chat
 from treepack.ingest.readers.fields.endings import FLAG, REASON, kind_of
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECTS, REWARDS, SET, TEXT, Format, no
+from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
+from treepack.ingest.readers.kinds import OBJECTS, SET, TEXT, no
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.messages.normal_form import has_media, is_messages
+from treepack.ingest.readers.messages.normal_form import has_media
 from treepack.trajectory import Skipped, Trajectory
 
 # The rewards of the two sides: only their order matters to the loss.
@@ -66,7 +68,7 @@ def read_trl_preference(record: Record, options: ReadOptions) -> Iterator[Trajec
     for completion, (side, reward) in zip((chosen, rejected), SIDES.items(), strict=True):
         rest = without(value, {*SIDES, "messages"})
         one = replace(record, value=_of_side(rest, side) | {"prompt": prompt, "completion": completion})
-        for item in chat.read_chat(one, options):
+        for item in read_chat(one, options):
             if not isinstance(item, Trajectory):
                 yield item
                 continue
@@ -150,6 +152,7 @@ def _num_common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
 
 FORMAT = Format(
     name="trl-preference",
+    rank=340,
     program="TRL (preference datasets: DPO, reward modelling)",
     recognised_by="`chosen` and `rejected`, both as messages or both as text",
     requires=[

@@ -21,24 +21,17 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import node_graphs as graphs
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.calls.token_calls import ChatCall, TokenCall, read_calls, read_chats, within
+from treepack.ingest.readers.calls.rollout_names import within
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, as_objects, shown, temperature_of
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import as_objects, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import (
-    ANY,
-    EVERYTHING,
-    LIST,
-    OBJECT,
-    OBJECTS,
-    Fields,
-    Format,
-    each,
-    first,
-    no,
-    optional,
-)
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import ANY, LIST, OBJECT, OBJECTS, Fields, each, first, no, optional
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason
 from treepack.trajectory import Skipped, Trajectory
 
@@ -223,6 +216,7 @@ def _object(value: dict[str, Any], name: str, source: str) -> dict[str, Any]:
 GRAPH: Fields = {"nodes": first({"message": OBJECT, "sampled": ANY})}
 FORMAT = Format(
     name="verifiers",
+    rank=240,
     program="verifiers (traces.jsonl)",
     recognised_by="`traces` beside `task`, or `nodes` that have a `message` and `sampled`",
     requires=[

@@ -15,14 +15,17 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.calls.token_calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown, temperature_of
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.companion_files import beside, read_document
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, EVERYTHING, TALK, Fields, Format, Kind, has_fields, no, optional
-from treepack.ingest.readers.messages.normal_form import is_messages
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import ANY, TALK, Fields, Kind, has_fields, no, optional
 from treepack.trajectory import Skipped, Trajectory
 
 SUMMARY = "metadata.json"
@@ -124,6 +127,7 @@ TALK_OR_NULL = Kind("text, a list of messages or null", lambda value: value is N
 RUN: Fields = {"env_id": ANY, "num_examples": ANY, "rollouts_per_example": ANY}
 FORMAT = Format(
     name="verifiers-results",
+    rank=250,
     program="verifiers before version 1 (results.jsonl)",
     recognised_by="`example_id`, `prompt` and `completion` beside `reward`, `metrics` or `trajectory`",
     requires=[

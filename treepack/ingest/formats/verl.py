@@ -18,14 +18,16 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import tokens
 from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, temperature_of
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.token_fields import KINDS, NUMBERS
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, COLUMN, EVERYTHING, IDS, Fields, Format, has_fields
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import ANY, COLUMN, IDS, Fields, has_fields
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.tokens.route_fields import kept_routes
+from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.ingest.readers.tokens.trainer_batches import rows_of
 from treepack.trajectory import Skipped, Trajectory
 
@@ -89,7 +91,7 @@ def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     # Rewards are scores minus the KL penalty, so only the first of these fields is the reward.
     scores = [name for name in SCORES if kept.get(name) is not None]
     kept = without(kept, scores[1:])
-    yield from tokens.read_tokens(replace(record, value=kept), options)
+    yield from read_tokens(replace(record, value=kept), options)
 
 
 def _is_empty(value: Any) -> bool:
@@ -100,6 +102,7 @@ BATCH: Fields = {"batch.prompts": COLUMN, "batch.responses": COLUMN}
 COLUMNS: Fields = {"prompts": COLUMN, "responses": COLUMN}
 FORMAT = Format(
     name="verl",
+    rank=260,
     program="verl (AgentLoopOutput, DataProto)",
     recognised_by="`prompt_ids` and `response_ids`, or `prompts` and `responses`, as ids, beside `response_mask`, "
     "`response_logprobs`, `rollout_log_probs` or a score of verl; or columns of these",

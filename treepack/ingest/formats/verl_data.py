@@ -15,13 +15,15 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import chat
 from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.chat_records import read_chat
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, OBJECT, OBJECTS, Format
+from treepack.ingest.readers.format import Format
+from treepack.ingest.readers.kinds import ANY, OBJECT, OBJECTS
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.messages.normal_form import MEDIA, has_media, is_messages
+from treepack.ingest.readers.messages.normal_form import MEDIA, has_media
 from treepack.trajectory import Skipped, Trajectory
 
 
@@ -37,7 +39,7 @@ def read_verl_data(record: Record, options: ReadOptions) -> Iterator[Trajectory 
         return
     rest = without(value, MEDIA)
     if is_messages(value.get("messages")):
-        yield from chat.read_chat(replace(record, value=_with_thinking(rest, record)), options)
+        yield from read_chat(replace(record, value=_with_thinking(rest, record)), options)
         return
     responses = _list(value.get("responses") or [], "responses", record)
     # A data set of prompts is an input of RL, not of a trie.
@@ -53,7 +55,7 @@ def read_verl_data(record: Record, options: ReadOptions) -> Iterator[Trajectory 
             raise TreepackError(f"{record.source}: a response is {shown(response)}; expected text")
         completion = [{"role": "assistant", "content": response}]
         one = replace(record, value=rest | {"completion": completion})
-        for item in chat.read_chat(one, options):
+        for item in read_chat(one, options):
             yield _number_response(item, number) if isinstance(item, Trajectory) else item
 
 
@@ -84,6 +86,7 @@ def _list(value: Any, name: str, record: Record) -> list[Any]:
 
 FORMAT = Format(
     name="verl-data",
+    rank=280,
     program="verl (SFT and RL datasets, generated responses)",
     recognised_by="`messages` beside `enable_thinking`, or `prompt` as messages beside `reward_model`",
     requires=[{"messages": OBJECTS, "enable_thinking": ANY}, {"prompt": OBJECTS, "reward_model": OBJECT}],

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, describe
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import ANY, REWARDS, TEXT, Format
+from treepack.ingest.readers.format import REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, TEXT
 from treepack.trajectory import Skipped, Text, Trajectory
 
 # Counted once per record, so that a user notices that a better source may exist.
@@ -33,6 +35,7 @@ def read_verl_dump(record: Record, options: ReadOptions) -> Iterator[Trajectory 
 
 FORMAT = Format(
     name="verl-dump",
+    rank=270,
     program="verl (rollout_data_dir, validation_data_dir)",
     recognised_by="`input` and `output` as text beside `score` and `step` or `gts`",
     requires=[{"input": TEXT, "output": TEXT, "score": ANY, ("step", "gts"): ANY}],

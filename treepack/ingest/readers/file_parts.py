@@ -21,14 +21,14 @@ from treepack.errors import TreepackError
 from treepack.files import object_store
 from treepack.files.address import AnyPath, RemotePath, as_path, as_remote_path, is_address
 from treepack.files.cache import borrowed_copy
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files import ranges
 from treepack.ingest.readers.files.byte_streams import COMPRESSION, Handling
 from treepack.ingest.readers.files.inputs import STDIN, InputHash, displayed, list_inputs, unreadable
 from treepack.ingest.readers.files.ranges import LineRange, Range, RowGroups
 from treepack.ingest.readers.files.records import Damaged
 from treepack.ingest.readers.files.remote_inputs import named_by_address
-from treepack.ingest.readers.registry import Done, Unread, parts_of_path
+from treepack.ingest.readers.reading import Done, Unread, parts_of_path
 from treepack.trajectory import Skipped
 
 # Formats that read further files of the folder, which a copy of one object lacks.

@@ -20,12 +20,14 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.readers.columns import aliases
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.files.record_files import read_pieces, read_records
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages.containers import with_containers
-from treepack.ingest.readers.registry import FORMATS, recognised_file
+from treepack.ingest.readers.reading import recognised_file
+from treepack.ingest.readers.registry import all_formats
 from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
 
 MAX_TRIED = 20  # values of one field, in elements of lists, that are changed
@@ -90,7 +92,7 @@ def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordU
             items = _items(found, records, options)
         except TreepackError as refusal:
             error = str(refusal)
-    others = [each for each in FORMATS if each is not found]
+    others = [each for each in all_formats() if each is not found]
     trial = None if found is None or error is not None else _Trial(found, records, options, items)
     return RecordUse(
         source=first.source,

@@ -16,12 +16,13 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import column_map
-from treepack.ingest.formats import columns as columns_format
-from treepack.ingest.readers.columns.mapped_records import ROLE_NAMES, as_messages
+from treepack.ingest.readers.column_records import read_columns
+from treepack.ingest.readers.columns.mapped_messages import ROLE_NAMES, as_messages
 from treepack.ingest.readers.fields.field_paths import parsed_json
-from treepack.ingest.readers.fields.rollout_facts import REWARDS, ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rewards import REWARDS
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import IDS
+from treepack.ingest.readers.kinds import IDS
 from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES, ROLES
 from treepack.trajectory import Chat, Trajectory
 
@@ -63,7 +64,7 @@ def suggested_columns(record: Record, options: ReadOptions) -> str | None:
 def _reads(record: Record, line: str, options: ReadOptions) -> bool:
     """Return True if `line` makes at least one trajectory with something to train of `record`."""
     try:
-        items = list(columns_format.read_columns(record.with_lists(), replace(options, columns=column_map(line))))
+        items = list(read_columns(record.with_lists(), replace(options, columns=column_map(line))))
     except TreepackError:
         return False
     made = [item.content for item in items if isinstance(item, Trajectory)]

@@ -11,9 +11,10 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.similar_names import SIMILAR
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.format import SIMILAR, Format
+from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.recognition import UnknownFormatError, lists_of_objects
 from treepack.ingest.readers.suggestions import suggested_columns
 from treepack.trajectory import Trajectory

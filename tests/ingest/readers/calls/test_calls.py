@@ -11,17 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.token_calls import (
-    EMPTY_NOTE,
-    SPLIT_NOTE,
-    ChatCall,
-    TokenCall,
-    join_calls,
-    join_chats,
-    read_calls,
-    read_chats,
-)
-from treepack.ingest.readers.registry import ReadOptions, Record
+from treepack.ingest.readers.calls.chat_calls import ChatCall, join_chats, read_chats
+from treepack.ingest.readers.calls.rollout_names import EMPTY_NOTE, SPLIT_NOTE
+from treepack.ingest.readers.calls.token_calls import TokenCall, join_calls, read_calls
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.tokenization import tokenize
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory, derived_group, positions, prompt_messages
 

@@ -14,10 +14,11 @@ from treepack.errors import TreepackError
 from treepack.ingest.column_map import column_map
 from treepack.ingest.formats import columns as columns_format
 from treepack.ingest.options import BuildOptions
+from treepack.ingest.readers.column_records import read_columns
 from treepack.ingest.readers.columns.aliases import ALIASES, CONTAINERS, SYSTEM
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.registry import detect_format, read_trajectories
+from treepack.ingest.readers.reading import detect_format, read_trajectories
 from treepack.ingest.stream import read
 from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
 
@@ -281,7 +282,7 @@ def test_an_unknown_layout_is_refused_with_the_columns_that_read_it(
 ) -> None:
     said = refusal(tmp_path, value)
     assert re.findall(r"--columns '?([^\s;']+)", said) == [line]
-    made = list(columns_format.read_columns(Record("r:1", "r", value), ReadOptions(columns=column_map(line))))
+    made = list(read_columns(Record("r:1", "r", value), ReadOptions(columns=column_map(line))))
     assert all(isinstance(item, Trajectory) for item in made)
     assert len(made) > 0
 

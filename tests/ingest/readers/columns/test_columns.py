@@ -17,7 +17,7 @@ from treepack.files.manifest import read_manifest
 from treepack.ingest.column_map import column_map
 from treepack.ingest.formats import columns as columns_format
 from treepack.ingest.options import BuildOptions
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.stream import read
 from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import tokens
-from treepack.ingest.readers.registry import ReadOptions, Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Trajectory
 
 MASKED = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}
 
 
 def read(value: dict[str, Any], **options: Any) -> Trajectory:
-    (trajectory,) = tokens.read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
+    (trajectory,) = read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
     assert isinstance(trajectory, Trajectory)
     return trajectory
 

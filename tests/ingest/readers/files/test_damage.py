@@ -14,10 +14,10 @@ import pytest
 from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
 from treepack.ingest.options import BuildOptions
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.files.yaml_files import read_yaml
-from treepack.ingest.readers.registry import read_parts
+from treepack.ingest.readers.reading import read_parts
 from treepack.ingest.stream import read
 from treepack.trajectory import Skipped, Trajectory
 

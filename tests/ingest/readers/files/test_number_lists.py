@@ -13,16 +13,16 @@ import pytest
 
 from support.damage import damaged, samples
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.number_lists import LineParser, cut_numbers
 from treepack.ingest.readers.files.records import Lines
 from treepack.ingest.readers.format import Format
-from treepack.ingest.readers.registry import FORMATS
+from treepack.ingest.readers.registry import all_formats
 from treepack.native.library import is_compiled
 from treepack.trajectory import Skipped, Text, Tokens, Trajectory
 
 NAMES = ["input_ids", "loss_mask", "m"]
-FAST = [each for each in FORMATS if each.arrays]
+FAST = [each for each in all_formats() if each.arrays]
 
 INTEGERS = "0 1 7 42 9999999 12345678 123456789 2147483647 -1 -100 -2147483648".split()
 FLOATS = """0.0 -0.0 0.5 -1.25 -0.0001 1e-7 -1.1920928955078125e-07 2.5E-3 12.5e1 0e5 -0e0 1.0e+1 0.1 5.0 1e-27

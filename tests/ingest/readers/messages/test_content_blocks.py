@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.logs import turns
-from treepack.ingest.formats import chat
-from treepack.ingest.readers.calls.token_calls import ChatCall, join_chats
+from treepack.ingest.readers.calls.chat_calls import ChatCall, join_chats
+from treepack.ingest.readers.chat_records import read_chat
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason, split_blocks
 from treepack.ingest.readers.messages.normal_form import normalise_messages
-from treepack.ingest.readers.registry import ReadOptions, Record
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 SOURCE = "log.jsonl:3"
@@ -37,7 +38,7 @@ def said(*blocks: dict[str, Any], role: str = "assistant") -> dict[str, Any]:
 
 
 def read(**value: Any) -> list[Trajectory | Skipped]:
-    return list(chat.read_chat(Record(SOURCE, "log.jsonl", value), ReadOptions()))
+    return list(read_chat(Record(SOURCE, "log.jsonl", value), ReadOptions()))
 
 
 def test_a_turn_of_blocks_becomes_reasoning_text_and_calls() -> None:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import shown
-from treepack.ingest.readers.messages.normal_form import is_messages
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.spans.trace_spans import parsed
 
 Message = dict[str, Any]

@@ -23,14 +23,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats.langsmith import ROLES, chat_messages
 from treepack.ingest.readers.apis.ai_sdk import has_sdk_parts, messages_of_sdk, messages_of_sdk_response, sdk_call
 from treepack.ingest.readers.apis.exchanges import API_FIELDS
-from treepack.ingest.readers.fields.rollout_facts import quoted, shown, temperature_of
+from treepack.ingest.readers.apis.langchain_messages import ROLES, chat_messages
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import is_messages, quoted, shown
 from treepack.ingest.readers.messages.gemini_parts import gemini_messages, gemini_tools
 from treepack.ingest.readers.messages.merged_turns import answered, left_over, merged_turns
 from treepack.ingest.readers.messages.message_trees import RENAMED_ROLES as RENAMED
-from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES, is_messages
+from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES
 from treepack.ingest.readers.messages.normal_form import ROLES as CHAT_ROLES
 from treepack.ingest.readers.messages.response_items import CALLS, RESULTS, messages_of_items
 from treepack.ingest.readers.spans.span_calls import messages_of_parts

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import quoted, shown
+from treepack.ingest.readers.fields.values import quoted, shown
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.files.records import Record

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import METADATA_DICTS, shown
+from treepack.ingest.readers.fields.rollout_facts import METADATA_DICTS
 from treepack.ingest.readers.fields.unread import as_json, is_empty
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.messages.content_blocks import split_blocks
-from treepack.ingest.readers.messages.normal_form import is_messages
 
 Message = dict[str, Any]
 

@@ -6,10 +6,12 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, describe
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import split_blocks
-from treepack.ingest.readers.messages.normal_form import normalise_messages, normalise_tools
+from treepack.ingest.readers.messages.conversation_settings import normalise_tools
+from treepack.ingest.readers.messages.normal_form import normalise_messages
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 

@@ -14,7 +14,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
-from treepack.ingest.readers.calls.token_calls import ChatCall
+from treepack.ingest.readers.calls.chat_calls import ChatCall
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 
 Message = dict[str, Any]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import as_objects, shown
+from treepack.ingest.readers.fields.values import as_objects, shown
 
 # Fields that may hold an answer or a part of one, a mask, or a preference. A node that has one unknown to its reader is
 # refused, because the rest of the node would be trained without it.

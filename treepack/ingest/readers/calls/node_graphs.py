@@ -17,7 +17,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.token_calls import TokenCall
-from treepack.ingest.readers.fields.rollout_facts import shown
+from treepack.ingest.readers.fields.values import shown
 from treepack.trajectory import Int32, as_token_ids
 
 

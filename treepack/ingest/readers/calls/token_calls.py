@@ -23,47 +23,26 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import tokens
+from treepack.ingest.readers.calls.rollout_names import with_rollout_names
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import (
-    BadValueError,
-    ReadOptions,
-    as_number,
-    describe,
-    shown,
-)
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import LABELS, NAMES, mask_values, number_values
 from treepack.ingest.readers.fields.token_fields import MASK as MASK_OF_TOKENS
+from treepack.ingest.readers.fields.values import BadValueError, as_number, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.messages.content_blocks import split_blocks
-from treepack.ingest.readers.messages.normal_form import (
-    Messages,
-    normalise_messages,
-    normalise_template_kwargs,
-    normalise_tools,
-)
 from treepack.ingest.readers.tokens.route_fields import has_routes, read_routes
+from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import (
-    MAX_INSIDE,
-    Chat,
     Float64,
     Int32,
     Routes,
     Skipped,
-    Text,
-    Tokens,
     Trajectory,
     as_token_ids,
-    check_temperatures,
-    derived_group,
     is_recorded,
-    prompt_messages,
-    prompt_tokens,
 )
 
 MASK, TEMPERATURES, ROUTES = "loss_mask", "temperatures", "routed_experts"
-SPLIT_NOTE = "split where the prompt of a call does not continue the calls before it"
-EMPTY_NOTE = "call without a response not used"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,36 +64,11 @@ class TokenCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatCall:
-    """One call by its messages, as logged. The assistant messages of the response are trained, the prompt is not.
-
-    `temperature` is that of the sampler for the response, None if it is not known. `ending` is the raw value of the
-    field that says why the response ended (`endings`), None if there is none or if the messages have it.
-    """
-
-    prompt: Sequence[Any]
-    response: Sequence[Any]
-    tools: Any = None
-    chat_template_kwargs: Any = None
-    temperature: float | None = None
-    ending: Any = None
-
-
-@dataclass(frozen=True, slots=True)
 class Joined:
     """Calls that continue each other: `calls` are their numbers from 0, `fields` the fields of a `tokens` record."""
 
     calls: tuple[int, ...]
     fields: dict[str, Any]
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedChat:
-    """Calls that continue each other, as one conversation; `calls` are their numbers from 0."""
-
-    calls: tuple[int, ...]
-    content: Chat
     notes: tuple[str, ...] = ()
 
 
@@ -135,39 +89,14 @@ def read_calls(record: Record, calls: Sequence[TokenCall], options: ReadOptions)
         items = [
             replace(item, notes=item.notes + part.notes) if isinstance(item, Trajectory) else item
             for part in joined
-            for item in tokens.read_tokens(replace(record, value=record.value | part.fields), options)
+            for item in read_tokens(replace(record, value=record.value | part.fields), options)
         ]
     except BadValueError as error:
         yield Skipped(record.source, error.reason, detail=str(error))
         return
     if calls and endings.is_cut(calls[-1].ending):
         items = [replace(item, is_truncated=True) if isinstance(item, Trajectory) else item for item in items]
-    yield from _with_names(record, items, [part.calls for part in joined], num_calls=len(calls))
-
-
-def read_chats(record: Record, calls: Sequence[ChatCall], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """Yield the trajectories of a rollout whose `calls` are messages; `record` has its other fields.
-
-    A bad value, such as that of the reward, or a message without content, skips the rollout.
-
-    Raises:
-        TreepackError: `readers.messages` refuses messages or tools.
-    """
-    # Fields of the rollout about its end are those of its last call, unless the calls have fields of their own.
-    last = len(calls) - 1 if all(call.ending is None for call in calls) else len(calls)
-    try:
-        joined = join_chats(calls, source=record.source)
-        items = [
-            describe(record, part.content, used=(), options=options, notes=part.notes, has_end=last in part.calls)
-            for part in joined
-        ]
-    except BadValueError as error:
-        yield Skipped(record.source, error.reason, detail=str(error))
-        return
-    # The whole rollout is truncated if its last call is; another one may be a call of a sub-agent.
-    ends = [item.is_truncated for item, part in zip(items, joined, strict=True) if len(calls) - 1 in part.calls]
-    items = [replace(item, is_truncated=any(ends)) for item in items] if ends else items
-    yield from _with_names(record, items, [part.calls for part in joined], num_calls=len(calls))
+    yield from with_rollout_names(record, items, [part.calls for part in joined], num_calls=len(calls))
 
 
 def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[Joined]:
@@ -209,81 +138,6 @@ def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[Joined]:
                 )
             )
     return [run.join() for run in runs]
-
-
-def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
-    """Join `calls` if the prompt of one begins with all messages of another, and both have the same tools.
-
-    Raises:
-        TreepackError: `readers.messages` refuses messages or tools.
-    """
-    runs: list[JoinedChat] = []
-    logged: list[list[Any]] = []  # the messages of each run as they were logged, before they were normalised
-    parts: dict[int, list[Any]] = {}  # each logged message with its blocks split, by its identity
-    for number, call in enumerate(calls):
-        if not call.response:
-            continue
-        prompt = [part for message in call.prompt for part in _split(message, parts)]
-        where, num_prompt = f"{source}: call {number + 1}", len(prompt)
-        response = endings.mark(split_blocks(call.response), call.ending)
-        # A later prompt repeats an answer without the reason why it ended.
-        whole = [endings.without_fields(message) for message in (*prompt, *response)]
-        # Successive prompts repeat nearly all messages. A repeated message need not be normalised again, so only the
-        # messages after the longest equal run are: normalising all would be quadratic in the number of turns.
-        equal_runs = [i for i, messages in enumerate(logged) if messages == whole[: min(num_prompt, len(messages))]]
-        longest = max(equal_runs, key=lambda i: len(logged[i]), default=-1)
-        start = len(logged[longest]) if equal_runs else 0
-        new = [*prompt, *response][start:]
-        done = normalise_messages(new, source=where, before=_messages(runs[longest]) if equal_runs else None)
-        tools = normalise_tools(call.tools, source=where)
-        if call.temperature is not None:
-            check_temperatures(np.array([call.temperature]), source=where, name="temperature")
-        variables = normalise_template_kwargs(call.chat_template_kwargs, source=where)
-        weights = [0.0] * num_prompt + done.weights[num_prompt:]
-        temperatures = [None] * num_prompt + [call.temperature] * (len(done.messages) - num_prompt)
-        cuts = [False] * num_prompt + done.cuts[num_prompt:]
-        # Equal as logged is not enough (the tools may differ), and not needed (null and "" are the same content).
-        continued = [
-            i
-            for i, run in enumerate(runs)
-            if (run.content.tools, run.content.chat_template_kwargs) == (tools, variables)
-            and run.content.messages == done.messages[: min(num_prompt, len(run.content.messages))]
-        ]
-        if not continued:
-            content = _chat(done.messages, weights, (tools, variables), temperatures, cuts)
-            runs.append(JoinedChat((number,), content, done.notes))
-            logged.append(whole)
-            continue
-        longest = max(continued, key=lambda i: len(runs[i].content.messages))
-        before = runs[longest]
-        # Weights 0 1 of the run, 0 0 0 1 of the call -> 0 1 0 1: a prompt must not untrain an earlier response.
-        earlier = before.content.message_weights
-        weights = [*earlier, *weights[len(earlier) :]]
-        temperatures = [*(before.content.message_temperatures or [None] * len(earlier)), *temperatures[len(earlier) :]]
-        cuts = [*(before.content.message_cuts or [False] * len(earlier)), *cuts[len(earlier) :]]
-        content = _chat(done.messages, weights, (tools, variables), temperatures, cuts)
-        notes = tuple(dict.fromkeys((*before.notes, *done.notes)))  # each note once, in order
-        runs[longest] = JoinedChat((*before.calls, number), content, notes)
-        logged[longest] = whole
-    return runs
-
-
-def _chat(
-    messages: list[Any], weights: list[float], more: tuple[Any, Any], temperatures: list[Any], cuts: list[bool]
-) -> Chat:
-    known = any(temperature is not None for temperature in temperatures)
-    return Chat(messages, weights, *more, temperatures if known else None, cuts if any(cuts) else None)
-
-
-def _split(message: Any, parts: dict[int, list[Any]]) -> list[Any]:
-    # Readers put the same message into the prompts of all later calls. `calls` keeps it, so its identity stays unique.
-    split = parts.get(id(message))
-    return parts.setdefault(id(message), split_blocks([message])) if split is None else split
-
-
-def _messages(run: JoinedChat) -> Messages:
-    cuts = run.content.message_cuts or [False] * len(run.content.messages)
-    return Messages(run.content.messages, run.content.message_weights, run.notes, cuts)
 
 
 class _CallChain:
@@ -379,56 +233,3 @@ def _values(call: TokenCall, num_tokens: int, where: str) -> dict[str, Float64]:
 
 def _is_empty(value: Any) -> bool:
     return isinstance(value, list | np.ndarray) and len(value) == 0
-
-
-def _with_names(
-    record: Record, items: Sequence[Trajectory | Skipped], calls: Sequence[tuple[int, ...]], *, num_calls: int
-) -> Iterator[Trajectory | Skipped]:
-    """Yield `items`, each named after its first call if there are several; each note of the rollout occurs once."""
-    if not items:
-        yield Skipped(record.source, "no call with a response")
-        return
-    general: tuple[str, ...] = () if len(items) == 1 else (SPLIT_NOTE,)
-    if sum(map(len, calls)) < num_calls:
-        general += (EMPTY_NOTE,)
-    group = _group(items)
-    seen: set[str] = set()
-    for item, numbers in zip(items, calls, strict=True):
-        if isinstance(item, Skipped):
-            yield item
-            continue
-        if len(items) > 1:
-            item = in_rollout(item, numbers[0])
-        notes = tuple(note for note in item.notes + general if note not in seen)
-        seen.update(notes)
-        yield replace(item, group_id=item.group_id or group, notes=notes)
-
-
-def within(item: Trajectory | Skipped, rollout: str, number: int) -> Trajectory | Skipped:
-    """Return `item` as a part of conversation `number`, from 0, of several of a `rollout`."""
-    if isinstance(item, Skipped):
-        return item
-    return replace(item, rollout_id=rollout, rollout_part=number * MAX_INSIDE + (item.rollout_part or 0))
-
-
-def in_rollout(item: Trajectory, first_call: int) -> Trajectory:
-    """Return `item`, named after its rollout, as the trajectory of this rollout that begins with call `first_call`."""
-    name = item.trajectory_id
-    return replace(item, trajectory_id=f"{name}/turn-{first_call + 1}", rollout_id=name, rollout_part=first_call)
-
-
-def _group(items: Sequence[Trajectory | Skipped]) -> str | None:
-    """Return the group for the trajectories of a rollout without a group: it is derived from the first prompt."""
-    # One trajectory gets its group later, from the tokenised prompt; several must share one, although prompts differ.
-    first = next((item for item in items if isinstance(item, Trajectory)), None)
-    return None if len(items) == 1 or first is None else group_of_first(first)
-
-
-def group_of_first(item: Trajectory) -> str | None:
-    """Return the group for a rollout of several trajectories without one, by the prompt of its first, `item`."""
-    content = item.content
-    if isinstance(content, Text):
-        return None
-    return derived_group(
-        prompt_tokens(content) if isinstance(content, Tokens) else prompt_messages(content, content.tools)
-    )

@@ -11,7 +11,6 @@ has the name of a mapped one, but is another field, is named in a note, or refus
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,18 +20,14 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import CONTENT, IN_MESSAGES, WHERE, ColumnMap, ColumnPath
+from treepack.ingest.readers.columns.mapped_messages import MappedTalk
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.field_paths import GONE, MISSING, parsed_json, value_at, without_paths
-from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, REWARDS, STEPS, quoted, shown
+from treepack.ingest.readers.fields.field_paths import GONE, MISSING, value_at, without_paths
+from treepack.ingest.readers.fields.rewards import REWARDS
+from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, STEPS
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES, ROLES, is_messages
 
-# Names of roles that many data sets have, in lower case.
-ROLE_NAMES = {
-    **dict.fromkeys("human prompter".split(), "user"),
-    **dict.fromkeys("gpt chatgpt bot ai model".split(), "assistant"),
-    **dict.fromkeys("observation tool_response tool_result function_response".split(), "tool"),
-}
 # Names of the fields of the new record. Of several names, those first in the lists of `fields` count.
 NAMES = {
     "id": IDS[0],
@@ -44,7 +39,6 @@ NAMES = {
     "mask": "loss_mask",
     "logprobs": "rollout_log_probs",
 }
-MESSAGE_NAMES = {"calls": "tool_calls", "reasoning": "reasoning_content", "call_id": "tool_call_id"}
 # Values of a record with several answers, which may be lists with one value for each answer.
 PER_ANSWER = ("id", "reward", "weight", "mask", "logprobs", "advantage", "temperature", "finish_reason", "step")
 READ_AS_CONTENT = frozenset({"messages", "completion", "chosen", "rejected"})  # by the readers of the new record
@@ -80,7 +74,7 @@ def records_of(record: Record, columns: ColumnMap) -> Mapped:
     values = {key: value for key, value in found.items() if value is not None or key in CONTENT}
     rest = without_paths(record.value, [path.steps for each in paths.values() for path in each])
     rest = {} if rest is GONE else rest
-    talk = _Talk(record.source, columns)
+    talk = MappedTalk(record.source, columns)
     contents = _contents(values, talk, rest)
     has_answers = _has_answers(values, talk)
     if has_answers and "reward" not in values:
@@ -156,105 +150,7 @@ def _value(record: Record, key: str, paths: Sequence[ColumnPath]) -> Any:
     raise TreepackError(f"{record.source}: {names} (column {key}) are not all text, or all messages; give one path")
 
 
-class _Talk:
-    """Converts the messages of one record; remembers the paths that were found in any of them."""
-
-    def __init__(self, source: str, columns: ColumnMap) -> None:
-        self.source, self._columns = source, columns
-        keys = (*IN_MESSAGES, "mask")
-        self._paths = {key: columns.paths[key][0] for key in keys if key in columns.paths}
-        self._found: set[str] = set()
-        self._num = 0
-        self.took_mask = False
-
-    @property
-    def has_parts(self) -> bool:
-        """True if the map names parts of messages or roles."""
-        return bool(self._paths or self._columns.roles)
-
-    def messages(self, value: Any) -> list[dict[str, Any]] | None:
-        """Return the messages of `value`, or None if it is no list of objects, also not as JSON text."""
-        value = as_messages(value)
-        if value is None:
-            return None
-        return [self._message(each, f"{self.source}: message {i}") for i, each in enumerate(value, 1)]
-
-    def answer(self, value: Any) -> list[dict[str, Any]] | str | None:
-        """Return one answer: text, messages, or a single message; None if it is neither."""
-        if isinstance(value, str) and not self.is_talk(value):
-            return value
-        if isinstance(value, dict):
-            role = self._paths["role"].steps if "role" in self._paths else ("role",)
-            has_role = value_at(value, role) is not MISSING
-            value = [value if has_role else {"role": "assistant"} | value]
-        return self.messages(value)
-
-    def has_answers(self, messages: list[dict[str, Any]]) -> bool:
-        """Return True if each of `messages`, under a name such as `responses`, is an answer of its own."""
-        *_, name = [step for step in self._columns.paths["answer"][0].steps if isinstance(step, str)] or [""]
-        return name.endswith("s") and all(each.get("role") == "assistant" for each in messages)
-
-    def is_talk(self, value: Any) -> bool:
-        """Return True if `value` is messages, each of which has a role, as it is or as JSON text."""
-        messages = as_messages(value)
-        role = self._paths["role"].steps if "role" in self._paths else ("role",)
-        return bool(messages) and all(value_at(each, role) is not MISSING for each in messages or ())
-
-    def prompt(self, value: Any) -> list[dict[str, Any]] | str | None:
-        """Return a prompt: text or messages; None if it is neither."""
-        if isinstance(value, str) and not self.is_talk(value):
-            return value
-        return self.messages(value)
-
-    def notes(self) -> list[str]:
-        """Return a note for each path that no message of the record has."""
-        absent = [key for key in self._paths if key not in self._found and key != "mask"]
-        return [f"column {key}={self._paths[key].text} in no message" for key in absent if self._num]
-
-    def _message(self, message: dict[str, Any], where: str) -> dict[str, Any]:
-        self._num += 1
-        values = {key: value_at(message, path.steps) for key, path in self._paths.items()}
-        values = {key: value for key, value in values.items() if value is not MISSING}
-        self._found.update(values)
-        rest = without_paths(message, [self._paths[key].steps for key in values])
-        rest = {} if rest is GONE else rest
-        fields = {MESSAGE_NAMES.get(key, key): value for key, value in values.items() if key != "mask"}
-        if "mask" in values:
-            fields["trainable" if isinstance(values["mask"], bool) else "weight"] = values["mask"]
-        for name in fields.keys() & rest.keys():
-            if rest[name] not in (None, "", []):
-                raise TreepackError(f"{where} has the field {name} beside the column of {WHERE}; map or ignore it")
-        if "role" in fields or "role" in rest:
-            fields["role"] = self._role(fields.get("role", rest.get("role")), where)
-        # Trajectories of SWE-agent on the hub have the text of the system message in a field of its own.
-        if fields.get("role") == "system" and not fields.get("content") and isinstance(rest.get("system_prompt"), str):
-            fields["content"] = rest.pop("system_prompt")
-        return rest | fields
-
-    def _role(self, role: Any, where: str) -> Any:
-        name = role if isinstance(role, str) else json.dumps(role) if isinstance(role, bool | int) else None
-        if name is None:
-            return role
-        known = self._columns.roles.get(name) or ROLE_NAMES.get(name.lower())
-        lower = name.lower()
-        if known is None and lower not in ROLES and lower not in RENAMED_ROLES:
-            raise TreepackError(
-                f"{where} has role {quoted(name)}; expected system, user, assistant or tool, or name it, for example "
-                f"{WHERE} {self._columns.line}{',' if self._columns.line else ''}assistant={name}"
-            )
-        return known or lower
-
-
-def as_messages(value: Any) -> list[dict[str, Any]] | None:
-    """Return a list of objects, given as it is, as JSON text, or as a list of JSON texts; None if it is none."""
-    parsed = parsed_json(value)
-    value = value if parsed is MISSING else parsed
-    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
-        value = [parsed_json(each) for each in value]
-    return value if is_messages(value) else None
-
-
-def _contents(values: dict[str, Any], talk: _Talk, rest: dict[str, Any]) -> list[dict[str, Any] | None]:
+def _contents(values: dict[str, Any], talk: MappedTalk, rest: dict[str, Any]) -> list[dict[str, Any] | None]:
     """Return the fields that are the content of each new record, None for an empty answer."""
     if TOKEN_KEYS & values.keys():
         return _token_contents(values, talk)
@@ -280,14 +176,14 @@ def _contents(values: dict[str, Any], talk: _Talk, rest: dict[str, Any]) -> list
     return [{"system": values["system_prompt"]} if "system_prompt" in values else {}]
 
 
-def _token_contents(values: dict[str, Any], talk: _Talk) -> list[dict[str, Any] | None]:
+def _token_contents(values: dict[str, Any], talk: MappedTalk) -> list[dict[str, Any] | None]:
     content = {NAMES.get(key, key): values[key] for key in sorted(TOKEN_KEYS & values.keys())}
     if not _has_answers(values, talk):
         return [content]
     return [content | {"response_ids": each} if len(each) else None for each in content["response_ids"]]
 
 
-def _has_answers(values: dict[str, Any], talk: _Talk) -> bool:
+def _has_answers(values: dict[str, Any], talk: MappedTalk) -> bool:
     """Return True if the record has a list of answers, also of one."""
     answer, ids = values.get("answer"), values.get("answer_ids")
     if isinstance(ids, list) and ids and all(isinstance(each, list | np.ndarray) for each in ids):
@@ -299,7 +195,7 @@ def _has_answers(values: dict[str, Any], talk: _Talk) -> bool:
     return isinstance(answer, list) and bool(answer) and not is_one
 
 
-def _completion(values: dict[str, Any], given: Any, talk: _Talk) -> dict[str, Any]:
+def _completion(values: dict[str, Any], given: Any, talk: MappedTalk) -> dict[str, Any]:
     """Return prompt and completion, both as text or both as messages."""
     answer = talk.answer(given)
     if answer is None:
@@ -311,7 +207,7 @@ def _completion(values: dict[str, Any], given: Any, talk: _Talk) -> dict[str, An
     return {"prompt": [*_system(values, talk, prompt), *prompt], "completion": answer}
 
 
-def _pair(values: dict[str, Any], talk: _Talk) -> dict[str, Any]:
+def _pair(values: dict[str, Any], talk: MappedTalk) -> dict[str, Any]:
     sides = {}
     for key in ("chosen", "rejected"):
         side = talk.answer(values[key])
@@ -328,7 +224,7 @@ def _pair(values: dict[str, Any], talk: _Talk) -> dict[str, Any]:
     return {"prompt": [*_system(values, talk, prompt), *prompt], **talks}
 
 
-def _prompt(values: dict[str, Any], talk: _Talk) -> list[dict[str, Any]] | str:
+def _prompt(values: dict[str, Any], talk: MappedTalk) -> list[dict[str, Any]] | str:
     """Return the prompt as text as it was sent to the model, or as messages."""
     key = "question" if "question" in values else "prompt"
     prompt = talk.prompt(values[key])
@@ -341,7 +237,7 @@ def _as_talk(value: list[dict[str, Any]] | str, role: str) -> list[dict[str, Any
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def _system(values: dict[str, Any], talk: _Talk, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _system(values: dict[str, Any], talk: MappedTalk, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     text = values.get("system_prompt")
     if text is not None and not isinstance(text, str):
         raise _wrong_kind(talk.source, "system_prompt", text, "text")
@@ -352,7 +248,7 @@ def _system(values: dict[str, Any], talk: _Talk, messages: Sequence[dict[str, An
     return [{"role": "system", "content": text}] if text else []
 
 
-def _mask_messages(messages: list[dict[str, Any]], values: dict[str, Any], talk: _Talk) -> None:
+def _mask_messages(messages: list[dict[str, Any]], values: dict[str, Any], talk: MappedTalk) -> None:
     """Put a mask with one value for each message into the messages."""
     mask = values.get("mask")
     if mask is None:

@@ -12,17 +12,18 @@ import json
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.column_map import ColumnMap
-from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers.fields import endings
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.repeats import note_on, repeats
+from treepack.ingest.readers.fields.rewards import REWARDS, is_equal, reward_of
 from treepack.ingest.readers.fields.unread import ANSWER, MASK, danger, is_empty, not_used
+from treepack.ingest.readers.fields.values import BadValueError, as_fact, fault_in_json, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
 
@@ -30,7 +31,6 @@ from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
 IDS = ("trajectory_id", "rollout_id", "session_id", "trace_id", "id", "index")
 GROUPS = ("uid", "group_id", "group_index", "example_id", "task_id", "data_id", "prompt_id")
 STEPS = ("step", "global_step")
-REWARDS = ("reward", "score", "reward_score", "rewards", "rm_scores", "token_level_scores", "token_level_rewards")
 # Objects with the settings of the sampler, of which the temperature is read.
 SAMPLING_DICTS = ("sampling_params", "sampling_args", "generation_params", "generation_config")
 METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
@@ -45,43 +45,6 @@ SEGMENT_IDS = "segment_ids"  # one integer per segment, equal in two rollouts of
 MAX_METADATA = 2000  # characters of one field: enough for settings and scores, too few for a transcript
 INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
 NUMBER = re.compile(r"[0-9]{1,4}(\.[0-9]{1,20})?")  # a temperature as text
-MAX_DEPTH = 100  # of nested values: far from 1000, at which Python's json raises RecursionError
-
-
-class BadValueError(TreepackError):
-    """A fact of one rollout, such as its reward, has an impossible value: this rollout cannot be used.
-
-    `reason` is the same for all rollouts with the fault, so that they can be counted.
-    """
-
-    def __init__(self, sentence: str, reason: str) -> None:
-        """Keep the sentence about the rollout, and the reason for its count."""
-        super().__init__(sentence)
-        self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """Options of the caller for all records.
-
-    `reward_key` selects one reward of several in a dict. `vocab_size` is the exclusive bound of the token ids.
-    `train_all` trains every token of a record that has neither a mask nor a separate response. `shapes` accepts formats
-    with the lengths and shared prefixes of rollouts but without tokens or text; token ids are then placeholders.
-    `skip_bad` skips damaged records and files, which are refused otherwise. `max_record_size` limits the bytes of a
-    record, and of a file that is read as a whole. `keep_routes` keeps recorded routes, see `route_fields`. `harmless`
-    are fields that are metadata although their names could be those of answers or masks. `columns` maps records of a
-    homemade layout, see `readers.columns`.
-    """
-
-    reward_key: str | None = None
-    vocab_size: int | None = None
-    train_all: bool = False
-    shapes: bool = False
-    skip_bad: bool = False
-    max_record_size: int = MAX_RECORD_SIZE
-    keep_routes: bool = False
-    harmless: frozenset[str] = frozenset()
-    columns: ColumnMap | None = None
 
 
 def describe(
@@ -177,14 +140,6 @@ def _other_rewards(rest: dict[str, Any], reward: float | None, used: str | None)
     return tuple(f"field '{name}' not read as the reward, because '{used}' is" for name in others)
 
 
-def is_equal(value: Any, reward: float | None) -> bool:
-    """Return whether `value` of a field is the `reward` of its rollout: the number, or a list with this sum."""
-    numbers = value.tolist() if isinstance(value, np.ndarray) else value
-    parts = numbers if isinstance(numbers, list) else [numbers]
-    is_number = all(isinstance(part, int | float) for part in parts)
-    return reward is not None and is_number and math.isclose(sum(parts), reward, rel_tol=1e-6)
-
-
 def _temperature(value: dict[str, Any]) -> tuple[float | None, str | None]:
     """Return the temperature of the sampler and the name of the field that has it: a number, or an object of settings.
 
@@ -214,131 +169,6 @@ def marked(value: dict[str, Any], name: str) -> Any:
     # {"info": {"untrained_prefix": 7}} -> 7. The names are sorted, so that the result does not depend on a set's order.
     nested = [value[key] for key in sorted(METADATA_DICTS) if isinstance(value.get(key), dict)]
     return next((fields[name] for fields in (value, *nested) if fields.get(name) is not None), None)
-
-
-def as_number(value: Any, *, source: str, name: str) -> float:
-    """Return `value` as a float.
-
-    Raises:
-        TreepackError: it is not a number (a boolean or a string is not), or too large for a float.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TreepackError(f"{source}: {name} is {shown(value)}; expected a number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise TreepackError(f"{source}: {name} does not fit a float; expected a finite number") from None
-
-
-def as_fact(value: Any, *, source: str, name: str) -> float:
-    """Return `value`, a fact of a rollout such as its reward, as a finite float; text and booleans may mean a number.
-
-    Raises:
-        BadValueError: it means no finite number, which concerns this rollout only.
-    """
-    # "0.5" -> 0.5, true -> 1.0, and numpy's numbers
-    try:
-        if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-            value = value.strip().lower() == "true"
-        number = float(value) if isinstance(value, str | int | float | np.number | np.bool_) else math.nan
-    except (ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise BadValueError(f"{source}: {name} is {shown(value)}; expected a finite number", f"bad value of {name}")
-    return number
-
-
-def as_objects(value: Any, *, source: str, name: str) -> list[dict[str, Any]]:
-    """Return the list of objects `value`, or an empty list for null.
-
-    Raises:
-        TreepackError: it is something else.
-    """
-    if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
-        raise TreepackError(f"{source}: {name} is {shown(value)}; expected a list of objects")
-    return value or []
-
-
-def shown(value: Any) -> str:
-    """Return `value` as JSON of at most 40 characters, to be quoted in a message."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = " ".join(repr(value).split())  # one line, also for a numpy array
-    except RecursionError:
-        return "nested too deeply to be shown"
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def quoted(value: Any) -> str:
-    """Return a name in single quotes, shortened, to be used in a message; a value that is not text becomes JSON."""
-    if not isinstance(value, str):
-        return shown(value)
-    return f"'{value}'" if len(value) <= 40 else f"'{value[:37]}...'"
-
-
-def fault_in_json(value: Any, *, allow_nan: bool = True) -> str | None:
-    """Return the reason why `value` cannot be written as JSON (its depth or its types), or None if it can."""
-    if _is_deeper(value, MAX_DEPTH):
-        return f"nested more than {MAX_DEPTH} deep"
-    try:
-        json.dumps(value, allow_nan=allow_nan)
-    except (TypeError, ValueError):
-        return "not plain JSON"
-    return None
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    # The recursion stops at `levels`, so the depth of the value cannot overflow Python's stack.
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return bool(children) and (levels == 0 or any(_is_deeper(child, levels - 1) for child in children))
-
-
-def reward_of(value: dict[str, Any], source: str, *, reward_key: str | None) -> tuple[float | None, str | None]:
-    """Return the reward and the name of its field. The value is a number, a list to be summed, or a dict of scores.
-
-    Raises:
-        TreepackError: a value is not a number, or a dict has neither scores and weights nor the key `reward_key`.
-    """
-    for name in REWARDS:
-        reward = value.get(name)
-        if reward is None or (isinstance(reward, dict | list | np.ndarray) and len(reward) == 0):
-            continue  # without a score a rollout has no reward, which is different from a reward of 0
-        return _reward(reward, source=source, name=name, reward_key=reward_key), name
-    info = value.get("reward_info")
-    if isinstance(info, dict) and info.get("reward") is not None:
-        return _reward(info["reward"], source=source, name="reward_info.reward", reward_key=reward_key), "reward_info"
-    return None, None
-
-
-def _reward(reward: Any, *, source: str, name: str, reward_key: str | None) -> float:
-    if isinstance(reward, dict):
-        return _reward_of_dict(reward, source=source, name=name, reward_key=reward_key)
-    if isinstance(reward, np.ndarray):
-        reward = reward.tolist()
-    if isinstance(reward, list):
-        return sum(as_fact(part, source=source, name=f"a value of {name}") for part in reward)
-    return as_fact(reward, source=source, name=name)
-
-
-def _reward_of_dict(reward: dict[str, Any], *, source: str, name: str, reward_key: str | None) -> float:
-    if reward_key is not None:
-        if reward_key not in reward:
-            raise TreepackError(f"{source}: {name} has no key '{reward_key}'; expected one of {', '.join(reward)}")
-        chosen = reward[reward_key]
-        # {"accuracy": {"score": 1, "weight": 0.5}} with the key "accuracy" -> 1, without the weight
-        chosen = chosen.get("score") if isinstance(chosen, dict) else chosen
-        return as_fact(chosen, source=source, name=f"{name}.{reward_key}")
-    # {"accuracy": {"score": 1, "weight": 0.5}, "format": {"score": 2}} -> 0.5 * 1 + 1 * 2 = 2.5
-    total = 0.0
-    for key, part in reward.items():
-        if not isinstance(part, dict) or "score" not in part:
-            raise TreepackError(
-                f"{source}: {name} is a dict with the keys {', '.join(reward)}; choose one with --reward-key"
-            )
-        weight = as_fact(part.get("weight", 1.0), source=source, name=f"{name}.{key}.weight")
-        total += weight * as_fact(part["score"], source=source, name=f"{name}.{key}.score")
-    return total
 
 
 def group_of(record: Record) -> str | None:

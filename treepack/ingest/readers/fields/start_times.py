@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import shown
+from treepack.ingest.readers.fields.values import shown
 
 
 def start_of(value: dict[str, Any], *names: str, source: str) -> int | float | str | None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import shown
+from treepack.ingest.readers.fields.values import shown
 from treepack.trajectory import MAX_WEIGHT, MIN_WEIGHT, WEIGHTS, Float64
 
 IDS, PROMPT, RESPONSE = "ids", "prompt", "response"

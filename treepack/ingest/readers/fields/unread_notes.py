@@ -13,14 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import (
-    GROUPS,
-    IDS,
-    REWARDS,
-    SAMPLING_DICTS,
-    STEPS,
-    is_equal,
-)
+from treepack.ingest.readers.fields.rewards import REWARDS, is_equal
+from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, SAMPLING_DICTS, STEPS
 from treepack.ingest.readers.fields.token_fields import KINDS, LENGTHS, RETURN
 from treepack.ingest.readers.fields.unread import Declared, Said, named, unread, unsaid
 from treepack.ingest.readers.files.records import Record

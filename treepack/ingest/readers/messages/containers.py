@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.ingest.readers.fields.field_paths import parsed_json
+from treepack.ingest.readers.fields.values import is_messages
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.messages.normal_form import is_messages
 
 TALKS = ("messages", "conversations")  # always lists of messages
 # Text or messages. The fields of a row are parsed together: a prompt in prose may ask for an answer in JSON.

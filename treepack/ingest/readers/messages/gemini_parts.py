@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import quoted, shown
 from treepack.ingest.readers.fields.unread import is_empty
+from treepack.ingest.readers.fields.values import is_messages, quoted, shown
 from treepack.ingest.readers.messages.merged_turns import left_over
-from treepack.ingest.readers.messages.normal_form import is_messages
 
 EMPTY_NOTE = "message of the model without text or calls not used"
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import shown
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.messages.content_blocks import MEDIA_PARTS
 from treepack.ingest.readers.messages.merged_turns import left_over
-from treepack.ingest.readers.messages.normal_form import is_messages
 
 Message = dict[str, Any]
 

@@ -13,25 +13,28 @@ other form. Errors count messages from 1.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.rollout_facts import BadValueError, fault_in_json, quoted, shown
-from treepack.ingest.readers.fields.unread import ANSWER, MASK, as_json, danger, is_empty
+from treepack.ingest.readers.fields.unread import ANSWER, MASK, danger, is_empty
+from treepack.ingest.readers.fields.values import BadValueError, quoted, shown
 from treepack.ingest.readers.messages.reasoning import REASONING, reasoning_of
+from treepack.ingest.readers.messages.tool_calls import (
+    CALLS,
+    checked_name,
+    has_calls,
+    id_of_last_call,
+    normalise_calls,
+    note_rest,
+)
 from treepack.ingest.readers.messages.turn_weights import WEIGHT_FIELDS, weight_of
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 RENAMED_ROLES = {"developer": "system", "function": "tool", "human": "user", "model": "assistant", "ai": "assistant"}
 KEPT = ("name", "tool_call_id")  # copied as they are
-# Names of the calls of a turn: a list, or one call. The first one counts.
-CALLS = ("tool_calls", "tool_call", "toolCalls", "function_calls", "functionCall")
-# Names of the arguments of a call.
-ARGUMENTS = ("arguments", "args", "input", "parameters")
 # Fields of a message that are read; every other field becomes a note.
 READ = frozenset(
     [
@@ -44,7 +47,6 @@ READ = frozenset(
 READ_ALWAYS = READ - {"refusal"}  # a refusal is read only in place of the content
 # Fields of parts and calls that say nothing about their text.
 OF_PARTS = frozenset({"type", "text"})
-OF_CALLS = frozenset({"id", "type", "function", "index", "name"})
 # Marks of a turn to be left out, and names of calls that are not read.
 LEFT_OUT = frozenset("skip skipped ignore ignored exclude excluded".split())
 OTHER_CALLS = frozenset(
@@ -53,18 +55,6 @@ OTHER_CALLS = frozenset(
 )
 NO_CONTENT = "message without content"
 MEDIA = ("images", "videos", "audios")
-# Names of the tool schemas of a record, and of the parameters of a schema.
-TOOLS = frozenset(
-    "tools functions tool_definitions tool_schemas available_tools tool_defs tools_schema function_schemas "
-    "function_definitions available_functions".split()
-)
-PARAMETERS = ("input_schema", "inputSchema", "parameters_json_schema", "parametersJsonSchema", "json_schema", "schema")
-WRAPPERS = ("function_declarations", "functionDeclarations", "toolSpec")
-# Variables that `chat_template` passes to the template itself, or that would change its mode.
-RESERVED = frozenset(
-    "messages conversations tools chat_template add_generation_prompt continue_final_message "
-    "return_assistant_tokens_mask".split()
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +68,6 @@ class Messages:
     weights: list[float]
     notes: tuple[str, ...]
     cuts: list[bool]
-
-
-def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-    """Return True if `value` is a list of dicts, the container of messages; it may be empty."""
-    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
 
 
 def has_media(record: dict[str, Any]) -> bool:
@@ -131,9 +116,9 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
         if reasoning is not None:
             normal["reasoning_content"] = reasoning
         others = () if message.get(CALLS[0]) else CALLS[1:]
-        named = next((name for name in others if _has_calls(message.get(name))), CALLS[0])
+        named = next((name for name in others if has_calls(message.get(name))), CALLS[0])
         used |= {named}
-        if calls := _tool_calls(message, named, index, where, notes):
+        if calls := normalise_calls(message, named, index, where, notes):
             if role != "assistant":
                 raise TreepackError(f"{where} has role '{role}' and tool calls; only the assistant can call a tool")
             normal["tool_calls"] = calls
@@ -144,10 +129,10 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
         is_cut, more = _ending(message, normal) if role == "assistant" else (False, ())
         if not is_cut:  # a filter may leave nothing
             _check_content(message, normal, where, notes)
-        normal.update({key: _name(message[key], key, where) for key in KEPT if message.get(key) is not None})
+        normal.update({key: checked_name(message[key], key, where) for key in KEPT if message.get(key) is not None})
         # OpenAI's older form has no ids: a message of role "function" is the result of the call just before it.
         if message["role"] == "function" and "tool_call_id" not in normal and done:
-            normal.update(_id_of_last_call(done))
+            normal.update(id_of_last_call(done))
         done.append(normal)
         weight, remarks = weight_of(message, where) if role == "assistant" else (0.0, ())
         weights.append(0.0 if endings.EMPTY_NOTE in more else weight)
@@ -229,96 +214,6 @@ def _check_content(message: dict[str, Any], normal: dict[str, Any], where: str, 
         notes[f"message of role '{normal['role']}' without text"] = None
 
 
-def tools_of(value: dict[str, Any]) -> Any:
-    """Return the tool schemas of a record under the first of `TOOLS` that is not empty, None if there are none."""
-    return next((value[name] for name in sorted(TOOLS, reverse=True) if not is_empty(value.get(name))), None)
-
-
-def normalise_tools(tools: Any, *, source: str) -> list[dict[str, Any]] | None:
-    """Return tool schemas in the nested form, from a list, an object by name, or JSON text; None if there are none.
-
-    Raises:
-        TreepackError: `tools` is something else.
-    """
-    tools = _parsed(tools, source)
-    if tools is None:
-        return None
-    if isinstance(tools, dict):
-        # One schema, or schemas by their names: {"f": {"description": ..}} -> [{"name": "f", "description": ..}]
-        is_one = "name" in tools or "function" in tools
-        tools = [tools] if is_one else [{"name": name, **_object(tool)} for name, tool in tools.items()]
-    if isinstance(tools, list):
-        tools = [each for tool in tools for each in _declared(_parsed(tool, source))]  # a column of texts
-    if not is_messages(tools):
-        raise TreepackError(f"{source}: tools is {shown(tools)}; expected a list of schemas or one as JSON text")
-    if (fault := fault_in_json(tools)) is not None:
-        raise TreepackError(f"{source}: tools is {fault}; expected schemas in JSON")
-    return [_nest(tool) for tool in tools] or None
-
-
-def _parsed(tools: Any, source: str) -> Any:
-    if not isinstance(tools, str):
-        return tools
-    try:
-        return json.loads(tools) if tools.strip() else None
-    except (ValueError, RecursionError) as error:
-        if all(word.isidentifier() for word in re.split(r"[,;\s]+", tools.strip())):
-            raise TreepackError(
-                f"{source}: tools has the name {quoted(tools)} without a schema; write the schemas, or leave the field "
-                "out with --columns ignore=tools"
-            ) from None
-        raise TreepackError(f"{source}: tools is not JSON ({error}); expected a list of schemas") from None
-
-
-def _declared(tool: Any) -> list[Any]:
-    """Return the schemas in one element of a list: itself, or those of Gemini's and Bedrock's wrappers."""
-    inner = next((tool[name] for name in WRAPPERS if tool.get(name)), None) if isinstance(tool, dict) else None
-    return [tool] if inner is None else inner if isinstance(inner, list) else [inner]
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _nest(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a function `tool` in the nested form; another tool, such as the search of a server, stays as it is."""
-    if isinstance(function := _of_text(tool.get("function")), dict):
-        return tool | {"function": _with_parameters(function)}
-    # {"name": "f", "input_schema": S} -> {"type": "function", "function": {"name": "f", "parameters": S}}
-    if "function" in tool or not isinstance(tool.get("name"), str) or tool.get("type", "function") != "function":
-        return tool
-    renamed = {"parameters" if key in PARAMETERS else key: value for key, value in tool.items() if key != "type"}
-    return {"type": "function", "function": _with_parameters(renamed)}
-
-
-def _with_parameters(function: dict[str, Any]) -> dict[str, Any]:
-    """Return a function whose parameters are an object: JSON text is parsed, and Bedrock's {"json": S} is S."""
-    parameters = _of_text(function.get("parameters"))
-    if isinstance(parameters, dict) and parameters.keys() == {"json"}:
-        parameters = parameters["json"]
-    return function | {"parameters": parameters} if isinstance(parameters, dict) else function
-
-
-def normalise_template_kwargs(kwargs: Any, *, source: str) -> dict[str, Any] | None:
-    """Return the variables that a conversation sets for its chat template; None if it sets none.
-
-    Raises:
-        TreepackError: they are not an object in JSON, or include a variable that treepack sets.
-    """
-    kwargs = _of_text(kwargs)
-    if kwargs is None or kwargs == "":
-        return None
-    if not isinstance(kwargs, dict):
-        raise TreepackError(
-            f"{source}: chat_template_kwargs is {shown(kwargs)}; expected an object of the template's variables"
-        )
-    if reserved := sorted(RESERVED.intersection(kwargs)):
-        raise TreepackError(f"{source}: chat_template_kwargs sets {reserved[0]}, which treepack sets; remove it there")
-    if (fault := fault_in_json(kwargs)) is not None:
-        raise TreepackError(f"{source}: chat_template_kwargs is {fault}; expected an object in JSON")
-    return kwargs or None
-
-
 def _role(message: dict[str, Any], where: str) -> str:
     role = message.get("role")
     if role is None:
@@ -327,12 +222,6 @@ def _role(message: dict[str, Any], where: str) -> str:
     if not isinstance(role, str) or role not in ROLES:
         raise TreepackError(f"{where} has role {quoted(role)}; expected system, user, assistant or tool")
     return role
-
-
-def _name(value: Any, key: str, where: str) -> str | int:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise TreepackError(f"{where} has the {key} {shown(value)}; expected text or an integer")
-    return value
 
 
 def _content(content: Any, where: str, notes: dict[str, None]) -> str:
@@ -355,77 +244,5 @@ def _part(part: Any, where: str, notes: dict[str, None]) -> str:
         return str(part["refusal"])  # the model wrote it in place of the content
     if kind != "text" or not isinstance(part.get("text"), str):
         raise TreepackError(f"{where} has a content part of type {quoted(kind)}; expected text parts only")
-    _note_rest(part, OF_PARTS, "content part", notes)
+    note_rest(part, OF_PARTS, "content part", notes)
     return str(part["text"])
-
-
-def _note_rest(value: dict[str, Any], known: frozenset[str], what: str, notes: dict[str, None]) -> None:
-    rest = (key for key, field in value.items() if key not in known and not is_empty(field))
-    notes.update({f"{what} field '{key}' not used": None for key in rest})
-
-
-def _has_calls(value: Any) -> bool:
-    """Return whether the field `value` of a message has calls: objects, the first of which names a function."""
-    calls = [value] if isinstance(value, dict) else value
-    if not isinstance(calls, list) or not calls or not isinstance(calls[0], dict):
-        return False
-    return isinstance(_object(calls[0].get("function", calls[0])).get("name"), str)
-
-
-def _tool_calls(
-    message: dict[str, Any], name: str, index: int, where: str, notes: dict[str, None]
-) -> list[dict[str, Any]]:
-    # A message may have both forms; the older one, function_call, has room for one call only.
-    calls = _of_text(message.get(name)) or []
-    calls = [calls] if isinstance(calls, dict) else calls
-    if is_messages(calls) and message.get("function_call"):
-        calls = [*calls, _of_text(message["function_call"])]
-    if not is_messages(calls):
-        raise TreepackError(f"{where} has the tool calls {shown(calls)}; expected a list of objects")
-    return [_tool_call(call, f"call{index:03}{number:02}", where, notes) for number, call in enumerate(calls)]
-
-
-def _of_text(value: Any) -> Any:
-    """Return the object or list in a JSON text, else `value` itself."""
-    parsed = as_json(value)
-    return value if parsed is None else parsed
-
-
-def _tool_call(call: dict[str, Any], default_id: str, where: str, notes: dict[str, None]) -> dict[str, Any]:
-    function = _of_text(call.get("function", call))  # nested, or flat: the call is the function
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise TreepackError(f"{where} has the tool call {shown(call)}; expected a name and arguments")
-    # A flat call of Anthropic has the type "tool_use", and one of the Responses API "function_call".
-    if call.get("type") not in (None, "function", "function_call", "tool_use", "tool_call"):
-        notes[f"tool call of type '{str(call['type'])[:40]}' read as a function"] = None
-    # Arguments beside the function, and not in it, mean the same.
-    places = [(holder, key) for holder in (function, call) for key in ARGUMENTS if holder.get(key) is not None]
-    arguments = _without_nothing(places[0][0][places[0][1]]) if places else "{}"
-    if not places:
-        notes["tool call without arguments"] = None
-    if not isinstance(arguments, str | dict):
-        raise TreepackError(f"{where} calls {name} with {shown(arguments)}; expected an object or JSON text")
-    if isinstance(arguments, dict) and (fault := fault_in_json(arguments)) is not None:
-        raise TreepackError(f"{where} calls {name} with arguments {fault}; expected an object in JSON")
-    for each in (call, function) if function is not call else (call,):
-        rest = {key: value for key, value in each.items() if not places or (each, key) != places[0]}
-        _note_rest(rest, OF_CALLS, "tool call", notes)
-    return {
-        "id": default_id if call.get("id") is None else _name(call["id"], "id", where),
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
-
-
-def _without_nothing(arguments: Any) -> Any:
-    """Return the arguments of a call; those of a call without arguments, in any form, are the text of an object."""
-    # Logs have null, "", "  ", "null", [] and '""' for {}; a template would print them as they are.
-    if arguments is None or arguments == []:
-        return "{}"
-    return "{}" if isinstance(arguments, str) and arguments.strip() in ("", "null", "None", '""', "[]") else arguments
-
-
-def _id_of_last_call(done: list[dict[str, Any]]) -> dict[str, str | int]:
-    calls = done[-1].get("tool_calls")
-    return {"tool_call_id": calls[-1]["id"]} if calls else {}

@@ -12,8 +12,8 @@ import re
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import shown
 from treepack.ingest.readers.fields.unread import as_json, is_empty
+from treepack.ingest.readers.fields.values import shown
 
 # Names of the reasoning of a turn in APIs and data sets: text, or parts with text. The first one counts.
 REASONING = (

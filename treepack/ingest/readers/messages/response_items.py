@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import quoted, shown
-from treepack.ingest.readers.messages.normal_form import is_messages
+from treepack.ingest.readers.fields.values import is_messages, quoted, shown
 
 Item = dict[str, Any]
 

@@ -16,15 +16,13 @@ from itertools import takewhile
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, describe, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import describe
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason, split_blocks
-from treepack.ingest.readers.messages.normal_form import (
-    has_media,
-    is_messages,
-    normalise_messages,
-    normalise_tools,
-)
+from treepack.ingest.readers.messages.conversation_settings import normalise_tools
+from treepack.ingest.readers.messages.normal_form import has_media, normalise_messages
 from treepack.ingest.readers.messages.turn_weights import as_flag
 from treepack.trajectory import Chat, Skipped, Trajectory
 

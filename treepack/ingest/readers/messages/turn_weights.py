@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import as_number, shown
+from treepack.ingest.readers.fields.values import as_number, shown
 from treepack.trajectory import WEIGHTS, is_weight
 
 FLAGS = ("loss", "trainable", "train", "training", "mask")

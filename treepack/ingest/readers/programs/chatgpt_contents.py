@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import shown
+from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 
 Node = dict[str, Any]

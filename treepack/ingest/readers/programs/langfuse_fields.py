@@ -11,7 +11,7 @@ from typing import Any
 from treepack.ingest.readers.apis.api_paths import requests, responses
 from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.fields.unread import declare
-from treepack.ingest.readers.messages.normal_form import is_messages
+from treepack.ingest.readers.fields.values import is_messages
 from treepack.ingest.readers.spans.span_calls import INSTRUCTIONS
 from treepack.ingest.readers.spans.trace_spans import parsed
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from treepack.ingest.readers.calls.event_views import EventView, Message, command_output, parts_of
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.messages.normal_form import is_messages
+from treepack.ingest.readers.fields.values import is_messages
 
 Event = dict[str, Any]
 

@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import Any
 
 from treepack.ingest.readers.calls.event_views import EventView, Message, command_output, parts_of, text_of
-from treepack.ingest.readers.messages.normal_form import is_messages
+from treepack.ingest.readers.fields.values import is_messages
 
 Event = dict[str, Any]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.token_calls import group_of_first, within
+from treepack.ingest.readers.calls.rollout_names import group_of_first, within
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.files.records import Record

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.token_calls import ChatCall
-from treepack.ingest.readers.fields.rollout_facts import shown, temperature_of
+from treepack.ingest.readers.calls.chat_calls import ChatCall
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.messages.merged_turns import answered, left_over, merged_turns
 from treepack.ingest.readers.messages.message_trees import RENAMED_ROLES, message_of_tree
-from treepack.ingest.readers.messages.normal_form import is_messages
 from treepack.ingest.readers.spans.trace_spans import TraceSpan, get, parsed, tree
 from treepack.trajectory import Skipped
 

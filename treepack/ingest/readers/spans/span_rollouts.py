@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.token_calls import ChatCall, read_chats
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.messages.normal_form import is_messages
 from treepack.ingest.readers.spans.span_calls import SpanCalls, calls_of_span
 from treepack.ingest.readers.spans.trace_spans import TraceSpan, get, is_name, parsed, spans_of, tree
 from treepack.trajectory import Skipped, Trajectory

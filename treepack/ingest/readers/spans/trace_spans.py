@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import shown
 from treepack.ingest.readers.fields.start_times import start_of
+from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.messages.normal_form import is_messages
 
 COLUMN = "attributes."  # beginning of the columns of a table that contain attributes
 EVALUATION = "gen_ai.evaluation.result"

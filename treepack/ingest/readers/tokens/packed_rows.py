@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.formats import tokens
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import number_values
+from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory
 
 
@@ -64,7 +65,7 @@ def read_packed(record: Record, lengths: list[int], options: ReadOptions) -> Ite
             name: _part(whole, end - size, end, number, num_tokens, lengths) for name, whole in record.value.items()
         }
         where = replace(record, source=f"{record.source}: sequence {number}", value=value)
-        for item in tokens.read_tokens(where, options):
+        for item in read_tokens(where, options):
             if isinstance(item, Skipped):
                 yield replace(item, source=record.source)
                 continue

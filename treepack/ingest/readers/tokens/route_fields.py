@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.rollout_facts import ReadOptions, shown
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import shown
 from treepack.trajectory import Routes, as_routes, check_experts
 
 NAMES = ("routed_experts", "rollout_routed_experts", "rollout_expert_indices")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import token_fields as tf
-from treepack.ingest.readers.fields.rollout_facts import shown
+from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Float64, Int64
 
