@@ -37,7 +37,7 @@ def response(name: str, items: Any, text: str, **more: Any) -> dict[str, Any]:
 
 def read(reader: Any, *values: dict[str, Any]) -> list[Any]:
     records = (Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1))
-    return list(reader.read_file(records, ReadOptions()))
+    return list(reader.FORMAT.read_file(records, ReadOptions()))
 
 
 def outline(items: list[Any]) -> list[tuple[str, str | None, float | None, list[tuple[str, float]]]]:

@@ -47,9 +47,9 @@ IDS = {"prompt_ids": [1, 2], "response_ids": [3, 4]}
 
 def read(reader: Any, *values: dict[str, Any]) -> list[Trajectory | Skipped]:
     records = [Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1)]
-    if hasattr(reader, "read_file"):
-        return list(reader.read_file(iter(records), ReadOptions()))
-    return [item for record in records for item in reader.read(record, ReadOptions())]
+    if reader.FORMAT.read_file is not None:
+        return list(reader.FORMAT.read_file(iter(records), ReadOptions()))
+    return [item for record in records for item in reader.FORMAT.read(record, ReadOptions())]
 
 
 def node(message: dict[str, Any], parent: int | None, **more: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 
 
 def read(reader: Any, value: dict[str, Any]) -> list[tuple[Trajectory, Chat]]:
-    items = list(reader.read(Record(SOURCE, "data.jsonl", value), ReadOptions()))
+    items = list(reader.FORMAT.read(Record(SOURCE, "data.jsonl", value), ReadOptions()))
     return [(item, item.content) for item in items if isinstance(item, Trajectory) and isinstance(item.content, Chat)]
 
 
@@ -174,7 +174,7 @@ def test_a_pair_is_recognised_as_what_it_is(reader: Any, value: dict[str, Any]) 
 
 @pytest.mark.parametrize(("reader", "value"), PAIRS)
 def test_records_with_images_are_skipped(reader: Any, value: dict[str, Any]) -> None:
-    items = list(reader.read(Record(SOURCE, "data.jsonl", value | {"images": ["1.jpg"]}), ReadOptions()))
+    items = list(reader.FORMAT.read(Record(SOURCE, "data.jsonl", value | {"images": ["1.jpg"]}), ReadOptions()))
     assert items == [Skipped(SOURCE, "images, audio and video are not read")]
     assert len(read(reader, value | {"images": []})) == 2
 

@@ -27,7 +27,7 @@ SCHEMA = {"name": "f", "parameters": {"type": "object"}}
 
 def read(reader: Any, *values: dict[str, Any], **options: Any) -> list[Any]:
     records = (Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1))
-    return list(reader.read_file(records, ReadOptions(**options)))
+    return list(reader.FORMAT.read_file(records, ReadOptions(**options)))
 
 
 def only(items: list[Any]) -> tuple[Trajectory, Chat]:

@@ -20,7 +20,7 @@ SAMPLE = ROLLOUTS / "tinker.jsonl"
 
 
 def read(reader: Any, value: dict[str, Any]) -> list[Trajectory]:
-    items = list(reader.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    items = list(reader.FORMAT.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
     return [item for item in items if isinstance(item, Trajectory)]
 
 

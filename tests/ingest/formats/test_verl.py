@@ -26,7 +26,7 @@ ROW = {"prompts": [0, 7], "responses": [8, 0], "attention_mask": [0, 1, 1, 0], "
 
 
 def read(reader: Any, value: dict[str, Any]) -> list[Trajectory | Skipped]:
-    return list(reader.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    return list(reader.FORMAT.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
 
 
 def only(reader: Any, value: dict[str, Any]) -> Trajectory:
