@@ -19,7 +19,7 @@ from treepack.ingest.append_only import append_only_text, turn_totals
 from treepack.ingest.chat_template import ChatTemplate
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.read_log import ReadLog
-from treepack.ingest.tokenization import Job, Tokenisation, load_tokenizer, tokenize
+from treepack.ingest.tokenization import TokenisationJob, TrajectoryTokeniser, load_tokenizer, tokenize
 from treepack.trajectory import Chat, Tokens, Trajectory
 
 Message = dict[str, Any]
@@ -165,7 +165,7 @@ def test_the_log_of_reading_counts_conversations_samples_and_the_reason(tokenize
     ]
     items = [Trajectory("chat", "r.jsonl:1", chat_of([*turns, *turns, *turns])), make("ids", [5, 6, 7, 8])]
     log = ReadLog()
-    tokenise = Tokenisation(Job(tokenizers["stripping"]))
+    tokenise = TrajectoryTokeniser(TokenisationJob(tokenizers["stripping"]))
     samples = [sample for item in items for _, made in tokenise.record([item]) for sample in log.add(item, made)]
     totals = {"num_trajectories": len(samples), "tokens_flat": sum(len(tokens_of(each).tokens) for each in samples)}
     read = conversations_of_log(log, totals)

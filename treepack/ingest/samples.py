@@ -3,7 +3,7 @@
 turns A, AB, XC  --samples_of_turns-->   texts AB and XC     --pieces_of-->  ids and weights  --sample_of-->  samples
                  --samples_of_prompts--> texts A, AB and XC
 
-The prompts of successive turns begin alike, so only their new text is tokenised (`Prompts`); their ids are copied.
+The prompts of successive turns begin alike, so only their new text is tokenised (`PromptIds`); their ids are copied.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from treepack.ingest.append_only import continues
 from treepack.ingest.chat_template import RenderedTurn
 from treepack.ingest.encoder import Encoder
-from treepack.ingest.template.texts import Text, common
+from treepack.ingest.template.texts import ChainedText, common
 from treepack.trajectory import (
     FIRST_TOKEN_NOTE,
     MAX_INSIDE,
@@ -47,8 +47,8 @@ def samples_of_turns(
     elif whole:
         notes += (TRAILING_NOTE,)
     names = [item.trajectory_id] if len(runs) == 1 else [f"{item.trajectory_id}/part-{i}" for i in range(len(runs))]
-    spans = [[span for turn in run for span in spans_of(turn)] for run in runs]
-    prompts = Prompts(encoder)
+    spans = [[span for turn in run for span in trained_spans(turn)] for run in runs]
+    prompts = PromptIds(encoder)
     pieces = (prompts.pieces(text, spans_of_text) for text, spans_of_text in zip(texts, spans, strict=True))
     yield from samples_of_pieces(replace(item, notes=item.notes + notes), names, pieces, runs)
 
@@ -56,8 +56,8 @@ def samples_of_turns(
 def samples_of_prompts(item: Trajectory, encoder: Encoder, turns: list[RenderedTurn]) -> Iterator[Trajectory | Skipped]:
     """Yield one sample for each turn, with its prompt."""
     names = [f"{item.trajectory_id}/turn-{turn.index}" for turn in turns]
-    prompts = Prompts(encoder)
-    pieces = (prompts.pieces(turn.text, spans_of(turn)) for turn in turns)
+    prompts = PromptIds(encoder)
+    pieces = (prompts.pieces(turn.text, trained_spans(turn)) for turn in turns)
     yield from samples_of_pieces(item, names, pieces, [[turn] for turn in turns])
 
 
@@ -95,29 +95,29 @@ def _runs_of_turns(turns: list[RenderedTurn]) -> list[list[RenderedTurn]]:
     return runs
 
 
-def spans_of(turn: RenderedTurn) -> list[tuple[int, int, float]]:
+def trained_spans(turn: RenderedTurn) -> list[tuple[int, int, float]]:
     """Return the trained spans of characters of a turn, each with the weight of the turn."""
     return [(start, end, turn.weight) for start, end in turn.spans]
 
 
-class Prompts:
+class PromptIds:
     """The ids of the last prompt, of which the next one repeats the beginning."""
 
     def __init__(self, encoder: Encoder) -> None:
         """Start with no prompt."""
         self._encoder = encoder
-        self._text = Text("")
+        self._text = ChainedText("")
         self._ids: Int32 = np.empty(1 << 12, np.int32)
         # Characters and ids up to the end of each stretch of the prompt; they start with 0.
         self._characters, self._counts = [0], [0]
 
-    def pieces(self, text: Text, spans: list[tuple[int, int, float]]) -> list[tuple[Int32, float]]:
+    def pieces(self, text: ChainedText, spans: list[tuple[int, int, float]]) -> list[tuple[Int32, float]]:
         """Return what `pieces_of` returns. The first ids are valid until the next call."""
         start = spans[0][0]
         shifted = [(a - start, b - start, weight) for a, b, weight in spans]
         return [(self._encode(text.prefix(start)), 0.0), *pieces_of(self._encoder, text.slice(start), shifted)]
 
-    def _encode(self, text: Text) -> Int32:
+    def _encode(self, text: ChainedText) -> Int32:
         # The text is cut in the same places as before, as far as a cut cannot depend on different text.
         shared = common(self._text, text) - self._encoder.longest_separator
         known = max(1, bisect_right(self._characters, shared))

@@ -137,10 +137,10 @@ def tokenize(
     Raises:
         TreepackError: text without a tokenizer, or a template that cannot render it or cannot be trained on.
     """
-    job = Job(tokenizer, expand, tools, normalize_ids, per_path=per_path)
+    job = TokenisationJob(tokenizer, expand, tools, normalize_ids, per_path=per_path)
     records = records_of(trajectories)
     if workers == 1 or tokenizer is None:
-        tokenise = Tokenisation(job)
+        tokenise = TrajectoryTokeniser(job)
         for record in records:
             yield from (sample for _, samples in tokenise.record(record) for sample in samples)
         return
@@ -150,7 +150,7 @@ def tokenize(
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TokenisationJob:
     """Settings of tokenisation: the arguments of `tokenize`; `strict` refuses the first rollout that is skipped.
 
     `chat_template` replaces the template of the tokenizer; `control_tokens` and `truncated` are of `BuildOptions`.
@@ -174,7 +174,7 @@ class Job:
         if self.expand not in EXPANSIONS:
             raise TreepackError(f"expand is '{self.expand}'; expected {' or '.join(EXPANSIONS)}")
 
-    def by_name(self) -> Job:
+    def by_name(self) -> TokenisationJob:
         """Return the same job for another process, which loads the tokenizer itself instead of receiving it."""
         is_name = self.tokenizer is None or isinstance(self.tokenizer, str)
         return self if is_name else replace(self, tokenizer=self.tokenizer.name_or_path)
@@ -183,17 +183,17 @@ class Job:
 class _Batches:
     """Tokenise lists of records, in a worker."""
 
-    def __init__(self, job: Job) -> None:
-        self._tokenise = Tokenisation(job)
+    def __init__(self, job: TokenisationJob) -> None:
+        self._tokenise = TrajectoryTokeniser(job)
 
     def __call__(self, records: list[list[Item]]) -> list[Item]:
         return [sample for record in records for _, samples in self._tokenise.record(record) for sample in samples]
 
 
-class Tokenisation:
+class TrajectoryTokeniser:
     """Tokenise one trajectory at a time; the tokenizer and the template are loaded when a trajectory needs them."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TokenisationJob) -> None:
         """Load nothing yet."""
         self._job = job
         self._encoder: Encoder | None = None

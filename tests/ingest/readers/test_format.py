@@ -18,8 +18,8 @@ from treepack.ingest.readers.kinds import (
     OBJECTS,
     TEXT,
     Fields,
-    Kind,
     Requirement,
+    ValueKind,
     each,
     first,
     has_fields,
@@ -67,14 +67,14 @@ def refusal(requires: Requirement, value: dict[str, Any]) -> str:
         (first({"a": ANY}, {"b": ANY}), [[{"a": 1}, {}], [{"b": 1}]], [[], [{}, {"a": 1}], [1]]),
     ],
 )
-def test_a_kind_holds_for_its_values_only(kind: Kind, values: list[Any], others: list[Any]) -> None:
+def test_a_kind_holds_for_its_values_only(kind: ValueKind, values: list[Any], others: list[Any]) -> None:
     assert [has_fields({"x": value}, [{"x": kind}]) for value in values + others] == [True] * len(values) + [
         False
     ] * len(others)
 
 
 @pytest.mark.parametrize(("kind", "holds"), [(ANY, False), (LIST, False), (no(LIST), True), (optional(LIST), True)])
-def test_an_absent_field_is_no_value(kind: Kind, holds: bool) -> None:
+def test_an_absent_field_is_no_value(kind: ValueKind, holds: bool) -> None:
     assert has_fields({}, [{"x": kind}]) is holds
 
 

@@ -16,11 +16,11 @@ from support.agent_chats import agent_chat
 from support.conversations import samples_of_formats
 from support.template_fuzz import CONTENTS, random_messages, random_template
 from treepack.ingest.template import history
-from treepack.ingest.template.recorded_iterations import Memories
-from treepack.ingest.template.rendering import Setting, UnfaithfulError, render
+from treepack.ingest.template.recorded_iterations import ConversationMemory
+from treepack.ingest.template.rendering import TemplateSetting, UnfaithfulError, render
 from treepack.ingest.template.sandbox import compiled, plain_inputs, plain_message
 from treepack.ingest.template.tracking import tracked
-from treepack.ingest.template.views import Untracked
+from treepack.ingest.template.views import UntrackedTemplate
 from treepack.ingest.tokenization import read_tokenizer, tokenize
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
@@ -39,7 +39,9 @@ def outcome(render: Callable[[], Any]) -> Any:
         return None
 
 
-def compare(text: str, messages: list[Message], tools: Any = None, order: list[int] | None = None) -> Memories | None:
+def compare(
+    text: str, messages: list[Message], tools: Any = None, order: list[int] | None = None
+) -> ConversationMemory | None:
     """Compare all renderings of beginnings of `messages`, with another last message too; None if it is untracked.
 
     A tracked template may raise an error that the template does not, because then it is rendered without tracking.
@@ -48,7 +50,7 @@ def compare(text: str, messages: list[Message], tools: Any = None, order: list[i
     if template is None:
         return None
     messages, other = [plain_message(message) for message in messages], plain_message(OTHER)
-    memories, inputs = Memories(), plain_inputs(tools, VARIABLES)
+    memories, inputs = ConversationMemory(), plain_inputs(tools, VARIABLES)
     for k, prompt, last in product(order or range(1, len(messages) + 1), (True, False), ([], [other])):
         items = [*messages[:k], *last]
 
@@ -62,7 +64,7 @@ def compare(text: str, messages: list[Message], tools: Any = None, order: list[i
 
         try:
             result = outcome(shared)
-        except Untracked:
+        except UntrackedTemplate:
             return None
         if result is not None:
             assert result == whole.render_with_marks(items, tools=tools, prompt=prompt, variables=VARIABLES)
@@ -197,8 +199,8 @@ def test_variables_with_the_names_of_inputs_are_refused_as_always() -> None:
     messages = agent_chat(10)
     refused: list[dict[str, Any]] = [{"messages": []}, {"add_generation_prompt": True}, {"_treepack_loop": 1}]
     for variables in refused:
-        setting = Setting("s", LOOP + ENDING, None, variables)
-        past = history.History(messages, setting)
+        setting = TemplateSetting("s", LOOP + ENDING, None, variables)
+        past = history.RenderedHistory(messages, setting)
         if "messages" in variables or "add_generation_prompt" in variables:
             with pytest.raises(UnfaithfulError, match="multiple values"):
                 past.prompt(5, setting)
@@ -214,7 +216,7 @@ LINEAR = "sample qwen2_5 qwen3 qwen3_8 deepseekv3 glm4moe_training llama3_1 nemo
 def test_the_number_of_iterations_is_linear_in_the_number_of_messages(name: str) -> None:
     text = (SAMPLE / "chat_template.jinja").read_text() if name == "sample" else real_templates.template(name)
     messages = [plain_message(message) for message in agent_chat(40, reasoning=True, as_text=name == "deepseekv3")]
-    template, memories, inputs = tracked(text), Memories(), plain_inputs(None, VARIABLES)
+    template, memories, inputs = tracked(text), ConversationMemory(), plain_inputs(None, VARIABLES)
     assert template is not None
     for k in range(2, len(messages) + 1):
         for prompt in (True, False):

@@ -18,7 +18,7 @@ from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import TEXT
-from treepack.ingest.readers.messages.sft_messages import read_chat, read_pair, rounds
+from treepack.ingest.readers.messages.sft_messages import read_conversation, read_pair, rounds
 from treepack.trajectory import Skipped, Trajectory
 
 # The fields that become messages. `tools` and `kto_tag` are read by `sft_messages`, as for every format of chats.
@@ -47,7 +47,7 @@ def read_alpaca(record: Record, options: ReadOptions) -> Iterator[Trajectory | S
     if not value["output"]:
         yield Skipped(source, "no output")
         return
-    yield read_chat(record, [*prompt, {"role": "assistant", "content": value["output"]}], options, used=USED)
+    yield read_conversation(record, [*prompt, {"role": "assistant", "content": value["output"]}], options, used=USED)
 
 
 FORMAT = Format(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treepack.ingest.readers.apis.exchanges import Exchange, description, read_exchanges
+from treepack.ingest.readers.apis.exchanges import ApiExchange, description, read_exchanges
 from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
@@ -32,7 +32,7 @@ def read_anthropic_messages(records: Iterator[Record], options: ReadOptions) -> 
     Raises:
         TreepackError: a record is not a call, or an error of `calls`.
     """
-    sessions: dict[str, list[Exchange]] = {}
+    sessions: dict[str, list[ApiExchange]] = {}
     for exchange in read_exchanges(records, asks="messages", answers="content"):
         if isinstance(exchange, Skipped):
             yield exchange
@@ -45,13 +45,13 @@ def read_anthropic_messages(records: Iterator[Record], options: ReadOptions) -> 
         yield from read_chats(description(exchanges, name), [_call(each) for each in exchanges], options)
 
 
-def _skip_reason(exchange: Exchange) -> str | None:
+def _skip_reason(exchange: ApiExchange) -> str | None:
     call = _call(exchange)
     messages = [*call.prompt, *call.response]
     return skip_reason([message for message in messages if isinstance(message, dict)])
 
 
-def _call(exchange: Exchange) -> ChatCall:
+def _call(exchange: ApiExchange) -> ChatCall:
     request = exchange.request
     system: list[Any] = [{"role": "system", "content": request["system"]}] if request.get("system") else []
     messages = request["messages"] if isinstance(request["messages"], list) else [request["messages"]]

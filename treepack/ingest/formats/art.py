@@ -29,7 +29,7 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import ANY, OBJECTS, Kind, each, no
+from treepack.ingest.readers.kinds import ANY, OBJECTS, ValueKind, each, no
 from treepack.trajectory import Skipped, Trajectory
 
 PREFIX = "token_id:"  # vLLM can return "token_id:17" in place of the text of token 17
@@ -136,7 +136,7 @@ def _parse(value: Any, source: str) -> Any:
 
 
 # Rows of ART's Parquet logs have `group_index` and `messages`; single trajectories have neither.
-FILLED_LIST = Kind("a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
+FILLED_LIST = ValueKind("a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
 FORMAT = Format(
     name="art",
     rank=460,

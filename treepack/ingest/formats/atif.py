@@ -44,7 +44,7 @@ from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, LIST, Fields, has_fields, starting
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
 from treepack.ingest.readers.messages.normal_form import normalise_messages
-from treepack.ingest.readers.programs.trial_files import MAX_AGENTS, FileOfRollout, file_of_session, file_of_trial
+from treepack.ingest.readers.programs.trial_files import MAX_AGENTS, FileOfRollout, file_of_trial, file_of_trial_session
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 # The sources of ATIF -> the roles of chat.
@@ -71,7 +71,7 @@ def read_atif(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
         return
     path, result = _result_above(record)
     if path is None:
-        yield from _read_document(record, {}, file_of_session(record), options)
+        yield from _read_document(record, {}, file_of_trial_session(record), options)
         return
     # steps/<name>/agent/trajectory.json -> the step <name>; agent/trajectory.json -> the whole trial
     step = Path(record.path).parent.parent

@@ -35,7 +35,7 @@ TIME = re.compile(r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$")
 FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
 
 
-def is_message(record: dict[str, Any]) -> bool:
+def is_rover_message(record: dict[str, Any]) -> bool:
     """Return whether `record` is nothing but a message."""
     role, content = record.get("role"), record.get("content")
     return record.keys() <= FIELDS and isinstance(role, str) and "content" in record and isinstance(content, str | None)
@@ -94,7 +94,7 @@ FORMAT = Format(
     rank=50,
     program="AutoCodeRover",
     recognised_by="an array of messages, or one message per line: `role` and `content`, perhaps a tool call",
-    requires=is_message,
+    requires=is_rover_message,
     checked="first",
     used="role content tool_calls tool_call_id".split(),
     dropped=("rounds before the last (beginnings of it)",),

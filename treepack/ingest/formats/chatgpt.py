@@ -30,8 +30,8 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
-from treepack.ingest.readers.kinds import ANY, Kind
-from treepack.ingest.readers.programs.chatgpt_contents import CONTENT, CONTEXTS, content_of, reason_of, text_of
+from treepack.ingest.readers.kinds import ANY, ValueKind
+from treepack.ingest.readers.programs.chatgpt_contents import CONTENT, CONTEXTS, chatgpt_text, content_of, reason_of
 from treepack.trajectory import Skipped, Trajectory
 
 CONTEXT_NOTE = "system prompt and tools are not in exports of ChatGPT"
@@ -58,7 +58,7 @@ def _has_children(node: Node) -> bool:
     return "children" in node and isinstance(node["children"], list | None)
 
 
-NODES = Kind(
+NODES = ValueKind(
     "an object of nodes with parent, children and message",
     lambda value: (
         isinstance(value, dict)
@@ -187,7 +187,7 @@ def _is_answer(node: Node, source: str) -> bool:
     if node["message"] is None or _role(node, source) != "assistant":
         return False
     is_context = str(content_of(node, source).get("content_type")) in CONTEXTS
-    return not is_context and node["message"].get("channel") != "analysis" and bool(text_of(node, source))
+    return not is_context and node["message"].get("channel") != "analysis" and bool(chatgpt_text(node, source))
 
 
 def _up_to_answer(path: list[Node], source: str) -> list[Node]:
@@ -201,7 +201,11 @@ def _turns(path: list[Node], source: str) -> _Turns:
         message = node["message"]
         if message is None:
             continue
-        role, kind, text = _role(node, source), str(content_of(node, source).get("content_type")), text_of(node, source)
+        role, kind, text = (
+            _role(node, source),
+            str(content_of(node, source).get("content_type")),
+            chatgpt_text(node, source),
+        )
         metadata = _metadata(message, source)
         if metadata.get("attachments"):
             turns.notes[FILES_NOTE] = None

@@ -55,7 +55,7 @@ IDS = frozenset({"sessionId", "agent"})
 Message = dict[str, Any]
 
 
-def is_message(value: dict[str, Any]) -> bool:
+def is_cline_message(value: dict[str, Any]) -> bool:
     """Return whether `value` is a message of a task, and nothing else: any other field makes it another format."""
     is_content = isinstance(value.get("content"), str | list) or value.get("type") == "reasoning"
     return value.get("role") in ("user", "assistant") and is_content and value.keys() <= {*KEPT, *ABOUT}
@@ -72,9 +72,9 @@ def is_shown(value: dict[str, Any]) -> bool:
     return (value.keys() >= {"ts", "type"} and value["type"] in ("say", "ask")) or "files_in_context" in value
 
 
-def recognise(value: dict[str, Any]) -> bool:
+def is_cline_record(value: dict[str, Any]) -> bool:
     """Return whether `value` is the first record of a file of Cline."""
-    return is_message(value) or is_session(value) or is_shown(value)
+    return is_cline_message(value) or is_session(value) or is_shown(value)
 
 
 @dataclass(slots=True)
@@ -251,7 +251,7 @@ FORMAT = Format(
     rank=150,
     program="Cline, Roo Code, Kilo Code",
     recognised_by="a list of messages of `role` and `content`, often with `ts`; or `sessionId`, `agent` and `messages`",
-    requires=recognise,
+    requires=is_cline_record,
     checked="first",
     used="""
         role reasoning_content finish_reason reasoning_details.text modelInfo.modelId modelInfo.id isSummary condenseId

@@ -27,14 +27,14 @@ from treepack.ingest.readers.apis.api_forms import prompt_of, responses_of
 from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.start_times import start_of
+from treepack.ingest.readers.fields.start_times import start_time
 from treepack.ingest.readers.fields.unread import not_used, unread
 from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import REWARDS, Format
-from treepack.ingest.readers.kinds import TEXT, Fields, Kind, first, some
+from treepack.ingest.readers.kinds import TEXT, Fields, ValueKind, first, some
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.programs.langfuse_fields import ALSO, FINISHED, METADATA, SCHEMAS, USED, view
+from treepack.ingest.readers.programs.langfuse_fields import ALSO, FINISHED, METADATA, SCHEMAS, USED, langfuse_view
 from treepack.ingest.readers.spans.span_calls import INSTRUCTIONS, messages_of_parts
 from treepack.ingest.readers.spans.trace_spans import get, parsed, tree
 from treepack.trajectory import Skipped, Trajectory
@@ -205,7 +205,7 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
             raise TreepackError(trace.fault)
         # Exports are in any order; a list is sorted by the time at which a call started.
         for source, value in sorted(
-            trace.generations, key=lambda item: str(start_of(item[1], "startTime", "start_time", source=item[0]))
+            trace.generations, key=lambda item: str(start_time(item[1], "startTime", "start_time", source=item[0]))
         ):
             if str(value.get("id")) in around:
                 items.append(Skipped(source, AROUND_NOTE, is_rollout=False))
@@ -331,9 +331,11 @@ def _schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"parameters" if name == "inputSchema" else name: value for name, value in schema.items()}
 
 
-KIND = Kind("a type of observation", lambda value: isinstance(value, str) and value.upper() in TYPES)
+KIND = ValueKind("a type of observation", lambda value: isinstance(value, str) and value.upper() in TYPES)
 OBSERVATION: Fields = {"id": TEXT, ("traceId", "trace_id"): TEXT, "type": KIND}
-NAMES = Kind("a list of ids", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
+NAMES = ValueKind(
+    "a list of ids", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)
+)
 TRACE: Fields = {"id": TEXT, "timestamp": TEXT, "observations": NAMES}
 FULL: Fields = {"observations": some(OBSERVATION)}
 FORMAT = Format(
@@ -345,7 +347,7 @@ FORMAT = Format(
     checked="none",
     used=USED,
     also=ALSO,
-    view=view,
+    view=langfuse_view,
     dropped=(
         "input and output of a trace (its calls contain them)",
         "observations that are no generations (the calls contain the results of tools)",

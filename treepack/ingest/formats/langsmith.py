@@ -23,7 +23,7 @@ from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.start_times import start_of
+from treepack.ingest.readers.fields.start_times import start_time
 from treepack.ingest.readers.fields.values import as_number, is_messages, object_or_empty, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
@@ -138,7 +138,7 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
     outer = ""
     # Exports are in any order; dotted_order sorts by time, a parent before its children.
     for source, run in sorted(
-        trace.runs, key=lambda item: str(start_of(item[1], "dotted_order", "start_time", source=item[0]))
+        trace.runs, key=lambda item: str(start_time(item[1], "dotted_order", "start_time", source=item[0]))
     ):
         order = str(run.get("dotted_order") or "")
         # dotted_order "..Zr...Za.." starts with the order of the parent: "Zr.Za" is inside "Zr".

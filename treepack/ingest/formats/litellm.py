@@ -27,7 +27,7 @@ from treepack.ingest.readers.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE
 from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.start_times import start_of
+from treepack.ingest.readers.fields.start_times import start_time
 from treepack.ingest.readers.fields.unread import is_empty, not_used
 from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import DAMAGED_RECORD, Record
@@ -146,7 +146,7 @@ def _add(session: _Session, record: Record) -> str | None:
     reason = skip_reason([message for call in calls for message in (*call.prompt, *call.response)])
     if reason is not None:
         return reason
-    start = start_of(value, "startTime", source=source)
+    start = start_time(value, "startTime", source=source)
     session.calls.append((str(start or ""), _with_ids(session, calls, parsed(value["response"]))))
     if isinstance(model := value.get("model"), str):
         session.models[model] = None

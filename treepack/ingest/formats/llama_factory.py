@@ -19,7 +19,7 @@ from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, SET, first, no
-from treepack.ingest.readers.messages.sft_messages import Message, calls_of_text, read_chat, read_whole_pair
+from treepack.ingest.readers.messages.sft_messages import Message, calls_of_text, read_conversation, read_whole_pair
 from treepack.trajectory import Skipped, Trajectory
 
 PAIR = ("chosen_messages", "rejected_messages")
@@ -36,7 +36,7 @@ def read_llama_factory(record: Record, options: ReadOptions) -> Iterator[Traject
         chosen, rejected = (_messages(value[name], f"{source}: {name}") for name in PAIR)
         yield from read_whole_pair(record, chosen, rejected, options, used=PAIR)
         return
-    yield read_chat(record, _messages(value["messages"], source), options, used={"messages"})
+    yield read_conversation(record, _messages(value["messages"], source), options, used={"messages"})
 
 
 def _messages(messages: list[dict[str, Any]], source: str) -> list[Message]:

@@ -31,7 +31,7 @@ from treepack.ingest.readers.fields.rollout_facts import describe, temperature_o
 from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.format import REWARDS, Format
-from treepack.ingest.readers.kinds import ANY, LIST, Kind
+from treepack.ingest.readers.kinds import ANY, LIST, ValueKind
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason
 from treepack.trajectory import Skipped, Text, Trajectory
 
@@ -206,7 +206,7 @@ def _view(value: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in value.items() if name in NOT_KEPT and name != "metrics"}
 
 
-ARGUMENTS = Kind("an object or a list", lambda value: isinstance(value, dict | list))
+ARGUMENTS = ValueKind("an object or a list", lambda value: isinstance(value, dict | list))
 FORMAT = Format(
     name="lm-eval",
     rank=220,

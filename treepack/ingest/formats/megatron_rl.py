@@ -25,7 +25,7 @@ from treepack.ingest.readers.fields.token_fields import mask_values, number_valu
 from treepack.ingest.readers.fields.values import as_objects, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import ANY, LIST, Fields, Kind, each, no
+from treepack.ingest.readers.kinds import ANY, LIST, Fields, ValueKind, each, no
 from treepack.trajectory import Float64, Skipped, Trajectory
 
 LAST_NOTE = "the last token has no log-probability and is not trained"
@@ -131,7 +131,7 @@ def _call(turn: Any, mask: Any, logprobs: Any, where: str) -> tuple[TokenCall, t
 
 
 ROLLOUT: Fields = {"trajectory": LIST, ("generation_mask", "policy_epoch"): ANY}
-FILLED_LIST = Kind("a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
+FILLED_LIST = ValueKind("a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
 FORMAT = Format(
     name="megatron-rl",
     rank=450,

@@ -22,7 +22,7 @@ from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, FILLED, FLAG, SET, TEXT, first, no, one_of, some
-from treepack.ingest.readers.messages.sft_messages import calls_of_text, read_chat, read_whole_pair, rounds
+from treepack.ingest.readers.messages.sft_messages import calls_of_text, read_conversation, read_whole_pair, rounds
 from treepack.ingest.readers.messages.turn_weights import WEIGHT_FIELDS
 from treepack.trajectory import Skipped, Trajectory
 
@@ -48,7 +48,7 @@ def read_ms_swift(record: Record, options: ReadOptions) -> Iterator[Trajectory |
     if len(sides_in_turns) < len(sides):
         yield Skipped(source, "turn in parts of different weights")
     elif rejected is None:
-        yield read_chat(record, sides_in_turns[0], options, used=used)
+        yield read_conversation(record, sides_in_turns[0], options, used=used)
     else:
         yield from read_whole_pair(record, sides_in_turns[0], sides_in_turns[1], options, used=used)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.apis.exchanges import Exchange, description, read_exchanges, request_and_response
+from treepack.ingest.readers.apis.exchanges import ApiExchange, description, read_exchanges, request_and_response
 from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
 from treepack.ingest.readers.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call, token_parts
@@ -31,7 +31,7 @@ from treepack.ingest.readers.messages.normal_form import READ
 from treepack.trajectory import Skipped, Trajectory
 
 
-def is_exchange(record: dict[str, Any]) -> bool:
+def is_chat_exchange(record: dict[str, Any]) -> bool:
     """Return whether `record` is a request with messages, a response with choices, or both."""
     request, response = request_and_response(record)
     # A line of a batch's output has no request, and a failed line no choices.
@@ -47,7 +47,7 @@ def read_openai_chat(records: Iterator[Record], options: ReadOptions) -> Iterato
     Raises:
         TreepackError: a record is not a call, or an error of `calls`.
     """
-    sessions: dict[str, list[Exchange]] = {}
+    sessions: dict[str, list[ApiExchange]] = {}
     for exchange in read_exchanges(records, asks="messages", answers="choices"):
         if isinstance(exchange, Skipped):
             yield exchange
@@ -62,7 +62,7 @@ def read_openai_chat(records: Iterator[Record], options: ReadOptions) -> Iterato
         yield from _read(description(exchanges, name), calls, options)
 
 
-def _skip_reason(exchange: Exchange) -> str | None:
+def _skip_reason(exchange: ApiExchange) -> str | None:
     messages = exchange.request["messages"]
     return skip_reason(messages) if is_messages(messages) else None
 
@@ -74,7 +74,7 @@ class _Choice:
     has_logprobs: bool
 
 
-def _choices(exchange: Exchange, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _choices(exchange: ApiExchange, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read each choice of a call without a session as a rollout; several choices are a group."""
     calls = _calls(exchange)
     record = description([exchange], exchange.name)
@@ -97,7 +97,7 @@ def _read(record: Record, calls: Sequence[_Choice], options: ReadOptions) -> Ite
     yield from with_notes(read_chats(record, [call.chat for call in calls], options), notes)
 
 
-def _calls(exchange: Exchange) -> list[_Choice]:
+def _calls(exchange: ApiExchange) -> list[_Choice]:
     """Return one call for each choice of the response."""
     source, request = exchange.record.source, exchange.request
     if not is_messages(exchange.response["choices"]) or not is_messages(request["messages"]):
@@ -124,7 +124,7 @@ FORMAT = Format(
     rank=540,
     program="OpenAI-compatible servers and proxies (chat completions), OpenAI batch jobs",
     recognised_by="a request with `messages` and a response with `choices`, or a line of a batch's input or output",
-    requires=is_exchange,
+    requires=is_chat_exchange,
     checked="none",
     used="""
         request.messages request.tools request.temperature response.choices.message

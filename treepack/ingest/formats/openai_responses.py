@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from treepack.ingest.readers.apis.exchanges import Exchange, description, read_exchanges, request_and_response
+from treepack.ingest.readers.apis.exchanges import ApiExchange, description, read_exchanges, request_and_response
 from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
 from treepack.ingest.readers.fields import endings
@@ -31,7 +31,7 @@ from treepack.trajectory import Skipped, Trajectory
 Messages = list[dict[str, Any]]
 
 
-def is_exchange(record: dict[str, Any]) -> bool:
+def is_responses_exchange(record: dict[str, Any]) -> bool:
     """Return whether `record` is a request with input, a response with output items, or both."""
     request, response = request_and_response(record)
     # A line of a batch's input has no response yet.
@@ -48,7 +48,7 @@ class _ResponseRollout:
     """The calls of a rollout so far and the notes on it. `root` is the rollout that it branches off, or itself."""
 
     root: str
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[ApiExchange] = field(default_factory=list)
     calls: list[ChatCall] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
 
@@ -122,12 +122,12 @@ def _resolve(items: Any, known: dict[str, Item]) -> Any:
     return None if any(item is None for item in resolved) else resolved
 
 
-def _items(exchange: Exchange, name: str, items: Any) -> ItemMessages:
+def _items(exchange: ApiExchange, name: str, items: Any) -> ItemMessages:
     return messages_of_items(items, source=f"{exchange.record.source}: {name}")
 
 
 def _add(
-    rollout: _ResponseRollout, exchange: Exchange, question: ItemMessages, output: ItemMessages, earlier: Messages
+    rollout: _ResponseRollout, exchange: ApiExchange, question: ItemMessages, output: ItemMessages, earlier: Messages
 ) -> Messages:
     """Add the call of `exchange` to `rollout`, and return all messages up to its end, without instructions.
 
@@ -147,7 +147,7 @@ def _add(
     return [*prompt, *output.messages]
 
 
-def _identifier(exchange: Exchange, name: str) -> str | None:
+def _identifier(exchange: ApiExchange, name: str) -> str | None:
     """Return the field `name` of the response, or of the request: an id, or an object that has one."""
     for part in (exchange.response.get(name), exchange.request.get(name)):
         identifier = part.get("id") if isinstance(part, dict) else part
@@ -161,7 +161,7 @@ FORMAT = Format(
     rank=550,
     program="OpenAI's Responses API and servers that speak it, OpenAI batch jobs",
     recognised_by="`input` and `output`, a list of items, in one object or as request and response",
-    requires=is_exchange,
+    requires=is_responses_exchange,
     checked="none",
     used="""
         id input instructions tools temperature previous_response_id conversation.id model group_id reward

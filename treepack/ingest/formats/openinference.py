@@ -19,7 +19,7 @@ from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.spans.span_conventions import DROPPED, is_openinference
 from treepack.ingest.readers.spans.span_paths import SPANS
 from treepack.ingest.readers.spans.span_rollouts import read_file
-from treepack.ingest.readers.spans.trace_spans import view
+from treepack.ingest.readers.spans.trace_spans import span_view
 
 FORMAT = Format(
     name="openinference",
@@ -37,7 +37,7 @@ FORMAT = Format(
         resourceSpans.scopeSpans.spans.events.name resourceSpans.scopeSpans.spans.events.attributes
     """.split(),
     also=SPANS,
-    view=view,
+    view=span_view,
     dropped=(
         *DROPPED,
         "input.value and output.value (the same call in the client's words)",

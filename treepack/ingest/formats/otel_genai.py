@@ -16,17 +16,17 @@ of OpenLLMetry are read after its source.
 from __future__ import annotations
 
 from treepack.ingest.readers.format import REWARDS, Format
-from treepack.ingest.readers.kinds import SET, Kind
+from treepack.ingest.readers.kinds import SET, ValueKind
 from treepack.ingest.readers.spans.span_conventions import DROPPED, is_openinference
 from treepack.ingest.readers.spans.span_paths import SPANS
 from treepack.ingest.readers.spans.span_rollouts import read_file
-from treepack.ingest.readers.spans.trace_spans import view
+from treepack.ingest.readers.spans.trace_spans import span_view
 
-ATTRIBUTES = Kind(
+ATTRIBUTES = ValueKind(
     "an object or a list, in other conventions than OpenInference",
     lambda value: isinstance(value, dict | list) and not is_openinference({"attributes": value}),
 )
-OTLP = Kind(
+OTLP = ValueKind(
     "a list of spans in other conventions than OpenInference",
     lambda value: isinstance(value, list) and not is_openinference({"resourceSpans": value}),
 )
@@ -47,7 +47,7 @@ FORMAT = Format(
         context.trace_id context.span_id trace_id start_time status attributes events.name events.attributes
     """.split(),
     also=SPANS,
-    view=view,
+    view=span_view,
     dropped=(*DROPPED, "blobs, files, uris and server-side tools (calls that have some are skipped)"),
     keeps={REWARDS},
     read_file=read_file,

@@ -33,9 +33,9 @@ from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.gemini_parts import (
     CONTENT,
     EMPTY_NOTE,
+    gemini_parts_of,
     messages_of_content,
     messages_of_system,
-    parts_of,
 )
 from treepack.trajectory import Skipped, Trajectory
 
@@ -147,7 +147,7 @@ def _entries(rows: list[Record]) -> dict[str, _Entry]:
             )
         # A stream writes one message as several lines, and a resumed session may repeat lines.
         parts = entries[uuid].content["parts"]
-        parts += [part for part in parts_of(message.get("parts"), where=row.source) if part not in parts]
+        parts += [part for part in gemini_parts_of(message.get("parts"), where=row.source) if part not in parts]
     return entries
 
 

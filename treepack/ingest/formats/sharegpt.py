@@ -19,7 +19,7 @@ from treepack.ingest.readers.fields.values import quoted, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, first, no
-from treepack.ingest.readers.messages.sft_messages import calls_of_text, read_chat, read_pair
+from treepack.ingest.readers.messages.sft_messages import calls_of_text, read_conversation, read_pair
 from treepack.trajectory import Skipped, Trajectory
 
 ROLES = {
@@ -61,7 +61,7 @@ def read_sharegpt(record: Record, options: ReadOptions) -> Iterator[Trajectory |
         chosen, rejected = ([_message(value[name], f"{source}: {name}")] for name in ("chosen", "rejected"))
         yield from read_pair(record, turns, chosen, rejected, options, used=USED | PAIR)
         return
-    yield read_chat(record, turns, options, used=USED)
+    yield read_conversation(record, turns, options, used=USED)
 
 
 def _message(turn: Any, where: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.companion_files import beside, read_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import ANY, TALK, Fields, Kind, has_fields, no, optional
+from treepack.ingest.readers.kinds import ANY, TALK, Fields, ValueKind, has_fields, no, optional
 from treepack.trajectory import Skipped, Trajectory
 
 SUMMARY = "metadata.json"
@@ -122,7 +122,7 @@ def _parse_calls(message: dict[str, Any], source: str) -> dict[str, Any]:
         raise TreepackError(f"{source}: a tool call is not JSON ({error}); expected name and arguments") from None
 
 
-TALK_OR_NULL = Kind("text, a list of messages or null", lambda value: value is None or TALK.test(value))
+TALK_OR_NULL = ValueKind("text, a list of messages or null", lambda value: value is None or TALK.test(value))
 # The summary of a run, `metadata.json`, is in the folder of its results.
 RUN: Fields = {"env_id": ANY, "num_examples": ANY, "rollouts_per_example": ANY}
 FORMAT = Format(

@@ -16,7 +16,7 @@ from dataclasses import replace
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.readers.columns import aliases
-from treepack.ingest.readers.columns.mapped_records import has_content, records_of
+from treepack.ingest.readers.columns.mapped_records import has_content, map_record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
@@ -35,7 +35,7 @@ def read_columns(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
             the reader of the new record.
     """
     columns = options.columns or aliases.columns_of(record)
-    mapped = records_of(record, columns)
+    mapped = map_record(record, columns)
     # [{"model": ..}] is left of completions[].completion, and no other answer.
     roots = {str(path.steps[0]) for key in columns.content for path in columns.paths[key] if len(path.steps) > 1}
     options = replace(options, harmless=options.harmless | roots)

@@ -15,7 +15,7 @@ from treepack.ingest.readers.tokens.trainer_batches import is_column
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ValueKind:
     """A kind of value. `text` completes "expected ..."; `test` gets the value of a field, or `MISSING`."""
 
     text: str
@@ -23,67 +23,71 @@ class Kind:
 
 
 # One alternative: the kind of each required field. A tuple of names requires one of these fields.
-Fields = dict[str | tuple[str, ...], Kind]
+Fields = dict[str | tuple[str, ...], ValueKind]
 Requirement = Sequence[Fields] | Callable[[dict[str, Any]], bool]
-ANY = Kind("any value", lambda value: value is not MISSING)
-SET = Kind("a value other than null", lambda value: value is not MISSING and value is not None)
-TEXT = Kind("text", lambda value: isinstance(value, str))
-FLAG = Kind("true or false", lambda value: as_flag(value) is not None)  # also 0, 1 and their texts
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-OBJECTS = Kind("a list of objects", is_messages)
-TALK = Kind("text or a list of messages", lambda value: isinstance(value, str) or is_messages(value))
-LIST = Kind("a list", lambda value: isinstance(value, list))
-TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value))
+ANY = ValueKind("any value", lambda value: value is not MISSING)
+SET = ValueKind("a value other than null", lambda value: value is not MISSING and value is not None)
+TEXT = ValueKind("text", lambda value: isinstance(value, str))
+FLAG = ValueKind("true or false", lambda value: as_flag(value) is not None)  # also 0, 1 and their texts
+OBJECT = ValueKind("an object", lambda value: isinstance(value, dict))
+OBJECTS = ValueKind("a list of objects", is_messages)
+TALK = ValueKind("text or a list of messages", lambda value: isinstance(value, str) or is_messages(value))
+LIST = ValueKind("a list", lambda value: isinstance(value, list))
+TEXTS = ValueKind(
+    "a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value)
+)
 # A list of numbers is a numpy array if it was read from Parquet or Arrow.
-ARRAY = Kind("a list of values", lambda value: isinstance(value, list | np.ndarray))
-ARRAYS = Kind("a list of lists", lambda value: isinstance(value, list) and all(map(ARRAY.test, value)))
+ARRAY = ValueKind("a list of values", lambda value: isinstance(value, list | np.ndarray))
+ARRAYS = ValueKind("a list of lists", lambda value: isinstance(value, list) and all(map(ARRAY.test, value)))
 # Other programs use the same names for texts and messages, so the first value decides.
-IDS = Kind(
+IDS = ValueKind(
     "a list of token ids", lambda value: ARRAY.test(value) and (len(value) == 0 or not isinstance(value[0], str | dict))
 )
-COLUMN = Kind("a list with one list for each row", is_column)
+COLUMN = ValueKind("a list with one list for each row", is_column)
 
 
-def no(kind: Kind) -> Kind:
+def no(kind: ValueKind) -> ValueKind:
     """The kind of a field that is absent or of another kind."""
-    return Kind(f"anything but {kind.text}", lambda value: not kind.test(value))
+    return ValueKind(f"anything but {kind.text}", lambda value: not kind.test(value))
 
 
-def optional(kind: Kind) -> Kind:
+def optional(kind: ValueKind) -> ValueKind:
     """The kind of a field that is absent or of `kind`."""
-    return Kind(kind.text, lambda value: value is MISSING or kind.test(value))
+    return ValueKind(kind.text, lambda value: value is MISSING or kind.test(value))
 
 
-def one_of(*values: str) -> Kind:
+def one_of(*values: str) -> ValueKind:
     """The kind of a text that is equal to one of `values`."""
-    return Kind(" or ".join(values), lambda value: isinstance(value, str) and value in values)
+    return ValueKind(" or ".join(values), lambda value: isinstance(value, str) and value in values)
 
 
-def starting(prefix: str) -> Kind:
+def starting(prefix: str) -> ValueKind:
     """The kind of a text that starts with `prefix`."""
-    return Kind(f"text that starts with {prefix}", lambda value: isinstance(value, str) and value.startswith(prefix))
+    return ValueKind(
+        f"text that starts with {prefix}", lambda value: isinstance(value, str) and value.startswith(prefix)
+    )
 
 
-def each(fields: Fields, *, minimum: int = 0) -> Kind:
+def each(fields: Fields, *, minimum: int = 0) -> ValueKind:
     """The kind of a list of at least `minimum` objects that all have `fields`."""
 
     def test(value: Any) -> bool:
         return is_messages(value) and len(value) >= minimum and all(has_fields(item, [fields]) for item in value)
 
-    return Kind(f"a list of objects with {_names(fields)}" if fields else "a list of objects", test)
+    return ValueKind(f"a list of objects with {_names(fields)}" if fields else "a list of objects", test)
 
 
-def some(fields: Fields) -> Kind:
+def some(fields: Fields) -> ValueKind:
     """The kind of a list of objects of which at least one has `fields`."""
-    return Kind(
+    return ValueKind(
         f"a list of objects, one of them with {_names(fields)}",
         lambda value: is_messages(value) and any(has_fields(item, [fields]) for item in value),
     )
 
 
-def first(*alternatives: Fields) -> Kind:
+def first(*alternatives: Fields) -> ValueKind:
     """The kind of a list of objects whose first has the fields of one of `alternatives`."""
-    return Kind(
+    return ValueKind(
         f"a list of objects with {' or '.join(map(_names, alternatives))}",
         lambda value: is_messages(value) and len(value) > 0 and has_fields(value[0], alternatives),
     )
@@ -103,7 +107,7 @@ def as_names(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def has_field(value: dict[str, Any], names: str | tuple[str, ...], kind: Kind) -> bool:
+def has_field(value: dict[str, Any], names: str | tuple[str, ...], kind: ValueKind) -> bool:
     names = as_names(names)
     # A field that must be absent fails only if all names of the tuple are present.
     return any(kind.test(field_at(value, name)) for name in names)

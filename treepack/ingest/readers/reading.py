@@ -24,13 +24,13 @@ from treepack.ingest.readers.files.copies import find_copies, size_of, skipped_c
 from treepack.ingest.readers.files.inputs import InputHash, displayed, list_inputs
 from treepack.ingest.readers.files.path_steps import with_step
 from treepack.ingest.readers.files.ranges import Range
-from treepack.ingest.readers.files.record_files import read_pieces
-from treepack.ingest.readers.files.records import DAMAGED_FILE, NoObjectError, Piece, Record
+from treepack.ingest.readers.files.record_files import read_blocks
+from treepack.ingest.readers.files.records import DAMAGED_FILE, NoObjectError, Record, RecordBlock
 from treepack.ingest.readers.files.torch_files import NotPlainError
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages.containers import with_containers
 from treepack.ingest.readers.recognition import (
-    Recognised,
+    RecognisedFile,
     UnknownFormatError,
     recognise,
     refuse_own_row,
@@ -44,14 +44,14 @@ from treepack.trajectory import Skipped, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UnreadPart:
     """A piece of a file that is not read yet, here or in another process, and the name of its format."""
 
-    piece: Piece | Range
+    piece: RecordBlock | Range
     format: str
     options: ReadOptions
 
-    def parts(self) -> Iterator[Unread]:
+    def parts(self) -> Iterator[UnreadPart]:
         """Yield the part itself, or if it is a range of a file, the parts of a bounded size that the file contains.
 
         Raises:
@@ -68,12 +68,12 @@ class Unread:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class FinishedPart:
     """Trajectories that have been read, and skipped records."""
 
     items: Sequence[Trajectory | Skipped]
 
-    def parts(self) -> Iterator[Done]:
+    def parts(self) -> Iterator[FinishedPart]:
         """Yield the part itself."""
         yield self
 
@@ -115,14 +115,14 @@ def read_parts(
     format: str = "auto",  # noqa: A002
     input_hash: InputHash | None = None,
     as_ranges: bool = False,
-) -> Iterator[Unread | Done]:
+) -> Iterator[UnreadPart | FinishedPart]:
     """Split the work of `read_trajectories` into parts that workers can read, in order.
 
-    If the records of a format belong together, this process reads them, and the part is `Done`. With `as_ranges`, parts
-    of files that can be split contain no data, and the worker opens the file.
+    If the records of a format belong together, this process reads them, and the part is a `FinishedPart`. With `as_ranges`,
+    parts of files that can be split contain no data, and the worker opens the file.
 
     Raises:
-        TreepackError: as `read_trajectories`, except errors inside an `Unread` part, which reading the part raises.
+        TreepackError: as `read_trajectories`, except errors inside an `UnreadPart` part, which reading the part raises.
     """
     check_format(format)
     # `searched` are the files that a search of a folder found, rather than the caller named.
@@ -133,7 +133,7 @@ def read_parts(
     if input_hash is not None:
         input_hash.bytes_read.expect(files)
     if skipped:
-        yield Done(list(skipped))
+        yield FinishedPart(list(skipped))
     unknown: list[TreepackError] = []
     for path in files:
         parts, error = parts_of_path(
@@ -161,7 +161,7 @@ def parts_of_path(
     is_searched: bool = False,
     input_hash: InputHash | None = None,
     as_ranges: bool = False,
-) -> tuple[Iterator[Unread | Done], TreepackError | None]:
+) -> tuple[Iterator[UnreadPart | FinishedPart], TreepackError | None]:
     """Return the parts of one file, and the error if it has no known format.
 
     `is_searched` is True for a file that a search of a folder found; then such an error is only counted.
@@ -169,7 +169,7 @@ def parts_of_path(
     Raises:
         TreepackError: as `read_parts`.
     """
-    pieces = read_pieces(
+    pieces = read_blocks(
         path,
         input_hash=input_hash,
         max_size=options.max_record_size,
@@ -187,15 +187,15 @@ def parts_of_path(
             input_hash.forget(displayed(path))
         reason = error.reason if isinstance(error, UnknownFormatError) else UnknownFormatError.reason
         extra = Skipped(displayed(path), reason, is_rollout=False)
-        part = Done([extra if is_extra else Skipped(displayed(path), DAMAGED_FILE, detail=str(error))])
+        part = FinishedPart([extra if is_extra else Skipped(displayed(path), DAMAGED_FILE, detail=str(error))])
         return iter([part]), error
-    first = [Done(recognised.skipped)] if recognised.skipped else []
+    first = [FinishedPart(recognised.skipped)] if recognised.skipped else []
     if recognised.format is None:
         return iter(first), None
     return chain(first, _parts_of_file(recognised.format.name, recognised.pieces, options)), None
 
 
-def recognised_file(pieces: Iterator[Piece | Range], options: ReadOptions, *, format: str) -> Recognised:  # noqa: A002
+def recognised_file(pieces: Iterator[RecordBlock | Range], options: ReadOptions, *, format: str) -> RecognisedFile:  # noqa: A002
     """Return the format of a file with these `pieces`; `format` is a name, or "auto".
 
     Raises:
@@ -210,15 +210,19 @@ def recognised_file(pieces: Iterator[Piece | Range], options: ReadOptions, *, fo
     )
 
 
-def _parts_of_file(name: str, pieces: Iterator[Piece | Range], options: ReadOptions) -> Iterator[Unread | Done]:
+def _parts_of_file(
+    name: str, pieces: Iterator[RecordBlock | Range], options: ReadOptions
+) -> Iterator[UnreadPart | FinishedPart]:
     if formats_by_name()[name].read_file is None:
-        yield from (Unread(piece, name, options) for piece in pieces)
+        yield from (UnreadPart(piece, name, options) for piece in pieces)
         return
     # Records that belong together cannot be split among workers; they are passed on in batches.
-    yield from map(Done, batched(_read_pieces(pieces, name, options)))
+    yield from map(FinishedPart, batched(_read_pieces(pieces, name, options)))
 
 
-def _read_pieces(pieces: Iterable[Piece | Range], name: str, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_pieces(
+    pieces: Iterable[RecordBlock | Range], name: str, options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
     """Read the records of `pieces`; with `skip_bad`, yield the damaged records of a piece after its trajectories."""
     damaged: list[Skipped] | None = [] if options.skip_bad else None
     arrays = formats_by_name()[name].arrays

@@ -17,7 +17,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.values import is_messages
 from treepack.ingest.readers.files.number_lists import LARGE, list_fields
 from treepack.ingest.readers.files.ranges import Range
-from treepack.ingest.readers.files.records import Lines, Piece, Record, pieces_of_list
+from treepack.ingest.readers.files.records import LineBlock, Record, RecordBlock, pieces_of_list
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.unread_programs import AGENTS, TRACERS, program_of
 from treepack.trajectory import Skipped
@@ -62,22 +62,22 @@ FormatOf = Callable[[Record], Format | None]  # None if no format, or not the ex
 
 
 @dataclass(frozen=True, slots=True)
-class Recognised:
+class RecognisedFile:
     """The format of a file, its pieces and its skipped records; no format if all records are damaged."""
 
     format: Format | None
-    pieces: Iterator[Piece | Range]
+    pieces: Iterator[RecordBlock | Range]
     skipped: list[Skipped]
 
 
 def recognise(
-    pieces: Iterator[Piece | Range],
+    pieces: Iterator[RecordBlock | Range],
     format_of: FormatOf,
     *,
     refuse: Callable[[Record], TreepackError],
     expected: Format | None = None,
     skip_bad: bool,
-) -> Recognised:
+) -> RecognisedFile:
     """Recognise the format of a file by the first of its records that has a known format.
 
     A document with one list of records is read as this list. If no record matches, the file has the `expected` format,
@@ -89,16 +89,16 @@ def recognise(
     damaged: list[Skipped] = []
     unknown: Record | None = None  # the first record that has no known format
     num_records = 0
-    first: list[Piece | Range] = []  # taken to recognise the format, and put back before the others
+    first: list[RecordBlock | Range] = []  # taken to recognise the format, and put back before the others
     for piece in islice(pieces, MAX_PIECES):
         first.append(piece)
         # As objects of Python, the numbers of a large line need twenty times its bytes. Rows of Parquet are arrays too.
-        arrays = list_fields(piece.data) if isinstance(piece, Lines) and len(piece.data) > LARGE else ()
+        arrays = list_fields(piece.data) if isinstance(piece, LineBlock) and len(piece.data) > LARGE else ()
         if not skip_bad and len(first) == 1:
             next(piece.records(None, arrays), None)  # raises the error about a damaged first record
         for record in piece.records(damaged, arrays):
             if (found := format_of(record)) is not None:
-                return Recognised(found, chain(first, pieces), [])
+                return RecognisedFile(found, chain(first, pieces), [])
             unknown = unknown or record
             num_records += 1
         if len(first) == 1 and (inner := _list_in_document(piece, format_of)) is not None:
@@ -109,13 +109,13 @@ def recognise(
         if not skip_bad and num_records >= MAX_RECORDS:
             break
     if unknown is None:
-        return Recognised(None, iter(()), damaged)
+        return RecognisedFile(None, iter(()), damaged)
     if expected is None:
         raise refuse(unknown)
-    return Recognised(expected, chain(first, pieces), [])
+    return RecognisedFile(expected, chain(first, pieces), [])
 
 
-def _list_in_document(piece: Piece | Range, format_of: FormatOf) -> Recognised | None:
+def _list_in_document(piece: RecordBlock | Range, format_of: FormatOf) -> RecognisedFile | None:
     """Return the records of the only list of objects in the only record of `piece`, or None if they are none."""
     # {"data": [{"messages": [..]}, {"messages": [..]}], "version": 2} -> the two elements of `data`
     records = list(islice(piece.records([]), 2))
@@ -133,7 +133,7 @@ def _list_in_document(piece: Piece | Range, format_of: FormatOf) -> Recognised |
         return None
     others = [other for other, value in record.value.items() if other != names[0] and value is not None]
     skipped = [Skipped(record.source, f"fields beside the list '{names[0]}' of a document", is_rollout=False)]
-    return Recognised(format_of_list, pieces_of_list(values, record.path, names[0]), skipped if others else [])
+    return RecognisedFile(format_of_list, pieces_of_list(values, record.path, names[0]), skipped if others else [])
 
 
 def lists_of_objects(value: dict[str, Any]) -> list[str]:

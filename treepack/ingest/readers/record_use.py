@@ -22,7 +22,7 @@ from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.readers.columns import aliases
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.files.record_files import read_pieces, read_records
+from treepack.ingest.readers.files.record_files import read_blocks, read_records
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages.containers import with_containers
@@ -72,7 +72,7 @@ def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordU
     Raises:
         TreepackError: the file cannot be read, or is no file of records.
     """
-    pieces = read_pieces(path, max_size=options.max_record_size)
+    pieces = read_blocks(path, max_size=options.max_record_size)
     error: str | None = None
     found: Format | None = None
     try:

@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from treepack.ingest.template.rendering import Message, Setting, Tools, UnfaithfulError, render
+from treepack.ingest.template.rendering import Message, TemplateSetting, Tools, UnfaithfulError, render
 
 PROBE_TEXT = '{"probe_key": "probe_value"}'
 OTHER_TEXT = '{"probe_key": "probe_other"}'
@@ -52,10 +52,10 @@ class CallForm:
     empty: str | None
 
 
-class Forms:
+class MessageForms:
     """The forms that one template prints, with tools or without; each is probed when it is first needed."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: TemplateSetting) -> None:
         """Take from `setting` the template, the variables of every conversation, and whether there are tools."""
         self._has_tools = setting.tools is not None
         self.setting = replace(setting, source="probe", tools=[PROBE_TOOL] if self._has_tools else None)

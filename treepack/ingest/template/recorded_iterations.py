@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from treepack.ingest.template.texts import Chunk, Chunks
+from treepack.ingest.template.texts import TextChunk, TextChunks
 
 Key = tuple[int, str]  # a namespace and its attribute
 Need = tuple[Any] | tuple[int, int]  # a value, or the smallest and the largest of integers with the same outcome
@@ -16,24 +16,24 @@ UNLIMITED = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class SpanChain:
     """The generation marks of a rendering in order, a chain: `span` is the last of `number`."""
 
-    before: Marks | None
+    before: SpanChain | None
     span: Span
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class IterationState:
     """The state after an iteration, and the conditions under which all iterations up to it have the same outcome.
 
     The number of messages is in [`low`, `high`], and the attributes in `needs` have these values before the loop.
     `writes` are the attributes that the loop has set.
     """
 
-    chunk: Chunk
-    marks: Marks | None
+    chunk: TextChunk
+    marks: SpanChain | None
     low: int
     high: int
     needs: dict[Key, Need]
@@ -41,18 +41,18 @@ class Step:
 
 
 @dataclass(slots=True)
-class Memory:
+class LoopMemory:
     """The iterations of one loop over messages from number `start` on, after the text and variables of `root`."""
 
-    root: Step
+    root: IterationState
     start: int
     variables: dict[str, Any]
     num_namespaces: int
-    steps: list[Step] = field(default_factory=list)
+    steps: list[IterationState] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class ReversedMemory:
+class ReversedLoopMemory:
     """What a loop over reversed messages sets from a message on, by its number and the attributes that it reads."""
 
     variables: dict[str, Any]
@@ -60,11 +60,11 @@ class ReversedMemory:
     outcomes: dict[tuple[object, ...], dict[Key, Any]] = field(default_factory=dict)
 
 
-class Memories:
+class ConversationMemory:
     """What the renderings of one conversation share."""
 
     def __init__(self) -> None:
-        self.chunks = Chunks()
-        self.loops: dict[tuple[int, bool | None], Memory] = {}
-        self.reversed: dict[int, ReversedMemory] = {}
+        self.chunks = TextChunks()
+        self.loops: dict[tuple[int, bool | None], LoopMemory] = {}
+        self.reversed: dict[int, ReversedLoopMemory] = {}
         self.num_iterations = 0  # over messages, that were run

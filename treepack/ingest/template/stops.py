@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from treepack.ingest.template.answers import Answer
+from treepack.ingest.template.answers import TurnAnswer
 from treepack.ingest.template.contents import text_forms
-from treepack.ingest.template.forms import CONTEXTS, PROBE_CONTENT, PROBE_TEXT, Forms, calls_of
+from treepack.ingest.template.forms import CONTEXTS, PROBE_CONTENT, PROBE_TEXT, MessageForms, calls_of
 from treepack.ingest.template.reasoning_tags import inner_thought
 from treepack.ingest.template.rendering import GENERATION_MARK, Message, UnfaithfulError, is_json_object, render
 
@@ -60,10 +60,10 @@ def _last_texts(turn: Message) -> Iterator[str]:
     yield from dict.fromkeys(each for each in (text, text.rstrip(), text.strip()) if each.strip())
 
 
-class Stops:
+class StopTokens:
     """The stop tokens of one template, with tools or without."""
 
-    def __init__(self, forms: Forms, special: tuple[str, ...], bos: str, eos: str) -> None:
+    def __init__(self, forms: MessageForms, special: tuple[str, ...], bos: str, eos: str) -> None:
         """Take the `special` tokens of the tokenizer; probe nothing yet."""
         self._forms = forms
         self._ends = tuple(token for token in special if token and (token == eos or not INNER.search(token)))
@@ -71,7 +71,7 @@ class Stops:
         self._marker = re.compile(r"\s*(" + "|".join([*map(re.escape, filter(None, known)), CONTROL]) + ")")
         self._markers: dict[tuple[str, bool], str] = {}  # by the next role and whether the turn has calls
 
-    def without_end(self, answer: Answer, turn: Message) -> Answer:
+    def without_end(self, answer: TurnAnswer, turn: Message) -> TurnAnswer:
         """Return `answer` without what the template prints after the last text of `turn`, a cut answer."""
         start, stop = answer.spans[0][0], answer.spans[-1][1]
         end = start + _end_of_text(answer.text.slice(start, stop), turn, self._ends)

@@ -15,7 +15,7 @@ from support.damage import damaged, samples
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.number_lists import LineParser, cut_numbers
-from treepack.ingest.readers.files.records import Lines
+from treepack.ingest.readers.files.records import LineBlock
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.registry import all_formats
 from treepack.native.library import is_compiled
@@ -188,7 +188,7 @@ def test_without_the_loops_in_c_lists_stay_lists(monkeypatch: pytest.MonkeyPatch
     assert LineParser(NAMES).parse(b'{"m": [1, 2]}') == ({"m": [1, 2]}, False)
 
 
-def read(reader: Format, lines_of_file: Lines, options: ReadOptions, arrays: bool) -> tuple[list[Any], str]:
+def read(reader: Format, lines_of_file: LineBlock, options: ReadOptions, arrays: bool) -> tuple[list[Any], str]:
     """The items of the lines, the damaged ones last, and the error."""
     skipped: list[Skipped] | None = [] if options.skip_bad else None
     items: list[Any] = []
@@ -286,7 +286,7 @@ def test_records_with_wrong_values_read_as_without_arrays(reader: Format) -> Non
     rng = random.Random(3)
     num_read = num_refused = 0
     for _ in range(400):
-        piece = Lines("r.jsonl", 7, token_line(rng, REQUIRED[reader.name]))
+        piece = LineBlock("r.jsonl", 7, token_line(rng, REQUIRED[reader.name]))
         options = ReadOptions(skip_bad=rng.random() < 0.5, train_all=rng.random() < 0.2, vocab_size=10**6)
         expected = read(reader, piece, options, arrays=False)
         assert read(reader, piece, options, arrays=True) == expected, piece.data
@@ -315,7 +315,7 @@ def test_damaged_samples_read_as_without_arrays(reader: Format) -> None:
     num_read = 0
     for number in range(120):
         data = intact[number] if number < len(intact) else damaged(rng.choice(intact), rng)
-        piece = Lines("r.jsonl", 1, data)
+        piece = LineBlock("r.jsonl", 1, data)
         options = ReadOptions(skip_bad=rng.random() < 0.5)
         expected = read(reader, piece, options, arrays=False)
         assert read(reader, piece, options, arrays=True) == expected, data
@@ -326,6 +326,6 @@ def test_damaged_samples_read_as_without_arrays(reader: Format) -> None:
 def test_numbers_of_a_column_stay_numbers() -> None:
     line = b'{"prompts": [[5, 6], [5, 7]], "responses": [[1], [2]], "response_mask": [[1], [1]], "turns": [3, 4]}\n'
     (verl,) = (each for each in FAST if each.name == "verl")
-    items, error = read(verl, Lines("r.jsonl", 1, line), ReadOptions(), arrays=True)
+    items, error = read(verl, LineBlock("r.jsonl", 1, line), ReadOptions(), arrays=True)
     assert not error
     assert [item.metadata for item, _ in items] == [{"turns": 3}, {"turns": 4}]

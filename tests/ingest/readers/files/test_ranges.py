@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.files import json_files, ranges
-from treepack.ingest.readers.files.byte_streams import Handling
+from treepack.ingest.readers.files.byte_streams import RecordLimits
 from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.readers.files.ranges import LineRange, RowGroups
-from treepack.ingest.readers.files.record_files import read_pieces
+from treepack.ingest.readers.files.record_files import read_blocks
 from treepack.trajectory import Skipped
 
 in_one_folder = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -48,7 +48,7 @@ def reading(path: Path, *, as_ranges: bool, skip_bad: bool, max_size: int = MAX_
     digest, error = InputHash(), ""
     damaged: list[Skipped] | None = [] if skip_bad else None
     try:
-        for piece in read_pieces(
+        for piece in read_blocks(
             str(path), input_hash=digest, max_size=max_size, skip_bad=skip_bad, as_ranges=as_ranges
         ):
             results += [(record.source, record.value) for record in piece.records(damaged)]
@@ -80,7 +80,7 @@ def test_a_file_of_objects_is_split_into_ranges_that_contain_no_data(tmp_path: P
     path = tmp_path / "r.jsonl"
     path.write_text('{"a": 1}\n' * 20)
     digest = InputHash()
-    pieces = list(read_pieces(str(path), input_hash=digest, as_ranges=True))
+    pieces = list(read_blocks(str(path), input_hash=digest, as_ranges=True))
     assert len(pieces) > 3
     assert all(isinstance(piece, LineRange) for piece in pieces)
     assert digest.files == [(str(path), hashlib.sha256(path.read_bytes()).hexdigest())]
@@ -90,14 +90,14 @@ def test_a_file_of_objects_is_split_into_ranges_that_contain_no_data(tmp_path: P
 def test_other_files_are_read_in_order(tmp_path: Path, data: str) -> None:
     path = tmp_path / "r.json"
     path.write_text(data)
-    assert ranges.plan_ranges(str(path), Handling(), None) is None
+    assert ranges.plan_ranges(str(path), RecordLimits(), None) is None
 
 
 @pytest.mark.parametrize("skip_bad", [False, True])
 def test_row_groups_are_read_as_the_stream(tmp_path: Path, skip_bad: bool) -> None:
     path = tmp_path / "r.parquet"
     pq.write_table(pa.table({"a": list(range(100))}), path, row_group_size=7)
-    pieces = list(read_pieces(str(path), skip_bad=skip_bad, as_ranges=True))
+    pieces = list(read_blocks(str(path), skip_bad=skip_bad, as_ranges=True))
     # With skip_bad, damage would end the file, so that one worker reads all of it.
     assert len(pieces) == (1 if skip_bad else 15)
     assert all(isinstance(piece, RowGroups) for piece in pieces)
@@ -130,7 +130,7 @@ def test_damage_in_a_row_group_has_the_same_sentence(tmp_path: Path, skip_bad: b
 def test_a_file_that_vanishes_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text('{"a": 1}\n' * 20)
-    pieces = list(read_pieces(str(path), as_ranges=True))
+    pieces = list(read_blocks(str(path), as_ranges=True))
     path.unlink()
     with pytest.raises(TreepackError, match=r"r.jsonl: cannot be read \(No such file or directory\)"):
         list(pieces[1].records())

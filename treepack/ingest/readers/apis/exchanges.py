@@ -40,7 +40,7 @@ NOT_KEPT = frozenset("id custom_id request response error method url body".split
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ApiExchange:
     """A request, its response, and the other fields of the record (`rest`)."""
 
     record: Record
@@ -87,7 +87,7 @@ def request_and_response(value: dict[str, Any]) -> tuple[dict[str, Any], dict[st
     return value, value
 
 
-def read_exchanges(records: Iterator[Record], *, asks: str, answers: str) -> Iterator[Exchange | Skipped]:
+def read_exchanges(records: Iterator[Record], *, asks: str, answers: str) -> Iterator[ApiExchange | Skipped]:
     """Yield the exchanges of a file; requests have the field `asks` and responses the field `answers`.
 
     Raises:
@@ -122,10 +122,10 @@ def read_exchanges(records: Iterator[Record], *, asks: str, answers: str) -> Ite
         fields = API_FIELDS | NOT_KEPT if request is value else NOT_KEPT
         rest = {name: other for name, other in value.items() if name not in fields and other is not None}
         model = response.get("model") or request.get("model")
-        yield Exchange(record, request, response, ({"model": model} if isinstance(model, str) else {}) | rest)
+        yield ApiExchange(record, request, response, ({"model": model} if isinstance(model, str) else {}) | rest)
 
 
-def description(exchanges: Sequence[Exchange], name: str) -> Record:
+def description(exchanges: Sequence[ApiExchange], name: str) -> Record:
     """Return the fields of one rollout besides its calls; the last of `exchanges` with a field counts."""
     # The last one, because a reward is usually known only at the end.
     value = {key: other for exchange in exchanges for key, other in exchange.rest.items() if key not in SESSIONS}

@@ -48,7 +48,7 @@ RENDERED = ("text", "texts")
 
 
 @dataclass(frozen=True, slots=True)
-class Dialogue:
+class ChatDialogue:
     """Messages in the form of chat, the first `num_prompt` of which are not trained.
 
     `used` are the fields of the record that became messages or repeat them, and `notes` name those that repeat.
@@ -60,7 +60,7 @@ class Dialogue:
     notes: tuple[str, ...] = ()
 
 
-def dialogue(value: Message, source: str) -> Dialogue:
+def dialogue(value: Message, source: str) -> ChatDialogue:
     """Return the dialogue of a record that has `messages`.
 
     Raises:
@@ -74,12 +74,12 @@ def dialogue(value: Message, source: str) -> Dialogue:
     notes = tuple(f"field '{name}' not used, because it repeats the messages" for name in rendered)
     if not answers:
         _refuse_unknown_answer(value, messages, source)
-        return Dialogue(messages, prompt, used, notes)
+        return ChatDialogue(messages, prompt, used, notes)
     name, answer = next(iter(answers.items()))
     if _same(messages[len(messages) - len(answer) :], answer):
         notes += (f"field '{name}' not used, because the messages end with it",)
         # With the prompt as messages too, the rest is the answer; otherwise earlier turns are of this rollout as well.
-        return Dialogue(messages, prompt, used, notes)
+        return ChatDialogue(messages, prompt, used, notes)
     if messages and _role(messages[-1]) in ("assistant", "model"):
         raise TreepackError(
             f"{source}: messages end with an answer, and {name} is another one; say which one was sampled with "
@@ -89,7 +89,7 @@ def dialogue(value: Message, source: str) -> Dialogue:
     if len(answer) == 1 and beside and answer[0].keys().isdisjoint(beside):
         # {"response": "Let me look.", "tool_calls": [..]}: the parts of one answer beside each other
         answer, used = [answer[0] | {each: value[each] for each in beside}], used | frozenset(beside)
-    return Dialogue([*messages, *answer], len(messages), used, notes)
+    return ChatDialogue([*messages, *answer], len(messages), used, notes)
 
 
 def answer_messages(answer: Any, source: str = "") -> list[Any] | None:

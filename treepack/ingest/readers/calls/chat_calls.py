@@ -16,7 +16,7 @@ from treepack.ingest.readers.fields.values import BadValueError
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.conversation_settings import normalise_template_kwargs, normalise_tools
-from treepack.ingest.readers.messages.normal_form import Messages, normalise_messages
+from treepack.ingest.readers.messages.normal_form import NormalMessages, normalise_messages
 from treepack.trajectory import (
     Chat,
     Skipped,
@@ -145,6 +145,6 @@ def _split(message: Any, parts: dict[int, list[Any]]) -> list[Any]:
     return parts.setdefault(id(message), split_blocks([message])) if split is None else split
 
 
-def _messages(run: JoinedChat) -> Messages:
+def _messages(run: JoinedChat) -> NormalMessages:
     cuts = run.content.message_cuts or [False] * len(run.content.messages)
-    return Messages(run.content.messages, run.content.message_weights, run.notes, cuts)
+    return NormalMessages(run.content.messages, run.content.message_weights, run.notes, cuts)

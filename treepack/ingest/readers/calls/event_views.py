@@ -73,14 +73,14 @@ class EventView:
             self._events.insert(min(max(place, 0), len(self._events)), _Event(None, message))
 
 
-def parts_of(value: Any) -> list[Any]:
+def event_parts(value: Any) -> list[Any]:
     """Return a list as it is, null as an empty list, and any other value as a list of it."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def text_of(value: Any) -> str | list[Any]:
+def event_text(value: Any) -> str | list[Any]:
     """Return the text of content parts, joined; the parts themselves if one of them is not text."""
-    parts = parts_of(value)
+    parts = event_parts(value)
     texts = [part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None for part in parts]
     return "".join(text for text in texts if text) if all(isinstance(text, str) for text in texts) else parts
 

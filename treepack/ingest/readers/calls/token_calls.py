@@ -64,7 +64,7 @@ class TokenCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedTokens:
     """Calls that continue each other: `calls` are their numbers from 0, `fields` the fields of a `tokens` record."""
 
     calls: tuple[int, ...]
@@ -99,7 +99,7 @@ def read_calls(record: Record, calls: Sequence[TokenCall], options: ReadOptions)
     yield from with_rollout_names(record, items, [part.calls for part in joined], num_calls=len(calls))
 
 
-def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[Joined]:
+def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[JoinedTokens]:
     """Join `calls` that continue each other, in the order of their first call; calls without a response are left out.
 
     The `fields` of each result are `input_ids`, `loss_mask` and the values that all of its calls have, over the whole
@@ -167,7 +167,7 @@ class _CallChain:
             )
         self._routes.append(routes)
 
-    def join(self) -> Joined:
+    def join(self) -> JoinedTokens:
         names = dict.fromkeys(name for _, values in self._parts for name in values)
         # Temperatures may be known for some calls only; the others have NaN, as untrained tokens do.
         common = [name for name in names if name == TEMPERATURES or all(name in values for _, values in self._parts)]
@@ -187,7 +187,7 @@ class _CallChain:
                 own[...] = np.where((own < 0) & is_recorded(routes)[..., None], routes, own)
             fields[ROUTES] = whole
         notes = tuple(f"{name} of some calls only, not used" for name in names if name not in common)
-        return Joined(tuple(self._calls), fields, notes)
+        return JoinedTokens(tuple(self._calls), fields, notes)
 
 
 def _ids(values: Any, name: str, where: str) -> Int32:

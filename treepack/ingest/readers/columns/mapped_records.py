@@ -46,7 +46,7 @@ TOKEN_KEYS = frozenset({"ids", "prompt_ids", "answer_ids"})
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class MappedRecords:
     """The new records of one record; of several, each is an answer to the same prompt. `notes` are about all.
 
     A record is None if its answer is empty.
@@ -57,7 +57,7 @@ class Mapped:
     has_answers: bool = False
 
 
-def records_of(record: Record, columns: ColumnMap) -> Mapped:
+def map_record(record: Record, columns: ColumnMap) -> MappedRecords:
     """Return the new records of `record`.
 
     Raises:
@@ -98,7 +98,7 @@ def records_of(record: Record, columns: ColumnMap) -> Mapped:
         hidden |= dict.fromkeys(name for name in rest if name not in kept and rest[name] is not None)
         records.append(replace(record, value=kept | fields, line=None))
     notes = [f"field '{path.text}' ignored" for path in ignored] + [f"field '{name}' not used" for name in hidden]
-    return Mapped(records, (*notes, *talk.notes()), has_answers)
+    return MappedRecords(records, (*notes, *talk.notes()), has_answers)
 
 
 def _beside(rest: dict[str, Any], fields: dict[str, Any], source: str) -> dict[str, Any]:

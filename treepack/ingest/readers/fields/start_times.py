@@ -9,7 +9,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.values import shown
 
 
-def start_of(value: dict[str, Any], *names: str, source: str) -> int | float | str | None:
+def start_time(value: dict[str, Any], *names: str, source: str) -> int | float | str | None:
     """Return the first of the fields `names` of a call that is set, None without one.
 
     Raises:

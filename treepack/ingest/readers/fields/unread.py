@@ -87,7 +87,7 @@ def _at(tree: Declared, path: str) -> Declared:
     return tree
 
 
-class Said:
+class TrajectoryTexts:
     """All texts of trajectories, in which the texts of their records are searched."""
 
     def __init__(self, items: Iterable[Trajectory | Skipped]) -> None:
@@ -177,7 +177,7 @@ def unread(
                 break
 
 
-def unsaid(fields: Iterable[tuple[str, str | None, bool]], said: Said) -> Iterator[str]:
+def unsaid(fields: Iterable[tuple[str, str | None, bool]], said: TrajectoryTexts) -> Iterator[str]:
     """Yield the paths of the `fields` of `unread` that the trajectories do not contain, each once for each value."""
     lost: set[str] = set()
     for path, text, is_declared in fields:

@@ -16,7 +16,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.rewards import REWARDS, is_equal
 from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, SAMPLING_DICTS, STEPS
 from treepack.ingest.readers.fields.token_fields import KINDS, LENGTHS, RETURN
-from treepack.ingest.readers.fields.unread import Declared, Said, named, unread, unsaid
+from treepack.ingest.readers.fields.unread import Declared, TrajectoryTexts, named, unread, unsaid
 from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped, Tokens, Trajectory
 
@@ -43,7 +43,7 @@ def notes_of_record(
     if TOKENS in facts and not KINDS.keys() & declared.keys():
         del facts[TOKENS]
     try:
-        paths = list(unsaid(unread(value, declared), Said(items)))
+        paths = list(unsaid(unread(value, declared), TrajectoryTexts(items)))
     except RecursionError:
         raise TreepackError(f"{source}: {TOO_DEEP}") from None
     return named(path for path in paths if not is_fact(path, _value_at(value, path), facts))
@@ -58,7 +58,7 @@ class NotesOfFile:
         self._view = view
         self._fields: dict[tuple[str, str | None, bool], None] = {}  # an ordered set
         self._room = MAX_TEXTS
-        self._said = Said(())
+        self._said = TrajectoryTexts(())
 
     def of_records(self, records: Iterable[Record]) -> Iterator[Record]:
         """Yield `records`, and keep their fields that may not be used."""

@@ -29,7 +29,7 @@ FILE_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Handling:
+class RecordLimits:
     """Options of reading files: the maximum size of a record in bytes; True to skip damaged records and files."""
 
     max_size: int = MAX_RECORD_SIZE

@@ -16,7 +16,7 @@ import orjson
 from treepack.errors import TreepackError
 from treepack.ingest.readers.files.byte_streams import (
     CHUNK,
-    Handling,
+    RecordLimits,
     TooLargeError,
     as_buffer,
     num_newlines,
@@ -28,10 +28,10 @@ from treepack.ingest.readers.files.json_text import array_elements, csv_refusal,
 from treepack.ingest.readers.files.number_lists import LARGE, LineParser, list_fields
 from treepack.ingest.readers.files.records import (
     DAMAGED_RECORD,
-    Damaged,
-    Lines,
-    Piece,
-    Values,
+    DamagedBlock,
+    LineBlock,
+    RecordBlock,
+    ValueBlock,
     as_object,
     pieces_of_value,
 )
@@ -50,7 +50,7 @@ def next_size(size: int, position: int) -> int:
     return min(2 * size, max(LINES, min(MAX_LINES, position // 64)))
 
 
-def json_pieces(stream: Any, path: str, how: Handling) -> Iterator[Piece]:
+def json_pieces(stream: Any, path: str, how: RecordLimits) -> Iterator[RecordBlock]:
     number, first = _first_line(stream, path, how.max_size)
     if not first:
         return
@@ -92,7 +92,7 @@ def _first_line(stream: Any, path: str, max_size: int) -> tuple[int, bytes]:
     return number, b""
 
 
-def _line_pieces(first: bytes, stream: Any, path: str, number: int, how: Handling) -> Iterator[Piece]:
+def _line_pieces(first: bytes, stream: Any, path: str, number: int, how: RecordLimits) -> Iterator[RecordBlock]:
     """Yield pieces of whole lines; the first line has been read and is line `number`."""
     size, data, position = FIRST_LINES, first, 0
     del first
@@ -105,18 +105,18 @@ def _line_pieces(first: bytes, stream: Any, path: str, number: int, how: Handlin
                 # The piece ends before the line that is too long, of which one byte more than the limit was read.
                 before, is_cut = data[:start], not data.endswith(b"\n")
                 if before:
-                    yield Lines(path, number, before)
+                    yield LineBlock(path, number, before)
                 number += num_newlines(before)
                 error = too_long(path, number, how.max_size)
                 if not how.skip_bad:
                     raise error
-                yield Damaged(Skipped(f"{path}:{number}", DAMAGED_RECORD, detail=str(error)))
+                yield DamagedBlock(Skipped(f"{path}:{number}", DAMAGED_RECORD, detail=str(error)))
                 if is_cut:
                     skip_line(stream)
                 number += 1
                 data = stream.read(size)
                 continue
-        yield Lines(path, number, data)
+        yield LineBlock(path, number, data)
         number += num_newlines(data)
         position += len(data)
         data = stream.read(size)
@@ -150,7 +150,7 @@ class _DamagedLines:
     rest: bytes
 
 
-def _parse_start(first: bytes, stream: Any, *, path: str, number: int, how: Handling) -> Any:
+def _parse_start(first: bytes, stream: Any, *, path: str, number: int, how: RecordLimits) -> Any:
     """Parse the first line leniently, or else the first line and the rest of the stream as one `_Document`.
 
     If both fail, the error is about the line if the file looks like JSONL: no second line, or an object on it. With
@@ -203,10 +203,10 @@ def _refuse_more(stream: Any, path: str, number: int) -> None:
         number += part.endswith(b"\n")
 
 
-def _pieces_of_elements(data: bytes, path: str) -> Iterator[Piece]:
+def _pieces_of_elements(data: bytes, path: str) -> Iterator[RecordBlock]:
     """Yield a piece for each element of a damaged array."""
     for number, value, fault in array_elements(data, path):
         if fault is None:
-            yield Values(path, number, [value])
+            yield ValueBlock(path, number, [value])
         else:
-            yield Damaged(Skipped(f"{path}[{number}]", DAMAGED_RECORD, detail=fault))
+            yield DamagedBlock(Skipped(f"{path}[{number}]", DAMAGED_RECORD, detail=fault))

@@ -26,7 +26,7 @@ from treepack.errors import TreepackError
 from treepack.files import object_store
 from treepack.files.address import RemotePath, as_path, as_remote_path, is_address
 from treepack.files.location import locate
-from treepack.ingest.readers.files.byte_streams import CHUNK, COMPRESSION, Handling, num_newlines
+from treepack.ingest.readers.files.byte_streams import CHUNK, COMPRESSION, RecordLimits, num_newlines
 from treepack.ingest.readers.files.inputs import STDIN, FileHash, InputHash, displayed, unreadable
 from treepack.ingest.readers.files.json_files import (
     BYTE_ORDER_MARK,
@@ -40,10 +40,10 @@ from treepack.ingest.readers.files.object_reader import ObjectReader
 from treepack.ingest.readers.files.records import (
     DAMAGED_FILE,
     DAMAGED_RECORD,
-    Damaged,
-    Lines,
-    Piece,
+    DamagedBlock,
+    LineBlock,
     Record,
+    RecordBlock,
     TableRows,
 )
 from treepack.ingest.readers.files.tables import PARQUET_MAGIC, RowGroup, parquet_batches, parquet_groups
@@ -72,7 +72,7 @@ class LineRange:
     offset: int
     size: int
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[RecordBlock]:
         """Read the lines, `MAX_LINES` bytes at a time, or more if a line is longer.
 
         Raises:
@@ -90,7 +90,7 @@ class LineRange:
                 if not stop:
                     size *= 2
                     continue
-                yield Lines(self.path, number, data if stop == wanted else data[:stop])
+                yield LineBlock(self.path, number, data if stop == wanted else data[:stop])
                 number, begin = number + num_newlines(data[:stop]), begin + stop
 
     @contextmanager
@@ -127,7 +127,7 @@ class RowGroups:
     size: int
     skip_bad: bool
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[RecordBlock]:
         """Read the rows in batches.
 
         Raises:
@@ -143,7 +143,7 @@ class RowGroups:
             sentence = error if isinstance(error, TreepackError) else unreadable(self.path, error)
             if not self.skip_bad:
                 raise sentence from error
-            yield Damaged(Skipped(self.path, DAMAGED_FILE, detail=str(sentence)))
+            yield DamagedBlock(Skipped(self.path, DAMAGED_FILE, detail=str(sentence)))
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
         with _parquet_source(self.file) as source:
@@ -163,7 +163,7 @@ def _block(file: str) -> int:
 Range = LineRange | RowGroups
 
 
-def plan_ranges(path: str, how: Handling, input_hash: InputHash | None) -> Iterator[Piece | Range] | None:
+def plan_ranges(path: str, how: RecordLimits, input_hash: InputHash | None) -> Iterator[RecordBlock | Range] | None:
     """Return the ranges of the file `path`, which is hashed meanwhile; None if it has to be read as a stream.
 
     Raises:
@@ -183,7 +183,9 @@ def plan_ranges(path: str, how: Handling, input_hash: InputHash | None) -> Itera
     return _hashed(path, how, InputHash() if input_hash is None else input_hash, first)
 
 
-def plan_object_ranges(address: str, how: Handling, input_hash: InputHash | None) -> Iterator[Piece | Range] | None:
+def plan_object_ranges(
+    address: str, how: RecordLimits, input_hash: InputHash | None
+) -> Iterator[RecordBlock | Range] | None:
     """Return the ranges of an object in a store, which is hashed meanwhile; None if it has to be read as a stream.
 
     Raises:
@@ -205,11 +207,11 @@ def plan_object_ranges(address: str, how: Handling, input_hash: InputHash | None
 
 def _hashed_object(
     address: str,
-    how: Handling,
+    how: RecordLimits,
     reader: ObjectReader,
     input_hash: InputHash | None,
     first: tuple[int, int, int] | None,
-) -> Iterator[Piece | Range]:
+) -> Iterator[RecordBlock | Range]:
     """Yield the ranges of an object and hash it; with `skip_bad` also the rest after damage."""
     is_complete = False
     try:
@@ -229,8 +231,8 @@ def _hashed_object(
 
 
 def _hashed(
-    path: str, how: Handling, input_hash: InputHash, first: tuple[int, int, int] | None
-) -> Iterator[Piece | Range]:
+    path: str, how: RecordLimits, input_hash: InputHash, first: tuple[int, int, int] | None
+) -> Iterator[RecordBlock | Range]:
     """Yield the ranges of a file and hash it; with `skip_bad` also the rest after damage."""
     shown, real = displayed(path), os.path.abspath(path)  # noqa: PTH100 (a link must stay a link)
     input_hash.bytes_read.begin(path)
@@ -279,16 +281,16 @@ Read = Callable[[int, int], bytes]  # of so many bytes from an offset on
 
 
 def _lines_of_file(
-    shown: str, real: str, how: Handling, first: tuple[int, int, int]
-) -> Iterator[tuple[Piece | Range, int]]:
+    shown: str, real: str, how: RecordLimits, first: tuple[int, int, int]
+) -> Iterator[tuple[RecordBlock | Range, int]]:
     with Path(real).open("rb", buffering=0) as file:
         descriptor = file.fileno()
         yield from _line_ranges(shown, real, lambda offset, size: os.pread(descriptor, size, offset), how, first)
 
 
 def _line_ranges(
-    shown: str, real: str, read: Read, how: Handling, first: tuple[int, int, int]
-) -> Iterator[tuple[Piece | Range, int]]:
+    shown: str, real: str, read: Read, how: RecordLimits, first: tuple[int, int, int]
+) -> Iterator[tuple[RecordBlock | Range, int]]:
     """Yield pieces of whole lines, each with its end; `first` are number, start and end of the first line."""
     number, start, end = first
     yield LineRange(shown, real, number, start, end - start), end
@@ -308,7 +310,7 @@ def _line_ranges(
                 if not how.skip_bad:
                     raise error
                 end, _ = (end, True) if is_ended else _line_end(read, end, None)
-                yield Damaged(Skipped(f"{shown}:{number}", DAMAGED_RECORD, detail=str(error))), end
+                yield DamagedBlock(Skipped(f"{shown}:{number}", DAMAGED_RECORD, detail=str(error))), end
                 begin, number = end, number + 1
                 continue
             num_lines += is_ended
@@ -338,7 +340,7 @@ def _parquet_source(file: str) -> Iterator[Any]:
         yield source
 
 
-def _row_groups(shown: str, real: str, how: Handling) -> Iterator[tuple[Piece | Range, int]]:
+def _row_groups(shown: str, real: str, how: RecordLimits) -> Iterator[tuple[RecordBlock | Range, int]]:
     """Yield pieces of row groups, each with the end of its bytes; with `skip_bad` all groups in one piece."""
     with _parquet_source(real) as source:
         groups: list[RowGroup] = parquet_groups(source, shown)

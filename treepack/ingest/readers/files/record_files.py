@@ -6,7 +6,7 @@ The bytes of a file decide how it is read, not its name: the magic number of gzi
 else the first line with text. Only YAML is recognised by its name; the search of a folder skips it. No code seeks, so
 standard input works like a file.
 
-A file that cannot be read is an error. With `skip_bad`, it is the piece `Damaged`, after the pieces before the damage.
+A file that cannot be read is an error. With `skip_bad`, it is a `DamagedBlock` after the blocks before the damage.
 
 Memory: one piece, which is one record if that is larger. A JSON array or document, YAML, a file of torch, and Parquet
 that is compressed as a file or comes from standard input are in memory as a whole. No line, and no file that is read as
@@ -28,8 +28,8 @@ from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers.files.byte_streams import (
     CHUNK,
     COMPRESSION,
-    Handling,
     HashingReader,
+    RecordLimits,
     as_buffer,
     read_whole,
 )
@@ -39,11 +39,11 @@ from treepack.ingest.readers.files.json_files import json_pieces
 from treepack.ingest.readers.files.ranges import Range, plan_object_ranges, plan_ranges
 from treepack.ingest.readers.files.records import (
     DAMAGED_FILE,
-    Damaged,
-    Piece,
+    DamagedBlock,
     Record,
+    RecordBlock,
     TableRows,
-    Values,
+    ValueBlock,
     pieces_of_value,
 )
 from treepack.ingest.readers.files.remote_inputs import opened_path
@@ -69,22 +69,22 @@ def read_records(path: str, *, input_hash: InputHash | None = None) -> Iterator[
     Raises:
         TreepackError: the file is unreadable, truncated, malformed or empty, or a record is not a JSON object.
     """
-    for piece in read_pieces(path, input_hash=input_hash):
+    for piece in read_blocks(path, input_hash=input_hash):
         yield from piece.records()
 
 
-def read_pieces(
+def read_blocks(
     path: str,
     *,
     input_hash: InputHash | None = None,
     max_size: int = MAX_RECORD_SIZE,
     skip_bad: bool = False,
     as_ranges: bool = False,
-) -> Iterator[Piece | Range]:
+) -> Iterator[RecordBlock | Range]:
     """Yield the pieces of one file (`<stdin>`: of standard input), in order; the first piece has a record.
 
-    With `skip_bad`, a piece may also be `Damaged`, and the first may have no record. `max_size` is the maximum size of
-    a record in bytes. With `as_ranges`, pieces are ranges of the file if it can be split.
+    With `skip_bad`, a block may also be a `DamagedBlock`, and the first may have no record. `max_size` is the maximum size
+    of a record in bytes. With `as_ranges`, pieces are ranges of the file if it can be split.
 
     Raises:
         TreepackError: the file is unreadable, truncated, empty or of an unknown kind. Errors inside of a piece are
@@ -92,16 +92,18 @@ def read_pieces(
     """
     shown = displayed(path)
     try:
-        yield from _whole_file(path, input_hash, Handling(max_size, skip_bad), as_ranges=as_ranges)
+        yield from _whole_file(path, input_hash, RecordLimits(max_size, skip_bad), as_ranges=as_ranges)
     except NotPlainError:
         raise  # a file of torch that is no rollout, such as a checkpoint, is not damaged
     except TreepackError as error:
         if not skip_bad:
             raise
-        yield Damaged(Skipped(shown, DAMAGED_FILE, detail=str(error)))
+        yield DamagedBlock(Skipped(shown, DAMAGED_FILE, detail=str(error)))
 
 
-def _whole_file(path: str, input_hash: InputHash | None, how: Handling, *, as_ranges: bool) -> Iterator[Piece | Range]:
+def _whole_file(
+    path: str, input_hash: InputHash | None, how: RecordLimits, *, as_ranges: bool
+) -> Iterator[RecordBlock | Range]:
     """Yield the pieces of one file and hash it; turn errors of libraries into sentences."""
     num_pieces = 0
     # Ranges of an object need no copy of it.
@@ -125,7 +127,7 @@ def _whole_file(path: str, input_hash: InputHash | None, how: Handling, *, as_ra
         raise TreepackError(f"{shown}: contains no record; remove it from the inputs")
 
 
-def _stream(path: str, input_hash: InputHash | None, how: Handling) -> Iterator[Piece]:
+def _stream(path: str, input_hash: InputHash | None, how: RecordLimits) -> Iterator[RecordBlock]:
     """Yield the pieces of a file that is read in order, and hash it on the way."""
     shown = displayed(path)
     with HashingReader(path, None if input_hash is None else input_hash.bytes_read) as raw:
@@ -145,7 +147,7 @@ def _hash_rest(raw: HashingReader, shown: str, input_hash: InputHash | None) -> 
         input_hash.add(shown, raw.sha256.hexdigest())
 
 
-def _pieces_of(raw: HashingReader, path: str, how: Handling) -> Iterator[Piece]:
+def _pieces_of(raw: HashingReader, path: str, how: RecordLimits) -> Iterator[RecordBlock]:
     # peek(n) returns at least one byte and does not consume it, even on a pipe.
     stream, shown = as_buffer(raw), displayed(path)
     compression = COMPRESSION.get(stream.peek(2)[:2])
@@ -172,12 +174,12 @@ def _pieces_of(raw: HashingReader, path: str, how: Handling) -> Iterator[Piece]:
     return _row_pieces(batches(source, shown), shown)
 
 
-def _eval_pieces(data: bytes, path: str, how: Handling) -> Iterator[Piece]:
+def _eval_pieces(data: bytes, path: str, how: RecordLimits) -> Iterator[RecordBlock]:
     for number, value in enumerate(read_eval_file(data, path, max_size=how.max_size)):
-        yield Values(path, number, [value])
+        yield ValueBlock(path, number, [value])
 
 
-def _row_pieces(batches: Iterator[pa.RecordBatch], path: str) -> Iterator[Piece]:
+def _row_pieces(batches: Iterator[pa.RecordBatch], path: str) -> Iterator[RecordBlock]:
     start = 0
     for batch in batches:
         if batch.num_rows:

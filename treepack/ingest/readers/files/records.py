@@ -68,7 +68,7 @@ def folder_and_stem(record: Record) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class LineBlock:
     """Whole lines of a JSONL file as stored; the first is line `number` of the file `path`."""
 
     path: str
@@ -110,7 +110,7 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class ValueBlock:
     """Elements of a JSON array from number `start` on, or a whole document, with `start` None.
 
     `field` is the name of the array if it is a field of a document: `rollouts.json.data[3]`.
@@ -167,7 +167,7 @@ class TableRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Damaged:
+class DamagedBlock:
     """Something that cannot be read: a record, or a file from some place on. `sentence` is the error."""
 
     skipped: Skipped
@@ -184,7 +184,7 @@ class Damaged:
         yield from ()
 
 
-Piece = Lines | Values | TableRows | Damaged
+RecordBlock = LineBlock | ValueBlock | TableRows | DamagedBlock
 
 
 def _put_aside(error: TreepackError, source: str, damaged: list[Skipped] | None) -> None:
@@ -193,17 +193,17 @@ def _put_aside(error: TreepackError, source: str, damaged: list[Skipped] | None)
     damaged.append(Skipped(source, DAMAGED_RECORD, detail=str(error)))
 
 
-def pieces_of_value(value: Any, path: str) -> Iterator[Piece]:
+def pieces_of_value(value: Any, path: str) -> Iterator[RecordBlock]:
     if not isinstance(value, list):
-        yield Values(path, None, [value])
+        yield ValueBlock(path, None, [value])
         return
     yield from pieces_of_list(value, path)
 
 
-def pieces_of_list(values: list[Any], path: str, field: str = "") -> Iterator[Piece]:
+def pieces_of_list(values: list[Any], path: str, field: str = "") -> Iterator[RecordBlock]:
     """Yield the pieces of an array, which is the field `field` of a document if that is a name."""
     for start in range(0, len(values), VALUES):
-        yield Values(path, start, values[start : start + VALUES], field)
+        yield ValueBlock(path, start, values[start : start + VALUES], field)
 
 
 class NoObjectError(TreepackError):

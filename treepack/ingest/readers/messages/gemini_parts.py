@@ -94,7 +94,7 @@ def messages_of_content(content: Any, *, where: str) -> list[Message]:
     """
     if not isinstance(content, dict):
         raise TreepackError(f"{where} is {shown(content)}; expected an object with role and parts")
-    role, parts = content.get("role"), parts_of(content.get("parts"), where=where)
+    role, parts = content.get("role"), gemini_parts_of(content.get("parts"), where=where)
     if role == "model":
         message = assistant_message(parts, where=where)
         messages = [message] if message else []
@@ -109,7 +109,7 @@ def messages_of_content(content: Any, *, where: str) -> list[Message]:
     return messages
 
 
-def parts_of(parts: Any, *, where: str) -> list[Part]:
+def gemini_parts_of(parts: Any, *, where: str) -> list[Part]:
     """Return a list of parts, from one part, or a list of parts and texts; an empty list for null.
 
     Raises:
@@ -130,7 +130,7 @@ def parts_or_text(content: Any, *, where: str) -> list[Part]:
     Raises:
         TreepackError: it is neither text nor parts.
     """
-    return [{"text": content}] if isinstance(content, str) else parts_of(content, where=where)
+    return [{"text": content}] if isinstance(content, str) else gemini_parts_of(content, where=where)
 
 
 def assistant_message(parts: list[Part], *, where: str) -> Message | None:
@@ -186,7 +186,7 @@ def user_messages(parts: list[Part], *, where: str) -> Iterator[Message]:
 
 def _result(response: dict[str, Any], where: str) -> Message:
     # Newer versions put images of a result into the response.
-    parts = [{"text": response_text(response.get("response"))}, *parts_of(response.get("parts"), where=where)]
+    parts = [{"text": response_text(response.get("response"))}, *gemini_parts_of(response.get("parts"), where=where)]
     about = {"tool_call_id": response.get("id"), "name": response.get("name")}
     about = {name: value for name, value in about.items() if value is not None}
     known = ("id", "name", "response", "parts")

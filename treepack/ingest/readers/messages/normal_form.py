@@ -58,7 +58,7 @@ MEDIA = ("images", "videos", "audios")
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
+class NormalMessages:
     """Normalised messages, the loss weight of each (0 for every role but assistant), and remarks to be counted.
 
     `cuts[i]` is True if message i is an answer that a limit or a filter cut.
@@ -84,7 +84,7 @@ def has_media(record: dict[str, Any]) -> bool:
     )
 
 
-def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages | None = None) -> Messages:
+def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMessages | None = None) -> NormalMessages:
     """Return the messages of one conversation in normal form; with `before`, the messages of `before` come first.
 
     Raises:
@@ -152,7 +152,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
         if role == "assistant":
             _refuse_parts(message, normal, unused, where)
         notes.update({f"message field '{key}' not used": None for key in unused})
-    return Messages(done, weights, tuple(notes), cuts)
+    return NormalMessages(done, weights, tuple(notes), cuts)
 
 
 def _refuse_parts(message: dict[str, Any], normal: dict[str, Any], unused: list[str], where: str) -> None:

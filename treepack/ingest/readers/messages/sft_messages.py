@@ -65,7 +65,7 @@ def calls_of_text(text: Any, *, where: str) -> list[dict[str, Any]]:
     return list(calls)
 
 
-def read_chat(
+def read_conversation(
     record: Record, messages: Sequence[Message], options: ReadOptions, *, used: Collection[str]
 ) -> Trajectory | Skipped:
     """Return the trajectory of one conversation, with the tools of the record; all assistant messages are trained.

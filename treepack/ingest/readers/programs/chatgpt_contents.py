@@ -114,7 +114,7 @@ TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
 CONTEXTS = frozenset({"user_editable_context", "model_editable_context"})
 
 
-def text_of(node: Node, source: str) -> str:
+def chatgpt_text(node: Node, source: str) -> str:
     """Return the text of the message of a node; "" for thoughts and other contents without a text.
 
     Raises:

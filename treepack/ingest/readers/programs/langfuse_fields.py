@@ -36,12 +36,15 @@ METADATA = declare(
 PLACES = ("", "observations.", "data.", "data.observations.")  # of observations and scores
 
 
-def view(value: dict[str, Any]) -> dict[str, Any]:
+def langfuse_view(value: dict[str, Any]) -> dict[str, Any]:
     """Return a record without the scores that are values by name: all of them are used or noted."""
-    done = {name: view(each) if name == "trace" and isinstance(each, dict) else each for name, each in value.items()}
+    done = {
+        name: langfuse_view(each) if name == "trace" and isinstance(each, dict) else each
+        for name, each in value.items()
+    }
     for name in ("data", "observations"):
         if is_messages(value.get(name)):
-            done[name] = [view(each) for each in value[name]]
+            done[name] = [langfuse_view(each) for each in value[name]]
     scores = parsed(done.get("scores"))
     return without(done, ("scores",)) if isinstance(scores, dict) else done | ({"scores": scores} if scores else {})
 

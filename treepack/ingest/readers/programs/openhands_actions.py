@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from treepack.ingest.readers.calls.event_views import EventView, Message, command_output, parts_of
+from treepack.ingest.readers.calls.event_views import EventView, Message, command_output, event_parts
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.values import is_messages
 
@@ -64,7 +64,7 @@ def add_action_event(view: EventView, event: Event) -> str | None:
 
 
 def _with_images(args: Event) -> list[Any]:
-    images = [{"type": "image_url"} for _ in parts_of(args.get("image_urls"))]
+    images = [{"type": "image_url"} for _ in event_parts(args.get("image_urls"))]
     return [{"type": "text", "text": str(args.get("content") or "")}, *images]
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from treepack.ingest.readers.calls.event_views import EventView, Message, command_output, parts_of, text_of
+from treepack.ingest.readers.calls.event_views import EventView, Message, command_output, event_parts, event_text
 from treepack.ingest.readers.fields.values import is_messages
 
 Event = dict[str, Any]
@@ -36,7 +36,7 @@ def add_events(view: EventView, events: Sequence[Event]) -> None:
                 view.tools = tools or None
             elif tools:
                 view.notes[TOOLS_NOTE] = None
-            prompt = [text_of(first.get("system_prompt")), text_of(first.get("dynamic_context"))]
+            prompt = [event_text(first.get("system_prompt")), event_text(first.get("dynamic_context"))]
             view.add(first.get("id"), {"role": "system", "content": "".join(filter(None, map(str, prompt)))})
         elif kind == "ActionEvent":
             view.answer(first.get("id"), _response(group), name=None)
@@ -45,7 +45,7 @@ def add_events(view: EventView, events: Sequence[Event]) -> None:
         elif kind == "MessageEvent":
             _add_message(view, first)
         elif kind == "Condensation":
-            forgotten = {event for event in parts_of(first.get("forgotten_event_ids")) if isinstance(event, str)}
+            forgotten = {event for event in event_parts(first.get("forgotten_event_ids")) if isinstance(event, str)}
             view.forget(forgotten, first.get("summary"), first.get("summary_offset"))
         elif first.get("tool_call_id") is not None:
             result = {"tool_call_id": first["tool_call_id"], "name": first.get("tool_name"), "content": _result(first)}
@@ -68,7 +68,7 @@ def _responses(events: Sequence[Event]) -> Iterator[list[Event]]:
 def _response(actions: list[Event]) -> Message:
     first = actions[0]
     calls = [action.get("tool_call") for action in actions]
-    message = {"role": "assistant", "content": text_of(first.get("thought")), "tool_calls": calls}
+    message = {"role": "assistant", "content": event_text(first.get("thought")), "tool_calls": calls}
     return message | _reasoning(first)
 
 
@@ -87,7 +87,7 @@ def _reasoning(event: Event) -> dict[str, Any]:
 def _add_message(view: EventView, event: Event) -> None:
     recorded = event.get("llm_message")
     recorded = recorded if isinstance(recorded, dict) else {}
-    content = text_of([*parts_of(recorded.get("content")), *parts_of(event.get("extended_content"))])
+    content = event_text([*event_parts(recorded.get("content")), *event_parts(event.get("extended_content"))])
     message = {"role": recorded.get("role"), "content": content}
     if recorded.get("role") == "assistant":
         view.answer(event.get("id"), message | _reasoning(recorded), name=None)
@@ -105,11 +105,11 @@ def _result(event: Event) -> str | list[Any]:
     # Before version 1.0 an error was a text of its own, and other text was in `output`, `message` or `content`.
     named = ("error", "content", "output", "message")
     parts = next((part for name in named if isinstance(part := observation.get(name), str | list) and part), [])
-    text = text_of(parts)
+    text = event_text(parts)
     if isinstance(text, list) or observation.get("screenshot_data"):
         return text if isinstance(text, list) else [{"type": "image"}]
     if str(observation.get("kind")) in SHELLS:
         text = command_output(text, observation.get("metadata"))
-    added = text_of(event.get("extended_content"))
+    added = event_text(event.get("extended_content"))
     prefix = ERROR if observation.get("is_error") else ""
     return prefix + text + (added if isinstance(added, str) else "")

@@ -49,7 +49,7 @@ def file_of_trial(record: Record, folder: Path, name: str) -> FileOfRollout | No
     return FileOfRollout(name, os.path.normpath(folder), None, order)
 
 
-def file_of_session(record: Record) -> FileOfRollout | None:
+def file_of_trial_session(record: Record) -> FileOfRollout | None:
     """Return the file of `record` in its session; None if it is neither continued nor a part of another session."""
     session = record.value.get("session_id")
     if not isinstance(session, str) or not session:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.start_times import start_of
+from treepack.ingest.readers.fields.start_times import start_time
 from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
 
@@ -76,7 +76,7 @@ def _span(span: dict[str, Any], source: str) -> TraceSpan:
     trace, name, parent = (str(value) for _, value in found)
     start: int | float | str = 0
     try:
-        start = start_of(span, "startTimeUnixNano", "start_time", "startTime", source=source) or 0
+        start = start_time(span, "startTimeUnixNano", "start_time", "startTime", source=source) or 0
         # OTLP writes nanoseconds as text: "1700" -> 1700
         start = int(start) if isinstance(start, str) and start.isdecimal() else start
         for field, value in found:
@@ -95,7 +95,7 @@ def _contents(span: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[s
     scores: dict[str, Any] = {}
     names: list[str] = []
     for event in _below([span], "events", source):
-        event_attributes = attributes_of(event.get("attributes"), source)
+        event_attributes = span_attributes(event.get("attributes"), source)
         if event.get("name") == EVALUATION:
             score = event_attributes.get("gen_ai.evaluation.score.value")
             if score is None:
@@ -106,7 +106,7 @@ def _contents(span: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[s
             names.append(str(event.get("name")))
             attributes |= event_attributes
     # The attributes of the span come last and replace equal ones of its events.
-    attributes |= attributes_of(span.get("attributes"), source)
+    attributes |= span_attributes(span.get("attributes"), source)
     attributes |= {name.removeprefix(COLUMN): each for name, each in span.items() if name.startswith(COLUMN)}
     return attributes, scores, tuple(names)
 
@@ -142,7 +142,7 @@ def _list(value: Any) -> Any:
     return [] if value is None else value
 
 
-def attributes_of(attributes: Any, source: str) -> dict[str, Any]:
+def span_attributes(attributes: Any, source: str) -> dict[str, Any]:
     """Return attributes as a dict, from a list of OTLP or from JSON text; the values of OTLP are unwrapped.
 
     Raises:
@@ -181,13 +181,13 @@ def _unwrap(value: Any) -> Any:
     return int(content) if is_number else content
 
 
-def view(value: Any) -> Any:
+def span_view(value: Any) -> Any:
     """Return a record of spans with its attributes as nested objects, whatever form the exporter has written."""
     if isinstance(value, list):
-        return [view(each) for each in value]
+        return [span_view(each) for each in value]
     if not isinstance(value, dict):
         return value
-    return {name: _plain(each) if name == "attributes" else view(each) for name, each in value.items()}
+    return {name: _plain(each) if name == "attributes" else span_view(each) for name, each in value.items()}
 
 
 def _plain(attributes: Any) -> Any:
