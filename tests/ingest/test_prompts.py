@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treepack.ingest.encoder import Encoder
-from treepack.ingest.samples import PromptIds, pieces_of
+from treepack.ingest.samples import PromptIds, sections_of
 from treepack.ingest.template.texts import ROOT, ChainedText, TextChunks, common
 from treepack.ingest.tokenization import read_tokenizer
 
 SAMPLE = Path(__file__).parents[2] / "sample_data" / "tokenizer"
-# Pieces of special tokens too, so that a cut depends on the text after it.
+# Sections of special tokens too, so that a cut depends on the text after it.
 PIECES = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<|im_end|", ">", "a", " b", "\n", "word", "<", "  "]
 texts = st.lists(st.lists(st.sampled_from(PIECES), max_size=4).map("".join), max_size=4)
 
@@ -57,7 +57,7 @@ def test_ids_of_prompts_are_those_of_whole_texts(tokenizer: Any, prompts: list[t
     for parts, tail, answer in prompts:
         text = text_of(chunks, parts, tail + answer)
         spans = [(len(text) - len(answer), len(text), 1.0)]
-        ids = [ids.copy() for ids, _ in shared.pieces(text, spans)]
-        whole = [ids for ids, _ in pieces_of(encoder, str(text), spans)]
+        ids = [ids.copy() for ids, _ in shared.sections(text, spans)]
+        whole = [ids for ids, _ in sections_of(encoder, str(text), spans)]
         assert np.concatenate(ids).tolist() == np.concatenate(whole).tolist()
         assert ids[0].tolist() == whole[0].tolist()

@@ -22,7 +22,8 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.unread import as_json, is_prose
+from treepack.ingest.readers.fields.unread import is_prose
+from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import formats_by_name
@@ -114,7 +115,7 @@ def _trained(item: Trajectory) -> Iterator[tuple[Any, Any]]:
 def _call(function: dict[str, Any]) -> tuple[str, Any]:
     """Return name and arguments of a call; arguments as JSON text mean the same as an object."""
     arguments = function["arguments"]
-    parsed = as_json(arguments)
+    parsed = parsed_json(arguments)
     return function["name"], arguments if parsed is None else parsed
 
 

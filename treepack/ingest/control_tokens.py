@@ -8,7 +8,7 @@ A tokenizer cannot distinguish a control token that a template prints from the s
 are searched before they are rendered. For "text", each such token gets a mark after its first character, which the
 encoder removes: the tokens of the template and the positions of trained spans do not change.
 
-    "<|im_end|>"  --mark-->  "<MARK|im_end|>"  --rendered, cut into pieces, Encoder-->  ids of "<|im_end|>" as text
+    "<|im_end|>"  --mark-->  "<MARK|im_end|>"  --rendered, cut into blocks, Encoder-->  ids of "<|im_end|>" as text
 
 A control token is a special token of the tokenizer, or another added token that the chat template prints. Tags such as
 `<think>` and `<tool_call>` are none, because logs of raw output and system prompts contain them on purpose.

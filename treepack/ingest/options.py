@@ -22,7 +22,7 @@ ROUTE_CONFLICTS = ("split", "first")
 CONTROL_TOKENS = ("keep", "text", "skip")
 TRUNCATED = ("keep", "drop")
 MAX_RECORD_SIZE = 1 << 30  # bytes of one record, decompressed; as Python values it takes about four times as much
-MIN_RECORD_SIZE = 1 << 20  # a lower limit would be below the pieces in which files are read
+MIN_RECORD_SIZE = 1 << 20  # a lower limit would be below the blocks in which files are read
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def min_bytes(job: TokenisationJob) -> int:
 
 def num_bytes(part: Part) -> int:
     """Return the bytes of the input of a part, or an estimate."""
-    return part.piece.size if isinstance(part, UnreadPart) and isinstance(part.piece, Range) else PART_BYTES
+    return part.block.size if isinstance(part, UnreadPart) and isinstance(part.block, Range) else PART_BYTES
 
 
 def _min_parts(job: TokenisationJob) -> int:

@@ -1,11 +1,11 @@
 """Text to token ids: conversations and plain text become `Tokens`, with exact spans of the trained tokens.
 
     rendering   <|user|>Hi<|end|><|assistant|>  Hello<|end|>  <|user|>Bye<|end|><|assistant|>  Ciao<|end|>
-    pieces      ------------------------------  ~~~~~~~~~~~~  ------------------------------  ~~~~~~~~~~~
+    sections    ------------------------------  ~~~~~~~~~~~~  ------------------------------  ~~~~~~~~~~~
     ids                 tokenised alone             alone             tokenised alone            alone
 
-The text is cut where training starts and stops, and each piece is tokenised alone: first the prompt as its sampler saw
-it, then the completion. So the spans follow from the lengths of the pieces and are never searched for in the ids.
+The text is cut where training starts and stops, and each section is tokenised alone: first the prompt as its sampler
+saw it, then the completion. So the spans follow from the lengths of the sections and are never searched for in the ids.
 
     expand="trajectory"   turns that extend each other are one sample; when the template rewrites earlier turns (for
                           example, drops old reasoning), a new sample starts that trains only the remaining turns
@@ -33,7 +33,7 @@ from treepack.ingest.append_only import Message, append_only_text, sequence_tota
 from treepack.ingest.chat_template import ChatTemplate, RenderedTurn, TemplateFile, Tools, UnfaithfulError
 from treepack.ingest.control_tokens import ControlTokens, skip_sentence
 from treepack.ingest.encoder import Encoder
-from treepack.ingest.samples import pieces_of, sample_of, samples_of_prompts, samples_of_turns
+from treepack.ingest.samples import sample_of, samples_of_prompts, samples_of_turns, sections_of
 from treepack.ingest.search_turns import Item, records_of, samples_of_record
 from treepack.ingest.stable_ids import with_stable_ids
 from treepack.ingest.template.stops import CUT_NOTE
@@ -346,7 +346,7 @@ class TrajectoryTokeniser:
             sequence = append_only_text(chat, turns, render, template.special_tokens)
         except UnfaithfulError:  # the template refuses a short conversation; counted like one without a sequence
             sequence = None
-        sample = sample_of(item, pieces_of(encoder, *sequence), turns) if sequence else None
+        sample = sample_of(item, sections_of(encoder, *sequence), turns) if sequence else None
         if isinstance(sample, Trajectory):
             return totals + _sequence_totals(sample)
         longest = max(samples, key=lambda each: len(_tokens(each).tokens))

@@ -27,14 +27,14 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 
 def texts(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> list[list[str]]:
-    """The text of each sample in pieces: prompt, trained, prompt, trained, .. and what follows if anything does."""
+    """The text of each sample in sections: prompt, trained, prompt, trained, .. and what follows if anything does."""
     done = []
     for sample in read(tokenizer, messages, **options):
         assert isinstance(sample, Trajectory)
         decoded = decode(tokenizer, sample)
         ends = [0, *(place for span in decoded.spans for place in span), len(decoded.text)]
-        pieces = [decoded.text[a:b] for a, b in pairwise(ends)]
-        done.append(pieces if pieces[-1] else pieces[:-1])
+        sections = [decoded.text[a:b] for a, b in pairwise(ends)]
+        done.append(sections if sections[-1] else sections[:-1])
     return done
 
 
@@ -64,8 +64,8 @@ def _notes(tokenizer: Any, messages: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.parametrize("tokenizer", NAMES, indirect=True)
 def test_a_cut_answer_trains_its_text_and_not_its_end(tokenizer: Any) -> None:
     whole, cut = texts(tokenizer, PLAIN), texts(tokenizer, PLAIN, cut=True)
-    trained = [piece for sample in cut for piece in sample[1::2]]
-    assert [piece[-5:] for piece in trained] == ["SAID1", "SAID2"]
+    trained = [section for sample in cut for section in sample[1::2]]
+    assert [section[-5:] for section in trained] == ["SAID1", "SAID2"]
     # The last turn ends with its text; the prompt of a later turn still has the end of an earlier one, untrained.
     assert cut[-1][-1].endswith("SAID2")
     assert "".join(whole[-1]).startswith("".join(cut[-1]))
@@ -103,7 +103,7 @@ def test_glm_trains_the_markers_that_its_training_template_trains(tmp_path: Path
     for messages in (PLAIN, CALLING, [*CALLING, user("Nuts?"), assistant("SAID3"), user("Thanks.")]):
         ours, theirs = texts(plain, messages), texts(marked, messages)
         assert ours == theirs
-        assert [piece.rpartition("<|")[2] for piece in ours[0][1::2]][-1] == "user|>"
+        assert [section.rpartition("<|")[2] for section in ours[0][1::2]][-1] == "user|>"
     ((_, first, _, _),) = texts(plain, CALLING)
     assert first.endswith("</tool_call><|observation|>")
 
@@ -111,8 +111,8 @@ def test_glm_trains_the_markers_that_its_training_template_trains(tmp_path: Path
 def test_an_answer_before_another_answer_has_no_marker_to_train(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(real_templates.save("glm4moe", tmp_path))
     messages = [user("Bolts?"), assistant("SAID1"), assistant("SAID2")]
-    trained = [piece for sample in texts(tokenizer, messages) for piece in sample[1::2]]
-    assert [piece.partition("SAID")[2] for piece in trained] == ["1", "2<|user|>"]
+    trained = [section for sample in texts(tokenizer, messages) for section in sample[1::2]]
+    assert [section.partition("SAID")[2] for section in trained] == ["1", "2<|user|>"]
     assert sum("so no stop token is trained" in note for note in _notes(tokenizer, messages)) == 1
 
 

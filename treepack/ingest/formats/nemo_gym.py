@@ -21,7 +21,7 @@ from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, temperature_of
-from treepack.ingest.readers.fields.unread import as_json
+from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import OBJECT
@@ -51,7 +51,7 @@ def read_nemo_gym(record: Record, options: ReadOptions) -> Iterator[Trajectory |
     if _is_masked(value):
         yield Skipped(source, "masked by its environment (mask_sample)")
         return
-    if (items := as_json(response["output"])) is not None:
+    if (items := parsed_json(response["output"])) is not None:
         value = value | {"response": response | {"output": items}}
         response = value["response"]
     steps = _is_steps(response["output"])

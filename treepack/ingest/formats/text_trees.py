@@ -30,8 +30,8 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import REWARDS as REWARD_NAMES
 from treepack.ingest.readers.fields.rewards import reward_of
 from treepack.ingest.readers.fields.rollout_facts import describe
-from treepack.ingest.readers.fields.unread import as_json
 from treepack.ingest.readers.fields.values import as_number, is_messages, shown
+from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, FILLED, OBJECT, no
@@ -153,7 +153,7 @@ def _said(node: dict[str, Any], where: str) -> list[Message]:
         return [_renamed({"role": "assistant", "content": None} | about)] if about else []
     said = node[names[0]]
     is_list_of_texts = isinstance(said, list) and not is_messages(said)
-    if is_list_of_texts or (names[0] in ("message", "messages") and as_json(said) is not None):
+    if is_list_of_texts or (names[0] in ("message", "messages") and parsed_json(said) is not None):
         raise TreepackError(f"{where} has the {names[0]} {shown(said)}; expected text, or messages as objects")
     # `content` and `text` may be a list of parts; any other list is a list of messages.
     if is_messages(said) and names[0] not in ("content", "text"):

@@ -2,7 +2,7 @@
 
     {"input_ids": [..], "seq_lengths": [3, 2], "labels": [..]}        or `completion_mask`, `assistant_masks`
 
-Each sequence is a trajectory. TRL may have cut long sequences, and does not mark the pieces.
+Each sequence is a trajectory. TRL may have cut long sequences, and does not mark the cuts.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     part.parts(hash, unknown)   --> Unread | Done, ...  in a task
 
 A survey of plain JSONL or Parquet reads the file once: it hashes the file, numbers the lines and cuts it into ranges.
-All other files are one piece: they are read and hashed by the task that parses them. Paths must name the same file on
+All other files are one block: they are read and hashed by the task that parses them. Paths must name the same file on
 each machine. Of an object in a store, a survey streams all bytes, and later tasks fetch ranges; only files that are one
-piece are copied to the machine of their task.
+block are copied to the machine of their task.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SurveyedFile:
     """
 
     file: InputFile
-    pieces: list[tuple[WholeFile | UnreadPart | FinishedPart, int]]
+    blocks: list[tuple[WholeFile | UnreadPart | FinishedPart, int]]
     size: int
     sha256: str | None = None
     version: str | None = None
@@ -98,16 +98,16 @@ class SurveyedFile:
 
 @dataclass(frozen=True, slots=True)
 class InputPart:
-    """Part of the input for one task: successive pieces of files, and the versions of the objects among the files."""
+    """Part of the input for one task: successive blocks of files, and the versions of the objects among the files."""
 
-    pieces: list[WholeFile | UnreadPart | FinishedPart]
+    blocks: list[WholeFile | UnreadPart | FinishedPart]
     size: int
     versions: dict[str, str]
 
     def parts(
         self, how: FileReading, input_hash: InputHash, unknown: list[TreepackError]
     ) -> Iterator[UnreadPart | FinishedPart]:
-        """Read the pieces in bounded steps; the arguments have the meaning that they have in `WholeFile.parts`.
+        """Read the blocks in bounded steps; the arguments have the meaning that they have in `WholeFile.parts`.
 
         Raises:
             TreepackError: bad input; or an object was replaced after the survey.
@@ -116,8 +116,8 @@ class InputPart:
             entry = object_store.info(as_remote_path(address))
             if entry is None or entry.version != version:
                 raise TreepackError(f"{address}: was replaced while it was read; run the command again")
-        for piece in self.pieces:
-            yield from piece.parts(how, input_hash, unknown) if isinstance(piece, WholeFile) else piece.parts()
+        for block in self.blocks:
+            yield from block.parts(how, input_hash, unknown) if isinstance(block, WholeFile) else block.parts()
 
 
 def list_files(inputs: Iterable[str | Path]) -> tuple[list[InputFile], list[Skipped]]:
@@ -147,19 +147,19 @@ def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
         return whole
     digest = InputHash()
     parts, unknown = _parts_of(file, file.path, how, digest, as_ranges=True)
-    pieces: list[tuple[WholeFile | UnreadPart | FinishedPart, int]] = []
+    blocks: list[tuple[WholeFile | UnreadPart | FinishedPart, int]] = []
     for part in _join_adjacent(parts, max_bytes):
-        if isinstance(part, UnreadPart) and isinstance(part.piece, Range):
+        if isinstance(part, UnreadPart) and isinstance(part.block, Range):
             _refuse_beside(file, part.format)
-            pieces.append((part, part.piece.size))
+            blocks.append((part, part.block.size))
         elif unknown is not None or _is_skipped(part):
-            pieces.append((_with_addresses(part), 0))
+            blocks.append((_with_addresses(part), 0))
         else:
             # A file that cannot be cut, records that belong together, or a list inside of a document.
             return whole
     hashes = digest.files
     sha256, version = hashes[0][1] if hashes else None, None if entry is None else entry.version
-    return SurveyedFile(file, pieces, size, sha256, version, unknown)
+    return SurveyedFile(file, blocks, size, sha256, version, unknown)
 
 
 def _may_have_ranges(place: AnyPath, how: FileReading) -> bool:
@@ -191,21 +191,21 @@ def _local_size(file: InputFile) -> int:
 
 
 def group_parts(files: Sequence[SurveyedFile], size: int) -> Iterator[InputPart]:
-    """Yield the pieces of all `files` in parts of about `size` bytes, in order."""
-    pieces: list[WholeFile | UnreadPart | FinishedPart] = []
+    """Yield the blocks of all `files` in parts of about `size` bytes, in order."""
+    blocks: list[WholeFile | UnreadPart | FinishedPart] = []
     versions: dict[str, str] = {}
     total = 0
     for file in files:
-        for piece, num_bytes in file.pieces:
-            if pieces and total + num_bytes > size:
-                yield InputPart(pieces, total, versions)
-                pieces, versions, total = [], {}, 0
-            pieces.append(piece)
+        for block, num_bytes in file.blocks:
+            if blocks and total + num_bytes > size:
+                yield InputPart(blocks, total, versions)
+                blocks, versions, total = [], {}, 0
+            blocks.append(block)
             total += num_bytes
             if file.version is not None:
                 versions[file.file.path] = file.version
-    if pieces:
-        yield InputPart(pieces, total, versions)
+    if blocks:
+        yield InputPart(blocks, total, versions)
 
 
 def _parts_of(
@@ -225,17 +225,17 @@ def _with_addresses(part: UnreadPart | FinishedPart) -> UnreadPart | FinishedPar
     """Return a part of skipped records with addresses instead of local copies."""
     if isinstance(part, FinishedPart):
         return FinishedPart([named_by_address(item) for item in part.items])
-    assert isinstance(part.piece, DamagedBlock)
-    skipped = named_by_address(part.piece.skipped)
+    assert isinstance(part.block, DamagedBlock)
+    skipped = named_by_address(part.block.skipped)
     assert isinstance(skipped, Skipped)
-    return replace(part, piece=DamagedBlock(skipped))
+    return replace(part, block=DamagedBlock(skipped))
 
 
 def _is_skipped(part: UnreadPart | FinishedPart) -> bool:
     """Return True if a part has only records that are skipped, which are few."""
     if isinstance(part, FinishedPart):
         return all(isinstance(item, Skipped) for item in part.items)
-    return isinstance(part.piece, DamagedBlock)
+    return isinstance(part.block, DamagedBlock)
 
 
 def _join_adjacent(parts: Iterator[UnreadPart | FinishedPart], max_bytes: int) -> Iterator[UnreadPart | FinishedPart]:
@@ -258,18 +258,18 @@ def _join_adjacent(parts: Iterator[UnreadPart | FinishedPart], max_bytes: int) -
 def _join(first: UnreadPart, second: UnreadPart | FinishedPart, max_bytes: int) -> UnreadPart | None:
     if isinstance(second, FinishedPart) or first.format != second.format:
         return None
-    a, b = first.piece, second.piece
+    a, b = first.block, second.block
     # Lines 1 .. 3 in bytes [0, 90) and lines 4 .. 9 in bytes [90, 200) -> lines 1 .. 9 in bytes [0, 200).
     if isinstance(a, LineRange) and isinstance(b, LineRange):
         if a.offset + a.size == b.offset and a.size + b.size <= max_bytes:
-            return replace(first, piece=replace(a, size=a.size + b.size))
+            return replace(first, block=replace(a, size=a.size + b.size))
     elif (
         isinstance(a, RowGroups)
         and isinstance(b, RowGroups)
         and a.groups[-1] + 1 == b.groups[0]
         and a.size + b.size <= max_bytes
     ):
-        return replace(first, piece=replace(a, groups=a.groups + b.groups, size=a.size + b.size))
+        return replace(first, block=replace(a, groups=a.groups + b.groups, size=a.size + b.size))
     return None
 
 

@@ -45,9 +45,9 @@ from treepack.trajectory import Skipped, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class UnreadPart:
-    """A piece of a file that is not read yet, here or in another process, and the name of its format."""
+    """A block of a file that is not read yet, here or in another process, and the name of its format."""
 
-    piece: RecordBlock | Range
+    block: RecordBlock | Range
     format: str
     options: ReadOptions
 
@@ -57,14 +57,14 @@ class UnreadPart:
         Raises:
             TreepackError: the file cannot be read any more.
         """
-        if isinstance(self.piece, Range):
-            yield from (replace(self, piece=piece) for piece in self.piece.pieces())
+        if isinstance(self.block, Range):
+            yield from (replace(self, block=block) for block in self.block.blocks())
         else:
             yield self
 
     def trajectories(self) -> Iterator[Trajectory | Skipped]:
-        """Read the records of the piece."""
-        yield from _read_pieces([self.piece], self.format, self.options)
+        """Read the records of the block."""
+        yield from _read_blocks([self.block], self.format, self.options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ def read_parts(
 ) -> Iterator[UnreadPart | FinishedPart]:
     """Split the work of `read_trajectories` into parts that workers can read, in order.
 
-    If the records of a format belong together, this process reads them, and the part is a `FinishedPart`. With `as_ranges`,
-    parts of files that can be split contain no data, and the worker opens the file.
+    If the records of a format belong together, this process reads them, and the part is a `FinishedPart`. With
+    `as_ranges`, parts of files that can be split contain no data, and the worker opens the file.
 
     Raises:
         TreepackError: as `read_trajectories`, except errors inside an `UnreadPart` part, which reading the part raises.
@@ -169,7 +169,7 @@ def parts_of_path(
     Raises:
         TreepackError: as `read_parts`.
     """
-    pieces = read_blocks(
+    blocks = read_blocks(
         path,
         input_hash=input_hash,
         max_size=options.max_record_size,
@@ -177,7 +177,7 @@ def parts_of_path(
         as_ranges=as_ranges,
     )
     try:
-        recognised = recognised_file(pieces, options, format=format)
+        recognised = recognised_file(blocks, options, format=format)
     # An unknown file in a searched folder is skipped and counted; a file that the caller named is an error.
     except (UnknownFormatError, NoObjectError, NotPlainError) as error:
         is_extra = is_searched and format == "auto"
@@ -192,17 +192,17 @@ def parts_of_path(
     first = [FinishedPart(recognised.skipped)] if recognised.skipped else []
     if recognised.format is None:
         return iter(first), None
-    return chain(first, _parts_of_file(recognised.format.name, recognised.pieces, options)), None
+    return chain(first, _parts_of_file(recognised.format.name, recognised.blocks, options)), None
 
 
-def recognised_file(pieces: Iterator[RecordBlock | Range], options: ReadOptions, *, format: str) -> RecognisedFile:  # noqa: A002
-    """Return the format of a file with these `pieces`; `format` is a name, or "auto".
+def recognised_file(blocks: Iterator[RecordBlock | Range], options: ReadOptions, *, format: str) -> RecognisedFile:  # noqa: A002
+    """Return the format of a file with these `blocks`; `format` is a name, or "auto".
 
     Raises:
         TreepackError: as `recognise`.
     """
     return recognise(
-        pieces,
+        blocks,
         partial(_format_of, format=format, options=options),
         refuse=partial(refusal, options=options),
         expected=formats_by_name().get("columns" if options.columns else format),
@@ -211,26 +211,26 @@ def recognised_file(pieces: Iterator[RecordBlock | Range], options: ReadOptions,
 
 
 def _parts_of_file(
-    name: str, pieces: Iterator[RecordBlock | Range], options: ReadOptions
+    name: str, blocks: Iterator[RecordBlock | Range], options: ReadOptions
 ) -> Iterator[UnreadPart | FinishedPart]:
     if formats_by_name()[name].read_file is None:
-        yield from (UnreadPart(piece, name, options) for piece in pieces)
+        yield from (UnreadPart(block, name, options) for block in blocks)
         return
     # Records that belong together cannot be split among workers; they are passed on in batches.
-    yield from map(FinishedPart, batched(_read_pieces(pieces, name, options)))
+    yield from map(FinishedPart, batched(_read_blocks(blocks, name, options)))
 
 
-def _read_pieces(
-    pieces: Iterable[RecordBlock | Range], name: str, options: ReadOptions
+def _read_blocks(
+    blocks: Iterable[RecordBlock | Range], name: str, options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
-    """Read the records of `pieces`; with `skip_bad`, yield the damaged records of a piece after its trajectories."""
+    """Read the records of `blocks`; with `skip_bad`, yield the damaged records of a block after its trajectories."""
     damaged: list[Skipped] | None = [] if options.skip_bad else None
     arrays = formats_by_name()[name].arrays
     last: list[Record] = []  # the record that is read now, for the error about it
 
     def records() -> Iterator[Record]:
-        for piece in pieces:
-            for record in piece.records(damaged, arrays):
+        for block in blocks:
+            for record in block.records(damaged, arrays):
                 last[:] = [record]
                 yield record
 

@@ -72,15 +72,15 @@ def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordU
     Raises:
         TreepackError: the file cannot be read, or is no file of records.
     """
-    pieces = read_blocks(path, max_size=options.max_record_size)
+    blocks = read_blocks(path, max_size=options.max_record_size)
     error: str | None = None
     found: Format | None = None
     try:
-        recognised = recognised_file(pieces, options, format=format)
+        recognised = recognised_file(blocks, options, format=format)
         found = recognised.format
         assert found is not None  # only damaged records that were skipped have no format
         num = 1 if found.read_file is None else MAX_READ
-        records = list(islice((record for piece in recognised.pieces for record in piece.records()), num))
+        records = list(islice((record for block in recognised.blocks for record in block.records()), num))
     except TreepackError as refusal:
         error = str(refusal)
         records = list(islice(read_records(path), 1))

@@ -125,7 +125,7 @@ class TemplateTracker:
         self._memories, self.items, self.size, self._num_common = memories, list(items), len(items), num_common
         self._prompt = prompt
         self._namespaces: list[Any] = []
-        self._pieces: list[str] = []
+        self._outputs: list[str] = []
         self._length, self._chunk, self._marks = 0, ROOT, None
         extension: Any = self._extension
         extension.blocks, extension.spans = [self], []  # an open mark starts at len(self)
@@ -133,10 +133,10 @@ class TemplateTracker:
         try:
             own = {"messages": MessageView(self), "add_generation_prompt": prompt}
             context = self._template.new_context({**self._globals, **own, **inputs}, shared=True)
-            for piece in self._template.root_render_func(context):
-                self._pieces.append(piece)
-                self._length += len(piece)
-            return ChainedText("".join(self._pieces), self._chunk), self._all_marks()
+            for output in self._template.root_render_func(context):
+                self._outputs.append(output)
+                self._length += len(output)
+            return ChainedText("".join(self._outputs), self._chunk), self._all_marks()
         except UntrackedTemplate:
             self.is_refused = True
             raise
@@ -248,7 +248,7 @@ class TemplateTracker:
                 self.is_recording = False
 
     def _memory(self, number: int, start: int, variables: dict[str, Any]) -> LoopMemory:
-        head = self._memories.chunks.after(self._chunk, "".join(self._pieces))
+        head = self._memories.chunks.after(self._chunk, "".join(self._outputs))
         key = (number, self._prompt if self.loops[number].reads_prompt else None)
         memory = self._memories.loops.get(key)
         if (
@@ -283,14 +283,14 @@ class TemplateTracker:
 
     def _end(self) -> IterationState:
         """Return the state after the iteration that was recorded."""
-        chunk = self._memories.chunks.after(self._chunk, "".join(self._pieces))
+        chunk = self._memories.chunks.after(self._chunk, "".join(self._outputs))
         step = IterationState(chunk, self._all_marks(), self._low, self._high, self._needs, self._writes)
         self._continue_after(step)
         return step
 
     def _continue_after(self, step: IterationState) -> None:
         self._chunk, self._marks, self._length = step.chunk, step.marks, step.chunk.end
-        self._pieces.clear()
+        self._outputs.clear()
         self._spans.clear()
 
     def _all_marks(self) -> SpanChain | None:

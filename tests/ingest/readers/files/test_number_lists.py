@@ -286,10 +286,10 @@ def test_records_with_wrong_values_read_as_without_arrays(reader: Format) -> Non
     rng = random.Random(3)
     num_read = num_refused = 0
     for _ in range(400):
-        piece = LineBlock("r.jsonl", 7, token_line(rng, REQUIRED[reader.name]))
+        block = LineBlock("r.jsonl", 7, token_line(rng, REQUIRED[reader.name]))
         options = ReadOptions(skip_bad=rng.random() < 0.5, train_all=rng.random() < 0.2, vocab_size=10**6)
-        expected = read(reader, piece, options, arrays=False)
-        assert read(reader, piece, options, arrays=True) == expected, piece.data
+        expected = read(reader, block, options, arrays=False)
+        assert read(reader, block, options, arrays=True) == expected, block.data
         num_read += any(isinstance(item, tuple) for item in expected[0])
         num_refused += expected[1] != ""
     assert min(num_read, num_refused) > 50
@@ -315,10 +315,10 @@ def test_damaged_samples_read_as_without_arrays(reader: Format) -> None:
     num_read = 0
     for number in range(120):
         data = intact[number] if number < len(intact) else damaged(rng.choice(intact), rng)
-        piece = LineBlock("r.jsonl", 1, data)
+        block = LineBlock("r.jsonl", 1, data)
         options = ReadOptions(skip_bad=rng.random() < 0.5)
-        expected = read(reader, piece, options, arrays=False)
-        assert read(reader, piece, options, arrays=True) == expected, data
+        expected = read(reader, block, options, arrays=False)
+        assert read(reader, block, options, arrays=True) == expected, data
         num_read += any(isinstance(item, tuple) for item in expected[0])
     assert num_read >= 10
 

@@ -48,10 +48,10 @@ def reading(path: Path, *, as_ranges: bool, skip_bad: bool, max_size: int = MAX_
     digest, error = InputHash(), ""
     damaged: list[Skipped] | None = [] if skip_bad else None
     try:
-        for piece in read_blocks(
+        for block in read_blocks(
             str(path), input_hash=digest, max_size=max_size, skip_bad=skip_bad, as_ranges=as_ranges
         ):
-            results += [(record.source, record.value) for record in piece.records(damaged)]
+            results += [(record.source, record.value) for record in block.records(damaged)]
             results += damaged or []
             if damaged:
                 damaged.clear()
@@ -80,9 +80,9 @@ def test_a_file_of_objects_is_split_into_ranges_that_contain_no_data(tmp_path: P
     path = tmp_path / "r.jsonl"
     path.write_text('{"a": 1}\n' * 20)
     digest = InputHash()
-    pieces = list(read_blocks(str(path), input_hash=digest, as_ranges=True))
-    assert len(pieces) > 3
-    assert all(isinstance(piece, LineRange) for piece in pieces)
+    blocks = list(read_blocks(str(path), input_hash=digest, as_ranges=True))
+    assert len(blocks) > 3
+    assert all(isinstance(block, LineRange) for block in blocks)
     assert digest.files == [(str(path), hashlib.sha256(path.read_bytes()).hexdigest())]
 
 
@@ -97,10 +97,10 @@ def test_other_files_are_read_in_order(tmp_path: Path, data: str) -> None:
 def test_row_groups_are_read_as_the_stream(tmp_path: Path, skip_bad: bool) -> None:
     path = tmp_path / "r.parquet"
     pq.write_table(pa.table({"a": list(range(100))}), path, row_group_size=7)
-    pieces = list(read_blocks(str(path), skip_bad=skip_bad, as_ranges=True))
+    blocks = list(read_blocks(str(path), skip_bad=skip_bad, as_ranges=True))
     # With skip_bad, damage would end the file, so that one worker reads all of it.
-    assert len(pieces) == (1 if skip_bad else 15)
-    assert all(isinstance(piece, RowGroups) for piece in pieces)
+    assert len(blocks) == (1 if skip_bad else 15)
+    assert all(isinstance(block, RowGroups) for block in blocks)
     results = [reading(path, as_ranges=as_ranges, skip_bad=skip_bad) for as_ranges in (True, False)]
     assert results[0] == results[1]
     assert len(results[0][0]) == 100
@@ -130,7 +130,7 @@ def test_damage_in_a_row_group_has_the_same_sentence(tmp_path: Path, skip_bad: b
 def test_a_file_that_vanishes_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text('{"a": 1}\n' * 20)
-    pieces = list(read_blocks(str(path), as_ranges=True))
+    blocks = list(read_blocks(str(path), as_ranges=True))
     path.unlink()
     with pytest.raises(TreepackError, match=r"r.jsonl: cannot be read \(No such file or directory\)"):
-        list(pieces[1].records())
+        list(blocks[1].records())

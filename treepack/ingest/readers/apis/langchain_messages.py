@@ -16,7 +16,7 @@ ROLES = {
     "system": "system",
     "tool": "tool",
     "function": "function",
-    # The classes of messages as constructors, and as pieces of a stream.
+    # The classes of messages as constructors, and as chunks of a stream.
     "HumanMessage": "user",
     "AIMessage": "assistant",
     "SystemMessage": "system",

@@ -19,8 +19,9 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.rollout_facts import METADATA_DICTS
-from treepack.ingest.readers.fields.unread import as_json, is_empty
+from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 
 Message = dict[str, Any]
@@ -100,7 +101,7 @@ def answer_messages(answer: Any, source: str = "") -> list[Any] | None:
     if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str):
         answer = answer[0]
     if isinstance(answer, str):
-        parsed = as_json(answer)
+        parsed = parsed_json(answer)
         if not (_is_response(parsed) or (is_messages(parsed) and parsed and all("role" in each for each in parsed))):
             return [{"role": "assistant", "content": answer}]
         answer = parsed

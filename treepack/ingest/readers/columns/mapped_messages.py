@@ -7,8 +7,9 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import IN_MESSAGES, WHERE, ColumnMap
-from treepack.ingest.readers.fields.field_paths import GONE, MISSING, parsed_json, value_at, without_paths
+from treepack.ingest.readers.fields.field_paths import GONE, MISSING, value_at, without_paths
 from treepack.ingest.readers.fields.values import is_messages, quoted
+from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES, ROLES
 
 # Names of roles that many data sets have, in lower case.
@@ -112,7 +113,7 @@ class MappedTalk:
 def as_messages(value: Any) -> list[dict[str, Any]] | None:
     """Return a list of objects, given as it is, as JSON text, or as a list of JSON texts; None if it is none."""
     parsed = parsed_json(value)
-    value = value if parsed is MISSING else parsed
+    value = value if parsed is None else parsed
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
         value = [parsed_json(each) for each in value]
     return value if is_messages(value) else None

@@ -12,23 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import orjson
 
 from treepack.ingest.column_map import Steps
+from treepack.ingest.readers.files.json_text import parsed_json
 
 MISSING = object()  # the value of a field that is absent, because null is a value
 GONE = object()  # the rest of a value that has been taken as a whole
-
-
-def parsed_json(text: Any) -> Any:
-    """Return the list or object of JSON in `text`, MISSING if `text` is no such text."""
-    if not isinstance(text, str) or text.lstrip()[:1] not in ("[", "{"):
-        return MISSING
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return MISSING
-    return value
 
 
 def value_at(value: Any, steps: Steps) -> Any:
@@ -81,7 +70,7 @@ def _opened(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     parsed = parsed_json(value)
-    return value if parsed is MISSING else parsed
+    return value if parsed is None else parsed
 
 
 def _field(value: Any, steps: Steps) -> tuple[str | None, Steps]:

@@ -13,12 +13,12 @@ and readers of general layouts refuse a record with such a field that they do no
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 Declared = dict[str, Any]  # name -> Declared; an empty one covers everything under the name
@@ -128,7 +128,7 @@ class TrajectoryTexts:
         # Readers cut texts into thought and call, or take off white space: "I look.\n<call>\n" -> "I look.", "<call>"
         if all(map(self._has_line, text.splitlines())):
             return True
-        parsed = as_json(text) if is_declared else None
+        parsed = parsed_json(text) if is_declared else None
         # Numbers of JSON are used like other numbers, because the field is declared.
         return parsed is not None and all(
             self.has(each) if is_prose(each) else each in self._texts for each in _leaves(parsed)
@@ -189,16 +189,6 @@ def unsaid(fields: Iterable[tuple[str, str | None, bool]], said: TrajectoryTexts
 def is_prose(text: str) -> bool:
     """Return whether `text` is more than a word: a name or a type is used by what the reader does, and not copied."""
     return len(text) > MAX_WORD or text[:1] in ("{", "[") or any(map(str.isspace, text.strip()))
-
-
-def as_json(text: Any) -> Any:
-    """Return the object or list that `text` is as JSON, else None, also for a value that is no text."""
-    if not isinstance(text, str) or text[:1] not in ("{", "["):
-        return None
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _texts_of(item: Trajectory) -> Iterator[Any]:
@@ -278,7 +268,7 @@ def _values(field: Any, *, is_open: bool) -> Iterator[Any]:
 
     With `is_open`, JSON text is the object or list that it contains.
     """
-    if is_open and (content := as_json(field)) is not None:
+    if is_open and (content := parsed_json(field)) is not None:
         field = content
     if not isinstance(field, list):
         yield field

@@ -107,16 +107,16 @@ def _grouped(items: Iterable[tuple[str, Any]]) -> dict[Any, list[str]]:
     return groups
 
 
-def _hash(path: str, pieces: Iterable[tuple[int, int]]) -> str | None:
-    """Return the sha256 of pieces of a file, (start, size) each, or None if it cannot be read."""
+def _hash(path: str, blocks: Iterable[tuple[int, int]]) -> str | None:
+    """Return the sha256 of blocks of a file, (start, size) each, or None if it cannot be read."""
     sha256 = hashlib.sha256()
     try:
         if is_address(path):
-            for start, size in pieces:
+            for start, size in blocks:
                 sha256.update(object_store.read_range(as_remote_path(path), start, size))
         else:
             with Path(path).open("rb", buffering=0) as file:
-                for start, size in pieces:
+                for start, size in blocks:
                     file.seek(start)
                     sha256.update(file.read(size))
     except OSError:

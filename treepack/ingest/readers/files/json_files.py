@@ -1,4 +1,4 @@
-"""Files of JSON to pieces: one record on each line, one array, or one document.
+"""Files of JSON to blocks: one record on each line, one array, or one document.
 
 The first line decides. An object is JSONL, an array on one line is the whole file, and anything else is tried as a
 document of many lines. With `skip_bad`, the elements of a damaged array and the lines after a damaged first line are
@@ -33,24 +33,24 @@ from treepack.ingest.readers.files.records import (
     RecordBlock,
     ValueBlock,
     as_object,
-    pieces_of_value,
+    blocks_of_value,
 )
 from treepack.trajectory import Skipped
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# Bytes of the pieces of a JSONL file: the first line, then 64, 128, 256, 512, 512, ... KiB. Small first pieces let
-# several workers share a small file; large later pieces make the cost of a message and of a batch of columns small.
-# From 32 MiB on, a piece has 1/64 of the bytes before it, up to 1 MiB: at most MIN_RECORD_SIZE, so that a line that is
-# too long is never inside a piece.
+# Bytes of the blocks of a JSONL file: the first line, then 64, 128, 256, 512, 512, ... KiB. Small first blocks let
+# several workers share a small file; large later blocks make the cost of a message and of a batch of columns small.
+# From 32 MiB on, a block has 1/64 of the bytes before it, up to 1 MiB: at most MIN_RECORD_SIZE, so that a line that is
+# too long is never inside a block.
 FIRST_LINES, LINES, MAX_LINES = 1 << 16, 1 << 19, 1 << 20
 
 
 def next_size(size: int, position: int) -> int:
-    """Return the bytes of the piece after one of `size` bytes that ends at `position`."""
+    """Return the bytes of the block after one of `size` bytes that ends at `position`."""
     return min(2 * size, max(LINES, min(MAX_LINES, position // 64)))
 
 
-def json_pieces(stream: Any, path: str, how: RecordLimits) -> Iterator[RecordBlock]:
+def json_blocks(stream: Any, path: str, how: RecordLimits) -> Iterator[RecordBlock]:
     number, first = _first_line(stream, path, how.max_size)
     if not first:
         return
@@ -60,23 +60,23 @@ def json_pieces(stream: Any, path: str, how: RecordLimits) -> Iterator[RecordBlo
     except orjson.JSONDecodeError:
         value = _parse_start(first, stream, path=path, number=number, how=how)
     if isinstance(value, _Document):
-        yield from pieces_of_value(value.value, path)
+        yield from blocks_of_value(value.value, path)
     elif isinstance(value, _DamagedArray):
-        yield from _pieces_of_elements(value.data, path)
+        yield from _blocks_of_elements(value.data, path)
     elif isinstance(value, _DamagedLines):
-        yield from _line_pieces(first, as_buffer(stream, value.rest), path, number, how)
+        yield from _line_blocks(first, as_buffer(stream, value.rest), path, number, how)
     elif isinstance(value, list):
         if not how.skip_bad:
             _refuse_more(stream, path, number)
-        yield from pieces_of_value(value, path)
+        yield from blocks_of_value(value, path)
         if how.skip_bad:
             _refuse_more(stream, path, number)
     else:
         if not how.skip_bad:
             as_object(value, f"{path}:{number}")
-        pieces = _line_pieces(first, stream, path, number, how)
+        blocks = _line_blocks(first, stream, path, number, how)
         del first, value  # a large line should be in memory once, and not until the end of the file
-        yield from pieces
+        yield from blocks
 
 
 def _first_line(stream: Any, path: str, max_size: int) -> tuple[int, bytes]:
@@ -92,8 +92,8 @@ def _first_line(stream: Any, path: str, max_size: int) -> tuple[int, bytes]:
     return number, b""
 
 
-def _line_pieces(first: bytes, stream: Any, path: str, number: int, how: RecordLimits) -> Iterator[RecordBlock]:
-    """Yield pieces of whole lines; the first line has been read and is line `number`."""
+def _line_blocks(first: bytes, stream: Any, path: str, number: int, how: RecordLimits) -> Iterator[RecordBlock]:
+    """Yield blocks of whole lines; the first line has been read and is line `number`."""
     size, data, position = FIRST_LINES, first, 0
     del first
     while data:
@@ -102,7 +102,7 @@ def _line_pieces(first: bytes, stream: Any, path: str, number: int, how: RecordL
             start = data.rfind(b"\n") + 1
             data += read_line(stream, data[start:], how.max_size)
             if len(data) - start > how.max_size:
-                # The piece ends before the line that is too long, of which one byte more than the limit was read.
+                # The block ends before the line that is too long, of which one byte more than the limit was read.
                 before, is_cut = data[:start], not data.endswith(b"\n")
                 if before:
                     yield LineBlock(path, number, before)
@@ -203,8 +203,8 @@ def _refuse_more(stream: Any, path: str, number: int) -> None:
         number += part.endswith(b"\n")
 
 
-def _pieces_of_elements(data: bytes, path: str) -> Iterator[RecordBlock]:
-    """Yield a piece for each element of a damaged array."""
+def _blocks_of_elements(data: bytes, path: str) -> Iterator[RecordBlock]:
+    """Yield a block for each element of a damaged array."""
     for number, value, fault in array_elements(data, path):
         if fault is None:
             yield ValueBlock(path, number, [value])

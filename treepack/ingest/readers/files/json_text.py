@@ -2,6 +2,7 @@
 
     bytes --parse_leniently--> value with NaN and long integers, or a TreepackError with line and column
     bytes --array_elements-->  the elements of an array that can be read, and a sentence for each damaged one
+    text of a field --parsed_json--> the object or list that it contains, or None
 
 Of two equal keys of an object, the last one counts, as in both parsers.
 """
@@ -47,6 +48,19 @@ def parse_leniently(text: bytes, *, path: str, line: int, remedy: str) -> Any:
 def _check_surrogates(value: Any) -> None:
     # "\ud800" is legal JSON but not legal text: writing it as UTF-8 would fail much later, so it is tried here.
     json.dumps(value, ensure_ascii=False).encode("utf-8")
+
+
+def parsed_json(text: Any) -> Any:
+    """Return the object or list that `text` is as JSON, else None, also for a value that is not text."""
+    if not isinstance(text, str) or text.lstrip()[:1] not in ("{", "["):
+        return None
+    try:
+        value = json.loads(text)
+        if "\\u" in text:
+            _check_surrogates(value)
+    except (ValueError, RecursionError):  # also half of a surrogate pair
+        return None
+    return value
 
 
 def array_elements(data: bytes, path: str) -> Iterator[tuple[int, Any, str | None]]:

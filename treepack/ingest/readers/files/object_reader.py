@@ -44,8 +44,8 @@ class ObjectReader:
         while self._blocks and self._blocks[0][0] + len(self._blocks[0][1]) + BLOCK <= offset:
             self._blocks.popleft()
         # Blocks [0, 4), [4, 8), offset 3, size 3 -> bytes 3 of the first one and 0, 1 of the second.
-        pieces = [data[max(offset - start, 0) : max(offset + size - start, 0)] for start, data in self._blocks]
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        blocks = [data[max(offset - start, 0) : max(offset + size - start, 0)] for start, data in self._blocks]
+        return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
     def hexdigest(self) -> str:
         """Read the rest, and return the sha256 of the whole object in hex.

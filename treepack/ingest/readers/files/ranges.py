@@ -2,10 +2,10 @@
 
     plan_ranges    rollouts.jsonl   bytes 0 ..      bytes 65,610 ..     LineRange, LineRange, ...
                    part.parquet     row groups 0-3  row groups 4-7      RowGroups, RowGroups, ...
-    range.pieces() -> Lines | TableRows | Damaged                      in the other process
+    range.blocks() -> Lines | TableRows | Damaged                      in the other process
 
 This process reads JSONL only to find the ends of lines and to number them, and of Parquet only the footer. A thread
-hashes each file meanwhile. All other files are read by `files.read_pieces` and sent to the other process.
+hashes each file meanwhile. All other files are read by `files.read_blocks` and sent to the other process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from treepack.trajectory import Skipped
 MIN_FILE = 1 << 17
 # A first line that is longer is read by `json_files`, which may find that the file is one document.
 MAX_FIRST_LINE = 1 << 24
-# Stored bytes of the row groups of a piece, at least one group.
+# Stored bytes of the row groups of a block, at least one group.
 GROUP_BYTES = 1 << 22
 # Bytes of one request for lines of an object in a store.
 REMOTE_LINES = 1 << 23
@@ -72,7 +72,7 @@ class LineRange:
     offset: int
     size: int
 
-    def pieces(self) -> Iterator[RecordBlock]:
+    def blocks(self) -> Iterator[RecordBlock]:
         """Read the lines, `MAX_LINES` bytes at a time, or more if a line is longer.
 
         Raises:
@@ -107,16 +107,16 @@ class LineRange:
             raise unreadable(self.path, error) from error
 
     def records(self, damaged: list[Skipped] | None = None, arrays: Sequence[str] = ()) -> Iterator[Record]:
-        """Yield the records of `pieces`."""
-        for piece in self.pieces():
-            yield from piece.records(damaged, arrays)
+        """Yield the records of `blocks`."""
+        for block in self.blocks():
+            yield from block.records(damaged, arrays)
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
     """Row groups of a Parquet file; the first row is row `start` of `path`, and `size` are their stored bytes.
 
-    `file` is the absolute path or the address by which the file is opened. With `skip_bad` damage ends the piece, which
+    `file` is the absolute path or the address by which the file is opened. With `skip_bad` damage ends the block, which
     then has all groups of the file, as the damage ends a file.
     """
 
@@ -127,7 +127,7 @@ class RowGroups:
     size: int
     skip_bad: bool
 
-    def pieces(self) -> Iterator[RecordBlock]:
+    def blocks(self) -> Iterator[RecordBlock]:
         """Read the rows in batches.
 
         Raises:
@@ -150,9 +150,9 @@ class RowGroups:
             yield from parquet_batches(source, self.path, self.groups, ahead=is_address(self.file))
 
     def records(self, damaged: list[Skipped] | None = None, arrays: Sequence[str] = ()) -> Iterator[Record]:
-        """Yield the records of `pieces`."""
-        for piece in self.pieces():
-            yield from piece.records(damaged, arrays)
+        """Yield the records of `blocks`."""
+        for block in self.blocks():
+            yield from block.records(damaged, arrays)
 
 
 def _block(file: str) -> int:
@@ -216,11 +216,11 @@ def _hashed_object(
     is_complete = False
     try:
         if first is None:
-            pieces = _row_groups(address, address, how)
+            blocks = _row_groups(address, address, how)
         else:
-            pieces = _line_ranges(address, address, reader.read, how, first)
-        for piece, _ in pieces:
-            yield piece
+            blocks = _line_ranges(address, address, reader.read, how, first)
+        for block, _ in blocks:
+            yield block
         is_complete = True
     except TreepackError:
         is_complete = how.skip_bad
@@ -239,11 +239,11 @@ def _hashed(
     follower = FileHash(path)
     is_complete = False
     try:
-        pieces = _row_groups(shown, real, how) if first is None else _lines_of_file(shown, real, how, first)
-        for piece, end in pieces:
+        blocks = _row_groups(shown, real, how) if first is None else _lines_of_file(shown, real, how, first)
+        for block, end in blocks:
             input_hash.bytes_read.count(end - follower.end)
             follower.follow(end)
-            yield piece
+            yield block
         is_complete = True
     except TreepackError:
         is_complete = how.skip_bad
@@ -291,7 +291,7 @@ def _lines_of_file(
 def _line_ranges(
     shown: str, real: str, read: Read, how: RecordLimits, first: tuple[int, int, int]
 ) -> Iterator[tuple[RecordBlock | Range, int]]:
-    """Yield pieces of whole lines, each with its end; `first` are number, start and end of the first line."""
+    """Yield blocks of whole lines, each with its end; `first` are number, start and end of the first line."""
     number, start, end = first
     yield LineRange(shown, real, number, start, end - start), end
     begin, number, size = end, number + 1, FIRST_LINES
@@ -341,7 +341,7 @@ def _parquet_source(file: str) -> Iterator[Any]:
 
 
 def _row_groups(shown: str, real: str, how: RecordLimits) -> Iterator[tuple[RecordBlock | Range, int]]:
-    """Yield pieces of row groups, each with the end of its bytes; with `skip_bad` all groups in one piece."""
+    """Yield blocks of row groups, each with the end of its bytes; with `skip_bad` all groups in one block."""
     with _parquet_source(real) as source:
         groups: list[RowGroup] = parquet_groups(source, shown)
     start, first, size, position = 0, 0, 0, 0

@@ -1,6 +1,6 @@
-"""Files to pieces: decompress a file, recognise its kind, and hash its bytes on the way.
+"""Files to blocks: decompress a file, recognise its kind, and hash its bytes on the way.
 
-    path --read_pieces--> Lines | Values | TableRows | Damaged, ...
+    path --read_blocks--> Lines | Values | TableRows | Damaged, ...
 
 The bytes of a file decide how it is read, not its name: the magic number of gzip, zstd, Parquet, Arrow and torch, or
 else the first line with text. Only YAML is recognised by its name; the search of a folder skips it. No code seeks, so
@@ -8,7 +8,7 @@ standard input works like a file.
 
 A file that cannot be read is an error. With `skip_bad`, it is a `DamagedBlock` after the blocks before the damage.
 
-Memory: one piece, which is one record if that is larger. A JSON array or document, YAML, a file of torch, and Parquet
+Memory: one block, which is one record if that is larger. A JSON array or document, YAML, a file of torch, and Parquet
 that is compressed as a file or comes from standard input are in memory as a whole. No line, and no file that is read as
 a whole, may have more than `max_size` bytes; nothing beyond them is decompressed.
 """
@@ -35,7 +35,7 @@ from treepack.ingest.readers.files.byte_streams import (
 )
 from treepack.ingest.readers.files.eval_files import is_eval_file, read_eval_file
 from treepack.ingest.readers.files.inputs import STDIN, InputHash, displayed, unreadable
-from treepack.ingest.readers.files.json_files import json_pieces
+from treepack.ingest.readers.files.json_files import json_blocks
 from treepack.ingest.readers.files.ranges import Range, plan_object_ranges, plan_ranges
 from treepack.ingest.readers.files.records import (
     DAMAGED_FILE,
@@ -44,7 +44,7 @@ from treepack.ingest.readers.files.records import (
     RecordBlock,
     TableRows,
     ValueBlock,
-    pieces_of_value,
+    blocks_of_value,
 )
 from treepack.ingest.readers.files.remote_inputs import opened_path
 from treepack.ingest.readers.files.tables import (
@@ -69,8 +69,8 @@ def read_records(path: str, *, input_hash: InputHash | None = None) -> Iterator[
     Raises:
         TreepackError: the file is unreadable, truncated, malformed or empty, or a record is not a JSON object.
     """
-    for piece in read_blocks(path, input_hash=input_hash):
-        yield from piece.records()
+    for block in read_blocks(path, input_hash=input_hash):
+        yield from block.records()
 
 
 def read_blocks(
@@ -81,13 +81,13 @@ def read_blocks(
     skip_bad: bool = False,
     as_ranges: bool = False,
 ) -> Iterator[RecordBlock | Range]:
-    """Yield the pieces of one file (`<stdin>`: of standard input), in order; the first piece has a record.
+    """Yield the blocks of one file (`<stdin>`: of standard input), in order; the first block has a record.
 
-    With `skip_bad`, a block may also be a `DamagedBlock`, and the first may have no record. `max_size` is the maximum size
-    of a record in bytes. With `as_ranges`, pieces are ranges of the file if it can be split.
+    With `skip_bad`, a block may also be a `DamagedBlock`, and the first may have no record. `max_size` is the maximum
+    size of a record in bytes. With `as_ranges`, blocks are ranges of the file if it can be split.
 
     Raises:
-        TreepackError: the file is unreadable, truncated, empty or of an unknown kind. Errors inside of a piece are
+        TreepackError: the file is unreadable, truncated, empty or of an unknown kind. Errors inside of a block are
             raised by its `records`.
     """
     shown = displayed(path)
@@ -104,8 +104,8 @@ def read_blocks(
 def _whole_file(
     path: str, input_hash: InputHash | None, how: RecordLimits, *, as_ranges: bool
 ) -> Iterator[RecordBlock | Range]:
-    """Yield the pieces of one file and hash it; turn errors of libraries into sentences."""
-    num_pieces = 0
+    """Yield the blocks of one file and hash it; turn errors of libraries into sentences."""
+    num_blocks = 0
     # Ranges of an object need no copy of it.
     ranges = plan_object_ranges(path, how, input_hash) if as_ranges and is_address(path) else None
     path = path if ranges is not None else opened_path(path)
@@ -113,9 +113,9 @@ def _whole_file(
     try:
         if as_ranges and ranges is None:
             ranges = plan_ranges(path, how, input_hash)
-        for piece in _stream(path, input_hash, how) if ranges is None else ranges:
-            num_pieces += 1
-            yield piece
+        for block in _stream(path, input_hash, how) if ranges is None else ranges:
+            num_blocks += 1
+            yield block
     except (OSError, EOFError) as error:
         raise unreadable(shown, error) from error
     except MemoryError as error:
@@ -123,16 +123,16 @@ def _whole_file(
             f"{shown}: does not fit into memory; write its rollouts as JSONL, or give a smaller --max-record-size "
             "and --skip-bad"
         ) from error
-    if num_pieces == 0:
+    if num_blocks == 0:
         raise TreepackError(f"{shown}: contains no record; remove it from the inputs")
 
 
 def _stream(path: str, input_hash: InputHash | None, how: RecordLimits) -> Iterator[RecordBlock]:
-    """Yield the pieces of a file that is read in order, and hash it on the way."""
+    """Yield the blocks of a file that is read in order, and hash it on the way."""
     shown = displayed(path)
     with HashingReader(path, None if input_hash is None else input_hash.bytes_read) as raw:
         try:
-            yield from _pieces_of(raw, path, how)
+            yield from _blocks_of(raw, path, how)
         except (TreepackError, OSError, EOFError):
             if how.skip_bad:
                 _hash_rest(raw, shown, input_hash)
@@ -147,7 +147,7 @@ def _hash_rest(raw: HashingReader, shown: str, input_hash: InputHash | None) -> 
         input_hash.add(shown, raw.sha256.hexdigest())
 
 
-def _pieces_of(raw: HashingReader, path: str, how: RecordLimits) -> Iterator[RecordBlock]:
+def _blocks_of(raw: HashingReader, path: str, how: RecordLimits) -> Iterator[RecordBlock]:
     # peek(n) returns at least one byte and does not consume it, even on a pipe.
     stream, shown = as_buffer(raw), displayed(path)
     compression = COMPRESSION.get(stream.peek(2)[:2])
@@ -156,30 +156,30 @@ def _pieces_of(raw: HashingReader, path: str, how: RecordLimits) -> Iterator[Rec
     if stream.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
         raise TreepackError(f"{shown}: is a pointer of Git LFS; fetch the file with git lfs pull")
     if Path(path).suffix in YAML_SUFFIXES:
-        return pieces_of_value(read_yaml(read_whole(stream, shown, how.max_size), shown), shown)
+        return blocks_of_value(read_yaml(read_whole(stream, shown, how.max_size), shown), shown)
     magic = stream.peek(4)[:4]
     if magic == TORCH_MAGIC:  # of every zip archive
         data = read_whole(stream, shown, how.max_size)
-        return _eval_pieces(data, shown, how) if is_eval_file(data) else pieces_of_value(read_torch(data, shown), shown)
+        return _eval_blocks(data, shown, how) if is_eval_file(data) else blocks_of_value(read_torch(data, shown), shown)
     if magic == ARROW_STREAM_MAGIC:
-        return _row_pieces(arrow_batches(stream, shown), shown)
+        return _row_blocks(arrow_batches(stream, shown), shown)
     if magic not in (PARQUET_MAGIC, ARROW_FILE_MAGIC):
-        return json_pieces(stream, shown, how)
+        return json_blocks(stream, shown, how)
     source: Any = path
     if compression is None and path != STDIN:
         raw.drain()  # only for the hash: Arrow opens the file again by its path, and reads parts of it
     else:
         source = pa.BufferReader(read_whole(stream, shown, how.max_size))
     batches = parquet_batches if magic == PARQUET_MAGIC else arrow_batches
-    return _row_pieces(batches(source, shown), shown)
+    return _row_blocks(batches(source, shown), shown)
 
 
-def _eval_pieces(data: bytes, path: str, how: RecordLimits) -> Iterator[RecordBlock]:
+def _eval_blocks(data: bytes, path: str, how: RecordLimits) -> Iterator[RecordBlock]:
     for number, value in enumerate(read_eval_file(data, path, max_size=how.max_size)):
         yield ValueBlock(path, number, [value])
 
 
-def _row_pieces(batches: Iterator[pa.RecordBatch], path: str) -> Iterator[RecordBlock]:
+def _row_blocks(batches: Iterator[pa.RecordBatch], path: str) -> Iterator[RecordBlock]:
     start = 0
     for batch in batches:
         if batch.num_rows:

@@ -1,6 +1,6 @@
-"""Raw records, and the pieces of files that contain them: values that are cheap to send to another process.
+"""Raw records, and the blocks of files that contain them: values that are cheap to send to another process.
 
-    file --files.read_pieces--> Lines | Values | TableRows | Damaged --records()--> Record(source, path, value: dict)
+    file --files.read_blocks--> Lines | Values | TableRows | Damaged --records()--> Record(source, path, value: dict)
 
     JSONL            one record per line, split at b"\\n" only       source "rollouts.jsonl:17"      Lines, unparsed
     JSON array       one record per element                         source "rollouts.json[3]"      Values
@@ -9,7 +9,7 @@
     torch.save       one record, or one per element of a list       source "rollouts.pt"           Values
     Inspect .eval    one record per sample                          source "log.eval[3]"           Values
 
-A piece needs no other piece, so another process can make its records. A damaged record is an error, or, if the caller
+A block needs no other block, so another process can make its records. A damaged record is an error, or, if the caller
 passes a list `damaged`, a `Skipped` in this list. The readers give the records their meaning.
 """
 
@@ -31,7 +31,7 @@ from treepack.ingest.readers.files.tables import row_values
 from treepack.trajectory import Skipped
 
 DAMAGED_RECORD, DAMAGED_FILE = "damaged record", "damaged file, or the damaged rest of one"
-VALUES = 16  # elements of an array in a piece: one is a whole rollout, often of several 100 kB
+VALUES = 16  # elements of an array in a block: one is a whole rollout, often of several 100 kB
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,15 +193,15 @@ def _put_aside(error: TreepackError, source: str, damaged: list[Skipped] | None)
     damaged.append(Skipped(source, DAMAGED_RECORD, detail=str(error)))
 
 
-def pieces_of_value(value: Any, path: str) -> Iterator[RecordBlock]:
+def blocks_of_value(value: Any, path: str) -> Iterator[RecordBlock]:
     if not isinstance(value, list):
         yield ValueBlock(path, None, [value])
         return
-    yield from pieces_of_list(value, path)
+    yield from blocks_of_list(value, path)
 
 
-def pieces_of_list(values: list[Any], path: str, field: str = "") -> Iterator[RecordBlock]:
-    """Yield the pieces of an array, which is the field `field` of a document if that is a name."""
+def blocks_of_list(values: list[Any], path: str, field: str = "") -> Iterator[RecordBlock]:
+    """Yield the blocks of an array, which is the field `field` of a document if that is a name."""
     for start in range(0, len(values), VALUES):
         yield ValueBlock(path, start, values[start : start + VALUES], field)
 

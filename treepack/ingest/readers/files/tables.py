@@ -20,7 +20,7 @@ from treepack.errors import TreepackError
 # First four bytes. An Arrow file starts with ARROW1, a stream with the marker of a message.
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
 CHUNK = 1 << 20  # bytes of one read
-# Limits of a batch: 256 kB of rows keep a piece cheap to send to a worker, and 1024 rows bound its records in memory.
+# Limits of a batch: 256 kB of rows keep a block cheap to send to a worker, and 1024 rows bound its records in memory.
 ROWS, ROW_BYTES = 1024, 1 << 18
 
 

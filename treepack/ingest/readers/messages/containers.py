@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from treepack.ingest.readers.fields.field_paths import parsed_json
 from treepack.ingest.readers.fields.values import is_messages
+from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.files.records import Record
 
 TALKS = ("messages", "conversations")  # always lists of messages

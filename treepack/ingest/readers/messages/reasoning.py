@@ -12,8 +12,9 @@ import re
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.unread import as_json, is_empty
+from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.files.json_text import parsed_json
 
 # Names of the reasoning of a turn in APIs and data sets: text, or parts with text. The first one counts.
 REASONING = (
@@ -71,7 +72,7 @@ def _reasoning_text(value: Any, name: str, where: str) -> str:
     JSON text of such parts is parsed. Encrypted parts have no text.
     """
     if isinstance(value, str):
-        parsed = as_json(value)
+        parsed = parsed_json(value)
         parts = parsed if isinstance(parsed, list) else []
         is_parts = bool(parts) and all(isinstance(part, dict) and "type" in part for part in parts)
         return _reasoning_text(parsed, name, where) if is_parts else value

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.unread import as_json, is_empty
+from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import (
     fault_in_json,
     is_messages,
     object_or_empty,
     shown,
 )
+from treepack.ingest.readers.files.json_text import parsed_json
 
 # Names of the calls of a turn: a list, or one call. The first one counts.
 CALLS = ("tool_calls", "tool_call", "toolCalls", "function_calls", "functionCall")
@@ -54,7 +55,7 @@ def normalise_calls(
 
 def opened_json(value: Any) -> Any:
     """Return the object or list in a JSON text, else `value` itself."""
-    parsed = as_json(value)
+    parsed = parsed_json(value)
     return value if parsed is None else parsed
 
 
