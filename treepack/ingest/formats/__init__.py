@@ -1,1 +1,1 @@
-"""One file per input format; `registry` lists them."""
+"""Input formats, one file each; `readers.registry` finds them, and nothing imports them."""

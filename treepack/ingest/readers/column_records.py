@@ -4,8 +4,8 @@
     {"prompt": "2 + 2?", "response": "4"}        by a line of `aliases.ALIASES`
     {"dialog": [{"speaker": "human", "text": "Hi"}, ..]}
 
-Each record is converted to one or several records of another format (`readers.columns`), whose reader reads it. Several
-answers to one prompt are a group, `<id>/answer-1`, `<id>/answer-2`, ....
+Each record is converted to one or several records of another format (`columns.mapped_records`), whose reader reads it.
+Several answers to one prompt are a group, `<id>/answer-1`, `<id>/answer-2`, ....
 """
 
 from __future__ import annotations

@@ -10,12 +10,8 @@
         read=read,
     )
 
-`requires` lists alternatives. A record has the format if it has all fields of at least one alternative:
-
-    "state.history": OBJECTS          the field `history` of the object `state` is a list of objects
-    ("messages", "ticks"): ANY        at least one of these fields is present
-    "samples": each({"tokens": ANY})  a list of objects, and every object has the field `tokens`
-    "samples": no(LIST)               the field is absent or is not a list
+`requires` lists alternatives of fields and their `kinds`. A record has the format if it has all fields of at least one
+alternative.
 
 `Format.matches` detects the format, and `Format.check` refuses a record that lacks a field, so a reader does neither.
 """
@@ -58,7 +54,7 @@ class Format:
     dots for fields inside fields (`info.reward`). `dropped` are the known fields that are not read, each with its
     reason in brackets if the reason is not plain. `ignored` are paths of known fields, written as in `used`, that no
     training could need: times, ids of requests, counts of tokens. A path without deeper declared paths covers
-    everything under it. A field that is not in `used` is noted when a record is read, see `unread`. `keeps` is a
+    everything under it. A field that is not in `used` is noted when a record is read, see `fields.unread`. `keeps` is a
     subset of `KEEPS`:
 
         token ids           the ids of the sampler; nothing is tokenised again

@@ -1,4 +1,10 @@
-"""Kinds of values that a format requires of the fields of a record."""
+"""Kinds of values that a format requires of the fields of a record.
+
+"state.history": OBJECTS          the field `history` of the object `state` is a list of objects
+("messages", "ticks"): ANY        at least one of these fields is present
+"samples": each({"tokens": ANY})  a list of objects, and every object has the field `tokens`
+"samples": no(LIST)               the field is absent or is not a list
+"""
 
 from __future__ import annotations
 
@@ -104,10 +110,12 @@ def has_fields(value: dict[str, Any], requires: Requirement) -> bool:
 
 
 def as_names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of a required field: one, or several of which a record needs one."""
     return (names,) if isinstance(names, str) else names
 
 
 def has_field(value: dict[str, Any], names: str | tuple[str, ...], kind: ValueKind) -> bool:
+    """Return whether the record `value` has a field of `kind` at one of `names`."""
     names = as_names(names)
     # A field that must be absent fails only if all names of the tuple are present.
     return any(kind.test(field_at(value, name)) for name in names)

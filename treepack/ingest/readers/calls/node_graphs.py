@@ -3,9 +3,9 @@
     node      0     1     2     3     4
     parent    -     0     1     1     3        before(4) = 0, 1, 3
 
-A node that a model generated is a call, and the nodes before it are the prompt of the call. `calls.py` joins calls that
-continue each other, so every path from the root to a leaf becomes a trajectory. Tokens that two paths share are trained
-in the first path only.
+A node that a model generated is a call, and the nodes before it are the prompt of the call. `token_calls` and
+`chat_calls` join calls that continue each other, so every path from the root to a leaf becomes a trajectory. Tokens
+that two paths share are trained in the first path only.
 """
 
 from __future__ import annotations

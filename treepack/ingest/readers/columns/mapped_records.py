@@ -28,7 +28,7 @@ from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, STEPS
 from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
 
-# Names of the fields of the new record. Of several names, those first in the lists of `fields` count.
+# Names of the fields of the new record. Of several names, those first in the lists of `rollout_facts` count.
 NAMES = {
     "id": IDS[0],
     "group": GROUPS[0],

@@ -6,9 +6,9 @@
 
 A cut or filtered answer trains its text and no end token, because the model wrote none. The fields may be in a message
 (`normalise_messages` reads them), beside the message in a call (`calls.ChatCall.ending`), or in the record of a rollout
-(`fields.describe`); in a message and a record also inside of an object such as `metadata`. A limit on turns, steps or
-time between two answers cuts no answer: readers pass on only the limits that end an answer itself. A value that is not
-known counts as complete, and a note names it.
+(`rollout_facts.describe`); in a message and a record also inside of an object such as `metadata`. A limit on turns,
+steps or time between two answers cuts no answer: readers pass on only the limits that end an answer itself. A value
+that is not known counts as complete, and a note names it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names of the fields of a tokenised record, and their values as arrays: the vocabulary of `tokens.py`.
+"""Names of the fields of a tokenised record, and their values as arrays: the vocabulary of `token_records`.
 
     {"prompt_ids": [..], "response_ids": [..], "response_mask": [..]}  --sort_fields-->  {kind: {name: values}}
 

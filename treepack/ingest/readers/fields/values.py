@@ -109,4 +109,5 @@ def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def object_or_empty(value: Any) -> dict[str, Any]:
+    """Return `value` if it is an object, else an empty one."""
     return value if isinstance(value, dict) else {}

@@ -79,7 +79,9 @@ def arrow_batches(source: Any, path: str) -> Iterator[pa.RecordBatch]:
 
 
 def _stored_batches(source: Any) -> Iterator[pa.RecordBatch]:
-    if hasattr(source, "peek"):  # only the stream of `files`; an Arrow file is a path or a buffer, which can seek
+    if hasattr(
+        source, "peek"
+    ):  # only the stream of `record_files`; an Arrow file is a path or a buffer, which can seek
         with pa.ipc.open_stream(source) as stream:
             yield from stream
         return

@@ -22,12 +22,18 @@ OF_CALLS = frozenset({"id", "type", "function", "index", "name"})
 
 
 def checked_name(value: Any, key: str, where: str) -> str | int:
+    """Return the name or id `value`.
+
+    Raises:
+        TreepackError: it is neither text nor an integer.
+    """
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise TreepackError(f"{where} has the {key} {shown(value)}; expected text or an integer")
     return value
 
 
 def note_rest(value: dict[str, Any], known: frozenset[str], what: str, notes: dict[str, None]) -> None:
+    """Add a note on each field of `value` that is not `known` and not empty."""
     rest = (key for key, field in value.items() if key not in known and not is_empty(field))
     notes.update({f"{what} field '{key}' not used": None for key in rest})
 
