@@ -30,7 +30,7 @@ MARK_REASON = "text with the noncharacter U+FDD0, which --control-tokens text us
 # Tags that logs of raw output and system prompts contain on purpose: of reasoning, and of calls if not special.
 REASONING = re.compile("think|thought", re.IGNORECASE)
 TAG = re.compile(r"</?[A-Za-z_]+>")
-# Fields of a message that are no text of it: names by which a template chooses a branch.
+# Fields of a message that are not text of it: names by which a template chooses a branch.
 FIXED_FIELDS = frozenset({"role", "type", "id", "tool_call_id"})
 
 

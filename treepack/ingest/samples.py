@@ -150,7 +150,7 @@ def sample_of(
 ) -> Trajectory | Skipped:
     """Join the `sections` of ids into the content of `item`; trained sections become spans, without the first token.
 
-    `turns` are those whose spans are the sections, if the content of `item` is a chat.
+    `turns` are the turns whose spans are the sections, if the content of `item` is a chat.
     """
     # Sections of 3, 2, 0 tokens -> bounds 0 3 5 5; weights 1, 0, 1 -> span [1, 3): position 0 is never trained.
     bounds = np.cumsum([0, *(len(ids) for ids, _ in sections)])

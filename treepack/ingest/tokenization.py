@@ -94,7 +94,7 @@ def read_tokenizer(name: str, *, download: bool = True) -> Any:
     try:
         folder = snapshot(name, FILES, download=download)
         tokenizer = read_folder(folder, name) if folder else None
-    except Exception:  # of damaged files or of the hub: transformers meets it again and says what it is
+    except Exception:  # of damaged files or of the hub: transformers meets it again and reports it
         tokenizer = None
     return tokenizer or load_tokenizer(name, download=download)
 

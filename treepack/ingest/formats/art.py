@@ -42,7 +42,7 @@ def read_art(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skip
     """Read the trajectories of a group, `<record>/<place>`, which form one group; or the single trajectory of `record`.
 
     Raises:
-        TreepackError: histories of another form, or an error of the readers of tokens and messages.
+        TreepackError: histories of a different form, or an error of the readers of tokens and messages.
     """
     value = record.value
     if isinstance(value.get("trajectories"), list):

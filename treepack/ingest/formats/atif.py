@@ -64,7 +64,7 @@ def read_atif(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     """Read the trajectories of `record`, named after the trial or the session, and of its embedded agents.
 
     Raises:
-        TreepackError: steps of another kind, token ids that contradict each other, or several rewards.
+        TreepackError: steps of a different kind, token ids that contradict each other, or several rewards.
     """
     if has_fields(record.value, [RESULT]):
         yield from _read_result(record, options)
@@ -176,7 +176,7 @@ def _read_document(
 def _read_agents(
     record: Record, trial: dict[str, Any], options: ReadOptions
 ) -> Iterator[Iterator[Trajectory | Skipped]]:
-    """Yield the trajectories of the agent of a document, and then those of each agent that is embedded in it."""
+    """Yield the trajectories of the agent of a document, and then the steps of each agent that is embedded in it."""
     value, source = record.value, record.source
     agent = value["agent"] if isinstance(value.get("agent"), dict) else {}
     facts = {
@@ -326,7 +326,7 @@ def _facts(
 ) -> dict[str, Any]:
     """Return the names and the reward that the result of a trial gives to one of its conversations.
 
-    `names` are those of the step of the trial and of the file, empty if there is none.
+    `names` belong to the step of the trial and of the file, empty if there is none.
     """
     task = "/".join(filter(None, (str(result["task_name"]), names[0])))
     return {"trajectory_id": _name(result, *names), "group_id": task, "reward": _reward(part, source, options)}

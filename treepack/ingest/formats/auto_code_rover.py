@@ -83,7 +83,7 @@ def _rounds(path: str) -> list[tuple[int, Path]]:
 
 
 def _num_shared(messages: list[dict[str, Any]], path: Path, *, start: int = 0) -> int:
-    """Count how many first `messages` equal those of the file at `path`, which is read from its message `start` on."""
+    """Count how many first `messages` equal the messages of the file at `path` from number `start` on."""
     others = islice(read_records(str(path)), start, None)
     pairs = zip(messages, (record.value for record in others), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -20,7 +20,7 @@ FORMAT = Format(
         system tools chat_template_kwargs prompt completion messages.loss messages.trainable messages.weight
         messages.loss_scale reward id group_id messages! prompt! completion!
         """.split(),
-        # Other names of tools and answers, whose texts must be among those of the trajectory.
+        # Other names of tools and answers, whose texts must be among the texts of the trajectory.
         *(f"{name}.*" for name in sorted({*TOOLS, *ANSWER_FIELDS} - {"tools", "completion"})),
     ],
     dropped=(

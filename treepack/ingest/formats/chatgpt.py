@@ -43,7 +43,7 @@ CHILD_NOTE = "node with a child that is not in the conversation"
 NAME_NOTE = "node whose id is not its name"
 EMPTY_NOTE, EMPTY_CALL_NOTE = "message of the model without text not used", "call without text not used"
 NO_ANSWER = "conversation without an answer"
-ALL = "all"  # the recipient of a message that is no call
+ALL = "all"  # the recipient of a message that is not a call
 NODE = frozenset({"id", "message", "parent", "children"})
 MESSAGE = frozenset(
     "id author create_time update_time content status end_turn weight metadata recipient channel".split()
@@ -82,7 +82,7 @@ def read_chatgpt(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
     """Read the paths of a conversation, `<conversation>/leaf-<k>` in depth-first order, which form one group.
 
     Raises:
-        TreepackError: the nodes are no tree, or a message has a form that is not known.
+        TreepackError: the nodes are not a tree, or a message has a form that is not known.
     """
     value, source = record.value, record.source
     roots = _roots(value["mapping"], source)

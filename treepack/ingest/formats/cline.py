@@ -43,7 +43,7 @@ SHOWN = "messages as the program showed them, which its api_conversation_history
 INTERRUPTED = re.compile(r"\[Response interrupted by [^\]]*\]\s*$")
 BY_PROGRAM = "Failure: I did not provide a response."
 KEPT = ("role", "content", "reasoning_content", "finish_reason")
-# Fields of a message: those that are read, and those that are about it.
+# Fields of a message: the fields that are read, and the fields about it.
 ABOUT = frozenset(
     """
     ts id modelInfo metrics isSummary condenseId condenseParent truncationId truncationParent isTruncationMarker type
@@ -68,7 +68,7 @@ def is_session(value: dict[str, Any]) -> bool:
 
 
 def is_shown(value: dict[str, Any]) -> bool:
-    """Return whether `value` is from `ui_messages.json` or is a `task_metadata.json`, which a task has beside it."""
+    """Return whether `value` is from `ui_messages.json` or is a `task_metadata.json`, which a task has next to it."""
     return (value.keys() >= {"ts", "type"} and value["type"] in ("say", "ask")) or "files_in_context" in value
 
 
@@ -162,10 +162,10 @@ def _add_call(task: _Task, message: Message, chat: Message, reason: str | None) 
 
 
 def _check_marks(task: _Task, message: Message, source: str) -> None:
-    """Refuse names of a summary or truncation of another form; note a mark without a name, and a name without a mark.
+    """Refuse names of a summary or truncation of a different form; note marks without names, and names without marks.
 
     Raises:
-        TreepackError: a name is no text.
+        TreepackError: a name is not text.
     """
     for mark, kind in (("isSummary", "condense"), ("isTruncationMarker", "truncation")):
         for name in (f"{kind}Id", f"{kind}Parent"):
@@ -240,7 +240,7 @@ def _block(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_data(content: Any) -> bool:
-    """Return whether the content of a result is an object, or a list with something that is no part of a message."""
+    """Return whether the content of a result is an object, or a list with something that is not a part of a message."""
     if not isinstance(content, list):
         return isinstance(content, dict)
     return any(not isinstance(part, str) and not (isinstance(part, dict) and "type" in part) for part in content)

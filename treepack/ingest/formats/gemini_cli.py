@@ -73,7 +73,7 @@ def read_gemini_cli(records: Iterator[Record], options: ReadOptions) -> Iterator
     """Read the trajectories of a session, named after its id; their group is derived from the first prompt.
 
     Raises:
-        TreepackError: a message or a part of another form.
+        TreepackError: a message or a part of a different form.
     """
     rows = list(records)
     if "role" in rows[0].value:
@@ -155,7 +155,7 @@ def _apply(session: _Session, row: Record) -> None:
 
 def _add(session: _Session, messages: Any, source: str) -> None:
     for message in as_objects(messages, source=source, name="messages"):
-        # A message without an id is no later change of another one.
+        # A message without an id is not a later change of another one.
         name = message.get("id")
         session.history[name if isinstance(name, str) else f"{source}/{len(session.history)}"] = message
 
@@ -218,7 +218,7 @@ def _thought(thought: dict[str, Any], where: str) -> str:
     """Return a thought as the API wrote it: the subject in bold, then the description.
 
     Raises:
-        TreepackError: one of them is no text.
+        TreepackError: one of them is not text.
     """
     for name in ("subject", "description"):
         if not isinstance(thought.get(name), str | None):
@@ -235,7 +235,7 @@ def _results(session: _Session, message: Message, where: str) -> Iterator[Messag
             session.notes[RESULT_NOTE] = None
             continue
         results = list(user_messages(parts, where=where))
-        # A result of another form, such as text or an image, is that of the same call.
+        # A result of a different form, such as text or an image, is that of the same call.
         for result in results:
             about = {"role": "tool", "tool_call_id": call.get("id"), "name": call.get("name")}
             yield about | {name: value for name, value in result.items() if value is not None and name != "role"}

@@ -47,7 +47,7 @@ def read_inspect(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
     """Read the samples of a log, named `<task>/<sample>/<epoch>`, in the group `<task>/<sample>`.
 
     Raises:
-        TreepackError: samples, events or messages of another form.
+        TreepackError: samples, events or messages of a different form.
     """
     samples = as_objects(record.value.get("samples"), source=record.source, name="samples")
     if not samples:

@@ -138,7 +138,7 @@ def _add_observation(trace: _Trace, value: dict[str, Any], source: str) -> Skipp
         _add_scores(trace, value.get("scores"), source)
     except TreepackError as error:
         trace.fault = trace.fault or str(error)
-    # Texts are searched in the trajectories by those who call the reader.
+    # Texts are searched in the trajectories by the caller of the reader.
     metadata = parsed(value.get("metadata"))
     unused = unread(metadata, METADATA, "metadata.") if isinstance(metadata, dict) else ()
     trace.notes |= dict.fromkeys(not_used(path) for path, text, _ in unused if text is None)

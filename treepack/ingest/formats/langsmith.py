@@ -202,7 +202,7 @@ def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
 
 
 def _responses(outputs: dict[str, Any], source: str) -> list[list[tuple[Any, Any]]]:
-    """Return the responses to each prompt, each with the reason why it ended if that is beside it."""
+    """Return the responses to each prompt, each with the reason why it ended if that is next to it."""
     if isinstance(entries := outputs.get("generations"), list):
         lists = entries if all(isinstance(each, list) for each in entries) else [entries]
         return [[_generation(object_or_empty(each)) for each in one] for one in lists]

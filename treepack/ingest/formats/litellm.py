@@ -6,8 +6,8 @@
     payload  messages    response                        model_parameters     session_id, or else trace_id
     call     the prompt  one response for each choice    tools, temperature   of a rollout
 
-Messages and responses are those of chat completions, of text completions, of the Responses API or of Anthropic's API,
-as objects or as JSON text. Calls of one session that continue each other are joined. A call without a session is a
+Messages and responses have the forms of chat completions, of text completions, of the Responses API or of Anthropic's
+API, as objects or as JSON text. Calls of one session that continue each other are joined. A call without a session is a
 rollout of its own, and several choices of it are a group. Token ids of a server are read in place of text, as in
 `openai_chat`. A session with a call that cannot be read is skipped.
 """
@@ -102,7 +102,7 @@ def _name(value: dict[str, Any], source: str) -> str | None:
 
 
 def _no_call(value: dict[str, Any]) -> str | None:
-    """Return why a payload is no call of a model that can be read."""
+    """Return why a payload is not a call of a model that can be read."""
     kind = str(value.get("call_type"))
     # "acompletion" is the asynchronous "completion".
     if kind not in CALLS and kind.removeprefix("a") not in CALLS:
@@ -157,7 +157,7 @@ def _add(session: _Session, record: Record) -> str | None:
         before = session.value.get("metadata", {})
         _note_changes(session, before, kept, "metadata.")
         session.value["metadata"] = before | without(kept, COPIES)
-    # Fields that the payload does not have by itself, such as a reward, become facts of the rollout or notes.
+    # Fields that the payload does not have itself, such as a reward, become facts of the rollout or notes.
     session.notes |= dict.fromkeys(not_used(name) for name in value if name in OWN and not is_empty(value[name]))
     rest = without(value, KNOWN | OWN)
     _note_changes(session, session.value, rest, "")

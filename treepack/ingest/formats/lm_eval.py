@@ -4,12 +4,12 @@
      "filter": "strict-match", "filtered_resps": ["18"], "metrics": ["exact_match"], "exact_match": 1.0, ..}
 
     generate_until   prompt, then the whole response (`resps`), which the filters have not shortened
-    loglikelihood    arg_1 is the text of a choice; the model has written nothing, so the sample is no rollout
+    loglikelihood    arg_1 is the text of a choice; the model has written nothing, so the sample is not a rollout
 
 The prompt is text, or chat messages as JSON text in a list. The harness writes one record for each filter of a task,
 with the same responses: they are one rollout, and the metrics are its rewards, named "exact_match,strict-match" if
 there are several filters. Metrics of a document with several responses or requests describe all of them together, so
-they are not used. Written from the source of the harness; no file of others was at hand to check it.
+they are not used. Written from the source of the harness; files of other tasks were not available to check it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read_lm_eval(records: Iterator[Record], options: ReadOptions) -> Iterator[Tr
     samples: dict[str, _Sample] = {}
     for record in records:
         value = record.value
-        # Tasks may be in one file, so the document alone is no key; the responses tell two runs in one file apart.
+        # Tasks may be in one file, so the document alone is not a key; the responses distinguish two runs in one file.
         names = ("doc_id", "doc_hash", "prompt_hash", "arguments", "resps")
         text = json.dumps([value.get(name) for name in names], default=str)
         key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

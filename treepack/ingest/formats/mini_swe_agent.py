@@ -43,7 +43,7 @@ def read_mini_swe_agent(record: Record, options: ReadOptions) -> Iterator[Trajec
     """Read the trajectories of `record`, named `<run>/<task>`: one, and one more for each reply that was refused.
 
     Raises:
-        TreepackError: messages of another kind.
+        TreepackError: messages of a different kind.
     """
     value = record.value
     notes: dict[str, None] = {}

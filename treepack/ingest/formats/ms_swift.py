@@ -37,7 +37,7 @@ def read_ms_swift(record: Record, options: ReadOptions) -> Iterator[Trajectory |
     """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
-        TreepackError: a rejected response without a chosen one, or text and calls of another form.
+        TreepackError: a rejected response without a chosen one, or text and calls of a different form.
     """
     value, source = record.value, record.source
     messages = _messages(value, source)

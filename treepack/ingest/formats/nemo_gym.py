@@ -41,7 +41,7 @@ def read_nemo_gym(record: Record, options: ReadOptions) -> Iterator[Trajectory |
     """Read the trajectories of `record`: one if its calls continue each other.
 
     Raises:
-        TreepackError: items of another form, or token ids that contradict each other.
+        TreepackError: items of a different form, or token ids that contradict each other.
     """
     value, source = record.value, record.source
     response = value.get("response")

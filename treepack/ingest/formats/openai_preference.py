@@ -24,7 +24,7 @@ def read_openai_preference(record: Record, options: ReadOptions) -> Iterator[Tra
     """Read the two trajectories of a pair.
 
     Raises:
-        TreepackError: messages or tools of another form.
+        TreepackError: messages or tools of a different form.
     """
     value = record.value
     prompt = value["input"]

@@ -8,7 +8,7 @@
 
 Every path from the prompt to a leaf is a trajectory, up to its last trained answer; a path that is the beginning of
 another one is left out. Answers that reviewers rejected (`review_result` false) are context. A deleted message is left
-out with its replies. Ranks order the replies to one message and are no rewards. With --reward-key, the reward of a path
+out with its replies. Ranks order the replies to a message and are not rewards. With --reward-key, the reward of a path
 is that label of its last answer, such as quality.
 """
 

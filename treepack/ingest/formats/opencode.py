@@ -57,7 +57,7 @@ COMPACTION, SUBTASK = "What did we do so far?", "The following tool was executed
 ABORTED, TOO_LONG = "MessageAbortedError", "MessageOutputLengthError"
 # Files whose text opencode sends in a text part of its own.
 TEXT_FILES = ("text/", "application/x-directory")
-# Parts that are no message of the model, but say where a step begins or ends, or what came before.
+# Parts that are not messages of the model, but mark the start or end of a step, or the state before it.
 MARKS = frozenset({"step-start", "step-finish", "compaction", "subtask"})
 READ = MARKS | {"text", "reasoning", "tool", "file"}
 
@@ -91,7 +91,7 @@ def read_opencode(records: Iterator[Record], options: ReadOptions) -> Iterator[T
     """Read the trajectories of a session, named after its id; their group is derived from the first prompt.
 
     Raises:
-        TreepackError: messages or parts of another kind, or `readers.messages` refuses a message.
+        TreepackError: messages or parts of a different kind, or `readers.messages` refuses a message.
     """
     rows = list(records)
     if "parts" in rows[0].value:
@@ -108,7 +108,7 @@ def read_opencode(records: Iterator[Record], options: ReadOptions) -> Iterator[T
         else:
             stored = _stored(row)
             items = list(_read_session(row, row.value, stored, options))
-            # The files of messages and parts are no records, so their fields are noted here.
+            # The files of messages and parts are not records, so their fields are noted here.
             yield from with_notes(items, notes_of_record({"messages": stored}, FORMAT.declared, items, row.source))
 
 
@@ -166,10 +166,10 @@ def _read_session(
 
 
 def _check_part(part: dict[str, Any], where: str) -> None:
-    """Refuse a part with a field of another form.
+    """Refuse a part with a field of a different form.
 
     Raises:
-        TreepackError: its type is no text, or another field is of another kind.
+        TreepackError: its type is not text, or another field is of a different kind.
     """
     for name, kind, expected in PART_FIELDS:
         if not isinstance(part.get(name), kind):

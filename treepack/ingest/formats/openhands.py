@@ -48,7 +48,7 @@ def read_openhands(records: Iterator[Record], options: ReadOptions) -> Iterator[
     """Read each record with a `history` as a conversation, and all other records of the file as the events of one.
 
     Raises:
-        TreepackError: an event or message of another kind.
+        TreepackError: an event or message of a different kind.
     """
     events: list[Event] = []
     last = None

@@ -54,7 +54,7 @@ def read_pi(records: Iterator[Record], options: ReadOptions) -> Iterator[Traject
     Their group is that id, or the id of the session from which this session was forked.
 
     Raises:
-        TreepackError: entries or messages of another kind.
+        TreepackError: entries or messages of a different kind.
     """
     rows = list(records)
     header = rows[0]

@@ -71,7 +71,7 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(speaker, str) or (speaker != CALL and speaker not in ROLES):
         known = ", ".join([*ROLES, CALL])
         raise TreepackError(f"{where} is from {quoted(speaker)}; expected one of {known}")
-    # `normalise_messages` reads the marks among the other fields, and counts those that it does not know.
+    # `normalise_messages` reads the marks among the other fields, and counts the marks that are not known.
     kept = without(turn, ("from", "value"))
     if speaker == CALL:
         calls = calls_of_text(turn.get("value"), where=where)

@@ -41,7 +41,7 @@ OF_RESPONSE = tuple(
     loss_mask response_mask rollout_logprobs action_log_probs base_action_log_probs advantages
     """.split()
 )
-# Fields that describe the whole batch, so they are no columns.
+# Fields that describe the whole batch, so they are not columns.
 WHOLE_BATCH = frozenset({"rollout_metrics", "trajectory_time_splits", "trajectory_generation_times", "env_metrics"})
 DROPPED = frozenset({"rollout_expert_indices", "router_padding_mask", "values", "returns", "kl", *MEDIA})
 

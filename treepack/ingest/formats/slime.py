@@ -80,7 +80,7 @@ def _in_rollout_of_file(item: Trajectory | Skipped, record: Record) -> Trajector
     rollout = record.value.get("rollout_id")
     if rollout is None or not isinstance(item, Trajectory):
         return item
-    # A record does not know the others. So the name has all facts that samples of one rollout have in common, and
+    # A record has no reference to the others, so the name has all facts that samples of one rollout have in common, and
     # samples with other rewards stay apart: group 2, rollout 8, reward 1 -> "2/8/1.0".
     facts = (item.step, item.group_id, rollout, item.reward)
     name = "/".join(str(fact) for fact in facts if fact is not None)

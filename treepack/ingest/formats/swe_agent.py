@@ -45,7 +45,7 @@ def read_swe_agent(record: Record, options: ReadOptions) -> Iterator[Trajectory 
     """Read the trajectories of `record`, named `<folder>/<task>`, in the group of the task.
 
     Raises:
-        TreepackError: steps or messages of another kind.
+        TreepackError: steps or messages of a different kind.
     """
     folder, task = folder_and_document(record)
     name = f"{folder}/{task}" if folder else task

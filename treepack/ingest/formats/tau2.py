@@ -3,7 +3,7 @@
     {"info": {"agent_info": {"llm": ".."}, "environment_info": {"domain_name": "retail", "policy": ".."}},
      "tasks": [{"id": "3", "initial_state": {"message_history": [..]}}, ..],
      "simulations": [{"task_id": "3", "trial": 0, "reward_info": {"reward": 1.0}, "messages": [..], ..}, ..]}
-    results.json without simulations, beside simulations/<id>.json, one of them each       the same in many files
+    results.json without simulations, next to simulations/<id>.json, one of them each       the same in many files
 
 Of the agent's system message, the file contains only the policy, which is used as the system message. Tool schemas are
 in the file only if an option of the run kept them. The agent does not see the tool calls of the simulated user or their
@@ -48,7 +48,7 @@ def read_tau2(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     """Read one trajectory per simulation, `<domain>/<task_id>/<trial>`, in the group `<domain>/<task_id>`.
 
     Raises:
-        TreepackError: simulations or messages of another kind.
+        TreepackError: simulations or messages of a different kind.
     """
     value, source = record.value, record.source
     if has_fields(value, [SIMULATION]):

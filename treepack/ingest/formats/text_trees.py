@@ -13,7 +13,7 @@ the root has is the prompt, which is not trained. A path is read in one of two w
                                           text before it if that has no role either; a role makes a new message
 
 The reward of a path is that of its last node with a reward, so a reward of an inner node or of the root counts for the
-leaves below it that have none. An `advantage` is read at leaves. This layout is no program's: people write it.
+leaves below it that have none. An `advantage` is read at leaves. This layout is not a program's: people write it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OF_MESSAGE = frozenset(
     """.split()
 )
 ENDINGS = (*endings.FIELDS, *endings.FLAGS)
-# Numbers and names of the search, and what is read elsewhere; the rest of a node is noted.
+# Numbers and names of the search, and fields that are read elsewhere; the rest of a node is noted.
 OF_TREE = frozenset(["children", "role", "id", "node_id", "parent", "parent_id", "depth", "advantage", *REWARD_NAMES])
 ROOT = (*SAID, "role", *(OF_MESSAGE - {"weight"}))  # fields of a record that is the root itself
 NO_ANSWER = "tree without a path that has text of the assistant"
@@ -116,7 +116,7 @@ def _prompt(
     name = names[0] if names else None
     asked: Any = fields[name] if name is not None else ""
     own = [each for each in SAID if root.get(each) is not None and each != name]
-    # {"prompt": .., "tree": {"text": "the prompt again", ..}}: the same text twice is no second text.
+    # {"prompt": .., "tree": {"text": "the prompt again", ..}}: the same text twice is not a second text.
     if name is not None and any(root[each] != asked for each in own):
         raise TreepackError(f"{source}: has {name}, and its root has {own[0]}; keep the one that is the prompt")
     if name is None and own:
@@ -170,7 +170,7 @@ def _said(node: dict[str, Any], where: str) -> list[Message]:
 
 
 def _refuse_text(node: dict[str, Any], where: str) -> None:
-    """Refuse a node that says nothing known but has text, a list or an object."""
+    """Refuse a node without known content that has text, a list or an object."""
     # {"reward": 1} only ends a path; {"state": "x = 4"} has text under a name that is not known.
     known = {*OF_TREE, *OF_MESSAGE, *ENDINGS}
     other = [name for name, field in node.items() if name not in known and isinstance(field, str | list | dict)]

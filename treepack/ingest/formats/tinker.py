@@ -37,7 +37,7 @@ def read_tinker(record: Record, options: ReadOptions) -> Iterator[Trajectory | S
     """Read the trajectories of a group, `<record>/<place>`, in a group named after the record; or the single one.
 
     Raises:
-        TreepackError: fields of another form, or an error of the `tokens` reader.
+        TreepackError: fields of a different form, or an error of the `tokens` reader.
     """
     value, source = record.value, record.source
     if value.get("trajectories_G") is None:

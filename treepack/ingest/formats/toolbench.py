@@ -34,7 +34,7 @@ def read_toolbench(record: Record, options: ReadOptions) -> Iterator[Trajectory 
     """Read the trajectories of `record`, `<group>/leaf-<k>` in depth-first order; the group is `<folder>/<file stem>`.
 
     Raises:
-        TreepackError: a node of an unknown type, or a field of another kind.
+        TreepackError: a node of an unknown type, or a field of a different kind.
     """
     answer = record.value["answer_generation"]
     opening = _opening(answer, record.source)

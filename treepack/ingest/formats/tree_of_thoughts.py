@@ -38,7 +38,7 @@ def read_tree_of_thoughts(record: Record, options: ReadOptions) -> Iterator[Traj
     The folder of such a file is named after the kind of puzzle, and `idx` counts the puzzles of that kind.
 
     Raises:
-        TreepackError: steps, answers or rewards of another kind.
+        TreepackError: steps, answers or rewards of a different kind.
     """
     value, source = record.value, record.source
     steps = as_objects(value.get("steps"), source=source, name="steps")

@@ -49,7 +49,7 @@ def read_trl_preference(record: Record, options: ReadOptions) -> Iterator[Trajec
     """Read the two trajectories of `record`, `<id>/chosen` and `<id>/rejected`, in a group named after the record.
 
     Raises:
-        TreepackError: a prompt of another form than the completions, or an error of the `chat` reader.
+        TreepackError: a prompt of a different form than the completions, or an error of the `chat` reader.
     """
     value = record.value
     prompt, chosen, rejected = _parts(value, record.source)
@@ -113,7 +113,7 @@ def _parts(value: dict[str, Any], source: str) -> tuple[Any, Any, Any]:
     If there is no prompt in the form of the completions, the prompt is the common beginning of the completions.
     """
     prompt, chosen, rejected = value.get("prompt"), value["chosen"], value["rejected"]
-    # Messages that end with a question, beside two answers, are the prompt.
+    # Messages that end with a question, next to two answers, are the prompt.
     messages = value["messages"] if is_messages(value.get("messages")) else []
     is_question = bool(messages) and messages[-1].get("role") == "user"
     if prompt is None and is_question and chosen[: len(messages)] != messages:
@@ -157,7 +157,7 @@ FORMAT = Format(
     recognised_by="`chosen` and `rejected`, both as messages or both as text",
     requires=[
         {"prompt": SET, "chosen": TEXT, "rejected": TEXT},
-        # A pair beside a question is another layout; without it, the common beginning of both texts is the prompt.
+        # A pair next to a question is another layout; without it, the common beginning of both texts is the prompt.
         {"chosen": TEXT, "rejected": TEXT, **dict.fromkeys(("question", "query", "input", "problem"), no(TEXT))},
         {"chosen": OBJECTS, "rejected": OBJECTS},
     ],

@@ -7,8 +7,8 @@
 A node contains the tokens that it adds to the tokens of its parent. Its mask separates the sampled tokens from the
 tokens of the template, and its log-probabilities and advantages have one value per sampled token. If the nodes of a
 trace have tokens, these are read, joined along each path from the root. If not, the messages are read. Agents that are
-not trainable are skipped. Traces of an episode with the same agent and the same reward, such as those of sub-agents,
-are one rollout, which counts once in its group. With other rewards each is a rollout of its own.
+not trainable are skipped. Traces of an episode with the same agent and the same reward, such as the rollouts of
+sub-agents, are one rollout, which counts once in its group. With other rewards each is a rollout of its own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read_verifiers(record: Record, options: ReadOptions) -> Iterator[Trajectory 
     The group is the group of the episode, or its task, with the name of the agent if the environment has named agents.
 
     Raises:
-        TreepackError: nodes of another form, or an error of the readers of tokens and messages.
+        TreepackError: nodes of a different form, or an error of the readers of tokens and messages.
     """
     value = record.value
     # An export may contain single traces, without their episode.

@@ -1,4 +1,4 @@
-"""Files `results.jsonl` of verifiers before version 1: one rollout per line, beside a `metadata.json` with the model.
+"""Files `results.jsonl` of verifiers before version 1: one rollout per line, next to a `metadata.json` with the model.
 
     {example_id, prompt, completion, reward, metrics, info, tool_defs, ..., trajectory: [
       {prompt, completion, tokens: {prompt_ids, completion_ids, completion_mask, completion_logprobs}, ...}, ...]}
@@ -41,7 +41,7 @@ def read_verifiers_results(record: Record, options: ReadOptions) -> Iterator[Tra
     """Read the trajectories of one rollout, named `<example>/<line>` or after its steps, in the group of its example.
 
     Raises:
-        TreepackError: steps of another form, or an error of the readers of tokens and messages.
+        TreepackError: steps of a different form, or an error of the readers of tokens and messages.
     """
     if has_fields(record.value, [RUN]):
         yield Skipped(record.source, "summary of a run, read with its results", is_rollout=False)

@@ -31,7 +31,7 @@ def read_verl_data(record: Record, options: ReadOptions) -> Iterator[Trajectory 
     """Read the trajectories of `record`; a generated response is named `<record>/response-<k>`, counted from 1.
 
     Raises:
-        TreepackError: fields of another kind, or messages that the `chat` reader refuses.
+        TreepackError: fields of a different kind, or messages that the `chat` reader refuses.
     """
     value = record.value
     if has_media(value):

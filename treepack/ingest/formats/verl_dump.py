@@ -1,4 +1,4 @@
-"""Text that verl's trainer writes beside its metrics: `<step>.jsonl` of `rollout_data_dir`.
+"""Text that verl's trainer writes next to its metrics: `<step>.jsonl` of `rollout_data_dir`.
 
     {"input": "..", "output": "..", "gts": "42", "score": 1.0, "step": 5, "acc": true}
 

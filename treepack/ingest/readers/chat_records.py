@@ -74,7 +74,7 @@ def read_chat(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
             yield describe(record, text, used={"prompt", "completion"}, options=options)
             return
         if isinstance(prompt, str) and isinstance(completion, str):
-            prompt = [{"role": "user", "content": prompt}]  # beside a system prompt, text is a message
+            prompt = [{"role": "user", "content": prompt}]  # next to a system prompt, text is a message
         if isinstance(prompt, str):
             raise TreepackError(
                 f"{source}: prompt is text and completion is messages; expected both as text or both as messages"
@@ -110,7 +110,7 @@ def _skip_failed(value: dict[str, Any], source: str) -> None:
 
 
 def _system(value: dict[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
-    """Return the system prompt that is a field beside the messages, as in a request to Anthropic's API."""
+    """Return the system prompt that is a field next to the messages, as in a request to Anthropic's API."""
     system = next((value[name] for name in SYSTEM if isinstance(value.get(name), str | list) and value[name]), None)
     has_system = bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "system"
     return [] if not system or has_system else [{"role": "system", "content": system}]

@@ -76,7 +76,7 @@ class Format:
     record of a file as it is declared, if names of fields are among its values, or values are among its names.
 
     A record is compared with the formats by ascending `rank`, and with formats of equal rank by name. The ranks of
-    treepack's own formats are above 0, so those of other packages come first unless they set one.
+    treepack's own formats are above 0, so formats of other packages come first unless they set one.
     """
 
     name: str

@@ -53,7 +53,7 @@ COLUMN = ValueKind("a list with one list for each row", is_column)
 
 
 def no(kind: ValueKind) -> ValueKind:
-    """The kind of a field that is absent or of another kind."""
+    """The kind of a field that is absent or of a different kind."""
     return ValueKind(f"anything but {kind.text}", lambda value: not kind.test(value))
 
 

@@ -226,7 +226,7 @@ def _read_blocks(
     """Read the records of `blocks`; with `skip_bad`, yield the damaged records of a block after its trajectories."""
     damaged: list[Skipped] | None = [] if options.skip_bad else None
     arrays = formats_by_name()[name].arrays
-    last: list[Record] = []  # the record that is read now, for the error about it
+    last: list[Record] = []  # the current record, which an error names
 
     def records() -> Iterator[Record]:
         for block in blocks:

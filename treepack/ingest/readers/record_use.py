@@ -1,4 +1,4 @@
-"""What the first record of a file is read as: each of its fields with the use that its reader makes of it.
+"""The reading of the first record of a file: each of its fields with the use that its reader makes of it.
 
     {"messages": [{"role": "user", "content": "Bolts?"}, {"role": "assistant", "content": "Seven."}], "shelf": "A"}
     --explain-->  messages[].role structure (2)   messages[].content prompt (1), trained (1)   shelf metadata (1)
@@ -70,7 +70,7 @@ def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordU
     """Return the use of each field of the first record of the file `path`.
 
     Raises:
-        TreepackError: the file cannot be read, or is no file of records.
+        TreepackError: the file cannot be read, or is not a file of records.
     """
     blocks = read_blocks(path, max_size=options.max_record_size)
     error: str | None = None
@@ -149,7 +149,7 @@ class _Trial:
                 uses.add(STRUCTURE)
                 continue
             uses |= _differences(self._items, items)
-        # A change that breaks the record says less than one that does not.
+        # A change that breaks the record shows less than one that does not.
         return uses - {STRUCTURE} or uses or {UNUSED}
 
 

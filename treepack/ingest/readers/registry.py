@@ -1,4 +1,4 @@
-"""The formats of this installation: one for each module of `treepack.ingest.formats`, and those of other packages.
+"""The formats of this installation: the modules of `treepack.ingest.formats`, and the formats of other packages.
 
     treepack/ingest/formats/chat.py              FORMAT = Format(name="chat", ...)
     [project.entry-points."treepack.formats"]    of another package

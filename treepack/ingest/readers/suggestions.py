@@ -153,7 +153,7 @@ def _roles(values: list[Any], key: str) -> str | None:
         if guess is None and key.lower() not in SPEAKERS:
             return None  # a country or a version, and no speaker
         if guess is None:
-            # Who speaks first and is nobody else is the user, and others are the model.
+            # A first speaker of no other role is the user, and all others are the model.
             guess = "assistant" if "user" in names or "user" in known.values() else "user"
         if role is None:
             names.setdefault(guess, []).append(value)

@@ -58,7 +58,7 @@ def _has_calls(answer: str, calls: list[dict[str, Any]]) -> bool:
     """Return True if the name of each of `calls` is in `answer`, in order, and all its arguments after its name."""
     place = 0
     for call in calls:
-        # A name is no part of a longer one: "get" is not in "functions.get_user".
+        # A name is not a part of a longer one: "get" is not in "functions.get_user".
         forms = "|".join(re.escape(form) for form in dict.fromkeys(text_forms(call["function"]["name"])))
         match = re.compile(rf"(?<!\w)(?:{forms})(?!\w)").search(answer, place)
         if match is None:

@@ -1,10 +1,10 @@
 """Determine by probes the form of messages that a chat template prints, and convert messages to this form.
 
     content                text, or [{"type": "text", "text": ...}] for templates of vision models
-    empty content          "" or None, beside tool calls
+    empty content          "" or None, next to tool calls
     arguments of calls     JSON text, or an object
 
-A probe is a short conversation. It has keys and values that no template prints by itself, so that finding them in the
+A probe is a short conversation. It has keys and values that no template prints on its own, so that finding them in the
 text shows that the template printed them. A probe is rendered when a conversation needs its answer, once per template.
 """
 

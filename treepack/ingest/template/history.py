@@ -4,8 +4,8 @@
     text(k)           messages[:k + 1]
     marked(k)         the same, with its generation marks
 
-The renderings share what they have in common if the template can be tracked (`tracking`). If it cannot be, or raises,
-each one is rendered by itself, which also decides about errors.
+The renderings share their common parts if the template can be tracked (`tracking`). If it cannot be, or raises,
+each one is rendered alone, which also decides about errors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MarkSpans:
         return [span for span, _ in zip(self._spans, range(number), strict=False)][::-1]
 
     def since(self, start: int) -> list[Span]:
-        """Return those that begin at the character `start` or later."""
+        """Return the marks that begin at the character `start` or later."""
         spans = []
         for span in self._spans:
             if span[0] < start:
@@ -137,7 +137,7 @@ class RenderedHistory:
         except UntrackedTemplate:
             self._tracker = None
             return None
-        except Exception:  # the usual rendering finds out what it is
+        except Exception:  # the usual rendering finds the cause
             return None
         finally:
             tracker.lock.release()

@@ -37,7 +37,7 @@ Kind = TypeVar("Kind", bound=nodes.Node)
 
 @dataclass(frozen=True, slots=True)
 class TemplateLoop:
-    """What the body of a loop, and the macros that it may call, mention: names of variables and of attributes."""
+    """Names of variables and attributes in the body of a loop, and in the macros that it may call."""
 
     names: frozenset[str]
     attributes: frozenset[str]

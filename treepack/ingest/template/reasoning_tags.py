@@ -63,7 +63,7 @@ def inner_thought(content: str) -> InnerThought | None:
         # The last closing tag: templates cut there, and text before it is thought in any case.
         before, tag, rest = content.rpartition(end)
         stem = before.lstrip()
-        # "See <think>x</think> below" is no thought, but an answer about tags.
+        # "See <think>x</think> below" is not a thought, but an answer about tags.
         if tag and (stem.startswith(start) or start not in stem):
             text = stem.removeprefix(start)
             inner, answer = text.strip("\n"), rest.lstrip()

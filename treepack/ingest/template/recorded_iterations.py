@@ -53,7 +53,7 @@ class LoopMemory:
 
 @dataclass(slots=True)
 class ReversedLoopMemory:
-    """What a loop over reversed messages sets from a message on, by its number and the attributes that it reads."""
+    """Results of a loop over reversed messages from a message on, by its number and the attributes that it reads."""
 
     variables: dict[str, Any]
     num_namespaces: int
@@ -61,7 +61,7 @@ class ReversedLoopMemory:
 
 
 class ConversationMemory:
-    """What the renderings of one conversation share."""
+    """Recorded iterations that the renderings of one conversation share."""
 
     def __init__(self) -> None:
         self.chunks = TextChunks()

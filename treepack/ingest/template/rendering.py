@@ -81,7 +81,7 @@ def read_template(path: str) -> TemplateFile:
     """Read a chat template from a file.
 
     Raises:
-        TreepackError: the file cannot be read, or its text is no template.
+        TreepackError: the file cannot be read, or its text is not a template.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
     Template(text).render([plain_message(each) for each in messages], tools=..., prompt=True, variables={...})
 
 A template is foreign code, so it runs in jinja2's sandbox and sees plain JSON values only: other objects have methods
-that the sandbox does not know. What a template sees besides jinja2's own names:
+that the sandbox does not check. What a template sees besides jinja2's own names:
 
     raise_exception, strftime_now, dict, namespace     functions
     tojson                                             a filter without HTML escapes, non-ASCII text as it is
@@ -95,7 +95,7 @@ def plain_message(message: Any) -> Any:
     {"reasoning": "R", ...} -> {"thinking": "R", "reasoning": "R", ..., "reasoning_content": "R"}
 
     Raises:
-        TypeError: `message` is no mapping.
+        TypeError: `message` is not a mapping.
     """
     message = plain(message)
     if not isinstance(message, dict):

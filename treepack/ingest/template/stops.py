@@ -23,7 +23,7 @@ from treepack.ingest.template.reasoning_tags import inner_thought
 from treepack.ingest.template.rendering import GENERATION_MARK, Message, UnfaithfulError, is_json_object, render
 
 CUT_NOTE = "answer cut by a limit or a filter, its end token is not trained"
-# "<|user|>" of a tokenizer that does not know it as a special token.
+# "<|user|>" of a tokenizer that lacks it as a special token.
 CONTROL = r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]?>"
 # Special tokens inside a turn, which end none: </tool_call>, <|tool_call_end|>, </think>. <|call|> ends one.
 INNER = re.compile(r"tool[_\u2581]calls?|think|thought|arg_|function", re.IGNORECASE)
@@ -87,7 +87,7 @@ class StopTokens:
         It is "" if the turn ends with a token of its own, or if the template prints no such marker there.
         """
         if GENERATION_MARK.search(self._forms.setting.template):
-            return ""  # the marks decide what is trained
+            return ""  # the marks decide which text is trained
         has_calls = bool(turn.get("tool_calls"))
         role = ("tool" if has_calls else "user") if following is None else str(following["role"])
         key = (role, has_calls)
@@ -114,7 +114,7 @@ class StopTokens:
                 ended = render(messages, setting)
                 continued = render([*messages, self._forms.convert(following)], setting)
                 match = self._marker.match(continued, len(ended)) if continued.startswith(ended) else None
-                # A token that begins every message, also those of the assistant, ends no turn.
+                # A token that begins every message, also of the assistant, ends no turn.
                 if match and not (self.is_stopped(ended) or INNER.search(match[1]) or match[1] in header):
                     return match[0]
         return ""

@@ -3,11 +3,11 @@
     2 messages   head | user  assistant |                  generation prompt
     4 messages   head | ----  assistant  tool  assistant | generation prompt       ---- taken from the rendering before
 
-An iteration of a loop over messages is a function of what it reads. While it runs, its reads are recorded: other
-messages, the number of messages (`loop.last`, `messages|length`), and attributes of namespaces that were set before the
-loop. It is taken from the rendering before if each of these reads has the same outcome now. What runs outside of such
-loops is run each time. Anything whose reads are unknown raises `UntrackedTemplate`. So the text is that of the template
-by construction, and not because samples of it were compared.
+An iteration of a loop over messages is a function of the values that it reads. While it runs, its reads are recorded:
+other messages, the number of messages (`loop.last`, `messages|length`), and attributes of namespaces that were set
+before the loop. It is taken from the rendering before if each of these reads has the same outcome now. What runs
+outside of such loops is run each time. Anything whose reads are unknown raises `UntrackedTemplate`. So the text is that
+of the template by construction, and not because samples of it were compared.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class UntrackedTemplate(BaseException):
 
 
 class IterationReads(Protocol):
-    """What the current iteration has read."""
+    """Values that the current iteration has read."""
 
     items: list[Any]
     size: int

@@ -45,7 +45,7 @@ HARMLESS = frozenset(
     "id type index created annotations logprobs usage model service_tier phase object event.name gen_ai.system "
     "gen_ai.message.index additional_kwargs response_metadata usage_metadata example status cache_control".split()
 )
-# Known fields of requests, besides those of OpenAI's APIs; ANSWERS in a request would be left out of the training.
+# Known fields of requests, besides the fields of OpenAI's APIs; ANSWERS in a request would be left out of the training.
 REQUEST_FIELDS = API_FIELDS | frozenset(
     "contents config generation_config generationConfig system_instruction systemInstruction system functions role "
     "function_call model metadata safety_settings safetySettings labels tool_config toolConfig thinking extra_body "
@@ -241,7 +241,7 @@ def responses_of(value: Any, *, source: str) -> list[list[Message]]:
     """Return the messages of each response to one prompt; all of them are the assistant's.
 
     Raises:
-        TreepackError: the response has no known form, or says that it ends with a tool call and has none.
+        TreepackError: the response has no known form, or ends with a tool call according to its reason, and has none.
     """
     form = parsed(value)
     if isinstance(form, dict):

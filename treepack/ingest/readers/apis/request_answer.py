@@ -5,9 +5,9 @@
     messages [.., answer], response "answer"               the answer is there twice, so all turns are trained
     prompt [user], completion [answer], messages [both]    the answer alone is trained
     messages [.., assistant "A"], response "B"             refused: two answers
-    messages [.., user], model_reply "A"                   refused: the name of the field says that it is an answer
+    messages [.., user], model_reply "A"                   refused: the name of the field means an answer
 
-A record with an answer beside its messages is the usual log of a request: the turns in the request belong to other
+A record with an answer next to its messages is the usual log of a request: the turns in the request belong to other
 calls. Reading the messages alone would train those turns and lose the answer.
 """
 
@@ -26,7 +26,7 @@ from treepack.ingest.readers.messages.content_blocks import split_blocks
 
 Message = dict[str, Any]
 
-# Names of the answer beside the messages of a request, as text, a message, or a list of messages.
+# Names of the answer next to the messages of a request, as text, a message, or a list of messages.
 ANSWER_FIELDS = tuple(
     "completion response output generation generated_text model_output model_response raw_output raw_response "
     "prediction reply assistant assistant_response answer".split()
@@ -52,7 +52,7 @@ RENDERED = ("text", "texts")
 class ChatDialogue:
     """Messages in the form of chat, the first `num_prompt` of which are not trained.
 
-    `used` are the fields of the record that became messages or repeat them, and `notes` name those that repeat.
+    `used` are the fields of the record that became messages or repeat them, and `notes` name the fields that repeat.
     """
 
     messages: list[Any]
@@ -79,7 +79,8 @@ def dialogue(value: Message, source: str) -> ChatDialogue:
     name, answer = next(iter(answers.items()))
     if _same(messages[len(messages) - len(answer) :], answer):
         notes += (f"field '{name}' not used, because the messages end with it",)
-        # With the prompt as messages too, the rest is the answer; otherwise earlier turns are of this rollout as well.
+        # With the prompt as messages too, the rest is the answer; otherwise earlier turns belong to this rollout as
+        # well.
         return ChatDialogue(messages, prompt, used, notes)
     if messages and _role(messages[-1]) in ("assistant", "model"):
         raise TreepackError(
@@ -88,7 +89,7 @@ def dialogue(value: Message, source: str) -> ChatDialogue:
         )
     beside = [each for each in (*CALLS, "reasoning_content") if not is_empty(value.get(each))]
     if len(answer) == 1 and beside and answer[0].keys().isdisjoint(beside):
-        # {"response": "Let me look.", "tool_calls": [..]}: the parts of one answer beside each other
+        # {"response": "Let me look.", "tool_calls": [..]}: the parts of one answer next to each other
         answer, used = [answer[0] | {each: value[each] for each in beside}], used | frozenset(beside)
     return ChatDialogue([*messages, *answer], len(messages), used, notes)
 
@@ -158,12 +159,12 @@ def texts_of(talk: Any) -> list[str]:
 
 
 def _answers(value: Message, messages: list[Any], source: str) -> dict[str, list[Any]]:
-    """Return the answers beside the messages by their fields; all are equal."""
+    """Return the answers next to the messages by their fields; all are equal."""
     answers: dict[str, list[Any]] = {}
     for name in ANSWER_FIELDS:
         if is_empty(value.get(name)):
             continue
-        # An `answer` beside a whole conversation is what a task expects, such as a number.
+        # An `answer` next to a whole conversation is what a task expects, such as a number.
         if name == "answer" and messages and _role(messages[-1]) == "assistant":
             continue
         answer = answer_messages(value[name], source)

@@ -30,7 +30,7 @@ class ChatCall:
     """One call by its messages, as logged. The assistant messages of the response are trained, the prompt is not.
 
     `temperature` is that of the sampler for the response, None if it is not known. `ending` is the raw value of the
-    field that says why the response ended (`endings`), None if there is none or if the messages have it.
+    field with the reason why the response ended (`endings`), None if there is none or if the messages have it.
     """
 
     prompt: Sequence[Any]

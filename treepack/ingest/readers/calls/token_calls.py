@@ -44,7 +44,7 @@ class TokenCall:
     numbers under names of the `tokens` reader (`rollout_log_probs, old_log_probs, ref_log_prob, advantages,
     temperatures`): one per token of the response, one per trained token, or one for all. None and empty lists count as
     absent. `routes` are the recorded experts of prompt and response (`route_fields`). `ending` is the raw value of the
-    field that says why the response ended (`endings`), None if there is none.
+    field with the reason why the response ended (`endings`), None if there is none.
     """
 
     prompt: Any

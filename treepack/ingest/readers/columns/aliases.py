@@ -63,7 +63,7 @@ FIELDS = (*"prompt response responses instruction question problem answer soluti
 ANSWERS = frozenset(
     "response responses completion completions output outputs generation generations answer raw_output".split()
 )
-# Beside `response` and a reward, `answer` is the reference that the reward compares: metadata. A `solution` beside
+# Next to `response` and a reward, `answer` is the reference that the reward compares: metadata. A `solution` next to
 # a response is one also without a reward.
 REFERENCES, SAMPLED = ("answer", "solution"), frozenset({"response", "responses", "completions", "raw_output"})
 
@@ -109,7 +109,7 @@ def _refuse_left_out(value: dict[str, Any], source: str, line: str) -> None:
     """Refuse a record with a part of the prompt that `line` does not read.
 
     Raises:
-        TreepackError: earlier rounds are beside a question, or a prompt is beside messages that begin with an answer.
+        TreepackError: earlier rounds are next to a question, or a prompt is next to messages that begin with an answer.
     """
     if _is_filled(value.get("history")) and "history" not in _fields(line):
         raise TreepackError(

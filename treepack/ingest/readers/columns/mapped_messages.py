@@ -38,7 +38,7 @@ class MappedTalk:
         return bool(self._paths or self._columns.roles)
 
     def messages(self, value: Any) -> list[dict[str, Any]] | None:
-        """Return the messages of `value`, or None if it is no list of objects, also not as JSON text."""
+        """Return the messages of `value`, or None if it is not a list of objects, also not as JSON text."""
         value = as_messages(value)
         if value is None:
             return None

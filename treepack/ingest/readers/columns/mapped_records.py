@@ -165,7 +165,7 @@ def _contents(values: dict[str, Any], talk: MappedTalk, rest: dict[str, Any]) ->
     if "answer" in values:
         answers = values["answer"] if _has_answers(values, talk) else [values["answer"]]
         return [None if answer in (None, "", []) else _completion(values, answer, talk) for answer in answers]
-    # No content is mapped: the record has a known layout. Parts of messages are those of the field `messages`.
+    # No content is mapped: the record has a known layout. Parts of messages belong to the field `messages`.
     if talk.has_parts:
         found = rest.get("messages")
         messages = talk.messages(found)

@@ -5,10 +5,10 @@
     finish_reason "content_filter", stop_reason "refusal", "SAFETY"                            FILTERED
 
 A cut or filtered answer trains its text and no end token, because the model wrote none. The fields may be in a message
-(`normalise_messages` reads them), beside the message in a call (`calls.ChatCall.ending`), or in the record of a rollout
-(`rollout_facts.describe`); in a message and a record also inside of an object such as `metadata`. A limit on turns,
-steps or time between two answers cuts no answer: readers pass on only the limits that end an answer itself. A value
-that is not known counts as complete, and a note names it.
+(`normalise_messages` reads them), next to the message in a call (`calls.ChatCall.ending`), or in the record of a
+rollout (`rollout_facts.describe`); in a message and a record also inside of an object such as `metadata`. A limit on
+turns, steps or time between two answers cuts no answer: readers pass on only the limits that end an answer itself. A
+value that is not known counts as complete, and a note names it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FLAGS = frozenset(
     generation_truncated incomplete is_incomplete hit_max_tokens max_tokens_reached reached_max_tokens
     """.split()
 )
-# Fields that record many other things too, and the values that say that an answer was cut.
+# Fields that record many other things too, and the values which mean that an answer was cut.
 STATES = frozenset("status state termination_reason exit_reason exit_status end_reason reason".split())
 CUT_STATES = frozenset(
     "incomplete truncated length max_tokens max_output_tokens max_new_tokens max_completion_tokens".split()
@@ -141,7 +141,7 @@ def _about_end(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
 
 
 def is_cut_state(value: Any) -> bool:
-    """Return True if the `value` of one of `STATES` says that a limit on tokens cut the answer."""
+    """Return True if the `value` of one of `STATES` means that a limit on tokens cut the answer."""
     return isinstance(value, str) and value.strip().casefold().replace("-", "_") in CUT_STATES
 
 
@@ -151,7 +151,7 @@ def is_set(value: Any) -> bool:
 
 
 def is_cut(value: Any) -> bool:
-    """Return True if the raw `value` of a field says that no end token was sampled."""
+    """Return True if the raw `value` of a field means that no end token was sampled."""
     return classify(value) in (CUT, FILTERED)
 
 
@@ -210,7 +210,7 @@ def has_text(message: Mapping[str, Any]) -> bool:
 
 
 def raw_of(fields: Mapping[str, Any]) -> Any:
-    """Return the raw value of the field of a choice, node or step that says why it ended, None if there is none."""
+    """Return the raw value of the field of a choice, node or step with the reason of its end, None if there is none."""
     if any(is_set(fields.get(name)) for name in FLAGS):
         return "truncated"
     return next((fields[name] for name in FIELDS if name not in FLAGS and fields.get(name) is not None), None)

@@ -21,7 +21,7 @@ GONE = object()  # the rest of a value that has been taken as a whole
 
 
 def value_at(value: Any, steps: Steps) -> Any:
-    """Return the value at `steps`, a list of values if a step stands for all elements; MISSING if there is none."""
+    """Return the value at `steps`, a list of values if a step means all elements; MISSING if there is none."""
     if not steps:
         return value
     value = _opened(value)

@@ -1,4 +1,4 @@
-"""Recognise a field that repeats what is trained already: a copy of the answer, or the whole rollout as one text.
+"""Recognise a field that repeats trained text: a copy of the answer, or the whole rollout as one text.
 
 messages [user "Bolts?", assistant "Seven."]    "Seven."                                   repeats the answer
                                                 "### Q: Bolts?\\n### A: Seven."             contains all messages
@@ -14,7 +14,7 @@ from typing import Any
 from treepack.ingest.readers.fields.unread import is_prose
 from treepack.trajectory import Chat, Text, Tokens
 
-NAMES = frozenset({"role", "from", "type", "name", "id", "speaker"})  # fields of a message that are no text
+NAMES = frozenset({"role", "from", "type", "name", "id", "speaker"})  # fields of a message that are not text
 
 
 def repeats(value: Any, content: Tokens | Chat | Text) -> bool:
@@ -26,7 +26,7 @@ def repeats(value: Any, content: Tokens | Chat | Text) -> bool:
     # By lines, because a template may print the lines of a message in two places: instruction and input of Alpaca.
     whole = "\n".join(own)
     lines = (line.strip() for text in said for line in text.splitlines())
-    # {"text": "Guten Tag!"} beside "Translate: Guten Tag!": prose that a message contains is no other answer.
+    # {"text": "Guten Tag!"} next to "Translate: Guten Tag!": prose that a message contains is not another answer.
     parts = all(text in said or (is_prose(text) and any(text in each for each in said)) for text in own)
     return parts or all(line in whole for line in lines)
 

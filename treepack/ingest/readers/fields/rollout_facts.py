@@ -34,7 +34,7 @@ STEPS = ("step", "global_step")
 # Objects with the settings of the sampler, of which the temperature is read.
 SAMPLING_DICTS = ("sampling_params", "sampling_args", "generation_params", "generation_config")
 METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
-# Names of reasoning beside an answer. It may be of a judge, so no reader trains it unless the user names it.
+# Names of reasoning next to an answer. It may be of a judge, so no reader trains it unless the user names it.
 THOUGHTS = frozenset(
     "reasoning reasoning_content thinking thought thoughts chain_of_thought cot rationale reasoning_text".split()
 )
@@ -59,7 +59,7 @@ def describe(
 ) -> Trajectory:
     """Return the trajectory of `record`; the reader has put the fields `used` into `content`.
 
-    Fields about the end of the rollout (`endings`) are those of its last answer; they also stay metadata. Without
+    Fields about the end of the rollout (`endings`) belong to its last answer; they also stay metadata. Without
     `has_end`, this answer is not in `content`, or its end is known from elsewhere.
 
     Raises:
@@ -135,7 +135,7 @@ def _is_mask(name: str, value: Any) -> bool:
 
 def _other_rewards(rest: dict[str, Any], reward: float | None, used: str | None) -> tuple[str, ...]:
     """Return notes on the rewards in `rest` under other names, of which only the first name counts."""
-    # {"reward": 1.0, "score": 7} -> the score is metadata; an equal one says nothing new.
+    # {"reward": 1.0, "score": 7} -> the score is metadata; an equal one adds nothing.
     others = (name for name in REWARDS if not is_empty(rest.get(name)) and not is_equal(rest[name], reward))
     return tuple(f"field '{name}' not read as the reward, because '{used}' is" for name in others)
 

@@ -144,7 +144,7 @@ def number_values(values: Any, *, source: str, name: str) -> Float64:
     numbers = as_array(values)
     if len(values) == 0:
         return np.zeros(0, np.float64)
-    # Object arrays: lists with null, and integers beyond 64 bits. Booleans are no numbers, although bool is an int.
+    # Object arrays: lists with null, and integers beyond 64 bits. Booleans are not numbers, although bool is an int.
     if numbers.dtype.kind == "O" and all(
         value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values
     ):

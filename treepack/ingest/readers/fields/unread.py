@@ -7,8 +7,8 @@ A text of several words is used if the trajectories contain it, wherever it was 
 single word is used if the format declares its path; lists are looked through. A declared path without deeper declared
 paths covers everything under it, and "steps.*" covers the rest of each step. Null, "", [] and {} are nothing.
 
-Two kinds of names are never harmless: what can be an answer or a mask decides what is trained. `danger` names the kind,
-and readers of general layouts refuse a record with such a field that they do not understand.
+Two kinds of names are never harmless: a possible answer or mask decides which tokens are trained. `danger` names the
+kind, and readers of general layouts refuse a record with such a field that they do not understand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 Declared = dict[str, Any]  # name -> Declared; an empty one covers everything under the name
 MAX_WORD = 64  # characters of a single word; a longer one is text, for example in a language without spaces
-HERE = ""  # key of a declared path that has deeper declared paths: a value that is no object is used
+HERE = ""  # key of a declared path that has deeper declared paths: a value that is not an object is used
 SAME = "="  # key of a field that contains objects of the form of another path, with this path and its declared paths
 NAME = "!"  # key, and end of a declared path, of a text that is a name
 JSON = "{}"  # key, and end of a declared path, of a value that is used, and looked through if it is JSON text
@@ -35,7 +35,7 @@ MAX_SEARCHED = 1 << 30  # characters of trajectories in which the lines of one r
 MAX_UNREAD = 200  # fields of one record that are named; documents keyed by task have thousands
 MORE = "more fields not used"
 
-# Names of answers beside a conversation, whatever program wrote them.
+# Names of answers next to a conversation, whatever program wrote them.
 ANSWERS = frozenset(
     """
     completion completions response responses output outputs raw_output raw_response raw_completion generation
@@ -53,7 +53,7 @@ MASKS = frozenset(
 )
 
 
-# Words of the names of flags and lists that say what is trained.
+# Words of the names of flags and lists that choose the trained tokens.
 NO_MARKS = frozenset("is_train is_training train_split mask_sample".split())  # parts of a data set; a mark of NeMo Gym
 MARKS = frozenset("train trainable trained untrained masked mask loss weights".split())
 
@@ -232,13 +232,13 @@ def danger(name: str, value: Any) -> str | None:
     if lowered in MASKS or lowered.endswith(("_mask", "_masks")):
         return None if lowered == "loss" and is_number else MASK
     if lowered in ANSWERS:
-        # A number, such as the value of a critic, is no answer.
+        # A number, such as the value of a critic, is not an answer.
         return None if isinstance(value, int | float) else ANSWER
     return None
 
 
 def _is_mark(name: str) -> bool:
-    """Return whether a flag or list of this name can say what is trained: is_masked, train_on_input, roles_to_train."""
+    """Return whether a flag or list of this name can choose the trained tokens: is_masked, roles_to_train."""
     words = set(name.split("_"))
     return name not in NO_MARKS and bool(words & MARKS) and (len(words) > 1 or name == "weights")
 
@@ -249,7 +249,7 @@ def is_empty(value: Any) -> bool:
 
 
 def _below(declared: Declared, name: str) -> Declared | None:
-    """Return what is declared under `name`, None if nothing is; names of OpenTelemetry contain dots themselves."""
+    """Return the declared paths under `name`, None if nothing is; names of OpenTelemetry contain dots themselves."""
     if (below := declared.get(name)) is not None:
         found: Declared = below
         return found
@@ -264,7 +264,7 @@ def _below(declared: Declared, name: str) -> Declared | None:
 
 
 def _values(field: Any, *, is_open: bool) -> Iterator[Any]:
-    """Yield the values in `field`: itself, or those of a list, also of lists in it; of numbers only the first.
+    """Yield the values in `field`: itself, or the values of a list, also of lists in it; of numbers only the first.
 
     With `is_open`, JSON text is the object or list that it contains.
     """

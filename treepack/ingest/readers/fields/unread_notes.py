@@ -100,7 +100,7 @@ Facts = dict[str, list[Any]]  # values by the name of their metadata, or by the 
 
 
 def facts_of(items: Iterable[Trajectory | Skipped]) -> Facts:
-    """Return what is known of the trajectories among `items` besides their content; empty without any."""
+    """Return the facts of the trajectories among `items` besides their content; empty without any."""
     facts: Facts = {}
     for item in items:
         if not isinstance(item, Trajectory):

@@ -1,4 +1,4 @@
-"""Files that are read with another file: the result of a trial beside its log, the simulations beside their summary.
+"""Files that are read with another file: the result of a trial next to its log, the simulations next to their summary.
 
     logs/run-7/agent/trajectory.json  --beside(record, "../result.json")-->  logs/run-7/result.json
 

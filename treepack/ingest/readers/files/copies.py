@@ -6,12 +6,12 @@ A copy has the bytes of an earlier file. Two rollouts may sample the same text, 
 
     a file of one plain conversation      is a copy only if its record has an id as text: a session, a trace, a uuid
     a file of a trial of Harbor           is a copy only if it has the same place in a trial with an equal `result.json`
-    files in the folders of two steps     are no copies: `step_1/r.jsonl`, `step_2/r.jsonl`
-    a file that is read with others       is no copy, because the others may differ: the first event of a conversation
+    files in the folders of two steps     are not copies: `step_1/r.jsonl`, `step_2/r.jsonl`
+    a file that is read with others       is not a copy, because the others may differ: the first of several events
 
 Every other file has several records, or a log of steps, spans or samples.
 
-Only files of equal size are opened, and only those with equal ends are read: once for their hash. Memory: one hash and
+Only files of equal size are opened, and only files with equal ends are read: once for their hash. Memory: one hash and
 one size for each file.
 """
 
@@ -46,7 +46,7 @@ _LISTS = frozenset(
     "samples traces trajectories trajectory simulations rollouts steps nodes spans resourceSpans runs events".split()
 )
 _MAX_DEPTH = 6
-# Formats in which one file stands for others of its folder. Outputs of OpenHands with a `history` do not.
+# Formats in which one file represents others of its folder. Outputs of OpenHands with a `history` do not.
 _WITH_OTHERS = frozenset({"auto-code-rover", "dars", "openhands", "tau2"})
 _RESULTS = ("../result.json", "../../../result.json", "result.json")  # of a trial, from the file of its trajectory
 

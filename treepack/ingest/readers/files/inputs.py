@@ -156,7 +156,7 @@ class InputHash:
         self._files.append((path, sha256))
 
     def forget(self, path: str) -> None:
-        """Remove the file `path`, which turned out to be no input."""
+        """Remove the file `path`, which turned out not to be an input."""
         for name, sha256 in self._files:
             if name == path and isinstance(sha256, FileHash):
                 sha256.stop()

@@ -75,7 +75,7 @@ def array_elements(data: bytes, path: str) -> Iterator[tuple[int, Any, str | Non
           {"id": 2}
         ]
     """
-    # Bytes that are no UTF-8 become halves of surrogate pairs, which are a fault of the element that contains them.
+    # Bytes that are not UTF-8 become halves of surrogate pairs, which are a fault of the element that contains them.
     text = data.decode("utf-8", "surrogateescape")
     start = _after_space(text, text.index("[") + 1)
     line = text.rfind("\n", 0, start)
@@ -113,7 +113,7 @@ def _after_space(text: str, position: int) -> int:
 
 
 def is_csv(first: bytes, path: str) -> bool:
-    """Return True if a file that is no JSON, with the line `first`, is CSV by its name or its first line."""
+    """Return True if a file that is not JSON, with the line `first`, is CSV by its name or its first line."""
     names = {suffix.lower() for suffix in Path(path).suffixes}
     return bool(names & {".csv", ".tsv"}) or CSV_HEADER.fullmatch(first) is not None
 

@@ -4,9 +4,9 @@
                                       --JSON parser-->  {"input_ids": 0, "id": "a"}  -->  the dict with an int32 array
 
 Lists of plain integers of 32 bits become int32 arrays, and lists with a fraction or an exponent float64 arrays of the
-same values, correctly rounded as those of the JSON parser. They are cut out only from fields of the line's own object.
+same values, correctly rounded as by the JSON parser. They are cut out only from fields of the line's own object.
 Any other list stays in the rest. A line with a field twice, an escape in a field name, or no object at all is left to
-the JSON parser. So is a line whose rest is no valid JSON, and the error is about the line.
+the JSON parser. So is a line whose rest is not valid JSON, and the error is about the line.
 
 If the rest is valid JSON, then so is the line, with the same fields. Both have the same strings and brackets, because a
 list that was cut out has neither.

@@ -256,7 +256,7 @@ def _hashed(
 
 
 def _first_object(file: BinaryIO, path: str, max_size: int) -> tuple[int, int, int] | None:
-    """Return number, start and end of the first line with text; None if it is no JSON object, or too long."""
+    """Return number, start and end of the first line with text; None if it is not a JSON object, or too long."""
     number, start = 0, 0
     while (line := file.readline(max_size + 1)) and len(line) <= max_size:
         number += 1

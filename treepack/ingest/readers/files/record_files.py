@@ -60,7 +60,7 @@ from treepack.ingest.readers.files.yaml_files import SUFFIXES as YAML_SUFFIXES
 from treepack.ingest.readers.files.yaml_files import read_yaml
 from treepack.trajectory import Skipped
 
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins the small text that stands for a file in a clone
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins the small text that replaces a file in a clone
 
 
 def read_records(path: str, *, input_hash: InputHash | None = None) -> Iterator[Record]:
@@ -94,7 +94,7 @@ def read_blocks(
     try:
         yield from _whole_file(path, input_hash, RecordLimits(max_size, skip_bad), as_ranges=as_ranges)
     except NotPlainError:
-        raise  # a file of torch that is no rollout, such as a checkpoint, is not damaged
+        raise  # a file of torch that is not a rollout, such as a checkpoint, is not damaged
     except TreepackError as error:
         if not skip_bad:
             raise

@@ -122,7 +122,7 @@ class ValueBlock:
     field: str = ""
 
     def records(self, damaged: list[Skipped] | None = None, arrays: Sequence[str] = ()) -> Iterator[Record]:
-        """Yield one record per value; a value that is no object is put into `damaged` if that is a list.
+        """Yield one record per value; a value that is not an object is put into `damaged` if that is a list.
 
         Raises:
             TreepackError: a value is not a JSON object, and `damaged` is None.

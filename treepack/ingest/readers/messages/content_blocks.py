@@ -35,7 +35,7 @@ def split_blocks(messages: Sequence[Any]) -> list[Any]:
 
 
 def skip_reason(messages: Sequence[Message]) -> str | None:
-    """Return the reason why text cannot represent `messages`: a content part of another type; None if there is none.
+    """Return the reason why text cannot represent `messages`: a part of a different type; None if there is none.
 
     A part without a type counts as text here, because `normalise_messages` refuses it with a message.
     """

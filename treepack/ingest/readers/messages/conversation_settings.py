@@ -1,4 +1,4 @@
-"""What a conversation has beside its messages: the schemas of its tools, and variables of its chat template."""
+"""Settings of a conversation: the schemas of its tools, and the variables of its chat template."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _parsed(tools: Any, source: str) -> Any:
 
 
 def _declared(tool: Any) -> list[Any]:
-    """Return the schemas in one element of a list: itself, or those of Gemini's and Bedrock's wrappers."""
+    """Return the schemas in one element of a list: itself, or the schemas in Gemini's and Bedrock's wrappers."""
     inner = next((tool[name] for name in WRAPPERS if tool.get(name)), None) if isinstance(tool, dict) else None
     return [tool] if inner is None else inner if isinstance(inner, list) else [inner]
 

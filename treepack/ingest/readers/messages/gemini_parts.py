@@ -28,11 +28,11 @@ Part = dict[str, Any]
 
 USER_ROLES = frozenset({"user", "function", "tool"})
 CALL, RESULT = ("functionCall", "function_call"), ("functionResponse", "function_response")
-# Fields of a part beside its content: signatures of encrypted reasoning and details of media.
+# Fields of a part next to its content: signatures of encrypted reasoning and details of media.
 DETAILS = frozenset("thoughtSignature thought_signature videoMetadata video_metadata media_resolution".split())
 # Parts that are files.
 MEDIA = frozenset("inlineData inline_data fileData file_data".split())
-# Paths of the fields of a content that are read, as programs write it; a format declares them where it has contents.
+# Paths of the fields of a content that are read, as programs write it; a format that has contents declares them.
 CONTENT = """
     role parts.text parts.thought parts.functionCall.id parts.functionCall.name parts.functionCall.args
     parts.functionResponse.id parts.functionResponse.name parts.functionResponse.response
@@ -90,7 +90,7 @@ def messages_of_content(content: Any, *, where: str) -> list[Message]:
     """Return the messages of one content; none if it has no parts, or only empty ones of the model.
 
     Raises:
-        TreepackError: the role or a part is of another form.
+        TreepackError: the role or a part has a different form.
     """
     if not isinstance(content, dict):
         raise TreepackError(f"{where} is {shown(content)}; expected an object with role and parts")

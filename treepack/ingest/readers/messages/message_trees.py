@@ -19,7 +19,7 @@ RENAMED_ROLES = {"Human": "user", "human": "user", "AI": "assistant", "ai": "ass
 HIDDEN_NOTE = "encrypted reasoning left out"
 FIELDS = frozenset("role content contents tool_calls function_call_name function_call_arguments_json".split())
 CALL_FIELDS = frozenset("id type function name arguments reasoning_signature".split())
-# The text of a part, and what providers attach to it: ids and encrypted reasoning, which is noted.
+# The text of a part, and the fields that providers attach to it: ids and encrypted reasoning, which is noted.
 PART_FIELDS = frozenset("type text id image signature data encrypted_content".split())
 
 

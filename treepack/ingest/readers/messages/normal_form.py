@@ -45,7 +45,7 @@ READ = frozenset(
     ]
 )
 READ_ALWAYS = READ - {"refusal"}  # a refusal is read only in place of the content
-# Fields of parts and calls that say nothing about their text.
+# Fields of parts and calls that have no text.
 OF_PARTS = frozenset({"type", "text"})
 # Marks of a turn to be left out, and names of calls that are not read.
 LEFT_OUT = frozenset("skip skipped ignore ignored exclude excluded".split())
@@ -72,7 +72,7 @@ class NormalMessages:
 
 def has_media(record: dict[str, Any]) -> bool:
     """Return True if `record` has images, videos or sounds in a field of its own; messages then have placeholders."""
-    # An empty list is no media: exporters write the field for every record of a mixed data set.
+    # An empty list is not media: exporters write the field for every record of a mixed data set.
     values = (record.get(name) for name in MEDIA)
     # So do tables, with null or with a list as text.
     return any(
@@ -103,7 +103,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
         if message["role"] in RENAMED_ROLES and message["role"] != "function":
             notes[f"role '{message['role']}' read as '{role}'"] = None
         content = message.get("content")
-        # {"ok": true}, the result of a tool as an object, is no part of a content
+        # {"ok": true}, the result of a tool as an object, is not a part of a content
         if role == "tool" and isinstance(content, dict) and not content.keys() & {"type", "text"}:
             content = json.dumps(content, ensure_ascii=False, default=str)
         normal: dict[str, Any] = {"role": role, "content": _content(content, where, notes)}

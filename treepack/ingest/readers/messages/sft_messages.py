@@ -38,7 +38,7 @@ def rounds(system: Any, history: Any, query: str, response: str | None, *, sourc
     """
     if system is not None and not isinstance(system, str):
         raise TreepackError(f"{source}: system is {shown(system)}; expected text")
-    # An empty system prompt is no message: data sets have the field in every record.
+    # An empty system prompt is not a message: data sets have the field in every record.
     messages = [{"role": "system", "content": system}] if system else []
     for number, pair in enumerate(_list(history, "history", source)):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):

@@ -73,7 +73,7 @@ def _tool_call(call: dict[str, Any], default_id: str, where: str, notes: dict[st
     # A flat call of Anthropic has the type "tool_use", and one of the Responses API "function_call".
     if call.get("type") not in (None, "function", "function_call", "tool_use", "tool_call"):
         notes[f"tool call of type '{str(call['type'])[:40]}' read as a function"] = None
-    # Arguments beside the function, and not in it, mean the same.
+    # Arguments next to the function, and not in it, mean the same.
     places = [(holder, key) for holder in (function, call) for key in ARGUMENTS if holder.get(key) is not None]
     arguments = _without_nothing(places[0][0][places[0][1]]) if places else "{}"
     if not places:
@@ -93,7 +93,7 @@ def _tool_call(call: dict[str, Any], default_id: str, where: str, notes: dict[st
 
 
 def _without_nothing(arguments: Any) -> Any:
-    """Return the arguments of a call; those of a call without arguments, in any form, are the text of an object."""
+    """Return the arguments of a call; no arguments, in any form, are the text of an object."""
     # Logs have null, "", "  ", "null", [] and '""' for {}; a template would print them as they are.
     if arguments is None or arguments == []:
         return "{}"

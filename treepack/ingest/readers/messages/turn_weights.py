@@ -1,7 +1,7 @@
 """Loss weight of a turn from its marks: one function for the messages of every format.
 
     {"loss": true, "weight": 2}       2         flags and weights multiply
-    {"train": "false"}                0         values of another type that mean the same: 0, 0.0, "0", "false"
+    {"train": "false"}                0         values of a different type that mean the same: 0, 0.0, "0", "false"
     {"train_detail": [one with train false]}    a turn of which only parts are trained: 0, and a note
 
 A flag is `loss` (ms-swift), `trainable` (ART, rLLM), `train` and `training` (Axolotl), or `mask`, which is 1 for a

@@ -2,7 +2,7 @@
 
 {"content_type": "text", "parts": ["Hello"]}  ->  Hello
 {"content_type": "code", "text": "print(1)"}  ->  print(1)
-{"content_type": "multimodal_text", "parts": [{"content_type": "image_asset_pointer"}]}  ->  a reason: it is no text
+{"content_type": "multimodal_text", "parts": [{"content_type": "image_asset_pointer"}]}  ->  a reason: it is not text
 """
 
 from __future__ import annotations

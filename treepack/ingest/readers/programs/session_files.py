@@ -1,10 +1,10 @@
 """Files of the sub-agents of a session: a session and its sub-agents are one rollout.
 
-    Claude Code    S.jsonl   S/subagents/agent-a1.jsonl, or agent-a1.jsonl beside it if S.jsonl names a1
+    Claude Code    S.jsonl   S/subagents/agent-a1.jsonl, or agent-a1.jsonl next to it if S.jsonl names a1
     Codex          rollout-<time>-S.jsonl, and in the same folder the files that name S as the thread that spawned them
 
 The rollout is named after the session, its place is the file of the session, and its group comes from the first prompt
-of the session. The parts of the session come first, and then those of each sub-agent, by the name of its file.
+of the session. The parts of the session come first, and then the parts of each sub-agent, by the name of its file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def agents_below(session_path: str, session: str) -> list[str]:
 
 
 def agents_beside(session_path: str, agents: Iterable[str]) -> list[str]:
-    """Return the names of the files of sub-agents with these ids beside the file of a session of Claude Code."""
+    """Return the names of the files of sub-agents with these ids next to the file of a session of Claude Code."""
     folder = Path(session_path).parent
     return sorted(name for name in {f"agent-{agent}.jsonl" for agent in agents} if _is_file(folder / name))
 

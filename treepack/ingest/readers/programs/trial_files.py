@@ -23,7 +23,7 @@ from treepack.ingest.readers.files.records import Record
 MAX_AGENTS = 1000  # agents of a file that have a part of their own; all further ones have the last part
 _KINDS = ("summary", "questions", "answers")
 _SUFFIX = re.compile(rf"(?:^|[._-])(?:cont-(\d{{1,3}})|summarization-(\d{{1,3}})-({'|'.join(_KINDS)}))$")
-_UNKNOWN = 4000  # the order of files with other names, after those of 999 continuations
+_UNKNOWN = 4000  # the order of files with other names, after the files of 999 continuations
 _FILES = "trajectory*.json*"
 
 

@@ -1,4 +1,4 @@
-"""Whether a span follows the conventions of OpenInference or those of OpenTelemetry for generative AI."""
+"""Distinguish spans in the conventions of OpenInference from spans in those of OpenTelemetry for generative AI."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         TreepackError: OTLP without spans in it.
     """
     conversations: dict[str, _Conversation] = {}
-    # Damaged spans by trace and conversation, and by trace the facts of spans that are no calls, such as a root.
+    # Damaged spans by trace and conversation, and by trace the facts of spans that are not calls, such as a root.
     faults: dict[str, str] = {}
     others: dict[str, list[TraceSpan]] = {}
     for record in records:

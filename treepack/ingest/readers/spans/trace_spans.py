@@ -32,7 +32,7 @@ FAILED = frozenset({"ERROR", "STATUS_CODE_ERROR", "2"})
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """One span. `attributes` have the names that the exporter wrote; `scores` are those of its evaluation events.
+    """One span. `attributes` have the names that the exporter wrote; `scores` come from its evaluation events.
 
     `kind` is the kind of Phoenix (LLM, TOOL, ..), empty if the exporter wrote none. `events` are names of events.
     `fault` is the sentence of an error if the span is damaged; it then has no attributes.

@@ -9,7 +9,7 @@
 Row i belongs to token i of prompt and response. The last token is never computed by a sampler, and tokens of a tool
 after the last call are not either, so rows may be missing at the end. A negative entry is not recorded, and neither are
 k experts of which two are equal: samplers write zeros at padding and in layers without experts. Rows that end before
-the first trained token are refused, because they may be those of the response alone.
+the first trained token are refused, because they may belong to the response alone.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read_routes(
         first_trained: first trained token of the rollout; the token before it needs a row.
 
     Raises:
-        TreepackError: another form, another number of rows, or an entry that is no expert.
+        TreepackError: another form, another number of rows, or an entry that is not an expert.
     """
     rows = _rows(value, source, name, stored)
     if len(rows) == stored and stored > num_tokens:
@@ -101,7 +101,7 @@ def _rows(value: Any, source: str, name: str, stored: int) -> NDArray[Any]:
 
 
 def _decoded(value: Any, source: str, name: str, stored: int) -> NDArray[Any]:
-    """Return the entries of a field; an array of objects, or of another shape, if they are not regular.
+    """Return the entries of a field; an array of objects, or of a different shape, if they are not regular.
 
     Raises:
         TreepackError: text or bytes that are in none of the forms, or a start beyond the `stored` tokens.

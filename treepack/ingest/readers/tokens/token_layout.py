@@ -1,4 +1,4 @@
-"""The places of a tokenised rollout in the fields of its record: what is padding, prompt, response and trained.
+"""The places of a tokenised rollout in the fields of its record: its padding, prompt, response and trained tokens.
 
     record --find_layout--> FieldLayout
     values of a field, FieldLayout --on_all_tokens--> one value per stored token

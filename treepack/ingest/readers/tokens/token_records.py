@@ -101,7 +101,7 @@ def read_tokens(record: Record, options: ReadOptions) -> Iterator[Trajectory | S
 
 
 def _routes(fields: dict[str, Any], layout: FieldLayout, first_trained: int) -> Routes | None:
-    """Return the recorded experts of the tokens that are not padding; of several fields, those of the first one."""
+    """Return the recorded experts of the tokens that are not padding; of several fields, the first one counts."""
     if not fields:
         return None
     name, value = next(iter(fields.items()))
