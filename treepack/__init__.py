@@ -62,7 +62,7 @@ _HOME = {
     "register_attention": "attention:register",
     "register_experts": "model.experts.interface",
     "allow_generation": "attention",
-    "trajectories_from_arrays": "trajectory",
+    "trajectories_from_arrays": "ingest.array_rollouts",
     "BuildOptions": "ingest.options",
     "PackOptions": "pack.options",
     "StatsOptions": "analysis.options",

@@ -38,7 +38,7 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import reward_of
 from treepack.ingest.readers.fields.rollout_facts import describe, temperature_of
 from treepack.ingest.readers.fields.values import as_objects, shown
-from treepack.ingest.readers.files.companion_files import beside, folder_and_document, read_document
+from treepack.ingest.readers.files.companion_files import companion_path, folder_and_document, read_document
 from treepack.ingest.readers.files.records import NoObjectError, Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, LIST, Fields, has_fields, starting
@@ -81,7 +81,7 @@ def read_atif(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     inner = folder_and_document(record)[1].removeprefix("trajectory").lstrip(".-_")
     step_name = step.name if is_step else ""
     facts = _facts(result, part, (step_name, inner), str(path), options)
-    main = beside(record, MAIN)
+    main = companion_path(record, MAIN)
     if not _is_in_details(part, main, str(path)):
         file = file_of_trial(record, step if is_step else path.parent, _name(result, step_name))
         yield from _read_document(record, facts, file, options)
@@ -101,7 +101,7 @@ def _read_result(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
     parts += [(str(step.get("step_name")), step, f"steps/{step.get('step_name')}/agent/{MAIN}") for step in steps]
     nothing = True
     for name, part, main in parts:
-        if beside(record, main) is None and _is_in_details(part, None, source):
+        if companion_path(record, main) is None and _is_in_details(part, None, source):
             facts = _facts(result, part, (name, ""), source, options)
             yield from _read_details(replace(record, value=facts), part, options)
             nothing = False
@@ -311,7 +311,7 @@ def _has_media(message: dict[str, Any]) -> bool:
 
 def _result_above(record: Record) -> tuple[Path | None, dict[str, Any]]:
     """Return the path and the content of the result of the trial that wrote `record`; None and {} if there is none."""
-    for path in filter(None, (beside(record, name) for name in ABOVE)):
+    for path in filter(None, (companion_path(record, name) for name in ABOVE)):
         try:
             result = read_document(path)
         except NoObjectError:

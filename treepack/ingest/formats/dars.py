@@ -18,7 +18,7 @@ from typing import Any
 from treepack.ingest.readers.calls.conversations import conversation
 from treepack.ingest.readers.calls.leaf_paths import leaf_paths
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.companion_files import beside, folder_and_document
+from treepack.ingest.readers.files.companion_files import companion_path, folder_and_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.kinds import ANY
@@ -60,7 +60,7 @@ def _whole_file(record: Record, stem: str, task: str) -> str | None:
     """Return the name of the file of which the checkpoint `stem` is a copy, or None if that file does not exist."""
     # "x.prev" -> ["x.root", "x.cur.root"], "x.cur" -> ["x.root"]
     better = [f"{task}.root"] + ([f"{task}.cur.root"] if stem.endswith(".prev") else [])
-    whole = next((path for each in better if (path := beside(record, each)) is not None), None)
+    whole = next((path for each in better if (path := companion_path(record, each)) is not None), None)
     return None if whole is None else whole.name
 
 

@@ -27,7 +27,7 @@ from treepack.ingest.readers.calls.conversations import conversation
 from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE, in_rollout
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, quoted
-from treepack.ingest.readers.files.companion_files import beside
+from treepack.ingest.readers.files.companion_files import companion_path
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.kinds import ANY, one_of
@@ -79,7 +79,7 @@ def read_pi(records: Iterator[Record], options: ReadOptions) -> Iterator[Traject
 def _entries_of_parent(header: Record) -> dict[str, Any]:
     """Return the messages of the session from which this one was forked by their ids, if its file is in the folder."""
     name = PurePath(str(header.value.get("parentSession") or "")).name
-    path = beside(header, name) if name else None
+    path = companion_path(header, name) if name else None
     if path is None or str(path) == header.path:
         return {}
     rows = (row.value for row in first_records(path))

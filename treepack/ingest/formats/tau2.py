@@ -24,7 +24,7 @@ from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
-from treepack.ingest.readers.files.companion_files import beside, read_document
+from treepack.ingest.readers.files.companion_files import companion_path, read_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, OBJECT, Fields, has_fields
@@ -53,7 +53,7 @@ def read_tau2(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     value, source = record.value, record.source
     if has_fields(value, [SIMULATION]):
         # A folder search finds simulations/<id>.json and results.json; the latter reads all of them.
-        if Path(record.path).parent.name == FOLDER and (run := beside(record, "../results.json")) is not None:
+        if Path(record.path).parent.name == FOLDER and (run := companion_path(record, "../results.json")) is not None:
             yield Skipped(source, f"read with {run.name}", is_rollout=False)
         else:
             yield from _read_simulation(record, {}, options)

@@ -22,7 +22,7 @@ from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import is_messages, shown
-from treepack.ingest.readers.files.companion_files import beside, read_document
+from treepack.ingest.readers.files.companion_files import companion_path, read_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, TALK, Fields, ValueKind, has_fields, no, optional
@@ -47,7 +47,7 @@ def read_verifiers_results(record: Record, options: ReadOptions) -> Iterator[Tra
         yield Skipped(record.source, "summary of a run, read with its results", is_rollout=False)
         return
     # Model and settings of the sampler are the same for all lines of the file.
-    summary = beside(record, SUMMARY)
+    summary = companion_path(record, SUMMARY)
     yield from _read_rollout(record, {} if summary is None else read_document(summary), options)
 
 

@@ -1,6 +1,6 @@
 """Files that are read with another file: the result of a trial next to its log, the simulations next to their summary.
 
-    logs/run-7/agent/trajectory.json  --beside(record, "../result.json")-->  logs/run-7/result.json
+    logs/run-7/agent/trajectory.json  --companion_path(record, "../result.json")-->  logs/run-7/result.json
 
 The search of a folder also finds such a file alone. The reader then recognises it and skips it, because it is read with
 its record.
@@ -19,7 +19,7 @@ from treepack.ingest.readers.files.records import Record, folder_and_stem
 ENDINGS = ("", ".gz", ".zst")  # in this order: the plain file wins
 
 
-def beside(record: Record, name: str) -> Path | None:
+def companion_path(record: Record, name: str) -> Path | None:
     """Return the path of the file `name` in the folder of `record`, plain or compressed, or None if there is none."""
     if record.path == STDIN:  # standard input is in no folder
         return None
