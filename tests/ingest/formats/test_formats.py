@@ -1,7 +1,7 @@
 """Every format: its sample under tests/rollouts is recognised, read whole, and keeps what is listed in its `Format`.
 
 A sample is made up from the format's description, one file or folder called after the format. What a reader makes of
-particular fields is tested beside its own kind (test_readers_*.py).
+particular fields is tested in the file of its own kind.
 """
 
 from __future__ import annotations

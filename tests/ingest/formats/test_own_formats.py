@@ -121,3 +121,9 @@ def test_the_ranks_of_treepacks_own_formats_differ() -> None:
     assert ranks == sorted(set(ranks))
     assert ranks[0] > 0
     assert [each.name for each in all_formats()][-3:] == ["tokens", "chat", "columns"]
+
+
+def test_no_format_is_imported_before_one_is_needed() -> None:
+    program = "import sys, treepack.ingest.readers.reading; print([m for m in sys.modules if 'ingest.formats' in m])"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"

@@ -51,7 +51,7 @@ Message = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Stretch:
+class _ItemRange:
     """Items that follow each other; the first `num_before` are from earlier stretches, or replace them."""
 
     items: list[Item] = field(default_factory=list)
@@ -115,9 +115,9 @@ def _system(meta: dict[str, Any]) -> list[Message]:
     return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
 
 
-def _stretches(rows: list[Record]) -> tuple[list[_Stretch], dict[str, None]]:
+def _stretches(rows: list[Record]) -> tuple[list[_ItemRange], dict[str, None]]:
     """Return the stretches of the history, and notes to be counted."""
-    stretches = [_Stretch()]
+    stretches = [_ItemRange()]
     notes: dict[str, None] = {}
     for row in rows:
         kind, payload = row.value.get("type"), row.value.get("payload")
@@ -133,10 +133,10 @@ def _stretches(rows: list[Record]) -> tuple[list[_Stretch], dict[str, None]]:
         elif kind == "compacted":
             # A copy, because later items are appended, and the list belongs to the record.
             items = _compacted(payload, stretches[-1].items, row.source)
-            stretches.append(_Stretch(list(items), len(items)))
+            stretches.append(_ItemRange(list(items), len(items)))
         elif kind == "event_msg" and payload.get("type") == "thread_rolled_back":
             items = _rolled_back(stretches[-1].items, payload.get("num_turns"))
-            stretches.append(_Stretch(list(items), len(items)))
+            stretches.append(_ItemRange(list(items), len(items)))
     return stretches, notes
 
 

@@ -21,7 +21,7 @@ ROLE_NAMES = {
 MESSAGE_NAMES = {"calls": "tool_calls", "reasoning": "reasoning_content", "call_id": "tool_call_id"}
 
 
-class MappedTalk:
+class MappedConversation:
     """Converts the messages of one record; remembers the paths that were found in any of them."""
 
     def __init__(self, source: str, columns: ColumnMap) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import CONTENT, IN_MESSAGES, WHERE, ColumnMap, ColumnPath
-from treepack.ingest.readers.columns.mapped_messages import MappedTalk
+from treepack.ingest.readers.columns.mapped_messages import MappedConversation
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.field_paths import GONE, MISSING, value_at, without_paths
 from treepack.ingest.readers.fields.rewards import REWARDS
@@ -74,7 +74,7 @@ def map_record(record: Record, columns: ColumnMap) -> MappedRecords:
     values = {key: value for key, value in found.items() if value is not None or key in CONTENT}
     rest = without_paths(record.value, [path.steps for each in paths.values() for path in each])
     rest = {} if rest is GONE else rest
-    talk = MappedTalk(record.source, columns)
+    talk = MappedConversation(record.source, columns)
     contents = _contents(values, talk, rest)
     has_answers = _has_answers(values, talk)
     if has_answers and "reward" not in values:
@@ -150,7 +150,7 @@ def _value(record: Record, key: str, paths: Sequence[ColumnPath]) -> Any:
     raise TreepackError(f"{record.source}: {names} (column {key}) are not all text, or all messages; give one path")
 
 
-def _contents(values: dict[str, Any], talk: MappedTalk, rest: dict[str, Any]) -> list[dict[str, Any] | None]:
+def _contents(values: dict[str, Any], talk: MappedConversation, rest: dict[str, Any]) -> list[dict[str, Any] | None]:
     """Return the fields that are the content of each new record, None for an empty answer."""
     if TOKEN_KEYS & values.keys():
         return _token_contents(values, talk)
@@ -176,14 +176,14 @@ def _contents(values: dict[str, Any], talk: MappedTalk, rest: dict[str, Any]) ->
     return [{"system": values["system_prompt"]} if "system_prompt" in values else {}]
 
 
-def _token_contents(values: dict[str, Any], talk: MappedTalk) -> list[dict[str, Any] | None]:
+def _token_contents(values: dict[str, Any], talk: MappedConversation) -> list[dict[str, Any] | None]:
     content = {NAMES.get(key, key): values[key] for key in sorted(TOKEN_KEYS & values.keys())}
     if not _has_answers(values, talk):
         return [content]
     return [content | {"response_ids": each} if len(each) else None for each in content["response_ids"]]
 
 
-def _has_answers(values: dict[str, Any], talk: MappedTalk) -> bool:
+def _has_answers(values: dict[str, Any], talk: MappedConversation) -> bool:
     """Return True if the record has a list of answers, also of one."""
     answer, ids = values.get("answer"), values.get("answer_ids")
     if isinstance(ids, list) and ids and all(isinstance(each, list | np.ndarray) for each in ids):
@@ -195,7 +195,7 @@ def _has_answers(values: dict[str, Any], talk: MappedTalk) -> bool:
     return isinstance(answer, list) and bool(answer) and not is_one
 
 
-def _completion(values: dict[str, Any], given: Any, talk: MappedTalk) -> dict[str, Any]:
+def _completion(values: dict[str, Any], given: Any, talk: MappedConversation) -> dict[str, Any]:
     """Return prompt and completion, both as text or both as messages."""
     answer = talk.answer(given)
     if answer is None:
@@ -207,7 +207,7 @@ def _completion(values: dict[str, Any], given: Any, talk: MappedTalk) -> dict[st
     return {"prompt": [*_system(values, talk, prompt), *prompt], "completion": answer}
 
 
-def _pair(values: dict[str, Any], talk: MappedTalk) -> dict[str, Any]:
+def _pair(values: dict[str, Any], talk: MappedConversation) -> dict[str, Any]:
     sides = {}
     for key in ("chosen", "rejected"):
         side = talk.answer(values[key])
@@ -224,7 +224,7 @@ def _pair(values: dict[str, Any], talk: MappedTalk) -> dict[str, Any]:
     return {"prompt": [*_system(values, talk, prompt), *prompt], **talks}
 
 
-def _prompt(values: dict[str, Any], talk: MappedTalk) -> list[dict[str, Any]] | str:
+def _prompt(values: dict[str, Any], talk: MappedConversation) -> list[dict[str, Any]] | str:
     """Return the prompt as text as it was sent to the model, or as messages."""
     key = "question" if "question" in values else "prompt"
     prompt = talk.prompt(values[key])
@@ -237,7 +237,9 @@ def _as_talk(value: list[dict[str, Any]] | str, role: str) -> list[dict[str, Any
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def _system(values: dict[str, Any], talk: MappedTalk, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _system(
+    values: dict[str, Any], talk: MappedConversation, messages: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     text = values.get("system_prompt")
     if text is not None and not isinstance(text, str):
         raise _wrong_kind(talk.source, "system_prompt", text, "text")
@@ -248,7 +250,7 @@ def _system(values: dict[str, Any], talk: MappedTalk, messages: Sequence[dict[st
     return [{"role": "system", "content": text}] if text else []
 
 
-def _mask_messages(messages: list[dict[str, Any]], values: dict[str, Any], talk: MappedTalk) -> None:
+def _mask_messages(messages: list[dict[str, Any]], values: dict[str, Any], talk: MappedConversation) -> None:
     """Put a mask with one value for each message into the messages."""
     mask = values.get("mask")
     if mask is None:
