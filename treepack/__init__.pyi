@@ -24,10 +24,10 @@ from treepack.data.batch import make_batch as make_batch
 from treepack.data.dataset import PackedDataset as PackedDataset
 from treepack.errors import TreepackError as TreepackError
 from treepack.files.manifest import Provenance as Provenance
-from treepack.ingest.array_rollouts import trajectories_from_arrays
+from treepack.ingest.array_rollouts import trajectories_from_arrays as trajectories_from_arrays
 from treepack.ingest.options import BuildOptions as BuildOptions
 from treepack.ingest.read_log import ReadLog as ReadLog
-from treepack.ingest.readers.reading import read_trajectories
+from treepack.ingest.readers.reading import read_trajectories as read_trajectories
 from treepack.ingest.tokenization import tokenize as tokenize
 from treepack.model.adapter import LoraOptions as LoraOptions
 from treepack.model.collation import batch_logprobs as batch_logprobs

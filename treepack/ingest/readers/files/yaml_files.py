@@ -67,7 +67,7 @@ def _fault(yaml: Any, data: bytes, loader: Any) -> str | None:
             size += before
         elif isinstance(event, yaml.AliasEvent):
             if name not in sizes:
-                return f"alias {name} is inside of its own target, or has no target"
+                return f"alias {name} is inside of what it repeats, or stands for nothing"
             size += sizes[name]
         elif isinstance(event, yaml.ScalarEvent):
             size += 1 + len(event.value)
