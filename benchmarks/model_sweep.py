@@ -35,11 +35,11 @@ from treepack import PackOptions, TreepackError
 from treepack.attention import register
 from treepack.attention.interface import AttentionKind
 from treepack.data.batch import Batch, make_batch
+from treepack.ingest.array_rollouts import trajectories_from_arrays
 from treepack.model.compatibility import check_fits
 from treepack.model.load import load_model
 from treepack.model.verify import verify_gradients
 from treepack.pack.packing import plan_packing
-from treepack.trajectory import trajectories_from_arrays
 from treepack.trie.build import build_trie
 
 SIZE = 16  # tokens of windows and chunks

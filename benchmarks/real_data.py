@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Chat, Trajectory
 
 SAMPLES = Path(__file__).parents[1] / "sample_data"

@@ -28,7 +28,7 @@ def formats(name: str | None, record: str | None, columns: str | None, as_json: 
     """
     import json
 
-    from treepack.ingest.readers.registry import FORMATS, check_format
+    from treepack.ingest.readers.registry import all_formats, check_format
 
     if name:
         check_format(name)
@@ -41,7 +41,7 @@ def formats(name: str | None, record: str | None, columns: str | None, as_json: 
         fields = ("program", "recognised_by", "used", "dropped")
         facts = {
             each.name: {field: getattr(each, field) for field in fields} | {"keeps": sorted(each.keeps)}
-            for each in FORMATS
+            for each in all_formats()
             if name in (None, each.name)
         }
         click.echo(json.dumps(facts))
@@ -53,13 +53,13 @@ def formats(name: str | None, record: str | None, columns: str | None, as_json: 
 
 def _print_all() -> None:
     from treepack.ingest.readers.format import KEEPS
-    from treepack.ingest.readers.registry import FORMATS
+    from treepack.ingest.readers.registry import all_formats
 
     # Short heads: with the names of KEEPS the table would be wider than a terminal.
     heads = ("ids", "masks", "logprobs", "rewards", "lineage")
-    width = max(len(each.name) for each in FORMATS)
+    width = max(len(each.name) for each in all_formats())
     click.echo(f"{'':<{width}}  {'  '.join(heads)}  written by")
-    for each in FORMATS:
+    for each in all_formats():
         # A mark in the middle of each column: "ids" -> " x ", "masks" -> "  -  ".
         marks = "  ".join(
             ("x" if keep in each.keeps else "-").center(len(head)) for keep, head in zip(KEEPS, heads, strict=True)
@@ -69,11 +69,11 @@ def _print_all() -> None:
 
 def _print_one(name: str) -> None:
     from treepack.ingest.readers.format import KEEPS
-    from treepack.ingest.readers.registry import FORMAT_OF_NAME
+    from treepack.ingest.readers.registry import formats_by_name
 
     from .output import show
 
-    one = FORMAT_OF_NAME[name]
+    one = formats_by_name()[name]
     show(
         {
             "written by": one.program,

@@ -24,7 +24,7 @@ def show_record(path: str, name: str | None, columns: str | None, *, as_json: bo
     from dataclasses import asdict
 
     from treepack.ingest.options import BuildOptions
-    from treepack.ingest.readers.fields import ReadOptions
+    from treepack.ingest.readers.fields.read_options import ReadOptions
     from treepack.ingest.readers.record_use import explain
 
     build = BuildOptions(format=name or "auto", columns=columns)
@@ -36,7 +36,7 @@ def show_record(path: str, name: str | None, columns: str | None, *, as_json: bo
 
 
 def _print(use: RecordUse) -> None:
-    from treepack.ingest.readers.registry import FORMAT_OF_NAME
+    from treepack.ingest.readers.registry import formats_by_name
 
     click.echo(printable(f"{use.source}: {'no known format' if use.format is None else f'format {use.format}'}"))
     if use.columns is not None:
@@ -57,7 +57,7 @@ def _print(use: RecordUse) -> None:
     close = [name for name, _ in sorted(use.close.items(), key=lambda item: -item[1])][:CLOSEST]
     for name in close:
         click.echo(printable(f"not {name}: {use.others[name]}"))
-    if len(FORMAT_OF_NAME) > len(close):
+    if len(formats_by_name()) > len(close):
         click.echo("treepack formats --record FILE --json has the reasons for all formats")
 
 

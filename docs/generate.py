@@ -28,9 +28,11 @@ import treepack
 from treepack.analysis import model_cost as shapes
 from treepack.files import schema
 from treepack.files.manifest import Provenance
-from treepack.ingest.readers import fields, token_fields
+from treepack.ingest.readers.fields import rollout_facts as fields
+from treepack.ingest.readers.fields import token_fields
+from treepack.ingest.readers.fields.rewards import REWARDS
 from treepack.ingest.readers.format import KEEPS
-from treepack.ingest.readers.registry import FORMATS
+from treepack.ingest.readers.registry import all_formats
 from treepack.model import objectives
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows
@@ -117,7 +119,7 @@ def filled_page(name: str) -> str:
 
 
 def _token_fields() -> str:
-    shared = {"id": fields.IDS, "group": fields.GROUPS, "step": fields.STEPS, "reward": fields.REWARDS}
+    shared = {"id": fields.IDS, "group": fields.GROUPS, "step": fields.STEPS, "reward": REWARDS}
     rows = {**token_fields.NAMES, **shared, "weight": ("weight",), "temperature": ("temperature",)}
     lines = ["| what | names |", "|---|---|"]
     lines += [f"| {kind} | {', '.join(f'`{name}`' for name in names)} |" for kind, names in rows.items()]
@@ -126,7 +128,7 @@ def _token_fields() -> str:
 
 def _formats() -> str:
     lines = ["| format | recognised by | fields used | fields dropped |", "|---|---|---|---|"]
-    for each in FORMATS:
+    for each in all_formats():
         used = ", ".join(f"`{field}`" for field in each.used)
         cells = (f"`{each.name}`", each.recognised_by, used, "; ".join(each.dropped) or "none")
         lines.append(f"| {' | '.join(cells)} |")
@@ -135,7 +137,7 @@ def _formats() -> str:
 
 def _kept() -> str:
     lines = [f"| format | written by | {' | '.join(KEEPS)} |", f"|---|---|{'---|' * len(KEEPS)}"]
-    for each in FORMATS:
+    for each in all_formats():
         kept = " | ".join("yes" if keep in each.keeps else "" for keep in KEEPS)
         lines.append(f"| `{each.name}` | {each.program} | {kept} |")
     return "\n".join(lines) + "\n"

@@ -24,9 +24,10 @@ from treepack.data.batch import make_batch as make_batch
 from treepack.data.dataset import PackedDataset as PackedDataset
 from treepack.errors import TreepackError as TreepackError
 from treepack.files.manifest import Provenance as Provenance
+from treepack.ingest.array_rollouts import trajectories_from_arrays as trajectories_from_arrays
 from treepack.ingest.options import BuildOptions as BuildOptions
 from treepack.ingest.read_log import ReadLog as ReadLog
-from treepack.ingest.readers.registry import read_trajectories as read_trajectories
+from treepack.ingest.readers.reading import read_trajectories as read_trajectories
 from treepack.ingest.tokenization import tokenize as tokenize
 from treepack.model.adapter import LoraOptions as LoraOptions
 from treepack.model.collation import batch_logprobs as batch_logprobs
@@ -99,7 +100,6 @@ from treepack.train.predictor.model import load_values as load_values
 from treepack.train.predictor.model import predict as predict_values
 from treepack.trajectory import Tokens as Tokens
 from treepack.trajectory import Trajectory as Trajectory
-from treepack.trajectory import trajectories_from_arrays as trajectories_from_arrays
 from treepack.trie.build import build_trie as build_trie
 from treepack.trie.directory import TrieSummary as TrieSummary
 from treepack.trie.directory import build_trie_directory as build_trie_directory

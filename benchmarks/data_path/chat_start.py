@@ -62,7 +62,7 @@ def _conversations() -> list[dict[str, object]]:
 
 
 def _token_records(chat: Path, tokenizer: str) -> list[dict[str, object]]:
-    from treepack.ingest.readers.registry import read_trajectories
+    from treepack.ingest.readers.reading import read_trajectories
     from treepack.ingest.tokenization import tokenize
     from treepack.trajectory import Tokens, Trajectory, positions
 

@@ -30,7 +30,7 @@ ANSWERS = {10: 40, 100: 4, 500: 1}  # answers of a conversation -> conversations
 
 def tokenise(folder: str, answers: int, number: int, expand: str, reasoning: bool) -> dict[str, Any]:
     """Tokenise conversations; return the seconds, the tokens, and the sha256 of the samples."""
-    from treepack.ingest.tokenization import Job, Tokenisation, load_tokenizer
+    from treepack.ingest.tokenization import TokenisationJob, TrajectoryTokeniser, load_tokenizer
     from treepack.trajectory import Chat, Skipped, Trajectory
 
     def trajectory(answers: int, seed: int) -> Trajectory:
@@ -38,7 +38,7 @@ def tokenise(folder: str, answers: int, number: int, expand: str, reasoning: boo
         weights = [float(message["role"] == "assistant") for message in messages]
         return Trajectory(f"t{seed}", f"made:{seed}", Chat(messages, weights))
 
-    tokenisation = Tokenisation(Job(load_tokenizer(folder), expand))
+    tokenisation = TrajectoryTokeniser(TokenisationJob(load_tokenizer(folder), expand))
     list(tokenisation(trajectory(12, 1000)))
     items = [trajectory(answers, seed) for seed in range(number)]
     seconds, distinct, flat, digest = 0.0, 0, 0, hashlib.sha256()

@@ -49,7 +49,7 @@ from treepack import (
     tree_trajectories,
     with_advantages,
 )
-from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.files.records import Record
 from treepack.rollout.engine import derived_seed
 from treepack.rollout.local import default_stop_tokens
 from treepack.rollout.prompts import PromptReader

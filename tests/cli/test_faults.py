@@ -72,8 +72,7 @@ def test_an_unforeseen_exception_names_a_file_with_its_traceback(
 def test_the_sentence_names_the_last_line_of_treepack(
     treepack: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("treepack.ingest.readers.registry.FORMATS", None)
-    monkeypatch.setattr("treepack_cli.formats.FORMATS", None, raising=False)
+    monkeypatch.setattr("treepack.ingest.readers.registry.all_formats", lambda: None)
     result = treepack("formats")
     assert result.status == 1
     assert ", in cli/formats.py:" in result.err or ", in treepack/" in result.err

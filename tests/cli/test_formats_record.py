@@ -10,10 +10,10 @@ import pytest
 
 from support.command_line import Run
 from support.paths import ROLLOUTS
-from treepack.ingest.readers.fields import ReadOptions
-from treepack.ingest.readers.inputs import list_inputs
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.inputs import list_inputs
 from treepack.ingest.readers.record_use import explain
-from treepack.ingest.readers.registry import FORMAT_OF_NAME
+from treepack.ingest.readers.registry import formats_by_name
 
 CHAT = {
     "messages": [
@@ -71,14 +71,14 @@ def test_only_some_of_many_equal_fields_are_tried_and_all_are_counted(tmp_path: 
     assert (content.num_values, content.uses) == (60, {"prompt": 10, "trained": 10})
 
 
-@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+@pytest.mark.parametrize("name", formats_by_name())
 def test_the_sample_of_every_format_is_explained(name: str) -> None:
     (path,) = [each for each in ROLLOUTS.iterdir() if each.name.partition(".")[0] == name]
     use = explain(list_inputs([path])[0][0], ReadOptions(shapes=True))
     assert use.format == name
     assert use.error is None
     assert len(use.fields) > 0
-    assert use.others.keys() == FORMAT_OF_NAME.keys() - {name}
+    assert use.others.keys() == formats_by_name().keys() - {name}
     if any(not line.startswith("skipped") for line in use.outcome):
         found = {each for field in use.fields for each in field.uses}
         assert found - {"not used", "empty"}

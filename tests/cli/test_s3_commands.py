@@ -12,7 +12,7 @@ from support.command_line import Result, Run
 from support.paths import SAMPLE_DATA
 from support.s3 import Store
 from treepack.files.manifest import read_manifest
-from treepack.ingest.readers import remote_inputs
+from treepack.ingest.readers.files import remote_inputs
 
 pytestmark = pytest.mark.s3
 

@@ -17,7 +17,7 @@ from treepack import build_trie_directory
 from treepack.cluster.build import build_trie_on
 from treepack.files.address import as_path
 from treepack.files.cache import local_copy
-from treepack.ingest.readers import ranges
+from treepack.ingest.readers.files import ranges
 from treepack.trie.files import read_trie
 
 pytestmark = pytest.mark.s3

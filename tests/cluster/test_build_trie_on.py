@@ -27,8 +27,8 @@ from treepack.files.address import as_path
 from treepack.files.cache import local_copy
 from treepack.files.manifest import read_manifest
 from treepack.ingest.read_log import PREFIX
-from treepack.ingest.readers import ranges
-from treepack.ingest.readers.copies import COPY
+from treepack.ingest.readers.files import ranges
+from treepack.ingest.readers.files.copies import COPY
 from treepack.trie import files as trie_files
 from treepack.trie import ranges as trie_ranges
 from treepack.trie.files import read_trie

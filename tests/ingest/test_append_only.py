@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from support import real_templates
 from support.byte_tokenizer import PLAIN, STRIPPING, save
-from support.oracle_append_only import append_only_pieces, chatml, ids_of_pieces, qwen
+from support.oracle_append_only import append_only_sections, chatml, ids_of_sections, qwen
 from support.strategies import make
 from treepack.ingest.append_only import append_only_text, turn_totals
 from treepack.ingest.chat_template import ChatTemplate
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.read_log import ReadLog
-from treepack.ingest.tokenization import Job, Tokenisation, load_tokenizer, tokenize
+from treepack.ingest.tokenization import TokenisationJob, TrajectoryTokeniser, load_tokenizer, tokenize
 from treepack.trajectory import Chat, Tokens, Trajectory
 
 Message = dict[str, Any]
@@ -78,7 +78,7 @@ def test_sums_are_those_of_the_sequence_made_by_hand(
     tokenizers: dict[str, Any], messages: list[Message], name: str, expand: str
 ) -> None:
     tokenizer = tokenizers[name]
-    ids, trained = ids_of_pieces(tokenizer, append_only_pieces(tokenizer, messages, TOOLS, PRINTED[name]))
+    ids, trained = ids_of_sections(tokenizer, append_only_sections(tokenizer, messages, TOOLS, PRINTED[name]))
     first, *others = samples_of(messages, tokenizer, expand)
     assert not any(sample.totals for sample in others)
     sums = {name.removeprefix("append_only_"): value for name, value in first.totals.items() if "append" in name}
@@ -93,7 +93,7 @@ def test_a_trajectory_of_a_template_that_keeps_history_is_its_append_only_sequen
     tokenizers: dict[str, Any], messages: list[Message], name: str
 ) -> None:
     tokenizer = tokenizers[name]
-    ids, trained = ids_of_pieces(tokenizer, append_only_pieces(tokenizer, messages, TOOLS, PRINTED[name]))
+    ids, trained = ids_of_sections(tokenizer, append_only_sections(tokenizer, messages, TOOLS, PRINTED[name]))
     (sample,) = samples_of(messages, tokenizer, "trajectory")
     content = tokens_of(sample)
     assert content.tokens.tolist() == ids
@@ -108,7 +108,7 @@ def test_the_text_is_that_of_the_sequence_made_by_hand(
 ) -> None:
     template, chat = ChatTemplate(tokenizers[name]), chat_of(messages)
     turns = template.turns(chat, tools=TOOLS, source="s").turns
-    expected = append_only_pieces(tokenizers[name], messages, TOOLS, PRINTED[name])
+    expected = append_only_sections(tokenizers[name], messages, TOOLS, PRINTED[name])
 
     def render(some: list[Message], prompt: bool) -> str:
         return template.whole(replace(chat, messages=some), tools=TOOLS, source="s", prompt=prompt)
@@ -116,8 +116,8 @@ def test_the_text_is_that_of_the_sequence_made_by_hand(
     sequence = append_only_text(chat, turns, render, template.special_tokens)
     assert sequence is not None
     text, spans = sequence
-    assert text == "".join(piece for piece, _ in expected)
-    assert [text[start:end] for start, end, _ in spans] == [piece for piece, is_trained in expected if is_trained]
+    assert text == "".join(section for section, _ in expected)
+    assert [text[start:end] for start, end, _ in spans] == [section for section, is_trained in expected if is_trained]
     num_parts = turn_totals(turns)["parts"]
     assert (num_parts == 1) == (text == str(turns[-1].text))
 
@@ -165,7 +165,7 @@ def test_the_log_of_reading_counts_conversations_samples_and_the_reason(tokenize
     ]
     items = [Trajectory("chat", "r.jsonl:1", chat_of([*turns, *turns, *turns])), make("ids", [5, 6, 7, 8])]
     log = ReadLog()
-    tokenise = Tokenisation(Job(tokenizers["stripping"]))
+    tokenise = TrajectoryTokeniser(TokenisationJob(tokenizers["stripping"]))
     samples = [sample for item in items for _, made in tokenise.record([item]) for sample in log.add(item, made)]
     totals = {"num_trajectories": len(samples), "tokens_flat": sum(len(tokens_of(each).tokens) for each in samples)}
     read = conversations_of_log(log, totals)

@@ -11,7 +11,7 @@ import pytest
 
 from support.byte_tokenizer import PLAIN, save
 from treepack.errors import TreepackError
-from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 

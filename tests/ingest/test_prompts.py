@@ -11,26 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treepack.ingest.encoder import Encoder
-from treepack.ingest.samples import Prompts, pieces_of
-from treepack.ingest.template.texts import ROOT, Chunks, Text, common
+from treepack.ingest.samples import PromptIds, sections_of
+from treepack.ingest.template.texts import ROOT, ChainedText, TextChunks, common
 from treepack.ingest.tokenization import read_tokenizer
 
 SAMPLE = Path(__file__).parents[2] / "sample_data" / "tokenizer"
-# Pieces of special tokens too, so that a cut depends on the text after it.
+# Sections of special tokens too, so that a cut depends on the text after it.
 PIECES = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<|im_end|", ">", "a", " b", "\n", "word", "<", "  "]
 texts = st.lists(st.lists(st.sampled_from(PIECES), max_size=4).map("".join), max_size=4)
 
 
-def text_of(chunks: Chunks, parts: list[str], tail: str) -> Text:
+def text_of(chunks: TextChunks, parts: list[str], tail: str) -> ChainedText:
     chunk = ROOT
     for part in parts:
         chunk = chunks.after(chunk, part)
-    return Text(tail, chunk)
+    return ChainedText(tail, chunk)
 
 
 @given(texts, texts, st.sampled_from(PIECES), st.sampled_from(PIECES), st.integers(0, 40), st.integers(0, 40))
 def test_a_text_is_its_string(a: list[str], b: list[str], tail: str, other: str, start: int, end: int) -> None:
-    chunks = Chunks()
+    chunks = TextChunks()
     x, y = text_of(chunks, a, tail), text_of(chunks, b, other)
     p, q = "".join(a) + tail, "".join(b) + other
     assert (str(x), len(x), str(x.plus(other))) == (p, len(p), p + other)
@@ -52,12 +52,12 @@ def tokenizer() -> Any:
 @settings(max_examples=60)
 @given(st.lists(st.tuples(texts, st.sampled_from(PIECES), st.sampled_from(PIECES)), min_size=1, max_size=5))
 def test_ids_of_prompts_are_those_of_whole_texts(tokenizer: Any, prompts: list[tuple[list[str], str, str]]) -> None:
-    encoder, chunks = Encoder(tokenizer), Chunks()
-    shared = Prompts(encoder)
+    encoder, chunks = Encoder(tokenizer), TextChunks()
+    shared = PromptIds(encoder)
     for parts, tail, answer in prompts:
         text = text_of(chunks, parts, tail + answer)
         spans = [(len(text) - len(answer), len(text), 1.0)]
-        ids = [ids.copy() for ids, _ in shared.pieces(text, spans)]
-        whole = [ids for ids, _ in pieces_of(encoder, str(text), spans)]
+        ids = [ids.copy() for ids, _ in shared.sections(text, spans)]
+        whole = [ids for ids, _ in sections_of(encoder, str(text), spans)]
         assert np.concatenate(ids).tolist() == np.concatenate(whole).tolist()
         assert ids[0].tolist() == whole[0].tolist()

@@ -27,7 +27,7 @@ from treepack.errors import TreepackError
 from treepack.ingest import stream
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
-from treepack.ingest.readers.inputs import InputHash
+from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, parts_and_job, read, usable
 from treepack.processes import Team
 

@@ -296,7 +296,7 @@ def test_an_error_in_a_worker_is_the_error_here(names: dict[str, str]) -> None:
     "name", ["tau-bench-airline/gpt-4o-airline.json.gz", "swe-agent-lite/cost_2_1", "toolbench-dfsdt"]
 )
 def test_real_rollouts_are_tokenised(tokenizers: dict[str, Any], name: str) -> None:
-    from treepack.ingest.readers.registry import read_trajectories
+    from treepack.ingest.readers.reading import read_trajectories
 
     path = REAL / name
     if not path.exists():

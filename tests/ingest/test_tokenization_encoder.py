@@ -42,10 +42,10 @@ def test_a_model_without_a_tokenizer_has_none(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-pieces = st.lists(st.sampled_from([*SPECIAL, "The quick ", "\n", " ", "é日", "<|im", "|>", "dog."]), max_size=8)
+sections = st.lists(st.sampled_from([*SPECIAL, "The quick ", "\n", " ", "é日", "<|im", "|>", "dog."]), max_size=8)
 
 
-@given(pieces)
+@given(sections)
 def test_the_encoder_gives_the_ids_of_the_tokenizer(tokenizer: Any, parts: list[str]) -> None:
     encoder = Encoder(tokenizer)
     joined = "".join(parts)

@@ -13,7 +13,7 @@ from support.paths import ROOT
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
-from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.ingest.tokenization import read_tokenizer, tokenize
 from treepack.rollout.prompts import PromptReader
 from treepack.rollout.queries import Queries, QuerySources, read_queries

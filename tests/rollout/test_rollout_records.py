@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from support.sampled_trees import sample_trees, three_tokens
-from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.ingest.tokenization import tokenize
 from treepack.rl.segments import segment_tree
 from treepack.rollout.engine import Segment

@@ -11,7 +11,7 @@ from typing import Any
 
 from support.paths import REAL, ROLLOUTS
 from treepack.errors import TreepackError
-from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Chat, Trajectory
 
 # Real rollouts, and the file with their tool schemas if they have one.

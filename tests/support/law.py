@@ -21,10 +21,12 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields import ReadOptions
-from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.registry import FORMAT_OF_NAME, detect_format
-from treepack.ingest.readers.unread import as_json, is_prose
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.unread import is_prose
+from treepack.ingest.readers.files.json_text import parsed_json
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.reading import detect_format
+from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
 
 Path = tuple[str | int, ...]
@@ -113,7 +115,7 @@ def _trained(item: Trajectory) -> Iterator[tuple[Any, Any]]:
 def _call(function: dict[str, Any]) -> tuple[str, Any]:
     """Return name and arguments of a call; arguments as JSON text mean the same as an object."""
     arguments = function["arguments"]
-    parsed = as_json(arguments)
+    parsed = parsed_json(arguments)
     return function["name"], arguments if parsed is None else parsed
 
 
@@ -123,7 +125,7 @@ def read(records: Sequence[Record]) -> Reading:
         return Reading()
     np.set_printoptions(threshold=100_000)
     try:
-        form = FORMAT_OF_NAME[detect_format(records[0])]
+        form = formats_by_name()[detect_format(records[0])]
         return Reading(tuple(form.trajectories(records, ReadOptions(shapes=True))))
     except TreepackError as error:
         return Reading(refusal=str(error))
@@ -234,7 +236,7 @@ def follow(records: Sequence[Record], fates: Fates) -> None:
     base = read(records)
     if not base.trained:  # records that are no rollouts, such as the result of a trial, which its trajectories read
         return
-    belong_together = FORMAT_OF_NAME[detect_format(records[0])].read_file is not None
+    belong_together = formats_by_name()[detect_format(records[0])].read_file is not None
     for number, record in enumerate(records):
         for path in leaves(record.value):
             value = at(record.value, path)

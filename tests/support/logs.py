@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from support.paths import REAL
-from treepack.ingest.readers.registry import ReadOptions, Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 Read = Callable[[Record, ReadOptions], Iterator[Trajectory | Skipped]]

@@ -12,42 +12,42 @@ from collections.abc import Callable
 from typing import Any
 
 Message = dict[str, Any]
-Pieces = list[tuple[str, bool]]  # text, and whether it is trained
+Sections = list[tuple[str, bool]]  # text, and whether it is trained
 
 
-def append_only_pieces(
+def append_only_sections(
     tokenizer: Any, messages: list[Message], tools: Any, print_messages: Callable[[list[Message]], str]
-) -> Pieces:
-    """Return the pieces of the append-only sequence of `messages`, in which every assistant message is trained."""
+) -> Sections:
+    """Return the sections of the append-only sequence of `messages`, in which every assistant message is trained."""
 
     def render(until: int, *, prompt: bool) -> str:
         return str(
             tokenizer.apply_chat_template(messages[:until], tools=tools, tokenize=False, add_generation_prompt=prompt)
         )
 
-    pieces: Pieces = []
+    sections: Sections = []
     last = 0
     for k, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         prompt = render(k, prompt=True)
         new = print_messages(messages[last:k])
-        pieces.append(("\n" + new + "<|im_start|>assistant\n" if pieces else prompt, False))
+        sections.append(("\n" + new + "<|im_start|>assistant\n" if sections else prompt, False))
         whole = render(k + 1, prompt=False)
         assert whole.startswith(prompt)
-        pieces.append((whole[len(prompt) :].removesuffix("\n"), True))
+        sections.append((whole[len(prompt) :].removesuffix("\n"), True))
         last = k + 1
-    return pieces
+    return sections
 
 
-def ids_of_pieces(tokenizer: Any, pieces: Pieces) -> tuple[list[int], list[bool]]:
-    """Return the ids of the pieces, each tokenised alone, and which of them are trained."""
+def ids_of_sections(tokenizer: Any, sections: Sections) -> tuple[list[int], list[bool]]:
+    """Return the ids of the sections, each tokenised alone, and which of them are trained."""
     ids: list[int] = []
     trained: list[bool] = []
-    for text, is_trained in pieces:
-        of_piece = tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids += of_piece
-        trained += [is_trained] * len(of_piece)
+    for text, is_trained in sections:
+        of_section = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += of_section
+        trained += [is_trained] * len(of_section)
     return ids, trained
 
 

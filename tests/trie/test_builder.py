@@ -16,7 +16,7 @@ from treepack import BuildOptions, TreepackError, build_trie_directory
 from treepack.files import parts as file_parts
 from treepack.ingest import stream
 from treepack.ingest.read_log import ReadLog
-from treepack.ingest.readers import ranges
+from treepack.ingest.readers.files import ranges
 from treepack.trie import builder, parts
 from treepack.trie import files as trie_files
 from treepack.trie.out_of_core import RUN_BYTES, run_size

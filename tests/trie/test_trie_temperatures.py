@@ -18,9 +18,10 @@ from treepack.errors import TreepackError
 from treepack.files import parts as file_parts
 from treepack.files import schema
 from treepack.ingest import stream
+from treepack.ingest.array_rollouts import trajectories_from_arrays
 from treepack.ingest.options import BuildOptions
-from treepack.ingest.readers import ranges
-from treepack.trajectory import Tokens, Trajectory, trajectories_from_arrays
+from treepack.ingest.readers.files import ranges
+from treepack.trajectory import Tokens, Trajectory
 from treepack.trie import builder, parts
 from treepack.trie import files as trie_files
 from treepack.trie.build import build_trie

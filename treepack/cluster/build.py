@@ -38,10 +38,10 @@ from treepack.files.task_output import TaskOutput, check_visible
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog, refuse_nothing
-from treepack.ingest.readers.copies import find_copies, skipped_copies
 from treepack.ingest.readers.file_parts import FileReading, InputFile, SurveyedFile, group_parts, list_files
-from treepack.ingest.readers.inputs import InputHash
-from treepack.ingest.readers.registry import detect_format
+from treepack.ingest.readers.files.copies import find_copies, skipped_copies
+from treepack.ingest.readers.files.inputs import InputHash
+from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.stream import options_and_job
 from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.processes import ReportProgress, with_progress

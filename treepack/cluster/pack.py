@@ -31,7 +31,7 @@ from treepack.files.directory import MANIFEST, finished_directory, refuse_existi
 from treepack.files.location import Location, locate
 from treepack.files.manifest import Provenance, TrieEntry, read_manifest
 from treepack.files.task_output import TaskOutput, check_visible
-from treepack.ingest.readers.inputs import displayed
+from treepack.ingest.readers.files.inputs import displayed
 from treepack.pack.capacity import no_trajectory_fits, usual_capacities_of
 from treepack.pack.directory import PackSummary
 from treepack.pack.files import write_packed_manifest

@@ -22,9 +22,9 @@ from treepack.errors import TreepackError
 from treepack.files.cache import naming_addresses
 from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.file_parts import FileReading, InputFile, InputPart, SurveyedFile, survey
-from treepack.ingest.readers.inputs import InputHash
+from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.stream import ColumnsWork
-from treepack.ingest.tokenization import Job
+from treepack.ingest.tokenization import TokenisationJob
 from treepack.trie.ranges import sample_keys
 from treepack.trie.sequence_table import (
     UInt64,
@@ -44,7 +44,7 @@ class ReadJob:
     """
 
     files: FileReading
-    job: Job
+    job: TokenisationJob
     folder: str | None
     share: str
     range_bytes: int
@@ -130,7 +130,7 @@ def read_part(part: InputPart, number: int, job: ReadJob) -> tuple[pa.Table, Par
 _LAST: dict[bytes, ColumnsWork] = {}  # that of the last job of this process: loading a tokenizer takes seconds
 
 
-def _columns_work(job: Job) -> ColumnsWork:
+def _columns_work(job: TokenisationJob) -> ColumnsWork:
     key = pickle.dumps(job)
     if key not in _LAST:
         _LAST.clear()

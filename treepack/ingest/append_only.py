@@ -129,7 +129,7 @@ def _after_reply(ended: str, continued: str) -> tuple[str, str] | None:
         (before, _, tail), (before_new, _, rest) = ended.rpartition(REPLY), continued.rpartition(REPLY)
         # Some templates print a result before the content of the call: then `rest` lacks it.
         return (tail, rest) if len(before_new) <= len(before) else None
-    # The template prints no content beside calls. Then the earlier text must be unchanged, and its last characters,
+    # The template prints no content next to calls. Then the earlier text must be unchanged, and its last characters,
     # the end of the calls, are used in place of the reply.
     stem = ended.rstrip()
     at = max(0, len(stem) - SAME_END)

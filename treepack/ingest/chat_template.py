@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.template.answers import Answer, Answers
-from treepack.ingest.template.forms import PROBE_TOOL, Forms
-from treepack.ingest.template.history import History
+from treepack.ingest.template.answers import TurnAnswer, TurnAnswers
+from treepack.ingest.template.forms import PROBE_TOOL, MessageForms
+from treepack.ingest.template.history import RenderedHistory
 from treepack.ingest.template.rendering import (
-    Setting,
     TemplateFile,
+    TemplateSetting,
     Tools,
     UnfaithfulError,
     check_syntax,
     render,
 )
-from treepack.ingest.template.stops import CUT_NOTE, Stops, no_stop_note
-from treepack.ingest.template.texts import Text
+from treepack.ingest.template.stops import CUT_NOTE, StopTokens, no_stop_note
+from treepack.ingest.template.texts import ChainedText
 from treepack.trajectory import Chat
 
 __all__ = ["ChatTemplate", "RenderedChat", "RenderedTurn", "TemplateFile", "Tools", "UnfaithfulError"]
@@ -49,7 +49,7 @@ class RenderedTurn:
 
     index: int
     message: int
-    text: Text
+    text: ChainedText
     spans: tuple[tuple[int, int], ...]
     weight: float
     marker: str = ""
@@ -82,14 +82,15 @@ class ChatTemplate:
             str(tokenizer.special_tokens_map.get("bos_token") or ""),
         )
         self._name = Path(file.path if file else str(tokenizer.name_or_path)).name
-        self._forms: dict[tuple[str, bool], Forms] = {}  # (template, with tools or not) -> forms, probed once
-        self._stops: dict[tuple[str, bool], Stops] = {}  # of the same keys
+        self._forms: dict[tuple[str, bool], MessageForms] = {}  # (template, with tools or not) -> forms, probed once
+        self._stops: dict[tuple[str, bool], StopTokens] = {}  # of the same keys
 
     def turns(self, chat: Chat, *, tools: Tools, source: str) -> RenderedChat:
         """Render each assistant turn of `chat` that has a non-zero weight and generated text, as the last message.
 
         Each turn is rendered with all messages before it. Renderings share what the template repeats unchanged
-        (`History`), so this is O(length of the conversation) for most templates, and O(turns * length) for the others.
+        (`RenderedHistory`), so this is O(length of the conversation) for most templates, and O(turns * length)
+        for the others.
 
         Raises:
             UnfaithfulError: the template refuses the messages, does not continue its own generation prompt, or leaves
@@ -98,7 +99,7 @@ class ChatTemplate:
         setting, forms = self._setting(chat, tools, source)
         forms.check(chat.messages, source)
         messages = [forms.convert(message) for message in chat.messages]
-        answers = Answers(History(messages, setting), setting, forms, self._special, self._end)
+        answers = TurnAnswers(RenderedHistory(messages, setting), setting, forms, self._special, self._end)
         turns: list[RenderedTurn] = []
         notes: dict[str, None] = {}  # an ordered set
         refusal: UnfaithfulError | None = None
@@ -126,7 +127,7 @@ class ChatTemplate:
         return RenderedChat(turns, tuple(notes))
 
     def _turn(
-        self, answer: Answer, index: int, k: int, chat: Chat, stops: Stops
+        self, answer: TurnAnswer, index: int, k: int, chat: Chat, stops: StopTokens
     ) -> tuple[RenderedTurn, tuple[str, ...]]:
         """Return message `k` as a turn that ends as its sampler ended it, and notes; no spans if nothing is trained."""
         message, marker, notes = chat.messages[k], "", tuple[str, ...]()
@@ -179,15 +180,15 @@ class ChatTemplate:
     def _template(self, tools: Tools) -> str:
         return self._plain if tools is None else self._with_tools
 
-    def _setting(self, chat: Chat, tools: Tools, source: str) -> tuple[Setting, Forms]:
+    def _setting(self, chat: Chat, tools: Tools, source: str) -> tuple[TemplateSetting, MessageForms]:
         template = self._template(tools)
         key = (template, tools is not None)
         if key not in self._forms:
-            self._forms[key] = forms = Forms(Setting(source, template, tools, self._special_tokens))
-            self._stops[key] = Stops(forms, self._special, self._begin, self._end)
+            self._forms[key] = forms = MessageForms(TemplateSetting(source, template, tools, self._special_tokens))
+            self._stops[key] = StopTokens(forms, self._special, self._begin, self._end)
         # Templates use bos_token and the like as variables; the conversation may set more, and overrides them.
         variables = self._special_tokens | (chat.chat_template_kwargs or {})
-        return Setting(source, template, tools, variables), self._forms[key]
+        return TemplateSetting(source, template, tools, variables), self._forms[key]
 
 
 def _templates_of(tokenizer: Any) -> tuple[str, str]:

@@ -29,7 +29,7 @@ OTHERS = tuple("system_prompt tools mask logprobs advantage reward group step id
 ROLES = ("system", "user", "assistant", "tool")
 IGNORE = "ignore"
 KEYS = (*CONTENT, *IN_MESSAGES, *OTHERS, "finish_reason", *ROLES, IGNORE)
-# Each of these is a complete content; further keys of CONTENT are refused, except those that name a prompt.
+# Each of these is a complete content; further keys of CONTENT are refused, except keys that name a prompt.
 CONTENTS = tuple(
     frozenset(each.split())
     for each in (
@@ -219,7 +219,7 @@ CONTENTS_WITH_PROMPT = frozenset(CONTENT) - {"messages"}
 
 
 def _checked(columns: ColumnMap) -> ColumnMap:
-    """Refuse a map whose keys are no complete content.
+    """Refuse a map whose keys are not complete content.
 
     Raises:
         TreepackError: the content is incomplete, or has two forms.

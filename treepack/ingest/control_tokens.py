@@ -8,7 +8,7 @@ A tokenizer cannot distinguish a control token that a template prints from the s
 are searched before they are rendered. For "text", each such token gets a mark after its first character, which the
 encoder removes: the tokens of the template and the positions of trained spans do not change.
 
-    "<|im_end|>"  --mark-->  "<MARK|im_end|>"  --rendered, cut into pieces, Encoder-->  ids of "<|im_end|>" as text
+    "<|im_end|>"  --mark-->  "<MARK|im_end|>"  --rendered, cut into blocks, Encoder-->  ids of "<|im_end|>" as text
 
 A control token is a special token of the tokenizer, or another added token that the chat template prints. Tags such as
 `<think>` and `<tool_call>` are none, because logs of raw output and system prompts contain them on purpose.
@@ -30,7 +30,7 @@ MARK_REASON = "text with the noncharacter U+FDD0, which --control-tokens text us
 # Tags that logs of raw output and system prompts contain on purpose: of reasoning, and of calls if not special.
 REASONING = re.compile("think|thought", re.IGNORECASE)
 TAG = re.compile(r"</?[A-Za-z_]+>")
-# Fields of a message that are no text of it: names by which a template chooses a branch.
+# Fields of a message that are not text of it: names by which a template chooses a branch.
 FIXED_FIELDS = frozenset({"role", "type", "id", "tool_call_id"})
 
 

@@ -8,7 +8,7 @@
     config.json                    the type of the model, by which transformers chooses a class (`tokenizer_classes`)
 
 Ids, special tokens, templates and fingerprint equal those of `transformers.AutoTokenizer`, with which the tests compare
-them. `read_folder` returns None for everything that it does not know to be equal; then transformers reads the folder.
+them. `read_folder` returns None for everything that may differ; then transformers reads the folder.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FILES = (
     "additional_chat_templates/*.jinja"
 ).split()
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Fields of tokenizer_config.json that `read_folder` treats as transformers does, besides those that end in _token. Most
-# change neither ids nor templates. A tokenizer with another field is left to transformers.
+# Fields of tokenizer_config.json that `read_folder` treats as transformers does, besides fields that end in _token.
+# Most change neither ids nor templates. A tokenizer with another field is left to transformers.
 FIELDS = frozenset(
     (
         "add_bos_token add_eos_token add_prefix_space added_tokens_decoder additional_special_tokens backend bos_token "
@@ -130,7 +130,7 @@ def read_folder(folder: Path, name: str) -> FileTokenizer | None:
         return None
     backend.encode_special_tokens = config.get("split_special_tokens", False)
     _add_tokens(backend, added, special, extra)
-    if kind == "Qwen2Tokenizer":  # its class makes every special token special, even if the file says otherwise
+    if kind == "Qwen2Tokenizer":  # its class makes every special token special, even if the file differs
         texts = dict.fromkeys(str(token) for token in [*special.values(), *extra])
         backend.add_tokens([AddedToken(text, special=True) for text in texts])
     return FileTokenizer(name, backend, special, extra, _templates(config, folder))
@@ -179,7 +179,7 @@ def _move_roles(fields: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def _merge_special_tokens_map(fields: dict[str, Any], file: Mapping[str, Any]) -> None:
-    """Let the tokens of special_tokens_map.json replace those of tokenizer_config.json."""
+    """Let the tokens of special_tokens_map.json replace the tokens of tokenizer_config.json."""
     for key, value in file.items():
         if key == "extra_special_tokens" and isinstance(value, list):
             tokens = list(fields.get(key) or [])
@@ -208,7 +208,7 @@ def _added_of_files(fields: Mapping[str, Any], folder: Path, source: Tokenizer) 
 def _add_tokens(
     backend: Tokenizer, added: Mapping[int, AddedToken], special: Mapping[str, _Token], extra: list[_Token]
 ) -> None:
-    """Add all tokens to `backend`: first those with ids, in order, then special tokens that it does not know."""
+    """Add all tokens to `backend`: first the tokens with ids, in order, then special tokens that it lacks."""
     tokens: list[_Token] = [added[i] for i in sorted(added)]
     known = {token.content for token in backend.get_added_tokens_decoder().values()} | {str(token) for token in tokens}
     for token in [*special.values(), *extra]:
@@ -225,7 +225,7 @@ def _add_tokens(
 
 
 def _templates(config: Mapping[str, Any], folder: Path) -> str | dict[str, str] | None:
-    """Return the chat template, or several by name; those in files count before those of tokenizer_config.json."""
+    """Return the chat template, or several by name; files count before tokenizer_config.json."""
     paths = {"default": folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
     paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}

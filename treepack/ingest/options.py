@@ -22,65 +22,54 @@ ROUTE_CONFLICTS = ("split", "first")
 CONTROL_TOKENS = ("keep", "text", "skip")
 TRUNCATED = ("keep", "drop")
 MAX_RECORD_SIZE = 1 << 30  # bytes of one record, decompressed; as Python values it takes about four times as much
-MIN_RECORD_SIZE = 1 << 20  # a lower limit would be below the pieces in which files are read
+MIN_RECORD_SIZE = 1 << 20  # a lower limit would be below the blocks in which files are read
 
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
     """Options of building a trie from rollouts: the options of `treepack build-trie`.
 
-    Attributes:
-        format: a name that `treepack formats` lists, or "auto" to recognise each file by its content.
-        columns: where the parts of a rollout are in records of another layout: "KEY=PATH,...", the path of a JSON
-            file, or an object with the same keys; see docs/inputs.md.
-        tokenizer: name or folder of the tokenizer whose chat template renders conversations.
-        chat_template: path of a file with a chat template, which replaces that of the tokenizer.
-        tools: tool schemas for conversations that have none, or the path of a JSON file with them.
-        expand: "trajectory" for one sample per conversation, "turns" for one per assistant turn.
-        per_path: with `expand` "turns", make a sample of a turn for each path of a search tree that has it, not one.
-        share: "all" shares prefixes between all trajectories of a training step, "group" only inside a group, "none"
-            makes every trajectory a tree of its own.
-        reward_key: key of the reward, if the reward is an object.
-        normalize_ids: number tool call ids, UUIDs and times of conversations, so that random ones share prefixes.
-        train_all: train every token of token records that have no mask.
-        shapes: also accept inputs that have lengths but no tokens; for statistics only.
-        strict: refuse the first rollout that would be skipped.
-        skip_bad: skip and count damaged records and files, which are refused otherwise.
-        max_record_size: maximum bytes of a line, and of a file that is read as a whole, decompressed.
-        control_tokens: special tokens that messages spell out: "keep" tokenises them as an engine does, "text" as
-            ordinary text, and "skip" skips the conversation.
-        truncated: rollouts whose last answer a limit or a filter cut: "keep" trains them, without an end token, and
-            "drop" masks their loss, while their reward counts in the baseline of their group.
-        workers: processes that read, tokenise, sort and write; the result is the same for any number. They start if
-            there are at least 32 MB of token ids, or any text to tokenise. Each takes about 0.6 s to start.
-        keep_routes: keep the experts that the routers of a mixture chose when the rollouts were sampled, for training
-            with the same ones. Tokens and columns are in memory, and routes in files if they are large.
-        route_conflicts: where trajectories share tokens with other experts: "split" does not share them, which is
-            exact, and "first" shares them with the experts of the first trajectory.
-
     Raises:
         TreepackError: a value that an option does not take.
     """
 
-    format: str = "auto"
+    format: str = "auto"  # a name that `treepack formats` lists, or "auto" to recognise each file by its content
+    # Where the parts of a rollout are in records of another layout: "KEY=PATH,...", the path of a JSON file, or an
+    # object with the same keys; see docs/inputs.md.
     columns: column_map.Given | None = None
-    tokenizer: str | None = None
-    chat_template: str | None = None
+    tokenizer: str | None = None  # name or folder of the tokenizer whose chat template renders conversations
+    chat_template: str | None = None  # path of a file with a chat template, which replaces that of the tokenizer
+    # Tool schemas for conversations that have none, or the path of a JSON file with them.
     tools: list[dict[str, Any]] | str | None = None
-    expand: str = "trajectory"
+    expand: str = "trajectory"  # "trajectory" for one sample per conversation, "turns" for one per assistant turn
+    # With `expand` "turns", make a sample of a turn for each path of a search tree that has it, not one.
     per_path: bool = False
+    # "all" shares prefixes between all trajectories of a training step, "group" only inside a group, "none" makes
+    # every trajectory a tree of its own.
     share: str = "all"
-    reward_key: str | None = None
+    reward_key: str | None = None  # key of the reward, if the reward is an object
+    # Number tool call ids, UUIDs and times of conversations, so that random ones share prefixes.
     normalize_ids: bool = False
-    train_all: bool = False
-    shapes: bool = False
-    strict: bool = False
-    skip_bad: bool = False
+    train_all: bool = False  # train every token of token records that have no mask
+    shapes: bool = False  # also accept inputs that have lengths but no tokens; for statistics only
+    strict: bool = False  # refuse the first rollout that would be skipped
+    skip_bad: bool = False  # skip and count damaged records and files, which are refused otherwise
+    # Maximum bytes of a line, and of a file that is read as a whole, decompressed.
     max_record_size: int = MAX_RECORD_SIZE
+    # Special tokens that messages spell out: "keep" tokenises them as an engine does, "text" as ordinary text, and
+    # "skip" skips the conversation.
     control_tokens: str = "keep"
+    # Processes that read, tokenise, sort and write; the result is the same for any number. They start if there are at
+    # least 32 MB of token ids, or any text to tokenise. Each takes about 0.6 s to start.
     workers: int = 1
+    # Keep the experts that the routers of a mixture chose when the rollouts were sampled, for training with the same
+    # ones. Tokens and columns are in memory, and routes in files if they are large.
     keep_routes: bool = False
+    # Where trajectories share tokens with other experts: "split" does not share them, which is exact, and "first"
+    # shares them with the experts of the first trajectory.
     route_conflicts: str = "split"
+    # Rollouts whose last answer a limit or a filter cut: "keep" trains them, without an end token, and "drop" masks
+    # their loss, while their reward counts in the baseline of their group.
     truncated: str = "keep"
 
     def __post_init__(self) -> None:

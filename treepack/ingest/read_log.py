@@ -38,7 +38,7 @@ class ReadLog:
         num_rollouts: rollouts that became at least one sample.
         num_conversations: the conversations among them, which a chat template renders.
         num_samples: samples of all rollouts: a conversation becomes several if the template rewrites earlier turns.
-        num_skipped: rollouts that became no sample. Files and records that are no rollouts are only in `counts`.
+        num_skipped: rollouts that became no sample. Files and records that are not rollouts are only in `counts`.
         skipped: the first `MAX_NAMED` skipped rollouts.
         groups: the groups that lost a rollout. A rollout that names no group counts in `num_without_group` instead.
         reasons: the number of skipped rollouts for each reason; unlike `counts`, without files and single turns.

@@ -1,9 +1,9 @@
-"""Rendered turns to samples: the text is cut where training starts and stops, and each piece is tokenised alone.
+"""Rendered turns to samples: the text is cut where training starts and stops, and each section is tokenised alone.
 
-turns A, AB, XC  --samples_of_turns-->   texts AB and XC     --pieces_of-->  ids and weights  --sample_of-->  samples
+turns A, AB, XC  --samples_of_turns-->   texts AB and XC     --sections_of-->  ids and weights  --sample_of-->  samples
                  --samples_of_prompts--> texts A, AB and XC
 
-The prompts of successive turns begin alike, so only their new text is tokenised (`Prompts`); their ids are copied.
+The prompts of successive turns begin alike, so only their new text is tokenised (`PromptIds`); their ids are copied.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from treepack.ingest.append_only import continues
 from treepack.ingest.chat_template import RenderedTurn
 from treepack.ingest.encoder import Encoder
-from treepack.ingest.template.texts import Text, common
+from treepack.ingest.template.texts import ChainedText, common
 from treepack.trajectory import (
     FIRST_TOKEN_NOTE,
     MAX_INSIDE,
@@ -47,32 +47,32 @@ def samples_of_turns(
     elif whole:
         notes += (TRAILING_NOTE,)
     names = [item.trajectory_id] if len(runs) == 1 else [f"{item.trajectory_id}/part-{i}" for i in range(len(runs))]
-    spans = [[span for turn in run for span in spans_of(turn)] for run in runs]
-    prompts = Prompts(encoder)
-    pieces = (prompts.pieces(text, spans_of_text) for text, spans_of_text in zip(texts, spans, strict=True))
-    yield from samples_of_pieces(replace(item, notes=item.notes + notes), names, pieces, runs)
+    spans = [[span for turn in run for span in trained_spans(turn)] for run in runs]
+    prompts = PromptIds(encoder)
+    sections = (prompts.sections(text, spans_of_text) for text, spans_of_text in zip(texts, spans, strict=True))
+    yield from samples_of_sections(replace(item, notes=item.notes + notes), names, sections, runs)
 
 
 def samples_of_prompts(item: Trajectory, encoder: Encoder, turns: list[RenderedTurn]) -> Iterator[Trajectory | Skipped]:
     """Yield one sample for each turn, with its prompt."""
     names = [f"{item.trajectory_id}/turn-{turn.index}" for turn in turns]
-    prompts = Prompts(encoder)
-    pieces = (prompts.pieces(turn.text, spans_of(turn)) for turn in turns)
-    yield from samples_of_pieces(item, names, pieces, [[turn] for turn in turns])
+    prompts = PromptIds(encoder)
+    sections = (prompts.sections(turn.text, trained_spans(turn)) for turn in turns)
+    yield from samples_of_sections(item, names, sections, [[turn] for turn in turns])
 
 
-def samples_of_pieces(
-    item: Trajectory, names: list[str], pieces: Iterable[list[tuple[Int32, float]]], runs: list[list[RenderedTurn]]
+def samples_of_sections(
+    item: Trajectory, names: list[str], sections: Iterable[list[tuple[Int32, float]]], runs: list[list[RenderedTurn]]
 ) -> Iterator[Trajectory | Skipped]:
     """Yield one sample per name, with the turns of one of `runs`.
 
     Only the first sample carries the notes of the trajectory, so they count once.
     """
     item = _in_rollout(item, len(names))
-    for number, (name, pieces_of_sample, turns) in enumerate(zip(names, pieces, runs, strict=True)):
+    for number, (name, sections_of_sample, turns) in enumerate(zip(names, sections, runs, strict=True)):
         notes = item.notes if number == 0 else ()
         part = None if item.rollout_part is None else item.rollout_part + number
-        yield sample_of(replace(item, trajectory_id=name, notes=notes, rollout_part=part), pieces_of_sample, turns)
+        yield sample_of(replace(item, trajectory_id=name, notes=notes, rollout_part=part), sections_of_sample, turns)
 
 
 def _in_rollout(item: Trajectory, num_samples: int) -> Trajectory:
@@ -95,29 +95,29 @@ def _runs_of_turns(turns: list[RenderedTurn]) -> list[list[RenderedTurn]]:
     return runs
 
 
-def spans_of(turn: RenderedTurn) -> list[tuple[int, int, float]]:
+def trained_spans(turn: RenderedTurn) -> list[tuple[int, int, float]]:
     """Return the trained spans of characters of a turn, each with the weight of the turn."""
     return [(start, end, turn.weight) for start, end in turn.spans]
 
 
-class Prompts:
+class PromptIds:
     """The ids of the last prompt, of which the next one repeats the beginning."""
 
     def __init__(self, encoder: Encoder) -> None:
         """Start with no prompt."""
         self._encoder = encoder
-        self._text = Text("")
+        self._text = ChainedText("")
         self._ids: Int32 = np.empty(1 << 12, np.int32)
         # Characters and ids up to the end of each stretch of the prompt; they start with 0.
         self._characters, self._counts = [0], [0]
 
-    def pieces(self, text: Text, spans: list[tuple[int, int, float]]) -> list[tuple[Int32, float]]:
-        """Return what `pieces_of` returns. The first ids are valid until the next call."""
+    def sections(self, text: ChainedText, spans: list[tuple[int, int, float]]) -> list[tuple[Int32, float]]:
+        """Return what `sections_of` returns. The first ids are valid until the next call."""
         start = spans[0][0]
         shifted = [(a - start, b - start, weight) for a, b, weight in spans]
-        return [(self._encode(text.prefix(start)), 0.0), *pieces_of(self._encoder, text.slice(start), shifted)]
+        return [(self._encode(text.prefix(start)), 0.0), *sections_of(self._encoder, text.slice(start), shifted)]
 
-    def _encode(self, text: Text) -> Int32:
+    def _encode(self, text: ChainedText) -> Int32:
         # The text is cut in the same places as before, as far as a cut cannot depend on different text.
         shared = common(self._text, text) - self._encoder.longest_separator
         known = max(1, bisect_right(self._characters, shared))
@@ -134,41 +134,41 @@ class Prompts:
         return self._ids[: self._counts[-1]]
 
 
-def pieces_of(encoder: Encoder, text: str, spans: list[tuple[int, int, float]]) -> list[tuple[Int32, float]]:
-    """Cut `text` at the ends of `spans` of its characters. Return the ids and the weight of each piece."""
-    # Spans (2, 4, w) and (6, 7, w) -> pieces [0:2] 0, [2:4] w, [4:6] 0, [6:7] w, [7:] 0.
-    pieces: list[tuple[Int32, float]] = []
+def sections_of(encoder: Encoder, text: str, spans: list[tuple[int, int, float]]) -> list[tuple[Int32, float]]:
+    """Cut `text` at the ends of `spans` of its characters. Return the ids and the weight of each section."""
+    # Spans (2, 4, w) and (6, 7, w) -> sections [0:2] 0, [2:4] w, [4:6] 0, [6:7] w, [7:] 0.
+    sections: list[tuple[Int32, float]] = []
     position = 0
     for start, end, weight in spans:
-        pieces += [(encoder.encode(text[position:start]), 0.0), (encoder.encode(text[start:end]), weight)]
+        sections += [(encoder.encode(text[position:start]), 0.0), (encoder.encode(text[start:end]), weight)]
         position = end
-    return [*pieces, (encoder.encode(text[position:]), 0.0)]
+    return [*sections, (encoder.encode(text[position:]), 0.0)]
 
 
 def sample_of(
-    item: Trajectory, pieces: list[tuple[Int32, float]], turns: Iterable[RenderedTurn] = ()
+    item: Trajectory, sections: list[tuple[Int32, float]], turns: Iterable[RenderedTurn] = ()
 ) -> Trajectory | Skipped:
-    """Join the `pieces` of ids into the content of `item`; trained pieces become spans, without the first token.
+    """Join the `sections` of ids into the content of `item`; trained sections become spans, without the first token.
 
-    `turns` are those whose spans are the pieces, if the content of `item` is a chat.
+    `turns` are the turns whose spans are the sections, if the content of `item` is a chat.
     """
-    # Pieces of 3, 2, 0 tokens -> bounds 0 3 5 5; weights 1, 0, 1 -> span [1, 3): position 0 is never trained.
-    bounds = np.cumsum([0, *(len(ids) for ids, _ in pieces)])
+    # Sections of 3, 2, 0 tokens -> bounds 0 3 5 5; weights 1, 0, 1 -> span [1, 3): position 0 is never trained.
+    bounds = np.cumsum([0, *(len(ids) for ids, _ in sections)])
     spans = [
         (max(int(start), 1), int(end), weight)
-        for start, end, (_, weight) in zip(bounds, bounds[1:], pieces, strict=False)
+        for start, end, (_, weight) in zip(bounds, bounds[1:], sections, strict=False)
         if weight > 0
     ]
     temperatures = _span_temperatures(item.content, turns, len(spans))
     trained = [(*span, value) for span, value in zip(spans, temperatures, strict=True) if span[0] < span[1]]
-    first = next(((ids, weight) for ids, weight in pieces if len(ids)), None)
+    first = next(((ids, weight) for ids, weight in sections if len(ids)), None)
     if first is None:
         return Skipped(item.source, "empty trajectory")
     if not trained:
         return Skipped(item.source, "no trained token")
     starts, ends, weights, values = zip(*trained, strict=True)
     content = Tokens(
-        tokens=np.concatenate([ids for ids, _ in pieces]),
+        tokens=np.concatenate([ids for ids, _ in sections]),
         starts=np.array(starts, np.int32),
         ends=np.array(ends, np.int32),
         span_weights=np.array(weights, np.float64),

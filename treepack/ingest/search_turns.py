@@ -9,7 +9,7 @@ with a reward or an advantage is never merged with a path without it.
 
 The merged sample has the sum of the weights of its paths, and the weighted mean of their rewards and of their
 advantages. So a loss that is linear in the advantage has the same gradient as with one sample for each path; a clipped
-loss clips the mean advantage once, instead of each path by itself.
+loss clips the mean advantage once, instead of each path alone.
 """
 
 from __future__ import annotations

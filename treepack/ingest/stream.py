@@ -18,16 +18,17 @@ from treepack.columns import Sequences, as_columns
 from treepack.errors import TreepackError
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog
-from treepack.ingest.readers.inputs import InputHash
-from treepack.ingest.readers.ranges import Range
-from treepack.ingest.readers.registry import Done, ReadOptions, Unread, read_parts
-from treepack.ingest.readers.remote_inputs import named_by_address
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.inputs import InputHash
+from treepack.ingest.readers.files.ranges import Range
+from treepack.ingest.readers.files.remote_inputs import named_by_address
+from treepack.ingest.readers.reading import FinishedPart, UnreadPart, read_parts
 from treepack.ingest.search_turns import records_of
-from treepack.ingest.tokenization import Job, Tokenisation, read_tokenizer
+from treepack.ingest.tokenization import TokenisationJob, TrajectoryTokeniser, read_tokenizer
 from treepack.processes import in_order
 from treepack.trajectory import Skipped, Trajectory
 
-Part = Unread | Done
+Part = UnreadPart | FinishedPart
 
 
 def read(
@@ -52,14 +53,14 @@ def parts_and_job(
     input_hash: InputHash | None = None,
     *,
     as_ranges: bool = False,
-) -> tuple[Iterator[Part], Job]:
+) -> tuple[Iterator[Part], TokenisationJob]:
     """Return the parts of `inputs`, for `ColumnsWork`, and its job; with `as_ranges` most parts contain no data."""
     how, job = options_and_job(options, tokenizer)
     parts = read_parts(inputs, how, format=options.format, input_hash=input_hash, as_ranges=as_ranges)
     return parts, job if options.workers == 1 else job.by_name()
 
 
-def options_and_job(options: BuildOptions, tokenizer: Any = None) -> tuple[ReadOptions, Job]:
+def options_and_job(options: BuildOptions, tokenizer: Any = None) -> tuple[ReadOptions, TokenisationJob]:
     """Return the options of reading records and the job of `ColumnsWork`; `tokenizer` is that of `options` if known.
 
     Raises:
@@ -77,7 +78,7 @@ def options_and_job(options: BuildOptions, tokenizer: Any = None) -> tuple[ReadO
         keep_routes=options.keep_routes,
         columns=options.column_map(),
     )
-    job = Job(
+    job = TokenisationJob(
         tokenizer,
         options.expand,
         options.tool_schemas(),
@@ -97,25 +98,25 @@ MIN_BYTES = 1 << 25
 PART_BYTES = 1 << 19  # of a part that contains its data
 
 
-def min_bytes(job: Job) -> int:
+def min_bytes(job: TokenisationJob) -> int:
     """Return the bytes of input from which on a second process saves time."""
     return 1 if job.tokenizer else MIN_BYTES
 
 
 def num_bytes(part: Part) -> int:
     """Return the bytes of the input of a part, or an estimate."""
-    return part.piece.size if isinstance(part, Unread) and isinstance(part.piece, Range) else PART_BYTES
+    return part.block.size if isinstance(part, UnreadPart) and isinstance(part.block, Range) else PART_BYTES
 
 
-def _min_parts(job: Job) -> int:
+def _min_parts(job: TokenisationJob) -> int:
     return -(-min_bytes(job) // PART_BYTES)
 
 
 class _ReadWork:
     """The work of a process: read and tokenise a part of a file."""
 
-    def __init__(self, job: Job) -> None:
-        self._tokenise = Tokenisation(job)
+    def __init__(self, job: TokenisationJob) -> None:
+        self._tokenise = TrajectoryTokeniser(job)
         self._strict = job.strict
 
     def __call__(self, part: Part) -> list[Trajectory | Skipped]:
@@ -138,7 +139,7 @@ class _ReadWork:
 class ColumnsWork:
     """The work of a process: read and tokenise a part of a file, and make columns of the usable trajectories."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TokenisationJob) -> None:
         self._read = _ReadWork(job)
 
     def __call__(self, part: Part) -> tuple[Sequences | None, ReadLog]:

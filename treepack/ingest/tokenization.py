@@ -1,11 +1,11 @@
 """Text to token ids: conversations and plain text become `Tokens`, with exact spans of the trained tokens.
 
     rendering   <|user|>Hi<|end|><|assistant|>  Hello<|end|>  <|user|>Bye<|end|><|assistant|>  Ciao<|end|>
-    pieces      ------------------------------  ~~~~~~~~~~~~  ------------------------------  ~~~~~~~~~~~
+    sections    ------------------------------  ~~~~~~~~~~~~  ------------------------------  ~~~~~~~~~~~
     ids                 tokenised alone             alone             tokenised alone            alone
 
-The text is cut where training starts and stops, and each piece is tokenised alone: first the prompt as its sampler saw
-it, then the completion. So the spans follow from the lengths of the pieces and are never searched for in the ids.
+The text is cut where training starts and stops, and each section is tokenised alone: first the prompt as its sampler
+saw it, then the completion. So the spans follow from the lengths of the sections and are never searched for in the ids.
 
     expand="trajectory"   turns that extend each other are one sample; when the template rewrites earlier turns (for
                           example, drops old reasoning), a new sample starts that trains only the remaining turns
@@ -33,7 +33,7 @@ from treepack.ingest.append_only import Message, append_only_text, sequence_tota
 from treepack.ingest.chat_template import ChatTemplate, RenderedTurn, TemplateFile, Tools, UnfaithfulError
 from treepack.ingest.control_tokens import ControlTokens, skip_sentence
 from treepack.ingest.encoder import Encoder
-from treepack.ingest.samples import pieces_of, sample_of, samples_of_prompts, samples_of_turns
+from treepack.ingest.samples import sample_of, samples_of_prompts, samples_of_turns, sections_of
 from treepack.ingest.search_turns import Item, records_of, samples_of_record
 from treepack.ingest.stable_ids import with_stable_ids
 from treepack.ingest.template.stops import CUT_NOTE
@@ -94,7 +94,7 @@ def read_tokenizer(name: str, *, download: bool = True) -> Any:
     try:
         folder = snapshot(name, FILES, download=download)
         tokenizer = read_folder(folder, name) if folder else None
-    except Exception:  # of damaged files or of the hub: transformers meets it again and says what it is
+    except Exception:  # of damaged files or of the hub: transformers meets it again and reports it
         tokenizer = None
     return tokenizer or load_tokenizer(name, download=download)
 
@@ -137,10 +137,10 @@ def tokenize(
     Raises:
         TreepackError: text without a tokenizer, or a template that cannot render it or cannot be trained on.
     """
-    job = Job(tokenizer, expand, tools, normalize_ids, per_path=per_path)
+    job = TokenisationJob(tokenizer, expand, tools, normalize_ids, per_path=per_path)
     records = records_of(trajectories)
     if workers == 1 or tokenizer is None:
-        tokenise = Tokenisation(job)
+        tokenise = TrajectoryTokeniser(job)
         for record in records:
             yield from (sample for _, samples in tokenise.record(record) for sample in samples)
         return
@@ -150,7 +150,7 @@ def tokenize(
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TokenisationJob:
     """Settings of tokenisation: the arguments of `tokenize`; `strict` refuses the first rollout that is skipped.
 
     `chat_template` replaces the template of the tokenizer; `control_tokens` and `truncated` are of `BuildOptions`.
@@ -174,7 +174,7 @@ class Job:
         if self.expand not in EXPANSIONS:
             raise TreepackError(f"expand is '{self.expand}'; expected {' or '.join(EXPANSIONS)}")
 
-    def by_name(self) -> Job:
+    def by_name(self) -> TokenisationJob:
         """Return the same job for another process, which loads the tokenizer itself instead of receiving it."""
         is_name = self.tokenizer is None or isinstance(self.tokenizer, str)
         return self if is_name else replace(self, tokenizer=self.tokenizer.name_or_path)
@@ -183,17 +183,17 @@ class Job:
 class _Batches:
     """Tokenise lists of records, in a worker."""
 
-    def __init__(self, job: Job) -> None:
-        self._tokenise = Tokenisation(job)
+    def __init__(self, job: TokenisationJob) -> None:
+        self._tokenise = TrajectoryTokeniser(job)
 
     def __call__(self, records: list[list[Item]]) -> list[Item]:
         return [sample for record in records for _, samples in self._tokenise.record(record) for sample in samples]
 
 
-class Tokenisation:
+class TrajectoryTokeniser:
     """Tokenise one trajectory at a time; the tokenizer and the template are loaded when a trajectory needs them."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TokenisationJob) -> None:
         """Load nothing yet."""
         self._job = job
         self._encoder: Encoder | None = None
@@ -346,7 +346,7 @@ class Tokenisation:
             sequence = append_only_text(chat, turns, render, template.special_tokens)
         except UnfaithfulError:  # the template refuses a short conversation; counted like one without a sequence
             sequence = None
-        sample = sample_of(item, pieces_of(encoder, *sequence), turns) if sequence else None
+        sample = sample_of(item, sections_of(encoder, *sequence), turns) if sequence else None
         if isinstance(sample, Trajectory):
             return totals + _sequence_totals(sample)
         longest = max(samples, key=lambda each: len(_tokens(each).tokens))

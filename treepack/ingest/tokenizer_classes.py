@@ -3,8 +3,8 @@
     tokenizer_config.json, config.json  --class_of-->  "Qwen2Tokenizer"  --built-->  a backend of `tokenizers`
 
 A class either takes tokenizer.json as it is, or takes only its vocabulary and merges, and replaces the other steps by
-its own, whatever the file says. This module contains only models and classes of which the tests show that the result
-equals transformers'. For all others `class_of` returns None, and transformers has to read the tokenizer.
+its own, whatever the file contains. This module contains only models and classes of which the tests show that the
+result equals transformers'. For all others `class_of` returns None, and transformers has to read the tokenizer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ DEFAULT_TOKENS: dict[str, dict[str, str | None]] = {
 def class_of(
     config: Mapping[str, Any], model_config: Mapping[str, Any] | None, has_byte_level: Callable[[], bool]
 ) -> str | None:
-    """Return the class that reads a tokenizer, a key of `DEFAULT_TOKENS`, or None if only transformers knows it.
+    """Return the class that reads a tokenizer, a key of `DEFAULT_TOKENS`, or None if only transformers has it.
 
     Args:
         config: tokenizer_config.json.

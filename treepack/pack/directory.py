@@ -18,7 +18,7 @@ from treepack.files.address import AnyPath, as_output, as_path
 from treepack.files.cache import local_copy, naming_addresses
 from treepack.files.directory import finished_directory, finished_file, is_inside, refuse_existing
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
-from treepack.ingest.readers.inputs import displayed
+from treepack.ingest.readers.files.inputs import displayed
 from treepack.pack.files import write_packed
 from treepack.pack.options import PackOptions
 from treepack.pack.packing import Packing, plan_packing, refuse_too_many

@@ -28,7 +28,8 @@ import pyarrow.compute as pc
 
 from treepack.errors import TreepackError
 from treepack.files.metadata import parse_metadata
-from treepack.ingest.readers.fields import marked, shown
+from treepack.ingest.readers.fields.rollout_facts import marked
+from treepack.ingest.readers.fields.values import shown
 from treepack.rl.group_tree import group_codes, node_paths, token_places
 from treepack.rl.segment_cuts import first_trained, recorded_segments
 from treepack.trajectory import Float64, Int64

@@ -19,11 +19,11 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.ingest.chat_template import ChatTemplate, TemplateFile, Tools
 from treepack.ingest.encoder import Encoder
-from treepack.ingest.readers import token_fields as tf
-from treepack.ingest.readers.fields import ReadOptions
-from treepack.ingest.readers.formats import chat
-from treepack.ingest.readers.messages import is_messages
-from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.chat_records import read_chat
+from treepack.ingest.readers.fields import token_fields as tf
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import is_messages
+from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Chat, Int32, as_token_ids, derived_group, prompt_messages
 
 TALK_FIELDS = ("messages", "prompt", "system", "tools", "chat_template_kwargs")
@@ -81,7 +81,7 @@ class PromptReader:
         given = {name: record.value[name] for name in TALK_FIELDS if record.value.get(name) is not None}
         # {"prompt": [...]} is read as {"messages": [...]}, because the reader expects a completion beside a prompt.
         given.setdefault("messages", given.pop("prompt", None))
-        (item,) = chat.read(Record(record.source, record.path, given), ReadOptions())
+        (item,) = read_chat(Record(record.source, record.path, given), ReadOptions())
         content = getattr(item, "content", None)
         if not isinstance(content, Chat):
             reason = getattr(item, "reason", "not a conversation")

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields import UNTRAINED_PREFIX
+from treepack.ingest.readers.fields.rollout_facts import UNTRAINED_PREFIX
 from treepack.trajectory import Int32
 from treepack.trie.trie import Trie, sequences_of
 

@@ -22,8 +22,17 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from treepack.ingest.readers import token_fields as tf
-from treepack.ingest.readers.fields import GROUPS, IDS, MAX_METADATA, METADATA_DICTS, REWARDS, SAMPLING_DICTS, STEPS
+from treepack.ingest.readers.fields import token_fields as tf
+from treepack.ingest.readers.fields.rewards import REWARDS
+from treepack.ingest.readers.fields.rollout_facts import (
+    GROUPS,
+    IDS,
+    MAX_METADATA,
+    METADATA_DICTS,
+    SAMPLING_DICTS,
+    STEPS,
+)
+from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.rollout.engine import derived_seed
 from treepack.rollout.query import Query
 from treepack.rollout.tree import Node, Tree, leaf_weights
@@ -81,14 +90,13 @@ def tree_records(tree: Tree) -> list[dict[str, Any]]:
 def tree_trajectories(tree: Tree) -> list[Trajectory]:
     """Return the trajectory of each leaf of `tree`, as if the records had been written to a file and read from it."""
     # The reader of the format imports parsers of files; writing records needs none of them.
-    from treepack.ingest.readers.fields import ReadOptions
-    from treepack.ingest.readers.formats import tokens
-    from treepack.ingest.readers.records import Record
+    from treepack.ingest.readers.fields.read_options import ReadOptions
+    from treepack.ingest.readers.files.records import Record
 
     read = [
         item
         for record in tree_records(tree)
-        for item in tokens.read(Record(record["rollout_id"], tree.query.source, record), ReadOptions(keep_routes=True))
+        for item in read_tokens(Record(record["rollout_id"], tree.query.source, record), ReadOptions(keep_routes=True))
     ]
     trajectories = [item for item in read if isinstance(item, Trajectory)]
     assert len(trajectories) == len(tree.leaves)  # every path has a sampled token, so the reader skips none
@@ -173,11 +181,11 @@ def _is_short(value: Any) -> bool:
 @functools.cache
 def _reserved_names() -> frozenset[str]:
     # Imported here, because it imports all readers.
-    from treepack.ingest.readers.registry import FORMATS
-    from treepack.ingest.readers.unread import MASKS
+    from treepack.ingest.readers.fields.unread import MASKS
+    from treepack.ingest.readers.registry import all_formats
 
     # Names of usual layouts, such as `solution`, are free: the ids of a rollout decide its format.
-    known = {name for each in FORMATS for name in each.required_fields()}
+    known = {name for each in all_formats() for name in each.required_fields()}
     reader = {*IDS, *GROUPS, *STEPS, *REWARDS, *SAMPLING_DICTS, *METADATA_DICTS, *tf.KINDS}
     return frozenset(
         {*known, *MASKS, *OWN_FIELDS, *reader, "advantage", "untrained_prefix", "trial", "reward_info", "text"}

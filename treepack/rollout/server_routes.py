@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.ingest.readers.route_fields import npy_array
+from treepack.ingest.readers.tokens.route_fields import npy_array
 from treepack.rollout.dialects import Dialect, read_part
 from treepack.rollout.engine import EngineError
 

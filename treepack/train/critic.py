@@ -36,7 +36,7 @@ from treepack.files.cache import local_copy, naming_addresses
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
-from treepack.ingest.readers.inputs import displayed
+from treepack.ingest.readers.files.inputs import displayed
 from treepack.model.adapter import base_of
 from treepack.model.compatibility import check_fits
 from treepack.model.forward import prepare_batch, row_values

@@ -30,10 +30,10 @@ from treepack.files.manifest import Manifest, Provenance
 from treepack.files.memory import usual_memory
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog, refuse_nothing
-from treepack.ingest.readers.inputs import InputHash
-from treepack.ingest.readers.route_fields import NAMES
+from treepack.ingest.readers.files.inputs import InputHash
+from treepack.ingest.readers.tokens.route_fields import NAMES
 from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, parts_and_job
-from treepack.ingest.tokenization import Job
+from treepack.ingest.tokenization import TokenisationJob
 from treepack.processes import ReportProgress, Team, with_progress
 from treepack.trie.build import build_trie, route_costs
 from treepack.trie.files import write_trie, write_trie_manifest
@@ -52,7 +52,7 @@ MIN_RUN_BYTES = 1 << 25  # of a worker; smaller runs would make the merge slow
 
 @dataclass(frozen=True, slots=True)
 class _WorkerJob:
-    job: Job
+    job: TokenisationJob
     share: str
     spools: list[Spool]  # of all workers
     number: int  # of this worker, and of the spool that it writes

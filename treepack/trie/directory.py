@@ -20,7 +20,7 @@ from treepack.files.manifest import Manifest, Provenance
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
-from treepack.ingest.readers.inputs import InputHash
+from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.processes import ReportProgress
 from treepack.trie.builder import TrieBuilder

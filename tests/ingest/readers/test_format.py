@@ -8,17 +8,18 @@ from typing import Any, Literal
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields import ReadOptions
-from treepack.ingest.readers.format import (
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import Format
+from treepack.ingest.readers.kinds import (
     ANY,
     LIST,
     OBJECT,
     OBJECTS,
     TEXT,
     Fields,
-    Format,
-    Kind,
     Requirement,
+    ValueKind,
     each,
     first,
     has_fields,
@@ -27,7 +28,6 @@ from treepack.ingest.readers.format import (
     some,
     starting,
 )
-from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped, Trajectory
 
 Checked = Literal["each", "first", "none"]
@@ -67,14 +67,14 @@ def refusal(requires: Requirement, value: dict[str, Any]) -> str:
         (first({"a": ANY}, {"b": ANY}), [[{"a": 1}, {}], [{"b": 1}]], [[], [{}, {"a": 1}], [1]]),
     ],
 )
-def test_a_kind_holds_for_its_values_only(kind: Kind, values: list[Any], others: list[Any]) -> None:
+def test_a_kind_holds_for_its_values_only(kind: ValueKind, values: list[Any], others: list[Any]) -> None:
     assert [has_fields({"x": value}, [{"x": kind}]) for value in values + others] == [True] * len(values) + [
         False
     ] * len(others)
 
 
 @pytest.mark.parametrize(("kind", "holds"), [(ANY, False), (LIST, False), (no(LIST), True), (optional(LIST), True)])
-def test_an_absent_field_is_no_value(kind: Kind, holds: bool) -> None:
+def test_an_absent_field_is_no_value(kind: ValueKind, holds: bool) -> None:
     assert has_fields({}, [{"x": kind}]) is holds
 
 

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
-from treepack.ingest.readers.files import read_records
-from treepack.ingest.readers.inputs import list_inputs
-from treepack.ingest.readers.registry import FORMAT_OF_NAME, ReadOptions, Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.inputs import list_inputs
+from treepack.ingest.readers.files.record_files import read_records
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Skipped, Trajectory
 
 SAMPLES = ROLLOUTS
@@ -53,14 +55,14 @@ def replaced(value: Any, place: Place, other: Any) -> Any:
 def reading(name: str, records: list[Record]) -> str | None:
     """The error of the reader of format `name` for `records`; None if it reads them."""
     try:
-        items = list(FORMAT_OF_NAME[name].trajectories(records, ReadOptions(shapes=True)))
+        items = list(formats_by_name()[name].trajectories(records, ReadOptions(shapes=True)))
     except TreepackError as error:
         return str(error)
     assert all(isinstance(each, Trajectory | Skipped) for each in items)
     return None
 
 
-@pytest.mark.parametrize("name", FORMAT_OF_NAME)
+@pytest.mark.parametrize("name", formats_by_name())
 @settings(max_examples=60)
 @given(data=st.data())
 def test_a_value_of_another_kind_is_read_or_refused_in_one_sentence(name: str, data: st.DataObject) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Skipped
 
 ASK, FIVE = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from support.paths import ROOT
 from support.strategies import make, trajectories
 from treepack.errors import TreepackError
-from treepack.ingest.readers.formats import chat, tokens
-from treepack.ingest.readers.registry import ReadOptions, Record
+from treepack.ingest.readers.chat_records import read_chat
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.rl.pros.augmentation import Augmentation, augment, valuable_prefix
@@ -165,7 +167,7 @@ REUSING = {"prompt_token_ids": [5, 6, 7], "response_ids": [8, 9], "untrained_pre
     ],
 )
 def test_readers_train_nothing_of_what_a_rollout_took_over(record: dict[str, Any], trained: list[int]) -> None:
-    (rollout,) = tokens.read(Record("r:1", "r", record), ReadOptions())
+    (rollout,) = read_tokens(Record("r:1", "r", record), ReadOptions())
     assert isinstance(rollout, Trajectory)
     assert isinstance(rollout.content, Tokens)
     assert positions(rollout.content.starts, rollout.content.ends).tolist() == trained
@@ -176,7 +178,7 @@ def test_readers_train_nothing_of_what_a_rollout_took_over(record: dict[str, Any
 @pytest.mark.parametrize("prefix", [-1, 6, True, "4", 2.0])
 def test_a_reused_prefix_that_cannot_be_is_refused(prefix: object) -> None:
     with pytest.raises(TreepackError, match=r"^r:1: untrained_prefix is .*; expected 0 to 5, the number of tokens$"):
-        list(tokens.read(Record("r:1", "r", {**REUSING, "untrained_prefix": prefix}), ReadOptions()))
+        list(read_tokens(Record("r:1", "r", {**REUSING, "untrained_prefix": prefix}), ReadOptions()))
 
 
 @few
@@ -207,7 +209,7 @@ def test_entropies_of_packed_rows_go_to_the_trajectories_they_are_of(made: list[
 def test_text_that_continues_an_augmented_query_is_refused() -> None:
     record = {"prompt": "a", "completion": "b", "metadata": {"untrained_prefix": 4}}
     with pytest.raises(TreepackError, match=r"^r:1: has untrained_prefix, which counts tokens, and text; give token"):
-        list(chat.read(Record("r:1", "r", record), ReadOptions()))
+        list(read_chat(Record("r:1", "r", record), ReadOptions()))
 
 
 def one() -> Trie:

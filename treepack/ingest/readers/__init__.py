@@ -1,1 +1,8 @@
-"""Readers: files of any known format to trajectories. `formats/` has one file per format; the rest is shared."""
+"""Readers: files of any known format to trajectories. `treepack.ingest.formats` has one file a format.
+
+    files/    bytes to records      registry, recognition, unknown_formats, suggestions    which format a file has
+    fields/ messages/ tokens/ calls/ spans/ apis/ columns/ programs/                       shared by formats
+    reading   inputs to trajectories, in parts that workers can read
+
+No file here imports a format: `registry` finds them.
+"""

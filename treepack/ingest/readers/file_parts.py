@@ -6,9 +6,9 @@
     part.parts(hash, unknown)   --> Unread | Done, ...  in a task
 
 A survey of plain JSONL or Parquet reads the file once: it hashes the file, numbers the lines and cuts it into ranges.
-All other files are one piece: they are read and hashed by the task that parses them. Paths must name the same file on
+All other files are one block: they are read and hashed by the task that parses them. Paths must name the same file on
 each machine. Of an object in a store, a survey streams all bytes, and later tasks fetch ranges; only files that are one
-piece are copied to the machine of their task.
+block are copied to the machine of their task.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from treepack.errors import TreepackError
 from treepack.files import object_store
 from treepack.files.address import AnyPath, RemotePath, as_path, as_remote_path, is_address
 from treepack.files.cache import borrowed_copy
-from treepack.ingest.readers import ranges
-from treepack.ingest.readers.byte_streams import COMPRESSION, Handling
-from treepack.ingest.readers.fields import ReadOptions
-from treepack.ingest.readers.inputs import STDIN, InputHash, displayed, list_inputs, unreadable
-from treepack.ingest.readers.ranges import LineRange, Range, RowGroups
-from treepack.ingest.readers.records import Damaged
-from treepack.ingest.readers.registry import Done, Unread, parts_of_path
-from treepack.ingest.readers.remote_inputs import named_by_address
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files import ranges
+from treepack.ingest.readers.files.byte_streams import COMPRESSION, RecordLimits
+from treepack.ingest.readers.files.inputs import STDIN, InputHash, displayed, list_inputs, unreadable
+from treepack.ingest.readers.files.ranges import LineRange, Range, RowGroups
+from treepack.ingest.readers.files.records import DamagedBlock
+from treepack.ingest.readers.files.remote_inputs import named_by_address
+from treepack.ingest.readers.reading import FinishedPart, UnreadPart, parts_of_path
 from treepack.trajectory import Skipped
 
 # Formats that read further files of the folder, which a copy of one object lacks.
@@ -58,7 +58,9 @@ class WholeFile:
     file: InputFile
     size: int
 
-    def parts(self, how: FileReading, input_hash: InputHash, unknown: list[TreepackError]) -> Iterator[Unread | Done]:
+    def parts(
+        self, how: FileReading, input_hash: InputHash, unknown: list[TreepackError]
+    ) -> Iterator[UnreadPart | FinishedPart]:
         """Read the file; put its hash into `input_hash`, and its error into `unknown` if it has no known format.
 
         Raises:
@@ -73,7 +75,7 @@ class WholeFile:
             if error is not None:
                 unknown.append(error)
             for part in parts:
-                if isinstance(part, Unread):
+                if isinstance(part, UnreadPart):
                     _refuse_beside(self.file, part.format)
                 yield part
 
@@ -87,7 +89,7 @@ class SurveyedFile:
     """
 
     file: InputFile
-    pieces: list[tuple[WholeFile | Unread | Done, int]]
+    blocks: list[tuple[WholeFile | UnreadPart | FinishedPart, int]]
     size: int
     sha256: str | None = None
     version: str | None = None
@@ -96,14 +98,16 @@ class SurveyedFile:
 
 @dataclass(frozen=True, slots=True)
 class InputPart:
-    """Part of the input for one task: successive pieces of files, and the versions of the objects among the files."""
+    """Part of the input for one task: successive blocks of files, and the versions of the objects among the files."""
 
-    pieces: list[WholeFile | Unread | Done]
+    blocks: list[WholeFile | UnreadPart | FinishedPart]
     size: int
     versions: dict[str, str]
 
-    def parts(self, how: FileReading, input_hash: InputHash, unknown: list[TreepackError]) -> Iterator[Unread | Done]:
-        """Read the pieces in bounded steps; the arguments have the meaning that they have in `WholeFile.parts`.
+    def parts(
+        self, how: FileReading, input_hash: InputHash, unknown: list[TreepackError]
+    ) -> Iterator[UnreadPart | FinishedPart]:
+        """Read the blocks in bounded steps; the arguments have the meaning that they have in `WholeFile.parts`.
 
         Raises:
             TreepackError: bad input; or an object was replaced after the survey.
@@ -112,8 +116,8 @@ class InputPart:
             entry = object_store.info(as_remote_path(address))
             if entry is None or entry.version != version:
                 raise TreepackError(f"{address}: was replaced while it was read; run the command again")
-        for piece in self.pieces:
-            yield from piece.parts(how, input_hash, unknown) if isinstance(piece, WholeFile) else piece.parts()
+        for block in self.blocks:
+            yield from block.parts(how, input_hash, unknown) if isinstance(block, WholeFile) else block.parts()
 
 
 def list_files(inputs: Iterable[str | Path]) -> tuple[list[InputFile], list[Skipped]]:
@@ -143,26 +147,26 @@ def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
         return whole
     digest = InputHash()
     parts, unknown = _parts_of(file, file.path, how, digest, as_ranges=True)
-    pieces: list[tuple[WholeFile | Unread | Done, int]] = []
+    blocks: list[tuple[WholeFile | UnreadPart | FinishedPart, int]] = []
     for part in _join_adjacent(parts, max_bytes):
-        if isinstance(part, Unread) and isinstance(part.piece, Range):
+        if isinstance(part, UnreadPart) and isinstance(part.block, Range):
             _refuse_beside(file, part.format)
-            pieces.append((part, part.piece.size))
+            blocks.append((part, part.block.size))
         elif unknown is not None or _is_skipped(part):
-            pieces.append((_with_addresses(part), 0))
+            blocks.append((_with_addresses(part), 0))
         else:
             # A file that cannot be cut, records that belong together, or a list inside of a document.
             return whole
     hashes = digest.files
     sha256, version = hashes[0][1] if hashes else None, None if entry is None else entry.version
-    return SurveyedFile(file, pieces, size, sha256, version, unknown)
+    return SurveyedFile(file, blocks, size, sha256, version, unknown)
 
 
 def _may_have_ranges(place: AnyPath, how: FileReading) -> bool:
     """Return False for a file that is never cut, before more than its first line is read."""
     if isinstance(place, RemotePath):
         return object_store.read_range(place, 0, 2) not in COMPRESSION
-    handling = Handling(how.options.max_record_size, how.options.skip_bad)
+    handling = RecordLimits(how.options.max_record_size, how.options.skip_bad)
     try:
         return ranges.plan_ranges(str(place), handling, None) is not None
     except OSError as error:
@@ -187,26 +191,26 @@ def _local_size(file: InputFile) -> int:
 
 
 def group_parts(files: Sequence[SurveyedFile], size: int) -> Iterator[InputPart]:
-    """Yield the pieces of all `files` in parts of about `size` bytes, in order."""
-    pieces: list[WholeFile | Unread | Done] = []
+    """Yield the blocks of all `files` in parts of about `size` bytes, in order."""
+    blocks: list[WholeFile | UnreadPart | FinishedPart] = []
     versions: dict[str, str] = {}
     total = 0
     for file in files:
-        for piece, num_bytes in file.pieces:
-            if pieces and total + num_bytes > size:
-                yield InputPart(pieces, total, versions)
-                pieces, versions, total = [], {}, 0
-            pieces.append(piece)
+        for block, num_bytes in file.blocks:
+            if blocks and total + num_bytes > size:
+                yield InputPart(blocks, total, versions)
+                blocks, versions, total = [], {}, 0
+            blocks.append(block)
             total += num_bytes
             if file.version is not None:
                 versions[file.file.path] = file.version
-    if pieces:
-        yield InputPart(pieces, total, versions)
+    if blocks:
+        yield InputPart(blocks, total, versions)
 
 
 def _parts_of(
     file: InputFile, path: str, how: FileReading, input_hash: InputHash, *, as_ranges: bool
-) -> tuple[Iterator[Unread | Done], TreepackError | None]:
+) -> tuple[Iterator[UnreadPart | FinishedPart], TreepackError | None]:
     return parts_of_path(
         path,
         how.options,
@@ -217,26 +221,26 @@ def _parts_of(
     )
 
 
-def _with_addresses(part: Unread | Done) -> Unread | Done:
+def _with_addresses(part: UnreadPart | FinishedPart) -> UnreadPart | FinishedPart:
     """Return a part of skipped records with addresses instead of local copies."""
-    if isinstance(part, Done):
-        return Done([named_by_address(item) for item in part.items])
-    assert isinstance(part.piece, Damaged)
-    skipped = named_by_address(part.piece.skipped)
+    if isinstance(part, FinishedPart):
+        return FinishedPart([named_by_address(item) for item in part.items])
+    assert isinstance(part.block, DamagedBlock)
+    skipped = named_by_address(part.block.skipped)
     assert isinstance(skipped, Skipped)
-    return replace(part, piece=Damaged(skipped))
+    return replace(part, block=DamagedBlock(skipped))
 
 
-def _is_skipped(part: Unread | Done) -> bool:
+def _is_skipped(part: UnreadPart | FinishedPart) -> bool:
     """Return True if a part has only records that are skipped, which are few."""
-    if isinstance(part, Done):
+    if isinstance(part, FinishedPart):
         return all(isinstance(item, Skipped) for item in part.items)
-    return isinstance(part.piece, Damaged)
+    return isinstance(part.block, DamagedBlock)
 
 
-def _join_adjacent(parts: Iterator[Unread | Done], max_bytes: int) -> Iterator[Unread | Done]:
+def _join_adjacent(parts: Iterator[UnreadPart | FinishedPart], max_bytes: int) -> Iterator[UnreadPart | FinishedPart]:
     """Yield `parts` with adjacent ranges of lines joined up to `max_bytes`."""
-    last: Unread | None = None
+    last: UnreadPart | None = None
     for part in parts:
         joined = None if last is None else _join(last, part, max_bytes)
         if joined is not None:
@@ -244,28 +248,28 @@ def _join_adjacent(parts: Iterator[Unread | Done], max_bytes: int) -> Iterator[U
             continue
         if last is not None:
             yield last
-        last = part if isinstance(part, Unread) else None
+        last = part if isinstance(part, UnreadPart) else None
         if last is None:
             yield part
     if last is not None:
         yield last
 
 
-def _join(first: Unread, second: Unread | Done, max_bytes: int) -> Unread | None:
-    if isinstance(second, Done) or first.format != second.format:
+def _join(first: UnreadPart, second: UnreadPart | FinishedPart, max_bytes: int) -> UnreadPart | None:
+    if isinstance(second, FinishedPart) or first.format != second.format:
         return None
-    a, b = first.piece, second.piece
+    a, b = first.block, second.block
     # Lines 1 .. 3 in bytes [0, 90) and lines 4 .. 9 in bytes [90, 200) -> lines 1 .. 9 in bytes [0, 200).
     if isinstance(a, LineRange) and isinstance(b, LineRange):
         if a.offset + a.size == b.offset and a.size + b.size <= max_bytes:
-            return replace(first, piece=replace(a, size=a.size + b.size))
+            return replace(first, block=replace(a, size=a.size + b.size))
     elif (
         isinstance(a, RowGroups)
         and isinstance(b, RowGroups)
         and a.groups[-1] + 1 == b.groups[0]
         and a.size + b.size <= max_bytes
     ):
-        return replace(first, piece=replace(a, groups=a.groups + b.groups, size=a.size + b.size))
+        return replace(first, block=replace(a, groups=a.groups + b.groups, size=a.size + b.size))
     return None
 
 

@@ -10,37 +10,31 @@
         read=read,
     )
 
-`requires` lists alternatives. A record has the format if it has all fields of at least one alternative:
-
-    "state.history": OBJECTS          the field `history` of the object `state` is a list of objects
-    ("messages", "ticks"): ANY        at least one of these fields is present
-    "samples": each({"tokens": ANY})  a list of objects, and every object has the field `tokens`
-    "samples": no(LIST)               the field is absent or is not a list
+`requires` lists alternatives of fields and their `kinds`. A record has the format if it has all fields of at least one
+alternative.
 
 `Format.matches` detects the format, and `Format.check` refuses a record that lacks a field, so a reader does neither.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
-
 from treepack.errors import TreepackError
-from treepack.ingest.readers.batches import is_column
-from treepack.ingest.readers.containers import with_containers
-from treepack.ingest.readers.fields import BadValueError, ReadOptions, group_of, shown
-from treepack.ingest.readers.messages import is_messages
-from treepack.ingest.readers.paths import MISSING
-from treepack.ingest.readers.records import DAMAGED_FILE, DAMAGED_RECORD, Record
-from treepack.ingest.readers.turn_weights import as_flag
-from treepack.ingest.readers.unread import Declared, declare
-from treepack.ingest.readers.unread_notes import TOO_DEEP, NotesOfFile, View, notes_of_record
+from treepack.ingest.readers.fields.field_paths import MISSING
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import group_of
+from treepack.ingest.readers.fields.similar_names import close_names
+from treepack.ingest.readers.fields.unread import Declared, declare
+from treepack.ingest.readers.fields.unread_notes import TOO_DEEP, NotesOfFile, View, notes_of_record
+from treepack.ingest.readers.fields.values import BadValueError, shown
+from treepack.ingest.readers.files.records import DAMAGED_FILE, DAMAGED_RECORD, Record
+from treepack.ingest.readers.kinds import Fields, Requirement, as_names, field_at, has_field, has_fields
+from treepack.ingest.readers.messages.containers import with_containers
 from treepack.trajectory import Skipped, Trajectory
 
 # The columns of the table in docs/formats.md, in this order.
@@ -48,88 +42,8 @@ TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE = "token ids", "masks", "log-probab
 KEEPS = (TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE)
 EVERYTHING = frozenset(KEEPS)
 MAX_REMOVED = 100  # damaged records of a file whose records belong together; each costs a reading of the file
-SIMILAR = 0.8  # share of equal characters above which one name may be a misspelling of another
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of value. `text` completes "expected ..."; `test` gets the value of a field, or `MISSING`."""
-
-    text: str
-    test: Callable[[Any], bool]
-
-
-# One alternative: the kind of each required field. A tuple of names requires one of these fields.
-Fields = dict[str | tuple[str, ...], Kind]
-Requirement = Sequence[Fields] | Callable[[dict[str, Any]], bool]
 ReadRecord = Callable[[Record, ReadOptions], Iterator[Trajectory | Skipped]]
 ReadFile = Callable[[Iterator[Record], ReadOptions], Iterator[Trajectory | Skipped]]
-
-ANY = Kind("any value", lambda value: value is not MISSING)
-SET = Kind("a value other than null", lambda value: value is not MISSING and value is not None)
-TEXT = Kind("text", lambda value: isinstance(value, str))
-FLAG = Kind("true or false", lambda value: as_flag(value) is not None)  # also 0, 1 and their texts
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-OBJECTS = Kind("a list of objects", is_messages)
-TALK = Kind("text or a list of messages", lambda value: isinstance(value, str) or is_messages(value))
-LIST = Kind("a list", lambda value: isinstance(value, list))
-TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value))
-# A list of numbers is a numpy array if it was read from Parquet or Arrow.
-ARRAY = Kind("a list of values", lambda value: isinstance(value, list | np.ndarray))
-ARRAYS = Kind("a list of lists", lambda value: isinstance(value, list) and all(map(ARRAY.test, value)))
-# Other programs use the same names for texts and messages, so the first value decides.
-IDS = Kind(
-    "a list of token ids", lambda value: ARRAY.test(value) and (len(value) == 0 or not isinstance(value[0], str | dict))
-)
-COLUMN = Kind("a list with one list for each row", is_column)
-
-
-def no(kind: Kind) -> Kind:
-    """The kind of a field that is absent or of another kind."""
-    return Kind(f"anything but {kind.text}", lambda value: not kind.test(value))
-
-
-def optional(kind: Kind) -> Kind:
-    """The kind of a field that is absent or of `kind`."""
-    return Kind(kind.text, lambda value: value is MISSING or kind.test(value))
-
-
-def one_of(*values: str) -> Kind:
-    """The kind of a text that is equal to one of `values`."""
-    return Kind(" or ".join(values), lambda value: isinstance(value, str) and value in values)
-
-
-def starting(prefix: str) -> Kind:
-    """The kind of a text that starts with `prefix`."""
-    return Kind(f"text that starts with {prefix}", lambda value: isinstance(value, str) and value.startswith(prefix))
-
-
-def each(fields: Fields, *, minimum: int = 0) -> Kind:
-    """The kind of a list of at least `minimum` objects that all have `fields`."""
-
-    def test(value: Any) -> bool:
-        return is_messages(value) and len(value) >= minimum and all(has_fields(item, [fields]) for item in value)
-
-    return Kind(f"a list of objects with {_names(fields)}" if fields else "a list of objects", test)
-
-
-def some(fields: Fields) -> Kind:
-    """The kind of a list of objects of which at least one has `fields`."""
-    return Kind(
-        f"a list of objects, one of them with {_names(fields)}",
-        lambda value: is_messages(value) and any(has_fields(item, [fields]) for item in value),
-    )
-
-
-def first(*alternatives: Fields) -> Kind:
-    """The kind of a list of objects whose first has the fields of one of `alternatives`."""
-    return Kind(
-        f"a list of objects with {' or '.join(map(_names, alternatives))}",
-        lambda value: is_messages(value) and len(value) > 0 and has_fields(value[0], alternatives),
-    )
-
-
-FILLED = each({}, minimum=1)  # a list of objects that is not empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +54,7 @@ class Format:
     dots for fields inside fields (`info.reward`). `dropped` are the known fields that are not read, each with its
     reason in brackets if the reason is not plain. `ignored` are paths of known fields, written as in `used`, that no
     training could need: times, ids of requests, counts of tokens. A path without deeper declared paths covers
-    everything under it. A field that is not in `used` is noted when a record is read, see `unread`. `keeps` is a
+    everything under it. A field that is not in `used` is noted when a record is read, see `fields.unread`. `keeps` is a
     subset of `KEEPS`:
 
         token ids           the ids of the sampler; nothing is tokenised again
@@ -160,6 +74,9 @@ class Format:
     `notes_unused` is False for a reader that passes records on to other formats, which note their unused fields.
     `also` are more declared fields, of forms that neither the sample nor the documentation shows. `view` returns a
     record of a file as it is declared, if names of fields are among its values, or values are among its names.
+
+    A record is compared with the formats by ascending `rank`, and with formats of equal rank by name. The ranks of
+    treepack's own formats are above 0, so formats of other packages come first unless they set one.
     """
 
     name: str
@@ -178,6 +95,7 @@ class Format:
     links: Sequence[str] = ()
     also: Sequence[str] = ()
     view: View | None = None
+    rank: int = 0
     declared: Declared = field(init=False)
 
     def __post_init__(self) -> None:
@@ -194,7 +112,7 @@ class Format:
         """Return the names of the fields of a record that an alternative requires; none if a function decides."""
         if callable(self.requires):
             return set()
-        paths = [name for fields in self.requires for names in fields for name in _as_tuple(names)]
+        paths = [name for fields in self.requires for names in fields for name in as_names(names)]
         return {path.partition(".")[0] for path in paths}
 
     def why_not(self, value: dict[str, Any]) -> str:
@@ -293,7 +211,7 @@ class Format:
 
     def _check_record(self, record: Record, number: int) -> None:
         for path in self.links:
-            link = _field(record.value, path)
+            link = field_at(record.value, path)
             if link is not MISSING and link is not None and (isinstance(link, bool) or not isinstance(link, str | int)):
                 raise TreepackError(f"{record.source}: {path} is {shown(link)}; expected text or a number")
         if self.checked == "each" or (self.checked == "first" and number == 0):
@@ -304,8 +222,8 @@ class Format:
         if callable(self.requires):
             return None
         for fields in self.requires:
-            wrong = [names for names, kind in fields.items() if not _has_field(value, names, kind)]
-            if len(wrong) == 1 and isinstance(wrong[0], str) and _field(value, wrong[0]) is None:
+            wrong = [names for names, kind in fields.items() if not has_field(value, names, kind)]
+            if len(wrong) == 1 and isinstance(wrong[0], str) and field_at(value, wrong[0]) is None:
                 return wrong[0]
         return None
 
@@ -317,11 +235,11 @@ class Format:
             return f"is not a record of {self.program}; expected {form}"
         # {"messages": 7} is closest to the alternative with `messages`, so the message is about this field.
         closest = max(self.requires, key=lambda fields: _num_present(value, fields))
-        names, kind = next((names, kind) for names, kind in closest.items() if not _has_field(value, names, kind))
-        names = _as_tuple(names)
+        names, kind = next((names, kind) for names, kind in closest.items() if not has_field(value, names, kind))
+        names = as_names(names)
         # If one of several names is present, its value is wrong; if none is, the field is missing.
         for name in names:
-            if (field := _field(value, name)) is not MISSING:
+            if (field := field_at(value, name)) is not MISSING:
                 return f"{name} is {shown(field)}; expected {kind.text} (format {self.name})"
         # A similar name that has another kind of value is another field.
         similar = [name for name in close_names(value, names) if kind.test(value[name])]
@@ -348,41 +266,6 @@ def _number_of_record(message: str, records: list[Record]) -> int | None:
     return next(named, None)
 
 
-def close_names(value: Iterable[str], names: Sequence[str]) -> list[str]:
-    """Return the names of fields in `value` that are nearly one of `names`: mesages for messages."""
-    return [field for field in value if field not in names and difflib.get_close_matches(field, names, 1, SIMILAR)]
-
-
-def has_fields(value: dict[str, Any], requires: Requirement) -> bool:
-    """Return whether `value` has all fields of one alternative of `requires`."""
-    if callable(requires):
-        return requires(value)
-    return any(all(_has_field(value, names, kind) for names, kind in fields.items()) for fields in requires)
-
-
-def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
-
-
-def _has_field(value: dict[str, Any], names: str | tuple[str, ...], kind: Kind) -> bool:
-    names = _as_tuple(names)
-    # A field that must be absent fails only if all names of the tuple are present.
-    return any(kind.test(_field(value, name)) for name in names)
-
-
 def _num_present(value: dict[str, Any], fields: Fields) -> int:
     """Count the fields that `value` has; a field that must be absent does not bring a record closer to a format."""
-    return sum(_has_field(value, names, kind) for names, kind in fields.items() if not kind.test(MISSING))
-
-
-def _field(value: Any, path: str) -> Any:
-    """Return the field at `path`: "info.reward" of {"info": {"reward": 1.0}} -> 1.0."""
-    for name in path.split("."):
-        if not isinstance(value, dict) or name not in value:
-            return MISSING
-        value = value[name]
-    return value
-
-
-def _names(fields: Fields) -> str:
-    return " and ".join(names if isinstance(names, str) else " or ".join(names) for names in fields)
+    return sum(has_field(value, names, kind) for names, kind in fields.items() if not kind.test(MISSING))

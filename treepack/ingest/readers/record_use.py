@@ -1,4 +1,4 @@
-"""What the first record of a file is read as: each of its fields with the use that its reader makes of it.
+"""The reading of the first record of a file: each of its fields with the use that its reader makes of it.
 
     {"messages": [{"role": "user", "content": "Bolts?"}, {"role": "assistant", "content": "Seven."}], "shelf": "A"}
     --explain-->  messages[].role structure (2)   messages[].content prompt (1), trained (1)   shelf metadata (1)
@@ -19,13 +19,15 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import ColumnMap
-from treepack.ingest.readers import aliases
-from treepack.ingest.readers.containers import with_containers
-from treepack.ingest.readers.fields import ReadOptions, shown
-from treepack.ingest.readers.files import read_pieces, read_records
+from treepack.ingest.readers.columns import aliases
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.files.record_files import read_blocks, read_records
+from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
-from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.registry import FORMATS, recognised_file
+from treepack.ingest.readers.messages.containers import with_containers
+from treepack.ingest.readers.reading import recognised_file
+from treepack.ingest.readers.registry import all_formats
 from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
 
 MAX_TRIED = 20  # values of one field, in elements of lists, that are changed
@@ -68,17 +70,17 @@ def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordU
     """Return the use of each field of the first record of the file `path`.
 
     Raises:
-        TreepackError: the file cannot be read, or is no file of records.
+        TreepackError: the file cannot be read, or is not a file of records.
     """
-    pieces = read_pieces(path, max_size=options.max_record_size)
+    blocks = read_blocks(path, max_size=options.max_record_size)
     error: str | None = None
     found: Format | None = None
     try:
-        recognised = recognised_file(pieces, options, format=format)
+        recognised = recognised_file(blocks, options, format=format)
         found = recognised.format
         assert found is not None  # only damaged records that were skipped have no format
         num = 1 if found.read_file is None else MAX_READ
-        records = list(islice((record for piece in recognised.pieces for record in piece.records()), num))
+        records = list(islice((record for block in recognised.blocks for record in block.records()), num))
     except TreepackError as refusal:
         error = str(refusal)
         records = list(islice(read_records(path), 1))
@@ -90,7 +92,7 @@ def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordU
             items = _items(found, records, options)
         except TreepackError as refusal:
             error = str(refusal)
-    others = [each for each in FORMATS if each is not found]
+    others = [each for each in all_formats() if each is not found]
     trial = None if found is None or error is not None else _Trial(found, records, options, items)
     return RecordUse(
         source=first.source,
@@ -147,7 +149,7 @@ class _Trial:
                 uses.add(STRUCTURE)
                 continue
             uses |= _differences(self._items, items)
-        # A change that breaks the record says less than one that does not.
+        # A change that breaks the record shows less than one that does not.
         return uses - {STRUCTURE} or uses or {UNUSED}
 
 

@@ -1,404 +1,55 @@
-"""Raw agent rollouts to trajectories. Each format is one file in `formats/` and one line in `FORMATS`.
+"""The formats of this installation: the modules of `treepack.ingest.formats`, and the formats of other packages.
 
-    files --records--> Record --Format.trajectories--> Trajectory | Skipped
+    treepack/ingest/formats/chat.py              FORMAT = Format(name="chat", ...)
+    [project.entry-points."treepack.formats"]    of another package
+    diary = "diary_logs.treepack_format:FORMAT"
 
-The format of a file is detected from its records (`recognition`): the first format of `FORMATS` that matches, unless
-the caller names a format, or maps columns. The order matters. Formats with particular fields come first, and `tokens`,
-`chat` and `columns` come last, because records of other formats contain token ids and messages too.
+    all_formats()    all of them, in the order in which a record is compared with them: by rank, then by name
+
+A format is imported only when the first file is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
-from pathlib import Path
+import pkgutil
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 
 from treepack.errors import TreepackError
-from treepack.files.address import is_address
-from treepack.ingest.readers.aliases import FIELDS
-from treepack.ingest.readers.containers import with_containers
-from treepack.ingest.readers.copies import find_copies, size_of, skipped_copies
-from treepack.ingest.readers.fields import ReadOptions
-from treepack.ingest.readers.files import read_pieces
 from treepack.ingest.readers.format import Format
-from treepack.ingest.readers.formats import (
-    alpaca,
-    anthropic_messages,
-    art,
-    atif,
-    auto_code_rover,
-    chat,
-    chatgpt,
-    claude_code,
-    cline,
-    codex,
-    columns,
-    dars,
-    gemini_cli,
-    harbor_traces,
-    inspect,
-    intercode,
-    langfuse,
-    langsmith,
-    litellm,
-    llama_factory,
-    lm_eval,
-    megatron_rl,
-    mini_swe_agent,
-    mint,
-    mooncake,
-    ms_swift,
-    nemo_gym,
-    openai_chat,
-    openai_preference,
-    openai_responses,
-    openassistant,
-    opencode,
-    openhands,
-    openinference,
-    otel_genai,
-    pi,
-    prime_rl,
-    prime_rl_sft,
-    qwen_code,
-    rllm,
-    rllm_gateway,
-    sharegpt,
-    skyrl,
-    skyrl_dump,
-    slime,
-    swe_agent,
-    tau2,
-    tau_bench,
-    text_trees,
-    tinker,
-    tinker_datum,
-    token_trees,
-    tokens,
-    toolbench,
-    tree_of_thoughts,
-    trl_grpo,
-    trl_labels,
-    trl_packed,
-    trl_preference,
-    verifiers,
-    verifiers_results,
-    verl,
-    verl_data,
-    verl_dump,
-)
-from treepack.ingest.readers.inputs import InputHash, displayed, list_inputs
-from treepack.ingest.readers.path_steps import with_step
-from treepack.ingest.readers.ranges import Range
-from treepack.ingest.readers.recognition import (
-    Recognised,
-    UnknownFormatError,
-    recognise,
-    refuse_own_row,
-    refuse_unread,
-    unread_agent,
-)
-from treepack.ingest.readers.records import DAMAGED_FILE, NoObjectError, Piece, Record
-from treepack.ingest.readers.torch_files import NotPlainError
-from treepack.ingest.readers.unknown import unknown_format, with_suggestion
-from treepack.processes import batched
-from treepack.trajectory import Skipped, Trajectory
 
-__all__ = [
-    "FORMATS",
-    "FORMAT_OF_NAME",
-    "Format",
-    "InputHash",
-    "ReadOptions",
-    "Record",
-    "read_parts",
-    "read_trajectories",
-]
-
-FORMATS: tuple[Format, ...] = (
-    tau_bench.FORMAT,
-    tau2.FORMAT,
-    swe_agent.FORMAT,
-    mini_swe_agent.FORMAT,
-    auto_code_rover.FORMAT,
-    toolbench.FORMAT,
-    dars.FORMAT,
-    mint.FORMAT,
-    intercode.FORMAT,
-    tree_of_thoughts.FORMAT,
-    pi.FORMAT,
-    qwen_code.FORMAT,
-    gemini_cli.FORMAT,
-    opencode.FORMAT,
-    cline.FORMAT,
-    claude_code.FORMAT,
-    codex.FORMAT,
-    openhands.FORMAT,
-    inspect.FORMAT,
-    atif.FORMAT,
-    harbor_traces.FORMAT,
-    lm_eval.FORMAT,
-    nemo_gym.FORMAT,
-    verifiers.FORMAT,
-    verifiers_results.FORMAT,
-    verl.FORMAT,
-    verl_dump.FORMAT,
-    verl_data.FORMAT,
-    alpaca.FORMAT,
-    sharegpt.FORMAT,
-    ms_swift.FORMAT,
-    llama_factory.FORMAT,
-    openai_preference.FORMAT,
-    trl_preference.FORMAT,
-    trl_labels.FORMAT,
-    trl_packed.FORMAT,
-    trl_grpo.FORMAT,
-    slime.FORMAT,
-    prime_rl.FORMAT,
-    prime_rl_sft.FORMAT,
-    skyrl.FORMAT,
-    skyrl_dump.FORMAT,
-    tinker.FORMAT,
-    tinker_datum.FORMAT,
-    megatron_rl.FORMAT,
-    art.FORMAT,
-    rllm.FORMAT,
-    rllm_gateway.FORMAT,
-    token_trees.FORMAT,
-    litellm.FORMAT,
-    chatgpt.FORMAT,
-    openassistant.FORMAT,
-    text_trees.FORMAT,
-    openai_chat.FORMAT,
-    openai_responses.FORMAT,
-    anthropic_messages.FORMAT,
-    openinference.FORMAT,
-    otel_genai.FORMAT,
-    langfuse.FORMAT,
-    langsmith.FORMAT,
-    mooncake.FORMAT,
-    tokens.FORMAT,
-    chat.FORMAT,
-    columns.FORMAT,
-)
-FORMAT_OF_NAME: dict[str, Format] = {each.name: each for each in FORMATS}
-KNOWN_FIELDS = tuple(sorted({name for each in FORMATS for name in each.required_fields()} | set(FIELDS)))
+PACKAGE = "treepack.ingest.formats"
+GROUP = "treepack.formats"  # of the entry points of other packages
 
 
-@dataclass(frozen=True, slots=True)
-class Unread:
-    """A piece of a file that is not read yet, here or in another process, and the name of its format."""
-
-    piece: Piece | Range
-    format: str
-    options: ReadOptions
-
-    def parts(self) -> Iterator[Unread]:
-        """Yield the part itself, or if it is a range of a file, the parts of a bounded size that the file contains.
-
-        Raises:
-            TreepackError: the file cannot be read any more.
-        """
-        if isinstance(self.piece, Range):
-            yield from (replace(self, piece=piece) for piece in self.piece.pieces())
-        else:
-            yield self
-
-    def trajectories(self) -> Iterator[Trajectory | Skipped]:
-        """Read the records of the piece."""
-        yield from _read_pieces([self.piece], self.format, self.options)
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Trajectories that have been read, and skipped records."""
-
-    items: Sequence[Trajectory | Skipped]
-
-    def parts(self) -> Iterator[Done]:
-        """Yield the part itself."""
-        yield self
-
-    def trajectories(self) -> Iterator[Trajectory | Skipped]:
-        """Yield the items."""
-        yield from self.items
-
-
-def read_trajectories(
-    inputs: Iterable[str | Path],
-    *,
-    format: str = "auto",  # noqa: A002
-    reward_key: str | None = None,
-    vocab_size: int | None = None,
-    train_all: bool = False,
-    shapes: bool = False,
-    input_hash: InputHash | None = None,
-) -> Iterator[Trajectory | Skipped]:
-    """Read the trajectories of all `inputs`, in order, and a `Skipped` for every record that cannot be used.
-
-    An input is a file, a folder, a glob, or `-` for standard input. `format` is the name of a format, or `auto`.
-    `reward_key`, `vocab_size`, `train_all` and `shapes` have the meaning that they have in `ReadOptions`. `input_hash`
-    gets the sha256 of each file after the whole file is read. A file of no known format is skipped if a search of a
-    folder found it and the folder contains other formats. It is refused if the caller named it. A copy of an earlier
-    file is skipped (`copies`).
+@cache
+def all_formats() -> tuple[Format, ...]:
+    """Return all formats, in the order in which a record is compared with them.
 
     Raises:
-        TreepackError: an input matches nothing, cannot be read or parsed, or is not of the format.
+        TreepackError: a format of another package cannot be loaded, or has the name of another format.
     """
-    options = ReadOptions(reward_key=reward_key, vocab_size=vocab_size, train_all=train_all, shapes=shapes)
-    for part in read_parts(inputs, options, format=format, input_hash=input_hash):
-        yield from part.trajectories()
+    own = {each.name: each for each in _own_formats()}
+    for found, source in _installed_formats():
+        if found.name in own:
+            raise TreepackError(
+                f"{source}: has the format '{found.name}', which exists already; uninstall the package or rename it"
+            )
+        own[found.name] = found
+    return tuple(sorted(own.values(), key=lambda each: (each.rank, each.name)))
 
 
-def read_parts(
-    inputs: Iterable[str | Path],
-    options: ReadOptions,
-    *,
-    format: str = "auto",  # noqa: A002
-    input_hash: InputHash | None = None,
-    as_ranges: bool = False,
-) -> Iterator[Unread | Done]:
-    """Split the work of `read_trajectories` into parts that workers can read, in order.
-
-    If the records of a format belong together, this process reads them, and the part is `Done`. With `as_ranges`, parts
-    of files that can be split contain no data, and the worker opens the file.
+@cache
+def formats_by_name() -> Mapping[str, Format]:
+    """Return all formats by their names, in the order of `all_formats`.
 
     Raises:
-        TreepackError: as `read_trajectories`, except errors inside an `Unread` part, which reading the part raises.
+        TreepackError: as `all_formats`.
     """
-    check_format(format)
-    # `searched` are the files that a search of a folder found, rather than the caller named.
-    files, skipped, searched = list_inputs(inputs)
-    copies = find_copies(((path, size_of(path)) for path in files), detect_format)
-    files = [path for path in files if path not in copies]
-    skipped += skipped_copies(copies)
-    if input_hash is not None:
-        input_hash.bytes_read.expect(files)
-    if skipped:
-        yield Done(list(skipped))
-    unknown: list[TreepackError] = []
-    for path in files:
-        parts, error = parts_of_path(
-            path,
-            options,
-            format=format,
-            is_searched=path in searched,
-            input_hash=input_hash,
-            # The local copy of an object may be removed before a worker opens it.
-            as_ranges=as_ranges and not is_address(path),
-        )
-        yield from parts
-        if error is not None:
-            unknown.append(error)
-    # If no file of a folder has a known format, it is the wrong folder, not a folder with extra files.
-    if unknown and len(unknown) == len(files):
-        raise unknown[0]
-
-
-def parts_of_path(
-    path: str,
-    options: ReadOptions,
-    *,
-    format: str = "auto",  # noqa: A002
-    is_searched: bool = False,
-    input_hash: InputHash | None = None,
-    as_ranges: bool = False,
-) -> tuple[Iterator[Unread | Done], TreepackError | None]:
-    """Return the parts of one file, and the error if it has no known format.
-
-    `is_searched` is True for a file that a search of a folder found; then such an error is only counted.
-
-    Raises:
-        TreepackError: as `read_parts`.
-    """
-    pieces = read_pieces(
-        path,
-        input_hash=input_hash,
-        max_size=options.max_record_size,
-        skip_bad=options.skip_bad,
-        as_ranges=as_ranges,
-    )
-    try:
-        recognised = recognised_file(pieces, options, format=format)
-    # An unknown file in a searched folder is skipped and counted; a file that the caller named is an error.
-    except (UnknownFormatError, NoObjectError, NotPlainError) as error:
-        is_extra = is_searched and format == "auto"
-        if not is_extra and not options.skip_bad:
-            raise
-        if is_extra and input_hash is not None:
-            input_hash.forget(displayed(path))
-        reason = error.reason if isinstance(error, UnknownFormatError) else UnknownFormatError.reason
-        extra = Skipped(displayed(path), reason, is_rollout=False)
-        part = Done([extra if is_extra else Skipped(displayed(path), DAMAGED_FILE, detail=str(error))])
-        return iter([part]), error
-    first = [Done(recognised.skipped)] if recognised.skipped else []
-    if recognised.format is None:
-        return iter(first), None
-    return chain(first, _parts_of_file(recognised.format.name, recognised.pieces, options)), None
-
-
-def recognised_file(pieces: Iterator[Piece | Range], options: ReadOptions, *, format: str) -> Recognised:  # noqa: A002
-    """Return the format of a file with these `pieces`; `format` is a name, or "auto".
-
-    Raises:
-        TreepackError: as `recognise`.
-    """
-    return recognise(
-        pieces,
-        partial(_format_of, format=format, options=options),
-        refuse=partial(refusal, options=options),
-        expected=FORMAT_OF_NAME.get("columns" if options.columns else format),
-        skip_bad=options.skip_bad,
-    )
-
-
-def _parts_of_file(name: str, pieces: Iterator[Piece | Range], options: ReadOptions) -> Iterator[Unread | Done]:
-    if FORMAT_OF_NAME[name].read_file is None:
-        yield from (Unread(piece, name, options) for piece in pieces)
-        return
-    # Records that belong together cannot be split among workers; they are passed on in batches.
-    yield from map(Done, batched(_read_pieces(pieces, name, options)))
-
-
-def _read_pieces(pieces: Iterable[Piece | Range], name: str, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """Read the records of `pieces`; with `skip_bad`, yield the damaged records of a piece after its trajectories."""
-    damaged: list[Skipped] | None = [] if options.skip_bad else None
-    arrays = FORMAT_OF_NAME[name].arrays
-    last: list[Record] = []  # the record that is read now, for the error about it
-
-    def records() -> Iterator[Record]:
-        for piece in pieces:
-            for record in piece.records(damaged, arrays):
-                last[:] = [record]
-                yield record
-
-    try:
-        for item in with_step(FORMAT_OF_NAME[name].trajectories(records(), options), name):
-            yield item
-            if damaged:
-                yield from damaged
-                damaged.clear()
-    except TreepackError as error:
-        # These formats are recognised by one field, which other layouts have too.
-        if name not in ("chat", "columns", "tokens") or not last:
-            raise
-        raise with_suggestion(error, last[0], options) from error
-    yield from damaged or ()
-
-
-def _format_of(record: Record, format: str, options: ReadOptions) -> Format | None:  # noqa: A002
-    """Return the format with the name `format` if `record` has it, or the first that matches if the name is "auto"."""
-    if options.columns is not None:
-        return columns.FORMAT if columns.has_columns(record, options.columns) else None
-    refuse_own_row(record)
-    record = with_containers(record)
-    if format == "auto":
-        # Before the formats: a part of such a record may look like one of them, and only this part would be read.
-        refuse_unread(record)
-        return next((each for each in FORMATS if each.matches(record.value)), None)
-    return FORMAT_OF_NAME[format] if FORMAT_OF_NAME[format].matches(record.value) else None
+    return MappingProxyType({each.name: each for each in all_formats()})
 
 
 def check_format(name: str) -> None:
@@ -407,24 +58,32 @@ def check_format(name: str) -> None:
     Raises:
         TreepackError: the name is unknown.
     """
-    if name != "auto" and name not in FORMAT_OF_NAME:
+    if name != "auto" and name not in formats_by_name():
         raise TreepackError(f"format '{name}' is not known; expected auto or a name that 'treepack formats' lists")
 
 
-def detect_format(record: Record) -> str:
-    """Return the name of the first format in `FORMATS` that `record` matches.
-
-    Raises:
-        UnknownFormatError: no format matches, or another program wrote the record; the message lists its fields, or
-            names the program.
-        TreepackError: the record is a row of a trie or packed directory.
-    """
-    found = _format_of(record, "auto", ReadOptions())
-    if found is None:
-        raise refusal(record, ReadOptions())
-    return found.name
+def _own_formats() -> Iterator[Format]:
+    # Imported by name: no module of the readers depends on a format.
+    for module in pkgutil.iter_modules(import_module(PACKAGE).__path__):
+        yield import_module(f"{PACKAGE}.{module.name}").FORMAT
 
 
-def refusal(record: Record, options: ReadOptions) -> UnknownFormatError:
-    """Return the error about a record of no known format, with a remedy that was tried on it."""
-    return unread_agent(record) or unknown_format(with_containers(record), FORMATS, KNOWN_FIELDS, options)
+def _installed_formats() -> Iterator[tuple[Format, str]]:
+    """Yield the formats of other packages, each with the text that names its entry point in a message."""
+    for point in entry_points(group=GROUP):
+        package = "another package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+        source = f"{package}, entry point '{point.name}' of {GROUP}"
+        yield _load(point, source), source
+
+
+def _load(point: EntryPoint, source: str) -> Format:
+    try:
+        found = point.load()
+    except Exception as error:  # any fault of a foreign module
+        fault = f"{type(error).__name__}: {error}"
+        raise TreepackError(f"{source}: cannot be loaded ({fault}); repair or uninstall the package") from error
+    if not isinstance(found, Format):
+        raise TreepackError(
+            f"{source}: is of type {type(found).__name__}; expected a Format of treepack.ingest.readers"
+        )
+    return found

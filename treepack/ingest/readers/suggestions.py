@@ -16,13 +16,14 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import column_map
-from treepack.ingest.readers.columns import ROLE_NAMES, as_messages
-from treepack.ingest.readers.fields import REWARDS, ReadOptions
-from treepack.ingest.readers.format import IDS
-from treepack.ingest.readers.formats import columns as columns_format
-from treepack.ingest.readers.messages import RENAMED_ROLES, ROLES
-from treepack.ingest.readers.paths import parsed_json
-from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.column_records import read_columns
+from treepack.ingest.readers.columns.mapped_messages import ROLE_NAMES, as_messages
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rewards import REWARDS
+from treepack.ingest.readers.files.json_text import parsed_json
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.kinds import IDS
+from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES, ROLES
 from treepack.trajectory import Chat, Trajectory
 
 DEPTH = 4  # of fields inside of fields that are searched
@@ -63,7 +64,7 @@ def suggested_columns(record: Record, options: ReadOptions) -> str | None:
 def _reads(record: Record, line: str, options: ReadOptions) -> bool:
     """Return True if `line` makes at least one trajectory with something to train of `record`."""
     try:
-        items = list(columns_format.read(record.with_lists(), replace(options, columns=column_map(line))))
+        items = list(read_columns(record.with_lists(), replace(options, columns=column_map(line))))
     except TreepackError:
         return False
     made = [item.content for item in items if isinstance(item, Trajectory)]
@@ -152,7 +153,7 @@ def _roles(values: list[Any], key: str) -> str | None:
         if guess is None and key.lower() not in SPEAKERS:
             return None  # a country or a version, and no speaker
         if guess is None:
-            # Who speaks first and is nobody else is the user, and others are the model.
+            # A first speaker of no other role is the user, and all others are the model.
             guess = "assistant" if "user" in names or "user" in known.values() else "user"
         if role is None:
             names.setdefault(guess, []).append(value)

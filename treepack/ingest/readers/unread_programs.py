@@ -9,19 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from treepack.ingest.readers.format import (
-    ANY,
-    LIST,
-    OBJECT,
-    TEXT,
-    Fields,
-    first,
-    has_fields,
-    no,
-    one_of,
-    some,
-    starting,
-)
+from treepack.ingest.readers.kinds import ANY, LIST, OBJECT, TEXT, Fields, first, has_fields, no, one_of, some, starting
 
 # Tracers of calls. Checked before the formats: a part of such a record may look like one of them.
 BRAINTRUST: Fields = {

@@ -23,19 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from treepack.ingest.template.contents import check_answer
-from treepack.ingest.template.forms import CONTEXTS, OTHER_TEXT, PROBE_TEXT, Forms, calls_of
-from treepack.ingest.template.history import History, Spans
-from treepack.ingest.template.rendering import (
-    BAD_MARKS,
-    GENERATION_MARK,
-    Message,
-    Setting,
-    Span,
-    UnfaithfulError,
-    render,
-)
-from treepack.ingest.template.texts import Text
-from treepack.ingest.template.thoughts import (
+from treepack.ingest.template.forms import CONTEXTS, OTHER_TEXT, PROBE_TEXT, MessageForms, calls_of
+from treepack.ingest.template.history import MarkSpans, RenderedHistory
+from treepack.ingest.template.reasoning_tags import (
     closes_thought,
     closing,
     count_closings,
@@ -43,6 +33,16 @@ from treepack.ingest.template.thoughts import (
     open_thought,
     without_empty_thought,
 )
+from treepack.ingest.template.rendering import (
+    BAD_MARKS,
+    GENERATION_MARK,
+    Message,
+    Span,
+    TemplateSetting,
+    UnfaithfulError,
+    render,
+)
+from treepack.ingest.template.texts import ChainedText
 
 NOT_CONTINUED = "the chat template does not continue its own generation prompt"
 NO_THINKING = "the generation prompt of the chat template excludes the reasoning of a turn"
@@ -57,10 +57,10 @@ LONGEST_TAGS = 64  # characters of an opening and a closing tag, without whitesp
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TurnAnswer:
     """The text of a turn with its prompt, the trained spans of its characters (none: not trained), and notes."""
 
-    text: Text
+    text: ChainedText
     spans: tuple[Span, ...]
     notes: tuple[str, ...] = ()
 
@@ -75,17 +75,24 @@ class Answer:
         return self.text.slice(max(start, end - SEEN_END), end)
 
 
-class Answers:
+class TurnAnswers:
     """The answers of turns of one conversation, by one template and one tokenizer."""
 
-    def __init__(self, history: History, setting: Setting, forms: Forms, special: tuple[str, ...], end: str) -> None:
+    def __init__(
+        self,
+        history: RenderedHistory,
+        setting: TemplateSetting,
+        forms: MessageForms,
+        special: tuple[str, ...],
+        end: str,
+    ) -> None:
         """Take the `special` tokens, by which turns end, and the token that is the `end` of a sequence or ""."""
         self._history, self._setting, self._forms, self._special, self._end = history, setting, forms, special, end
         self._longest_special = max(map(len, special), default=0)
         self._prompts: dict[int, str] = {}  # number of the context -> its prompt
         self._after_calls: str | None = None
 
-    def answer(self, k: int, turn: Message, source: str) -> Answer:
+    def answer(self, k: int, turn: Message, source: str) -> TurnAnswer:
         """Return the answer `turn`, which is message `k` of the history as the reader returned it.
 
         Raises:
@@ -103,13 +110,13 @@ class Answers:
                 return self._checked(self._rebuilt(self._history.prompt(k, setting), turn, setting), turn, setting)
             raise
 
-    def _checked(self, answer: Answer, turn: Message, setting: Setting) -> Answer:
+    def _checked(self, answer: TurnAnswer, turn: Message, setting: TemplateSetting) -> TurnAnswer:
         if not answer.spans:
             return answer
         notes = check_answer(turn, answer.trained, end=self._end, source=setting.source)
         return replace(answer, notes=answer.notes + notes)
 
-    def _answer(self, k: int, turn: Message, setting: Setting, *, is_changed: bool = False) -> Answer:
+    def _answer(self, k: int, turn: Message, setting: TemplateSetting, *, is_changed: bool = False) -> TurnAnswer:
         """Return the answer `turn` in the place of message `k`, from which it may have been changed."""
         converted = self._forms.convert(turn) if is_changed else None
         prompt = self._history.prompt(k, setting)
@@ -122,7 +129,7 @@ class Answers:
         return self._rebuilt(prompt, turn, setting)
 
     def _spans_of_turn(
-        self, k: int, prompt: Text, text: Text, marks: Spans, setting: Setting
+        self, k: int, prompt: ChainedText, text: ChainedText, marks: MarkSpans, setting: TemplateSetting
     ) -> tuple[Span, ...] | None:
         """Return the spans of the generation marks of turn `k` in `text`; None if they cannot be assigned to turns.
 
@@ -133,7 +140,7 @@ class Answers:
             spans = marks.last(1)
         else:
             # Some turns have several marks, or none: the marks of the last turn start after the text of all others.
-            texts = (self._history.before(k, setting) if k else Text(""), prompt)
+            texts = (self._history.before(k, setting) if k else ChainedText(""), prompt)
             before = next((each for each in texts if text.startswith(each)), None)
             if before is None:
                 return None
@@ -146,8 +153,13 @@ class Answers:
         return tuple(span for span in spans if span[1] > span[0])
 
     def _marked(
-        self, prompt: Text, turn: Message, text: Text, spans: tuple[Span, ...] | None, setting: Setting
-    ) -> Answer:
+        self,
+        prompt: ChainedText,
+        turn: Message,
+        text: ChainedText,
+        spans: tuple[Span, ...] | None,
+        setting: TemplateSetting,
+    ) -> TurnAnswer:
         """Return the answer in the generation marks, or the rebuilt one if the template rewrites earlier turns."""
         if spans is None:
             with suppress(UnfaithfulError):
@@ -157,10 +169,10 @@ class Answers:
         before = text.prefix(spans[0][0]) if spans else prompt
         # Marks may begin before the header of the turn, such as <|assistant|>, or after more than the header.
         if before.startswith(prompt) or prompt.startswith(before):
-            return Answer(text, spans)
+            return TurnAnswer(text, spans)
         return self._rebuilt(prompt, turn, setting)
 
-    def _spanned(self, text: Text, prompt: int, start: int, notes: tuple[str, ...] = ()) -> Answer:
+    def _spanned(self, text: ChainedText, prompt: int, start: int, notes: tuple[str, ...] = ()) -> TurnAnswer:
         """Return the answer in `text` from the character `start` on; `prompt` is the length of the prompt."""
         # "...Hello<|im_end|>\n" -> trained up to <|im_end|>; "...Hello\n" without a special token -> up to the newline.
         first = max(0, prompt - self._longest_special)
@@ -168,16 +180,16 @@ class Answers:
         # If nothing follows the prompt, the special token at the end belongs to the prompt.
         ends_special = stripped.endswith(self._special) and first + len(stripped) > prompt
         end = first + len(stripped) if ends_special else len(text)
-        return Answer(text, ((start, end),) if end > start else (), notes)
+        return TurnAnswer(text, ((start, end),) if end > start else (), notes)
 
-    def _rebuilt(self, prompt: Text, turn: Message, setting: Setting) -> Answer:
+    def _rebuilt(self, prompt: ChainedText, turn: Message, setting: TemplateSetting) -> TurnAnswer:
         """Return `prompt` and the answer as the template prints it after a conversation of probes."""
         content = str(turn.get("content") or "")
         inner = inner_thought(content)
         thought = str(turn.get("reasoning_content") or "") or (inner.text if inner else "")
         calls = turn.get("tool_calls") or []
         if not (content.strip() or thought.strip() or calls):
-            return Answer(prompt, (), (EMPTY_NOTE,))
+            return TurnAnswer(prompt, (), (EMPTY_NOTE,))
         end_of_prompt = prompt.ending(LONGEST_TAGS)
         if thought.strip() and closes_thought(end_of_prompt):
             raise UnfaithfulError(f"{setting.source}: {NO_THINKING}; {THINKING_REMEDY}", NO_THINKING)
@@ -198,7 +210,7 @@ class Answers:
             body = body.rstrip() + end_of_calls
         return self._spanned(prompt.plus(before + body), len(prompt), len(prompt) + len(before), notes)
 
-    def _printed(self, turn: Message, setting: Setting) -> str:
+    def _printed(self, turn: Message, setting: TemplateSetting) -> str:
         """Return `turn` as the template prints it after a conversation of probes, without the header of the turn.
 
         Raises:
@@ -226,7 +238,7 @@ class Answers:
             NOT_CONTINUED,
         )
 
-    def _closing(self, opening: str, setting: Setting) -> str:
+    def _closing(self, opening: str, setting: TemplateSetting) -> str:
         """Return the text between a thought and the text after it, as the template prints it if it prints thoughts."""
         probe = {"role": "assistant", "content": "probe_content", "reasoning_content": PROBE_THOUGHT}
         printed = self._printed(probe, setting)
@@ -234,7 +246,7 @@ class Answers:
         between, is_followed, _ = rest.partition("probe_content")
         return between if is_printed and is_followed else closing(opening)
 
-    def _end_of_calls(self, setting: Setting) -> str:
+    def _end_of_calls(self, setting: TemplateSetting) -> str:
         r"""Return the text that the template prints after the last of two calls and forgets after a single one.
 
         R1's template ends a turn after its second call only:

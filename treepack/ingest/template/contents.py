@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from treepack.ingest.template.reasoning_tags import inner_thought, thought_of
 from treepack.ingest.template.rendering import Message, UnfaithfulError
-from treepack.ingest.template.thoughts import inner_thought, thought_of
 
 TEXT_MISSING = "the chat template leaves out the text of a turn"
 CALLS_MISSING = "the chat template leaves out tool calls of a turn"
@@ -58,7 +58,7 @@ def _has_calls(answer: str, calls: list[dict[str, Any]]) -> bool:
     """Return True if the name of each of `calls` is in `answer`, in order, and all its arguments after its name."""
     place = 0
     for call in calls:
-        # A name is no part of a longer one: "get" is not in "functions.get_user".
+        # A name is not a part of a longer one: "get" is not in "functions.get_user".
         forms = "|".join(re.escape(form) for form in dict.fromkeys(text_forms(call["function"]["name"])))
         match = re.compile(rf"(?<!\w)(?:{forms})(?!\w)").search(answer, place)
         if match is None:

@@ -1,10 +1,10 @@
 """Determine by probes the form of messages that a chat template prints, and convert messages to this form.
 
     content                text, or [{"type": "text", "text": ...}] for templates of vision models
-    empty content          "" or None, beside tool calls
+    empty content          "" or None, next to tool calls
     arguments of calls     JSON text, or an object
 
-A probe is a short conversation. It has keys and values that no template prints by itself, so that finding them in the
+A probe is a short conversation. It has keys and values that no template prints on its own, so that finding them in the
 text shows that the template printed them. A probe is rendered when a conversation needs its answer, once per template.
 """
 
@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from treepack.ingest.template.rendering import Message, Setting, Tools, UnfaithfulError, render
+from treepack.ingest.template.rendering import Message, TemplateSetting, Tools, UnfaithfulError, render
 
 PROBE_TEXT = '{"probe_key": "probe_value"}'
 OTHER_TEXT = '{"probe_key": "probe_other"}'
@@ -52,10 +52,10 @@ class CallForm:
     empty: str | None
 
 
-class Forms:
+class MessageForms:
     """The forms that one template prints, with tools or without; each is probed when it is first needed."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: TemplateSetting) -> None:
         """Take from `setting` the template, the variables of every conversation, and whether there are tools."""
         self._has_tools = setting.tools is not None
         self.setting = replace(setting, source="probe", tools=[PROBE_TOOL] if self._has_tools else None)

@@ -4,8 +4,8 @@
     text(k)           messages[:k + 1]
     marked(k)         the same, with its generation marks
 
-The renderings share what they have in common if the template can be tracked (`tracking`). If it cannot be, or raises,
-each one is rendered by itself, which also decides about errors.
+The renderings share their common parts if the template can be tracked (`tracking`). If it cannot be, or raises,
+each one is rendered alone, which also decides about errors.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from treepack.ingest.template.rendering import Message, Setting, Span, render, render_with_marks
-from treepack.ingest.template.texts import Text
+from treepack.ingest.template.rendering import Message, Span, TemplateSetting, render, render_with_marks
+from treepack.ingest.template.texts import ChainedText
 
 if TYPE_CHECKING:
-    from treepack.ingest.template.memories import Marks
-    from treepack.ingest.template.tracking import Tracker
+    from treepack.ingest.template.recorded_iterations import SpanChain
+    from treepack.ingest.template.tracking import TemplateTracker
 
 MIN_MESSAGES = 8  # of a conversation whose renderings have enough in common
 # Iterations for each message of a conversation, and this many more, after which its template is rendered as usual. The
@@ -28,7 +28,7 @@ MIN_MESSAGES = 8  # of a conversation whose renderings have enough in common
 MAX_ITERATIONS, FREE_ITERATIONS = 24, 1000
 
 
-class Spans:
+class MarkSpans:
     """The generation marks of a rendering, from the last one back."""
 
     def __init__(self, number: int, reversed_spans: Iterator[Span]) -> None:
@@ -44,7 +44,7 @@ class Spans:
         return [span for span, _ in zip(self._spans, range(number), strict=False)][::-1]
 
     def since(self, start: int) -> list[Span]:
-        """Return those that begin at the character `start` or later."""
+        """Return the marks that begin at the character `start` or later."""
         spans = []
         for span in self._spans:
             if span[0] < start:
@@ -53,21 +53,21 @@ class Spans:
         return spans[::-1]
 
 
-class History:
+class RenderedHistory:
     """The messages of a conversation, in the form that the template prints, and its renderings."""
 
-    def __init__(self, messages: list[Message], setting: Setting) -> None:
+    def __init__(self, messages: list[Message], setting: TemplateSetting) -> None:
         """Render nothing yet. `setting` is that of all renderings, except for its source."""
         self.messages = messages
         self.num_answers = [0, *accumulate(message["role"] == "assistant" for message in messages)]
-        self._tracker: Tracker | None = None
+        self._tracker: TemplateTracker | None = None
         if len(messages) >= MIN_MESSAGES:
             self._start_tracking(setting)
 
-    def _start_tracking(self, setting: Setting) -> None:
+    def _start_tracking(self, setting: TemplateSetting) -> None:
         # Imported here, because importing jinja2 takes a while and token ids need no template.
         from treepack.ingest.template.loops import PREFIX
-        from treepack.ingest.template.memories import Memories
+        from treepack.ingest.template.recorded_iterations import ConversationMemory
         from treepack.ingest.template.sandbox import plain_inputs, plain_message
         from treepack.ingest.template.tracking import tracked
 
@@ -79,36 +79,36 @@ class History:
             self._plain = [plain_message(message) for message in self.messages]
             names = {"messages", "add_generation_prompt"}
             if not any(name in names or name.startswith(PREFIX) for name in self._inputs):
-                self._tracker, self._memories = tracker, Memories()
+                self._tracker, self._memories = tracker, ConversationMemory()
 
-    def prompt(self, k: int, setting: Setting) -> Text:
+    def prompt(self, k: int, setting: TemplateSetting) -> ChainedText:
         """Render the first `k` messages with the generation prompt.
 
         Raises:
             UnfaithfulError: the template raises anything.
         """
         shared = self._shared(k, None, prompt=True)
-        return shared[0] if shared else Text(render(self.messages[:k], setting, prompt=True))
+        return shared[0] if shared else ChainedText(render(self.messages[:k], setting, prompt=True))
 
-    def before(self, k: int, setting: Setting) -> Text:
+    def before(self, k: int, setting: TemplateSetting) -> ChainedText:
         """Render the first `k` messages.
 
         Raises:
             UnfaithfulError: the template raises anything.
         """
         shared = self._shared(k, None, prompt=False)
-        return shared[0] if shared else Text(render(self.messages[:k], setting))
+        return shared[0] if shared else ChainedText(render(self.messages[:k], setting))
 
-    def text(self, k: int, setting: Setting, turn: Message | None = None) -> Text:
+    def text(self, k: int, setting: TemplateSetting, turn: Message | None = None) -> ChainedText:
         """Render the first `k` messages and message `k`, or another `turn` in its place.
 
         Raises:
             UnfaithfulError: the template raises anything.
         """
         shared = self._shared(k, turn, prompt=False) if turn else self._shared(k + 1, None, prompt=False)
-        return shared[0] if shared else Text(render(self._with(k, turn), setting))
+        return shared[0] if shared else ChainedText(render(self._with(k, turn), setting))
 
-    def marked(self, k: int, setting: Setting, turn: Message | None = None) -> tuple[Text, Spans]:
+    def marked(self, k: int, setting: TemplateSetting, turn: Message | None = None) -> tuple[ChainedText, MarkSpans]:
         """Render as `text` does; return the generation marks too.
 
         Raises:
@@ -116,17 +116,17 @@ class History:
         """
         shared = self._shared(k, turn, prompt=False) if turn else self._shared(k + 1, None, prompt=False)
         if shared:
-            return shared[0], Spans(shared[1].number if shared[1] else 0, _spans(shared[1]))
+            return shared[0], MarkSpans(shared[1].number if shared[1] else 0, _spans(shared[1]))
         text, spans = render_with_marks(self._with(k, turn), setting)
-        return Text(text), Spans(len(spans), reversed(spans))
+        return ChainedText(text), MarkSpans(len(spans), reversed(spans))
 
     def _with(self, k: int, turn: Message | None) -> list[Message]:
         return [*self.messages[:k], turn or self.messages[k]]
 
-    def _shared(self, k: int, turn: Message | None, *, prompt: bool) -> tuple[Text, Marks | None] | None:
+    def _shared(self, k: int, turn: Message | None, *, prompt: bool) -> tuple[ChainedText, SpanChain | None] | None:
         """Render the first `k` messages, and `turn`, with the tracked template; None if that is impossible."""
         from treepack.ingest.template.sandbox import plain_message
-        from treepack.ingest.template.views import Untracked
+        from treepack.ingest.template.views import UntrackedTemplate
 
         tracker = self._tracker
         if tracker is None or not tracker.lock.acquire(blocking=False):
@@ -134,10 +134,10 @@ class History:
         try:
             items = self._plain[:k] if turn is None else [*self._plain[:k], plain_message(turn)]
             result = tracker.render(self._memories, items, num_common=k, prompt=prompt, inputs=self._inputs)
-        except Untracked:
+        except UntrackedTemplate:
             self._tracker = None
             return None
-        except Exception:  # the usual rendering finds out what it is
+        except Exception:  # the usual rendering finds the cause
             return None
         finally:
             tracker.lock.release()

@@ -56,7 +56,7 @@ class TemplateFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class TemplateSetting:
     """Inputs of a template besides the messages, and the `source` that errors name."""
 
     source: str
@@ -64,7 +64,7 @@ class Setting:
     tools: Tools
     variables: dict[str, Any]
 
-    def at(self, source: str) -> Setting:
+    def at(self, source: str) -> TemplateSetting:
         """Return the same inputs for another `source`."""
         return replace(self, source=source)
 
@@ -81,7 +81,7 @@ def read_template(path: str) -> TemplateFile:
     """Read a chat template from a file.
 
     Raises:
-        TreepackError: the file cannot be read, or its text is no template.
+        TreepackError: the file cannot be read, or its text is not a template.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -117,7 +117,7 @@ def check_syntax(template: str, name: str) -> None:
         return
 
 
-def render(messages: list[Message], setting: Setting, *, prompt: bool = False) -> str:
+def render(messages: list[Message], setting: TemplateSetting, *, prompt: bool = False) -> str:
     """Render `messages`, with `prompt` also the generation prompt.
 
     Raises:
@@ -126,7 +126,7 @@ def render(messages: list[Message], setting: Setting, *, prompt: bool = False) -
     return _render(messages, setting, prompt=prompt, marks=False)[0]
 
 
-def render_with_marks(messages: list[Message], setting: Setting) -> tuple[str, list[Span]]:
+def render_with_marks(messages: list[Message], setting: TemplateSetting) -> tuple[str, list[Span]]:
     """Render `messages`; return the text and the spans of its generation marks.
 
     Raises:
@@ -135,7 +135,7 @@ def render_with_marks(messages: list[Message], setting: Setting) -> tuple[str, l
     return _render(messages, setting, prompt=False, marks=True)
 
 
-def _render(messages: list[Message], setting: Setting, *, prompt: bool, marks: bool) -> tuple[str, list[Span]]:
+def _render(messages: list[Message], setting: TemplateSetting, *, prompt: bool, marks: bool) -> tuple[str, list[Span]]:
     # Imported here, because importing jinja2 takes a while and token ids need no template.
     from jinja2 import TemplateError
 

@@ -3,7 +3,7 @@
     Template(text).render([plain_message(each) for each in messages], tools=..., prompt=True, variables={...})
 
 A template is foreign code, so it runs in jinja2's sandbox and sees plain JSON values only: other objects have methods
-that the sandbox does not know. What a template sees besides jinja2's own names:
+that the sandbox does not check. What a template sees besides jinja2's own names:
 
     raise_exception, strftime_now, dict, namespace     functions
     tojson                                             a filter without HTML escapes, non-ASCII text as it is
@@ -39,16 +39,16 @@ _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 @lru_cache(maxsize=128)
-def compiled(text: str) -> Template:
+def compiled(text: str) -> CompiledTemplate:
     """Return the template of `text`; it is compiled once.
 
     Raises:
         TemplateSyntaxError: of jinja2.
     """
-    return Template(text)
+    return CompiledTemplate(text)
 
 
-class Template:
+class CompiledTemplate:
     """A compiled chat template."""
 
     def __init__(self, text: str) -> None:
@@ -78,8 +78,8 @@ class Template:
     ) -> tuple[str, list[Span]]:
         """Render like `render`; return the text and the spans of characters inside generation marks, in order."""
         inputs = plain_inputs(tools, variables)
-        marks = self._environment.extensions[Marks.identifier]
-        assert isinstance(marks, Marks)
+        marks = self._environment.extensions[GenerationMarks.identifier]
+        assert isinstance(marks, GenerationMarks)
         marks.blocks, marks.spans = [], []
         try:
             for block in self._template.generate(messages=messages, add_generation_prompt=prompt, **inputs):
@@ -95,7 +95,7 @@ def plain_message(message: Any) -> Any:
     {"reasoning": "R", ...} -> {"thinking": "R", "reasoning": "R", ..., "reasoning_content": "R"}
 
     Raises:
-        TypeError: `message` is no mapping.
+        TypeError: `message` is not a mapping.
     """
     message = plain(message)
     if not isinstance(message, dict):
@@ -151,7 +151,7 @@ def plain_inputs(tools: Any, variables: Variables) -> dict[str, Any]:
     return {"tools": plain(tools)} | given
 
 
-class Marks(Extension):
+class GenerationMarks(Extension):
     """The statement {% generation %}: while a rendering collects `blocks`, the span of its text goes to `spans`."""
 
     tags = {"generation"}  # noqa: RUF012 (of the base class)
@@ -176,7 +176,7 @@ class Marks(Extension):
         return text
 
 
-class Environment(ImmutableSandboxedEnvironment):
+class SandboxEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, which looks up a key of a dict without asking for an attribute of that name first."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -186,15 +186,15 @@ class Environment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
 
-def new_environment(kind: type[Environment] = Environment) -> Environment:
+def new_environment(kind: type[SandboxEnvironment] = SandboxEnvironment) -> SandboxEnvironment:
     """Return an environment with everything that templates may use."""
-    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[Marks, loopcontrols])
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationMarks, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
         "dict": _Dict(),
-        "namespace": Namespace,
+        "namespace": SandboxNamespace,
     }
     return environment
 
@@ -224,18 +224,18 @@ class _Dict:
         return dict.fromkeys(*args, **kwargs)
 
 
-class Namespace(jinja2.utils.Namespace):
+class SandboxNamespace(jinja2.utils.Namespace):
     """Jinja's namespace without names that start with an underscore, through which code could escape."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # so that namespace(self=1) works, as in jinja2
         self, args = args[0], args[1:]
         values = dict(*args, **kwargs)
         for name in values:
-            Namespace._check(name)
+            SandboxNamespace._check(name)
         jinja2.utils.Namespace.__init__(self, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        Namespace._check(name)
+        SandboxNamespace._check(name)
         super().__setitem__(name, value)
 
     @staticmethod

@@ -16,14 +16,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from treepack.ingest.template.answers import Answer
+from treepack.ingest.template.answers import TurnAnswer
 from treepack.ingest.template.contents import text_forms
-from treepack.ingest.template.forms import CONTEXTS, PROBE_CONTENT, PROBE_TEXT, Forms, calls_of
+from treepack.ingest.template.forms import CONTEXTS, PROBE_CONTENT, PROBE_TEXT, MessageForms, calls_of
+from treepack.ingest.template.reasoning_tags import inner_thought
 from treepack.ingest.template.rendering import GENERATION_MARK, Message, UnfaithfulError, is_json_object, render
-from treepack.ingest.template.thoughts import inner_thought
 
 CUT_NOTE = "answer cut by a limit or a filter, its end token is not trained"
-# "<|user|>" of a tokenizer that does not know it as a special token.
+# "<|user|>" of a tokenizer that lacks it as a special token.
 CONTROL = r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]?>"
 # Special tokens inside a turn, which end none: </tool_call>, <|tool_call_end|>, </think>. <|call|> ends one.
 INNER = re.compile(r"tool[_\u2581]calls?|think|thought|arg_|function", re.IGNORECASE)
@@ -60,10 +60,10 @@ def _last_texts(turn: Message) -> Iterator[str]:
     yield from dict.fromkeys(each for each in (text, text.rstrip(), text.strip()) if each.strip())
 
 
-class Stops:
+class StopTokens:
     """The stop tokens of one template, with tools or without."""
 
-    def __init__(self, forms: Forms, special: tuple[str, ...], bos: str, eos: str) -> None:
+    def __init__(self, forms: MessageForms, special: tuple[str, ...], bos: str, eos: str) -> None:
         """Take the `special` tokens of the tokenizer; probe nothing yet."""
         self._forms = forms
         self._ends = tuple(token for token in special if token and (token == eos or not INNER.search(token)))
@@ -71,7 +71,7 @@ class Stops:
         self._marker = re.compile(r"\s*(" + "|".join([*map(re.escape, filter(None, known)), CONTROL]) + ")")
         self._markers: dict[tuple[str, bool], str] = {}  # by the next role and whether the turn has calls
 
-    def without_end(self, answer: Answer, turn: Message) -> Answer:
+    def without_end(self, answer: TurnAnswer, turn: Message) -> TurnAnswer:
         """Return `answer` without what the template prints after the last text of `turn`, a cut answer."""
         start, stop = answer.spans[0][0], answer.spans[-1][1]
         end = start + _end_of_text(answer.text.slice(start, stop), turn, self._ends)
@@ -87,7 +87,7 @@ class Stops:
         It is "" if the turn ends with a token of its own, or if the template prints no such marker there.
         """
         if GENERATION_MARK.search(self._forms.setting.template):
-            return ""  # the marks decide what is trained
+            return ""  # the marks decide which text is trained
         has_calls = bool(turn.get("tool_calls"))
         role = ("tool" if has_calls else "user") if following is None else str(following["role"])
         key = (role, has_calls)
@@ -114,7 +114,7 @@ class Stops:
                 ended = render(messages, setting)
                 continued = render([*messages, self._forms.convert(following)], setting)
                 match = self._marker.match(continued, len(ended)) if continued.startswith(ended) else None
-                # A token that begins every message, also those of the assistant, ends no turn.
+                # A token that begins every message, also of the assistant, ends no turn.
                 if match and not (self.is_stopped(ended) or INNER.search(match[1]) or match[1] in header):
                     return match[0]
         return ""

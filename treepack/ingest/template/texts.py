@@ -9,46 +9,48 @@ not as much as the conversation.
 
 from __future__ import annotations
 
-MIN_WINDOW = 256  # characters that `Text.ending` looks at first
+MIN_WINDOW = 256  # characters that `ChainedText.ending` looks at first
 
 
-class Chunk:
+class TextChunk:
     """A part of a text after its `parent`; `end` is the number of characters up to its end."""
 
     __slots__ = ("end", "parent", "text")
 
-    def __init__(self, parent: Chunk | None, text: str) -> None:
+    def __init__(self, parent: TextChunk | None, text: str) -> None:
         """Append `text` to the text that ends with `parent`."""
         self.parent, self.text = parent, text
         self.end: int = len(text) + (parent.end if parent else 0)
 
 
-ROOT = Chunk(None, "")
+ROOT = TextChunk(None, "")
 
 
-class Chunks:
+class TextChunks:
     """The chunks of one conversation, each once."""
 
     def __init__(self) -> None:
-        self._chunks: dict[tuple[int, str], Chunk] = {}  # by the identity of the parent, which the chunk keeps alive
+        self._chunks: dict[
+            tuple[int, str], TextChunk
+        ] = {}  # by the identity of the parent, which the chunk keeps alive
 
-    def after(self, parent: Chunk, text: str) -> Chunk:
+    def after(self, parent: TextChunk, text: str) -> TextChunk:
         """Return the chunk with `text` after `parent`: `parent` itself if `text` is empty."""
         if not text:
             return parent
         key = (id(parent), text)
         chunk = self._chunks.get(key)
         if chunk is None:
-            chunk = self._chunks[key] = Chunk(parent, text)
+            chunk = self._chunks[key] = TextChunk(parent, text)
         return chunk
 
 
-class Text:
+class ChainedText:
     """An immutable text: all characters up to the end of `chunk`, then `tail`."""
 
     __slots__ = ("chunk", "tail")
 
-    def __init__(self, tail: str, chunk: Chunk = ROOT) -> None:
+    def __init__(self, tail: str, chunk: TextChunk = ROOT) -> None:
         """Append `tail` to the text that ends with `chunk`."""
         self.chunk, self.tail = chunk, tail
 
@@ -66,16 +68,16 @@ class Text:
         assert chunk.end == begin
         return "".join(parts)[start - begin : None if end is None else max(end - begin, 0)]
 
-    def prefix(self, end: int) -> Text:
+    def prefix(self, end: int) -> ChainedText:
         """Return the first `end` characters; O(length - end)."""
         chunk, begin, parts = self._back_to(end)
-        return Text("".join(parts)[: end - begin], chunk)
+        return ChainedText("".join(parts)[: end - begin], chunk)
 
-    def plus(self, text: str) -> Text:
+    def plus(self, text: str) -> ChainedText:
         """Return this text with `text` after it."""
-        return Text(self.tail + text, self.chunk)
+        return ChainedText(self.tail + text, self.chunk)
 
-    def startswith(self, other: Text) -> bool:
+    def startswith(self, other: ChainedText) -> bool:
         """Return True if the text starts with `other`; O(characters after the last common chunk)."""
         if len(other) > len(self):
             return False
@@ -83,7 +85,7 @@ class Text:
         return self.slice(shared, len(other)) == other.slice(shared)
 
     def ending(self, size: int) -> str:
-        """Return an end of the text with at least `size` characters that are no whitespace, or the whole text."""
+        """Return an end of the text with at least `size` characters that are not whitespace, or the whole text."""
         window = MIN_WINDOW
         while True:
             end = self.slice(max(0, len(self) - window))
@@ -91,7 +93,7 @@ class Text:
                 return end
             window *= 2
 
-    def _back_to(self, position: int) -> tuple[Chunk, int, list[str]]:
+    def _back_to(self, position: int) -> tuple[TextChunk, int, list[str]]:
         """Return the last chunk that ends at `position` or before it, its end, and the texts after it."""
         chunk, parts = self.chunk, [self.tail]
         while chunk.end > position:
@@ -101,7 +103,7 @@ class Text:
         return chunk, chunk.end, parts[::-1]
 
 
-def common(a: Text, b: Text) -> int:
+def common(a: ChainedText, b: ChainedText) -> int:
     """Return a number of first characters that are equal in both: up to the end of their last common chunk."""
     x, y = a.chunk, b.chunk
     while x is not y:

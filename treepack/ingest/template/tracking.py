@@ -3,11 +3,11 @@
     2 messages   head | user  assistant |                  generation prompt
     4 messages   head | ----  assistant  tool  assistant | generation prompt       ---- taken from the rendering before
 
-An iteration of a loop over messages is a function of what it reads. While it runs, its reads are recorded: other
-messages, the number of messages (`loop.last`, `messages|length`), and attributes of namespaces that were set before the
-loop. It is taken from the rendering before if each of these reads has the same outcome now. What runs outside of such
-loops is run each time. Anything whose reads are unknown raises `Untracked`. So the text is that of the template by
-construction, and not because samples of it were compared.
+An iteration of a loop over messages is a function of the values that it reads. While it runs, its reads are recorded:
+other messages, the number of messages (`loop.last`, `messages|length`), and attributes of namespaces that were set
+before the loop. It is taken from the rendering before if each of these reads has the same outcome now. What runs
+outside of such loops is run each time. Anything whose reads are unknown raises `UntrackedTemplate`. So the text is that
+of the template by construction, and not because samples of it were compared.
 """
 
 from __future__ import annotations
@@ -22,16 +22,24 @@ from jinja2 import TemplateSyntaxError, pass_context
 from jinja2.runtime import Context, LoopContext
 
 from treepack.ingest.template import loops, sandbox
-from treepack.ingest.template.memories import UNLIMITED, Key, Marks, Memories, Memory, ReversedMemory, Step
-from treepack.ingest.template.texts import ROOT, Text
+from treepack.ingest.template.recorded_iterations import (
+    UNLIMITED,
+    ConversationMemory,
+    IterationState,
+    Key,
+    LoopMemory,
+    ReversedLoopMemory,
+    SpanChain,
+)
+from treepack.ingest.template.texts import ROOT, ChainedText
 from treepack.ingest.template.values import is_comparable, is_plain, same
 from treepack.ingest.template.views import (
     MISSING,
     SAFE_ATTRIBUTES,
     LoopView,
+    MessageView,
     ReversedLoopView,
-    Untracked,
-    View,
+    UntrackedTemplate,
     attributes_of,
     namespace_class,
     place_of,
@@ -51,7 +59,7 @@ _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
 _MIRRORED = {"gt": "lt", "gteq": "lteq", "lt": "gt", "lteq": "gteq", "eq": "eq", "ne": "ne"}
 
 
-class _Environment(sandbox.Environment):
+class _Environment(sandbox.SandboxEnvironment):
     """The sandbox, with a short way to attributes of `loop`, which are safe."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -62,16 +70,16 @@ class _Environment(sandbox.Environment):
 
 
 @lru_cache(maxsize=128)
-def tracked(text: str) -> Tracker | None:
+def tracked(text: str) -> TemplateTracker | None:
     """Return the tracked template of `text`, or None if it has no loop that can be tracked."""
     try:
-        tracker = Tracker(text)
+        tracker = TemplateTracker(text)
     except (TemplateSyntaxError, RecursionError):  # the usual rendering reports them
         return None
     return tracker if tracker.loops else None
 
 
-class Tracker:
+class TemplateTracker:
     """A template with tracked loops; it renders one conversation at a time."""
 
     def __init__(self, text: str) -> None:
@@ -92,7 +100,7 @@ class Tracker:
         }
         self._template = environment.from_string(tree)
         self._globals = dict(self._template.globals)
-        self._extension = environment.extensions[sandbox.Marks.identifier]
+        self._extension = environment.extensions[sandbox.GenerationMarks.identifier]
         self.lock = Lock()  # of a rendering, because all of them share the state of this object
         self.is_refused = False  # True after the template did something that cannot be tracked
         self.items: list[Any] = []
@@ -101,11 +109,11 @@ class Tracker:
         self._low, self._high = 0, UNLIMITED
         self._needs: dict[Key, Any] = {}
         self._writes: dict[Key, Any] = {}
-        self._marks: Marks | None = None
+        self._marks: SpanChain | None = None
 
     def render(
-        self, memories: Memories, items: list[Any], *, num_common: int, prompt: bool, inputs: dict[str, Any]
-    ) -> tuple[Text, Marks | None]:
+        self, memories: ConversationMemory, items: list[Any], *, num_common: int, prompt: bool, inputs: dict[str, Any]
+    ) -> tuple[ChainedText, SpanChain | None]:
         """Render all plain messages `items`; return the text and its generation marks.
 
         The first `num_common` messages are those of every other rendering with `memories`, and `inputs` are too.
@@ -117,19 +125,19 @@ class Tracker:
         self._memories, self.items, self.size, self._num_common = memories, list(items), len(items), num_common
         self._prompt = prompt
         self._namespaces: list[Any] = []
-        self._pieces: list[str] = []
+        self._outputs: list[str] = []
         self._length, self._chunk, self._marks = 0, ROOT, None
         extension: Any = self._extension
         extension.blocks, extension.spans = [self], []  # an open mark starts at len(self)
         self._spans: list[Span] = extension.spans
         try:
-            own = {"messages": View(self), "add_generation_prompt": prompt}
+            own = {"messages": MessageView(self), "add_generation_prompt": prompt}
             context = self._template.new_context({**self._globals, **own, **inputs}, shared=True)
-            for piece in self._template.root_render_func(context):
-                self._pieces.append(piece)
-                self._length += len(piece)
-            return Text("".join(self._pieces), self._chunk), self._all_marks()
-        except Untracked:
+            for output in self._template.root_render_func(context):
+                self._outputs.append(output)
+                self._length += len(output)
+            return ChainedText("".join(self._outputs), self._chunk), self._all_marks()
+        except UntrackedTemplate:
             self.is_refused = True
             raise
         finally:
@@ -166,14 +174,14 @@ class Tracker:
         if place < 0 or key in self._writes or len(self._needs.get(key, (0, 0))) == 1:
             return
         if not is_comparable(value):
-            raise Untracked
+            raise UntrackedTemplate
         self._needs = {**self._needs, key: (value,)}
 
     def write(self, place: int, name: str, value: Any) -> None:
         """Report that an attribute was written."""
         if place >= 0:
             if not is_plain(value):
-                raise Untracked
+                raise UntrackedTemplate
             self._writes = {**self._writes, (place, name): value}
 
     def _compare(self, other: Any, order: str, holder: Any, name: str, is_left: bool) -> Any:
@@ -206,7 +214,7 @@ class Tracker:
     @pass_context
     def _loop(self, context: Context, iterated: Any, number: int) -> Any:
         """Return the pairs of message and `loop` for a loop over `iterated`."""
-        if type(iterated) is not View or self._marks or self._spans:
+        if type(iterated) is not MessageView or self._marks or self._spans:
             return LoopContext(iterated, self._environment.undefined)
         return self._steps(number, start_of(iterated), self._variables(context, number))
 
@@ -239,8 +247,8 @@ class Tracker:
             if items is self.items:
                 self.is_recording = False
 
-    def _memory(self, number: int, start: int, variables: dict[str, Any]) -> Memory:
-        head = self._memories.chunks.after(self._chunk, "".join(self._pieces))
+    def _memory(self, number: int, start: int, variables: dict[str, Any]) -> LoopMemory:
+        head = self._memories.chunks.after(self._chunk, "".join(self._outputs))
         key = (number, self._prompt if self.loops[number].reads_prompt else None)
         memory = self._memories.loops.get(key)
         if (
@@ -250,11 +258,11 @@ class Tracker:
             or memory.num_namespaces != len(self._namespaces)
             or not same(memory.variables, variables)
         ):
-            root = Step(head, None, 0, UNLIMITED, {}, {})
-            memory = self._memories.loops[key] = Memory(root, start, variables, len(self._namespaces))
+            root = IterationState(head, None, 0, UNLIMITED, {}, {})
+            memory = self._memories.loops[key] = LoopMemory(root, start, variables, len(self._namespaces))
         return memory
 
-    def _holds(self, step: Step) -> bool:
+    def _holds(self, step: IterationState) -> bool:
         """Return True if the iterations up to `step` would have the same outcome now, before the loop."""
         return (
             step.low <= self._num_common
@@ -268,27 +276,27 @@ class Tracker:
             return same(need[0], value)
         return type(value) is int and need[0] <= value <= need[1]
 
-    def _begin(self, step: Step) -> None:
+    def _begin(self, step: IterationState) -> None:
         """Start to record an iteration after `step`."""
         self._low, self._high, self._needs, self._writes = step.low, step.high, step.needs, step.writes
         self.is_recording = True
 
-    def _end(self) -> Step:
+    def _end(self) -> IterationState:
         """Return the state after the iteration that was recorded."""
-        chunk = self._memories.chunks.after(self._chunk, "".join(self._pieces))
-        step = Step(chunk, self._all_marks(), self._low, self._high, self._needs, self._writes)
+        chunk = self._memories.chunks.after(self._chunk, "".join(self._outputs))
+        step = IterationState(chunk, self._all_marks(), self._low, self._high, self._needs, self._writes)
         self._continue_after(step)
         return step
 
-    def _continue_after(self, step: Step) -> None:
+    def _continue_after(self, step: IterationState) -> None:
         self._chunk, self._marks, self._length = step.chunk, step.marks, step.chunk.end
-        self._pieces.clear()
+        self._outputs.clear()
         self._spans.clear()
 
-    def _all_marks(self) -> Marks | None:
+    def _all_marks(self) -> SpanChain | None:
         marks = self._marks
         for span in self._spans:
-            marks = Marks(marks, span, marks.number + 1 if marks else 1)
+            marks = SpanChain(marks, span, marks.number + 1 if marks else 1)
         return marks
 
     def _variables(self, context: Context, number: int) -> dict[str, Any]:
@@ -296,23 +304,23 @@ class Tracker:
         names = self.loops[number].names
         variables = {name: value for name, value in context.vars.items() if name in names}
         if not all(map(is_comparable, variables.values())):
-            raise Untracked
+            raise UntrackedTemplate
         return variables
 
     @pass_context
     def _reversed(self, context: Context, iterated: Any, number: int) -> Any:
         """Return the pairs of message and `loop` for a loop over `iterated[::-1]`."""
-        if type(iterated) is not View or self._marks or self._spans:
+        if type(iterated) is not MessageView or self._marks or self._spans:
             backwards = self._environment.getitem(iterated, slice(None, None, -1))
             return LoopContext(backwards, self._environment.undefined)
         variables = self._variables(context, number)
         memory = self._memories.reversed.get(number)
         if memory is None or memory.num_namespaces != len(self._namespaces) or not same(memory.variables, variables):
-            memory = self._memories.reversed[number] = ReversedMemory(variables, len(self._namespaces))
+            memory = self._memories.reversed[number] = ReversedLoopMemory(variables, len(self._namespaces))
         return self._reversed_steps(memory, start_of(iterated), self.loops[number].attributes)
 
     def _reversed_steps(
-        self, memory: ReversedMemory, start: int, attributes: frozenset[str]
+        self, memory: ReversedLoopMemory, start: int, attributes: frozenset[str]
     ) -> Iterator[tuple[Any, ReversedLoopView]]:
         """Yield the messages from the last one on, until the outcome of the rest of the loop is known."""
         # [(key, writes)] of the iterations since the last one whose outcome depends on more than its key.
@@ -330,7 +338,7 @@ class Tracker:
             loop.position = i
             self._memories.num_iterations += 1
             try:
-                self._begin(Step(self._chunk, None, 0, UNLIMITED, {}, {}))
+                self._begin(IterationState(self._chunk, None, 0, UNLIMITED, {}, {}))
                 yield self.items[start + i], loop
             finally:
                 if items is self.items:
@@ -356,7 +364,7 @@ class Tracker:
             for name in sorted(attributes & values.keys()):
                 value = values[name]
                 if type(value) not in (str, int, bool, type(None)):
-                    raise Untracked
+                    raise UntrackedTemplate
                 yield (place, name, type(value), value)
 
 

@@ -8,7 +8,7 @@ from jinja2.runtime import Macro, Undefined
 from markupsafe import Markup
 
 from treepack.ingest.template import sandbox
-from treepack.ingest.template.views import MISSING, View, place_of, start_of
+from treepack.ingest.template.views import MISSING, MessageView, place_of, start_of
 
 _SCALARS = frozenset({str, int, bool, type(None), Markup})
 
@@ -27,7 +27,7 @@ def is_plain(value: Any) -> bool:
 
 def is_comparable(value: Any) -> bool:
     """Return True if `same` can compare `value`: plain, or the messages, a namespace or a macro."""
-    return value is MISSING or isinstance(value, View | sandbox.Namespace | Macro) or is_plain(value)
+    return value is MISSING or isinstance(value, MessageView | sandbox.SandboxNamespace | Macro) or is_plain(value)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -45,9 +45,9 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
     if kind is dict:
         return len(a) == len(b) and all(map(same, a, b)) and all(map(same, a.values(), b.values()))
-    if kind is View:
+    if kind is MessageView:
         return start_of(a) == start_of(b)
-    if isinstance(a, sandbox.Namespace):
+    if isinstance(a, sandbox.SandboxNamespace):
         return place_of(a) == place_of(b) >= 0
     if isinstance(a, Macro):
         return a._func.__code__ is b._func.__code__

@@ -1,7 +1,7 @@
 """Stand-ins for the messages, the namespaces and the variable `loop` of a tracked template.
 
-Each reports to a `Reads` what an iteration depends on: the number of messages, and values from before the loop. Uses
-that cannot be reported raise `Untracked`, and then the template is rendered without tracking.
+Each reports to an `IterationReads` what an iteration depends on: the number of messages, and values from before the
+loop. Uses that cannot be reported raise `UntrackedTemplate`, and then the template is rendered without tracking.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SAFE_ATTRIBUTES = frozenset({"index", "index0", "first", "last", "previtem", "ne
 _ATTRIBUTES = "_Namespace__attrs"  # where jinja2's Namespace has its attributes
 
 
-class Untracked(BaseException):
+class UntrackedTemplate(BaseException):
     """The template does something whose dependencies are unknown. No handler of `Exception` may catch it."""
 
 
-class Reads(Protocol):
-    """What the current iteration has read."""
+class IterationReads(Protocol):
+    """Values that the current iteration has read."""
 
     items: list[Any]
     size: int
@@ -46,12 +46,12 @@ class Reads(Protocol):
         """Report that an attribute was written."""
 
 
-class View:
+class MessageView:
     """The messages from number `_start` on, as a list that reports how many messages its reader depends on."""
 
     __slots__ = ("_reads", "_start")
 
-    def __init__(self, reads: Reads, start: int = 0) -> None:
+    def __init__(self, reads: IterationReads, start: int = 0) -> None:
         self._reads, self._start = reads, start
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class View:
             start, step = place.start, place.step
             is_end = place.stop is None and (step is None or step == 1)
             if is_end and (start is None or (type(start) is int and start >= 0)):
-                return View(self._reads, self._start + (start or 0))
+                return MessageView(self._reads, self._start + (start or 0))
         whole: Any = self._list()
         return whole[place]  # from the end, so it depends on the number of messages; or an error of lists
 
@@ -98,28 +98,28 @@ class View:
         return self._reads.items[self._start : self._reads.size]
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise Untracked
+        raise UntrackedTemplate
 
     __contains__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __add__ = __radd__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _refuse
     __hash__ = __str__ = __repr__ = __format__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise Untracked
+        raise UntrackedTemplate
 
 
-def start_of(view: View) -> int:
+def start_of(view: MessageView) -> int:
     """Return the number of the first message in `view`."""
     return view._start
 
 
 class LoopView:
-    """The variable `loop` of a loop over a `View`, as far as templates may use it."""
+    """The variable `loop` of a loop over a `MessageView`, as far as templates may use it."""
 
     __slots__ = ("_reads", "_start", "index0")
     depth0, depth = 0, 1
 
-    def __init__(self, reads: Reads, start: int) -> None:
+    def __init__(self, reads: IterationReads, start: int) -> None:
         self._reads, self._start = reads, start
         self.index0 = -1
 
@@ -149,7 +149,7 @@ class LoopView:
 
     @property
     def length(self) -> int:
-        return len(View(self._reads, self._start))
+        return len(MessageView(self._reads, self._start))
 
     @property
     def revindex(self) -> int:
@@ -173,28 +173,28 @@ class LoopView:
         return False
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise Untracked
+        raise UntrackedTemplate
 
     __len__ = __iter__ = __call__ = _refuse
     __hash__ = __eq__ = __str__ = __repr__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise Untracked
+        raise UntrackedTemplate
 
 
 class ReversedLoopView:
-    """The variable `loop` of a loop over a reversed `View`; `position` is the number of the message in the view."""
+    """The variable `loop` of a loop over a reversed `MessageView`; `position` is the number of a message in it."""
 
     __slots__ = ("_reads", "_start", "position")
     depth0, depth = 0, 1
 
-    def __init__(self, reads: Reads, start: int) -> None:
+    def __init__(self, reads: IterationReads, start: int) -> None:
         self._reads, self._start = reads, start
         self.position = 0
 
     @property
     def length(self) -> int:
-        return len(View(self._reads, self._start))
+        return len(MessageView(self._reads, self._start))
 
     @property
     def index0(self) -> int:
@@ -221,21 +221,21 @@ class ReversedLoopView:
         return self.position + 1
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise Untracked
+        raise UntrackedTemplate
 
     __len__ = __iter__ = __call__ = _refuse
     __hash__ = __eq__ = __str__ = __repr__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise Untracked
+        raise UntrackedTemplate
 
 
-def namespace_class(reads: Reads) -> type[sandbox.Namespace]:
+def namespace_class(reads: IterationReads) -> type[sandbox.SandboxNamespace]:
     """Return the class `namespace` of a tracked template."""
 
-    class TrackedNamespace(sandbox.Namespace):
+    class TrackedNamespace(sandbox.SandboxNamespace):
         def __init__(*args: Any, **kwargs: Any) -> None:
-            sandbox.Namespace.__init__(*args, **kwargs)
+            sandbox.SandboxNamespace.__init__(*args, **kwargs)
             object.__setattr__(args[0], "_place", reads.register(args[0]))
 
         def __getattribute__(self, name: str) -> Any:
@@ -252,10 +252,10 @@ def namespace_class(reads: Reads) -> type[sandbox.Namespace]:
         def __setitem__(self, name: str, value: Any) -> None:
             if reads.is_recording:
                 reads.write(place_of(self), name, value)
-            sandbox.Namespace.__setitem__(self, name, value)
+            sandbox.SandboxNamespace.__setitem__(self, name, value)
 
         def __repr__(self) -> str:
-            raise Untracked  # it prints the attributes in the order in which they were set
+            raise UntrackedTemplate  # it prints the attributes in the order in which they were set
 
         __str__ = __repr__
 

@@ -16,7 +16,7 @@ from treepack.files.cache import local_copy, naming_addresses
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
-from treepack.ingest.readers.inputs import displayed
+from treepack.ingest.readers.files.inputs import displayed
 from treepack.rl.advantages.estimate import AdvantageOptions, Estimates, estimate_advantages, with_advantages
 from treepack.trie.files import read_trie, write_trie
 from treepack.trie.totals import trie_totals

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.files.metadata import parse_metadata
-from treepack.ingest.readers.fields import marked
+from treepack.ingest.readers.fields.rollout_facts import marked
 from treepack.rl.advantages.flat import magnitudes, means, standardise
 from treepack.rl.group_tree import node_paths, token_places
 from treepack.trajectory import Float64, Int64
@@ -107,7 +107,7 @@ def state_values(trie: Trie, trajectory: Int64, position: Int64, kept: Int64) ->
 def is_truncated(trie: Trie, kept: Int64, key: str) -> NDArray[np.bool_] | None:
     """Return True for each trajectory of `kept` that a limit cut off, bool [num_kept].
 
-    The field `key` of its metadata, or of a metadata object in it (`readers.fields.marked`), is then True, or one of
+    The field `key` of its metadata, or of a metadata object in it (`rollout_facts.marked`), is then True, or one of
     `LIMITS`. Every other value, and a missing field, is an end. With the `key` "none", no trajectory was cut off.
     Return None if no trajectory has such a field.
     """

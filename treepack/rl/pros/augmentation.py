@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.files.metadata import parse_metadata
-from treepack.ingest.readers.fields import UNTRAINED_PREFIX, marked
+from treepack.ingest.readers.fields.rollout_facts import UNTRAINED_PREFIX, marked
 from treepack.rl.pros.signals import PerToken
 from treepack.rl.rollouts import rollouts_of
 from treepack.trajectory import Float64, Int32, Int64, positions

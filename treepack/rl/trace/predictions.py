@@ -19,8 +19,8 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.files.address import AnyPath
-from treepack.ingest.readers.files import read_records
-from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.files.record_files import read_records
+from treepack.ingest.readers.files.records import Record
 from treepack.rl.leaf_weights import leaf_weights
 from treepack.rl.trace.targets import Anchors, Correlation, recursive_targets, spearman
 from treepack.trajectory import Float64, Int64

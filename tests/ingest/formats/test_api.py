@@ -1,0 +1,302 @@
+"""Calls of chat-completions and Responses APIs in logs: joined calls, groups, and skipped records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treepack.errors import TreepackError
+from treepack.ingest.formats import anthropic_messages, openai_chat, openai_responses
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.messages.response_items import SUMMARY_NOTE
+from treepack.ingest.readers.reading import read_trajectories
+from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
+
+ASK = {"role": "user", "content": "2 + 3?"}
+MORE = {"role": "user", "content": "Sure?"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def said(text: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def exchange(messages: list[Any], *answers: dict[str, Any], **more: Any) -> dict[str, Any]:
+    choices = [{"index": number, "message": answer} for number, answer in enumerate(answers)]
+    return {"request": {"messages": messages}, "response": {"id": "c1", "choices": choices}, **more}
+
+
+def response(name: str, items: Any, text: str, **more: Any) -> dict[str, Any]:
+    output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
+    return {"id": name, "object": "response", "input": items, "output": output, **more}
+
+
+def read(reader: Any, *values: dict[str, Any]) -> list[Any]:
+    records = (Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1))
+    return list(reader.FORMAT.read_file(records, ReadOptions()))
+
+
+def outline(items: list[Any]) -> list[tuple[str, str | None, float | None, list[tuple[str, float]]]]:
+    """Name, group, reward, and the content and weight of each message."""
+    done = []
+    for item in items:
+        assert isinstance(item, Trajectory)
+        assert isinstance(item.content, Chat)
+        weighted = zip(item.content.messages, item.content.message_weights, strict=True)
+        texts = [(message["content"], weight) for message, weight in weighted]
+        done.append((item.trajectory_id, item.group_id, item.reward, texts))
+    return done
+
+
+def test_calls_of_a_session_are_one_rollout_with_the_last_reward() -> None:
+    trajectories = read(
+        openai_chat,
+        exchange([ASK], said("5"), session_id="s", group_id="g", reward=0.0),
+        exchange([ASK], said("6"), session_id="t", group_id="g", reward=0.0),
+        exchange([ASK, said("5"), MORE], said("Yes."), session_id="s", group_id="g", reward=1.0),
+    )
+    assert outline(trajectories) == [
+        ("s", "g", 1.0, [("2 + 3?", 0.0), ("5", 1.0), ("Sure?", 0.0), ("Yes.", 1.0)]),
+        ("t", "g", 0.0, [("2 + 3?", 0.0), ("6", 1.0)]),
+    ]
+
+
+def test_a_session_is_found_in_the_metadata_of_the_request_too() -> None:
+    value = exchange([ASK], said("5"))
+    value["request"]["metadata"] = {"session_id": "s"}
+    assert [name for name, *_ in outline(read(openai_chat, value))] == ["s"]
+
+
+def test_choices_of_one_request_are_a_group() -> None:
+    trajectories = read(openai_chat, exchange([ASK], said("5"), said("6")), exchange([ASK], said("7")))
+    assert [(name, group) for name, group, *_ in outline(trajectories)] == [
+        ("c1/choice-0", "c1"),
+        ("c1/choice-1", "c1"),
+        ("c1", None),
+    ]
+
+
+def test_a_refusal_is_an_answer_and_fields_of_the_api_are_no_part_of_it() -> None:
+    (trajectory,) = read(openai_chat, exchange([ASK], said(None, refusal="No.", annotations=[], audio=None)))
+    assert outline([trajectory])[0][-1] == [("2 + 3?", 0.0), ("No.", 1.0)]
+    assert trajectory.notes == ()
+
+
+def logprobs(*named: tuple[str, float]) -> dict[str, Any]:
+    return {"content": [{"token": token, "logprob": value} for token, value in named]}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_token_ids_of_a_server_are_used_instead_of_the_text(*, named: bool) -> None:
+    first, second = (exchange([ASK], said("5"), session_id="s") for _ in range(2))
+    first["response"]["prompt_token_ids"] = [1, 2]
+    second["response"]["prompt_token_ids"] = [1, 2, 7, 8, 3]
+    for value, ids, values in ((first, [7, 8], [-0.5, -1.0]), (second, [9], [-2.0])):
+        choice = value["response"]["choices"][0]
+        tokens = [f"token_id:{each}" if named else "x" for each in ids]
+        choice["logprobs"] = logprobs(*zip(tokens, values, strict=True))
+        if not named:
+            choice["token_ids"] = ids
+    (trajectory,) = read(openai_chat, first, second)
+    content = trajectory.content
+    assert isinstance(content, Tokens)
+    assert content.tokens.tolist() == [1, 2, 7, 8, 3, 9]
+    assert (content.starts.tolist(), content.ends.tolist()) == ([2, 5], [4, 6])
+    assert content.sampling_logprobs is not None
+    assert content.sampling_logprobs.tolist() == [-0.5, -1.0, -2.0]
+
+
+def test_what_cannot_be_used_of_token_ids_is_noted() -> None:
+    plain, with_ids = (exchange([ASK], said("5"), session_id="s") for _ in range(2))
+    with_ids["response"]["choices"][0]["token_ids"] = [7]
+    with_ids["response"]["prompt_token_ids"] = [1]
+    assert read(openai_chat, with_ids, plain)[0].notes[-1] == "token ids of some calls only, not used"
+    with_ids["response"]["choices"][0] = {"message": said("5"), "logprobs": logprobs(("5", -1.0))}
+    assert read(openai_chat, with_ids)[0].notes == ("log-probabilities without token ids not used",)
+
+
+def batch_line(name: str, body: dict[str, Any]) -> dict[str, Any]:
+    return {"custom_id": name, "response": {"status_code": 200, "body": body}, "error": None}
+
+
+def write(path: Path, *values: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+def test_an_unreadable_file_beside_a_batch_is_no_file_of_requests(tmp_path: Path) -> None:
+    (tmp_path / "notes.jsonl").write_text("[1]\n[2]\n")
+    write(tmp_path / "requests.jsonl", {"custom_id": "a", "method": "POST", "body": {"messages": [ASK]}})
+    answers = write(tmp_path / "results.jsonl", batch_line("a", exchange([], said("5"))["response"]))
+    (item,) = read_trajectories([answers])
+    assert isinstance(item, Trajectory)
+
+
+def test_a_batch_is_read_with_its_requests(tmp_path: Path) -> None:
+    ask = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"messages": [ASK], "tools": [TOOL]},
+    }
+    answer = exchange([], said("5"))["response"]
+    requests = write(tmp_path / "requests.jsonl", ask)
+    answers = write(
+        tmp_path / "answers.jsonl",
+        batch_line("a", answer),
+        batch_line("b", answer),
+        {"custom_id": "c", "response": None, "error": {"code": "expired"}},
+    )
+    items: list[Any] = list(read_trajectories([tmp_path]))
+    assert outline(items[:1]) == [("a", None, None, [("2 + 3?", 0.0), ("5", 1.0)])]
+    assert items[0].content.tools == [TOOL]
+    assert items[1:] == [
+        Skipped(f"{answers}:2", "response of a batch without its request in a file of the folder"),
+        Skipped(f"{answers}:3", "request that failed"),
+        Skipped(f"{requests}:1", "batch request, read with its response", is_rollout=False),
+    ]
+
+
+def test_two_requests_of_one_custom_id_are_refused(tmp_path: Path) -> None:
+    asks = [{"custom_id": "a", "body": {"messages": [each]}} for each in (ASK, MORE)]
+    write(tmp_path / "requests.jsonl", *asks)
+    answers = write(tmp_path / "answers.jsonl", batch_line("a", exchange([], said("5"))["response"]))
+    with pytest.raises(
+        TreepackError, match=r"requests.jsonl:2: repeats the custom_id 'a' with another request; keep one of them$"
+    ):
+        list(read_trajectories([answers]))
+
+
+def test_a_response_is_asked_with_all_that_its_predecessor_was() -> None:
+    trajectories = read(
+        openai_responses,
+        response("r1", "2 + 3?", "5", instructions="Count."),
+        response("r2", "Sure?", "Yes.", instructions="Count.", previous_response_id="r1", reward=1),
+    )
+    texts = [("Count.", 0.0), ("2 + 3?", 0.0), ("5", 1.0), ("Sure?", 0.0), ("Yes.", 1.0)]
+    assert outline(trajectories) == [("r1", None, 1.0, texts)]
+
+
+def test_a_second_successor_is_a_rollout_of_the_same_group_that_trains_only_what_is_new() -> None:
+    trajectories = read(
+        openai_responses,
+        response("r1", "2 + 3?", "5"),
+        response("r2", "Sure?", "Yes.", previous_response_id="r1", reward=1),
+        response("r3", "Sure?", "No.", previous_response_id="r1", reward=0),
+        response("r4", "Why?", "Because.", previous_response_id="r3", reward=0.5),
+    )
+    start = ("2 + 3?", 0.0)
+    assert outline(trajectories) == [
+        ("r1", "r1", 1.0, [start, ("5", 1.0), ("Sure?", 0.0), ("Yes.", 1.0)]),
+        ("r3", "r1", 0.5, [start, ("5", 0.0), ("Sure?", 0.0), ("No.", 1.0), ("Why?", 0.0), ("Because.", 1.0)]),
+    ]
+
+
+def test_instructions_are_not_carried_over() -> None:
+    trajectories = read(
+        openai_responses,
+        response("r1", "2 + 3?", "5", instructions="Count."),
+        response("r2", "Sure?", "Yes.", previous_response_id="r1"),
+    )
+    assert [(name, texts) for name, _, _, texts in outline(trajectories)] == [
+        ("r1/turn-1", [("Count.", 0.0), ("2 + 3?", 0.0), ("5", 1.0)]),
+        ("r1/turn-2", [("2 + 3?", 0.0), ("5", 0.0), ("Sure?", 0.0), ("Yes.", 1.0)]),
+    ]
+
+
+def test_a_conversation_goes_on_and_a_session_repeats_its_messages() -> None:
+    conversation = [
+        response("r1", "2 + 3?", "5", conversation={"id": "v"}),
+        response("r2", "Sure?", "Yes.", conversation={"id": "v"}),
+    ]
+    session = [
+        response("r1", "2 + 3?", "5", metadata={"session_id": "r1"}),
+        response("r2", [ASK, said("5"), MORE], "Yes.", metadata={"session_id": "r1"}),
+    ]
+    texts = [("2 + 3?", 0.0), ("5", 1.0), ("Sure?", 0.0), ("Yes.", 1.0)]
+    assert outline(read(openai_responses, *conversation)) == [("r1", None, None, texts)]
+    assert outline(read(openai_responses, *session)) == [("r1", None, None, texts)]
+
+
+def test_calls_with_images_are_skipped_and_so_are_those_that_go_on_from_them() -> None:
+    seen = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
+    skipped = [Skipped("log.jsonl:1", "images, audio and video are not read")]
+    assert read(openai_chat, exchange([seen], said("5"))) == skipped
+    first = response("r1", [{"role": "user", "content": [{"type": "input_image"}]}], "5")
+    second = response("r2", "Sure?", "Yes.", previous_response_id="r1")
+    lost = Skipped("log.jsonl:2", "response whose previous_response_id is not in the file")
+    assert read(openai_responses, first, second) == [*skipped, lost]
+
+
+def test_an_item_that_the_input_refers_to_is_put_in_its_place() -> None:
+    first, second = response("r1", "2 + 3?", "5"), response("r2", [ASK], "Yes.")
+    first["output"][0]["id"] = "m1"
+    second["input"] = [ASK, {"type": "item_reference", "id": "m1"}, MORE]
+    items = read(openai_responses, first, second)
+    assert outline(items)[1][-1] == [("2 + 3?", 0.0), ("5", 0.0), ("Sure?", 0.0), ("Yes.", 1.0)]
+    second["input"][1]["id"] = "m2"
+    assert read(openai_responses, second) == [
+        Skipped("log.jsonl:1", "response whose input refers to an item that is not in the file")
+    ]
+
+
+def test_a_response_that_is_logged_without_its_input_is_skipped() -> None:
+    alone = response("r1", "2 + 3?", "5")
+    del alone["input"]
+    assert openai_responses.FORMAT.matches(alone)
+    assert read(openai_responses, alone) == [Skipped("log.jsonl:1", "response without its input")]
+
+
+def test_a_response_without_its_predecessor_is_skipped_and_a_summary_is_noted_once() -> None:
+    lost = response("r9", "Sure?", "Yes.", previous_response_id="r8")
+    first, second = response("r1", "2 + 3?", "5"), response("r2", "Sure?", "Yes.", previous_response_id="r1")
+    for value in (first, second):
+        value["output"].insert(0, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Adding."}]})
+    skipped, trajectory = read(openai_responses, lost, first, second)
+    assert skipped == Skipped("log.jsonl:1", "response whose previous_response_id is not in the file")
+    assert trajectory.notes == (SUMMARY_NOTE,)
+
+
+@pytest.mark.parametrize(
+    ("reader", "asks", "answers"), [(openai_chat, "messages", "choices"), (openai_responses, "input", "output")]
+)
+def test_half_a_pair_is_refused(reader: Any, asks: str, answers: str) -> None:
+    with pytest.raises(TreepackError) as caught:
+        read(reader, {"request": {"model": "m"}, "response": {}})
+    expected = f"is not a pair of a request with {asks} and a response with {answers}; expected one pair per record"
+    assert str(caught.value) == f"log.jsonl:1: {expected}"
+
+
+def anthropic(messages: list[Any], *blocks: dict[str, Any], **more: Any) -> dict[str, Any]:
+    answer = {"id": "msg_1", "type": "message", "role": "assistant", "content": list(blocks)}
+    return {"request": {"system": "S", "messages": messages}, "response": answer, **more}
+
+
+def test_calls_of_anthropics_api_in_one_session_are_one_conversation() -> None:
+    use = {"type": "tool_use", "id": "t", "name": "add", "input": {"x": 2}}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "5"}]}
+    second = [ASK, {"role": "assistant", "content": [use]}, result]
+    first = anthropic([ASK], use, session_id="s")
+    (item,) = read(
+        anthropic_messages, first, anthropic(second, {"type": "text", "text": "5"}, session_id="s", reward=1)
+    )
+    assert (item.trajectory_id, item.reward) == ("s", 1.0)
+    assert [message["role"] for message in item.content.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert item.content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_call_of_anthropics_api_without_a_session_is_named_after_its_response() -> None:
+    image = {"role": "user", "content": [{"type": "image", "source": {}}]}
+    items = read(anthropic_messages, anthropic([ASK], {"type": "text", "text": "5"}), anthropic([image]))
+    assert [getattr(item, "trajectory_id", None) for item in items] == [None, "msg_1"]
+    assert items[0].reason == "images, audio and video are not read"

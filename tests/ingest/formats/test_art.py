@@ -1,0 +1,140 @@
+"""ART: choices with and without token ids, in lines, in rows of Parquet, and in YAML."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+
+from support.paths import ROLLOUTS
+from support.token_rollouts import Conversation, back, conversations
+from treepack.errors import TreepackError
+from treepack.ingest.formats import art
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.files.yaml_files import read_yaml
+from treepack.ingest.readers.reading import read_trajectories
+from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
+
+GROUP = json.loads((ROLLOUTS / "art.jsonl").read_text())
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+
+
+def items(value: dict[str, Any]) -> list[Trajectory | Skipped]:
+    return list(art.read_art(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+
+
+def read(value: dict[str, Any]) -> list[Trajectory]:
+    return [item for item in items(value) if isinstance(item, Trajectory)]
+
+
+def chats(trajectories: list[Trajectory]) -> list[Chat]:
+    return [item.content for item in trajectories if isinstance(item.content, Chat)]
+
+
+def without(value: Any, *names: str) -> Any:
+    if isinstance(value, dict):
+        return {name: without(field, *names) for name, field in value.items() if name not in names}
+    return [without(field, *names) for field in value] if isinstance(value, list) else value
+
+
+def test_choices_with_token_ids_are_joined_where_they_continue_each_other() -> None:
+    first, summary, second = read(GROUP)
+    ids = [151644, 872, 198, 17, 151645, 198, 50, 51, 2, 8, 9, 52, 2]
+    assert back(first) == (ids, [6, 7, 8, 11, 12], [-0.5, -0.25, -0.125, -1.0, -0.0625], 1.0)
+    assert back(summary) == ([151644, 60, 198, 61, 2], [3, 4], [-0.25, -0.5], 1.0)
+    assert back(second) == ([*ids[:6], 50, 53, 2], [6, 7, 8], [-0.5, -2.0, -0.125], 0.0)
+    names = [item.trajectory_id for item in (first, summary, second)]
+    assert names == ["r.jsonl:1/0/turn-1", "r.jsonl:1/0/turn-3", "r.jsonl:1/1"]
+    assert {item.group_id for item in (first, summary, second)} == {"r.jsonl:1"}
+    assert first.metadata == {"metadata": {"scenario": "add-7"}, "extra": {"duration": 1.5}}
+
+
+def test_ids_of_completions_are_found_in_the_names_of_their_tokens() -> None:
+    trajectories = read(without(GROUP, "token_ids"))
+    assert [back(item) for item in trajectories] == [back(item) for item in read(GROUP)]
+
+
+def test_without_prompts_as_token_ids_choices_are_trained_as_messages() -> None:
+    trajectories = read(without(GROUP, "prompt_token_ids", "logprobs"))
+    assert [chat.message_weights for chat in chats(trajectories)] == [[0, 0, 1, 0, 1], [0, 1], [0, 0, 1]]
+    assert chats(trajectories)[0].messages[2]["tool_calls"][0]["function"]["name"] == "add"
+    assert chats(trajectories)[0].tools is not None
+    assert chats(trajectories)[1].tools is None
+
+
+def test_an_assistant_message_that_is_no_choice_is_not_trained() -> None:
+    (trajectory,) = read({"messages_and_choices": [USER, ANSWER, USER, {"message": ANSWER}], "reward": 1.0})
+    assert chats([trajectory])[0].message_weights == [0.0, 0.0, 0.0, 1.0]
+    nothing = {"messages_and_choices": [USER, ANSWER], "reward": 1.0}
+    assert items(nothing) == [Skipped("r.jsonl:1", "no message that the model wrote")]
+
+
+@pytest.mark.parametrize(
+    "more", [{"additional_histories": None}, {"group_metadata": '{"a": 1}', "group_metrics": None, "group_logs": ["b"]}]
+)
+def test_rows_of_parquet_train_what_they_mark_as_trainable(tmp_path: Path, more: dict[str, Any]) -> None:
+    call = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
+    messages = [
+        USER | {"trainable": False, "tool_calls": None},
+        ANSWER | {"trainable": True, "tool_calls": json.dumps(call)},
+    ]
+    row = {
+        "group_index": 3,
+        "reward": 0.5,
+        "metrics": '{"a": 1.0}',
+        "metadata": None,
+        "tools": '[{"type": "function", "function": {"name": "f"}}]',
+        "logs": ["ok"],
+        "messages": messages,
+        **more,
+    }
+    path = tmp_path / "0007.parquet"
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    (trajectory,) = read_trajectories([path])
+    assert isinstance(trajectory, Trajectory)
+    assert (trajectory.reward, trajectory.group_id) == (0.5, f"{path}/3")
+    assert set(trajectory.notes) <= {f"field '{name}' not used" for name in ("logs", "group_logs", "group_metadata")}
+    (chat,) = chats([trajectory])
+    assert chat.message_weights == [0.0, 1.0]
+    assert chat.messages[1]["tool_calls"][0]["function"]["name"] == "f"
+    assert chat.tools == [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_yaml_is_read_where_it_is_named_and_like_the_json_that_holds_the_same(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    path = tmp_path / "0007.yaml"
+    path.write_text(yaml.dump([copy.deepcopy(GROUP)]))
+    yaml_items = [item for item in read_trajectories([path]) if isinstance(item, Trajectory)]
+    assert all(isinstance(item.content, Tokens) for item in yaml_items)
+    assert [back(item) for item in yaml_items] == [back(item) for item in read(GROUP)]
+    (tmp_path / "other.jsonl").write_text(json.dumps(GROUP))
+    skipped = [item for item in read_trajectories([tmp_path]) if isinstance(item, Skipped)]
+    assert [item.reason for item in skipped] == ["file extension .yaml not read"]
+
+
+def test_yaml_that_holds_code_or_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("yaml")
+    with pytest.raises(TreepackError, match=r"^r.yaml: not YAML of plain values .*; fix it"):
+        read_yaml(b"!!python/object/apply:os.getcwd []", "r.yaml")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(TreepackError, match=r"^r.yaml: is YAML; install pyyaml"):
+        read_yaml(b"[]", "r.yaml")
+
+
+@given(conversations())
+def test_choices_with_token_ids_come_back(talk: Conversation) -> None:
+    choices: list[dict[str, Any]] = []
+    for prompt, reply, values in zip(talk.prompts, talk.responses, talk.logprobs, strict=True):
+        content = [{"token": f"token_id:{token}", "logprob": value} for token, value in zip(reply, values, strict=True)]
+        choice = {"message": ANSWER, "prompt_token_ids": prompt, "token_ids": reply, "logprobs": {"content": content}}
+        choices += [USER, choice]
+    (trajectory,) = read({"messages_and_choices": choices, "reward": 0.5})
+    assert back(trajectory) == talk.expected(0.5)

@@ -1,0 +1,74 @@
+"""Harbor's exported traces: one row per call of a trial."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.paths import ROLLOUTS
+from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE
+from treepack.ingest.readers.reading import read_trajectories
+from treepack.trajectory import MAX_INSIDE, Chat, Trajectory
+
+SAMPLE = ROLLOUTS / "harbor-traces.jsonl"
+ROWS = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
+
+
+def read(path: Path) -> dict[str, Trajectory]:
+    return {item.trajectory_id: item for item in read_trajectories([path]) if isinstance(item, Trajectory)}
+
+
+def written(folder: Path, *rows: dict[str, Any]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def trained(item: Trajectory) -> list[int]:
+    assert isinstance(item.content, Chat)
+    return [place for place, weight in enumerate(item.content.message_weights) if weight]
+
+
+def test_each_answer_of_a_trial_is_trained_once_behind_the_conversation_of_its_call() -> None:
+    trajectories = read(SAMPLE)
+    names = ["hello-world__a1", "hello-world__b2/turn-1", "hello-world__b2/turn-2"]
+    assert [trained(trajectories[name]) for name in names] == [[1, 3], [1], [4]]
+    assert trajectories[names[1]].notes == (SPLIT_NOTE,)
+    assert {item.group_id for item in trajectories.values()} == {"hello-world"}
+    assert [trajectories[name].reward for name in names] == [1.0, 0.0, 0.0]
+
+
+def test_a_trial_of_which_only_the_last_call_was_exported_trains_all_of_its_answers() -> None:
+    last = read(SAMPLE)["hello-world__c3"]
+    assert trained(last) == [1, 3]
+    assert (last.reward, last.metadata["error"]) == (None, "AgentTimeoutError")
+    assert isinstance(last.content, Chat)
+    assert [tool["function"]["name"] for tool in last.content.tools or []] == ["keys"]
+
+
+def test_a_sub_agent_is_a_trajectory_of_its_own_which_does_not_train_what_it_was_told() -> None:
+    assert trained(read(SAMPLE)["hello-world__b2/context-summarization-summary"]) == [3]
+
+
+def test_a_trial_and_its_sub_agents_are_one_rollout_with_one_reward() -> None:
+    found = [item for name, item in read(SAMPLE).items() if name.startswith("hello-world__b2")]
+    assert [(item.rollout_id, item.reward) for item in found] == [("hello-world__b2", 0.0)] * 3
+    assert [item.rollout_part for item in found] == [0, 1, MAX_INSIDE]
+    assert {item.source for item in found} == {str(SAMPLE)}
+
+
+def test_tools_that_the_first_message_holds_are_not_given_again(tmp_path: Path) -> None:
+    row = json.loads(json.dumps(ROWS[4]))
+    row["conversations"][0]["content"] = "<tools>\n[]\n</tools>"
+    (trajectory,) = read(written(tmp_path, row)).values()
+    assert isinstance(trajectory.content, Chat)
+    assert trajectory.content.tools is None
+
+
+def test_a_trial_whose_rows_are_apart_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TreepackError, match="rows of the trial 'hello-world__a1' are apart; sort them by trial_name"):
+        read(written(tmp_path, ROWS[0], ROWS[2], ROWS[1]))

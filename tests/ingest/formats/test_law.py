@@ -1,0 +1,274 @@
+"""Nothing of a record vanishes: every value is used or named, and no change of a field trains other turns in silence.
+
+`support.law` says what is changed and what counts as seen. The samples of all formats are tried, one field of each
+path; the slow tests try all records, all places, and two changes at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import law
+from support.paths import ROLLOUTS
+from treepack.ingest.readers.files.inputs import list_inputs
+from treepack.ingest.readers.files.record_files import read_records
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.registry import formats_by_name
+
+# Values that no reader needs although their field is declared, because other records of the format need it.
+NOT_NEEDED = {
+    "swe-agent": {
+        "history.is_demo": "the calls are in the steps, which name their prompts",
+        "trajectory.query.is_demo": "a demonstration is in the prompt",
+    },
+    "dars": {"is_demo": "the demonstrations of the sample are messages of the user"},
+    "intercode": {
+        "logs.1.task_id": "the rollout is skipped",
+        "logs.1.summary.max_reward": "the rollout is skipped",
+        "1.turn_history.observations": "the program acts alone after its last turn",
+        "1.turn_history.thoughts": "one of them is the mark of the last turn",
+    },
+    "verifiers": {"traces.mm_token_type_id_map.900": "the ids of placeholders are its keys"},
+    "verifiers-results": {"completion.tool_calls": "the steps of the trajectory have the same calls"},
+    "verl": {"extra_fields.tool_rewards": "parts of the score"},
+    "tinker": {"trajectories_G.transitions.metrics.stop/completed": "the metrics of the last transition count"},
+    "tinker-datum": {"shape": "the data have the same length"},
+    "cline": {"finish_reason": "a field of a message, and the sample has a whole session in one record"},
+    "lm-eval": {"acc": "the sample is no rollout"},
+    "openinference": {
+        "start_time": "calls that continue each other are joined in any order",
+        "attributes.annotations.0.annotation.name": "a name to choose one of several scores",
+    },
+    "otel-genai": {
+        "start_time": "calls that continue each other are joined in any order",
+        "parentSpanId": "no call is inside another one",
+    },
+    "langfuse": dict.fromkeys(("start_time", "startTime"), "calls that continue each other are joined in any order"),
+    "litellm": {"startTime": "calls that continue each other are joined in any order"},
+    "opencode": {"messages.parts.synthetic": "the texts of a message of the user are sent, whoever wrote them"},
+    "langsmith": {
+        "start_time": "dotted_order comes first",
+        "outputs.generations.text": "the message comes first",
+        "extra.metadata.ls_temperature": "the parameters of the call come first",
+    },
+}
+# Changes that train something else, for the reason given.
+LEGAL = {
+    "alpaca": {"renamed: kto_tag": "without a label all answers are trained"},
+    "sharegpt": {"renamed: kto_tag": "without a label all answers are trained"},
+    "ms-swift": {"renamed: label": "without a label all answers are trained"},
+    "swe-agent": {
+        "empty: history.agent": "a history of one agent fewer",
+        "empty: trajectory.query.content": "the prompt does not continue the calls before it",
+    },
+    "auto-code-rover": dict.fromkeys(
+        ("empty: content", "list of texts: content"), "an earlier round that is no beginning of the last one"
+    ),
+    "openai-responses": dict.fromkeys(
+        ("null: conversation.id", "empty: conversation.id"), "a call of no conversation is a rollout of its own"
+    ),
+    "codex": {
+        "down: payload.action.type": "an argument of a call",
+        "empty: metadata.compaction_output": "an answer without this flag is no summary",
+        "null: metadata.compaction_output": "an answer without this flag is no summary",
+    },
+    "openinference": dict.fromkeys(("null: start_time", "empty: start_time"), "a call without a time comes first"),
+    "harbor-traces": {"list of texts: trace_source": "a trace of another origin"},
+    "opencode": {
+        "command": "an argument of a call",
+        "null: info.summary": "an answer without this flag is no summary",
+        "null: parts.synthetic": "a text without this flag is the model's",
+    },
+    "cline": {
+        f"{kind}: {name}Parent": "a message without this name is not replaced"
+        for kind in ("null", "empty")
+        for name in ("condense", "truncation")
+    },
+    "intercode": {"up: logs.0": "a rollout beside the logs"},
+}
+
+
+def files_of(name: str) -> Iterator[list[Record]]:
+    (sample,) = (each for each in ROLLOUTS.iterdir() if each.name.partition(".")[0] == name)
+    for path in list_inputs([sample])[0]:
+        yield list(read_records(path))
+
+
+def excused(name: str, path: str, reasons: dict[str, dict[str, str]]) -> bool:
+    """Return whether `path`, or its last name, has a reason."""
+    return bool({path, path.rpartition(".")[2]} & reasons.get(name, {}).keys())
+
+
+@pytest.mark.parametrize("name", formats_by_name())
+def test_every_value_of_a_sample_is_used_or_named(name: str) -> None:
+    fates = law.Fates()
+    for records in files_of(name):
+        law.follow(records, fates)
+    assert [path for path in fates.lost if not excused(name, path, NOT_NEEDED)] == []
+
+
+@pytest.mark.parametrize("name", formats_by_name())
+def test_no_note_calls_a_value_unused_that_is_used(name: str) -> None:
+    wrong = [path for records in files_of(name) for path in law.misnamed(records)]
+    assert [path for path in wrong if not excused(name, path, NOT_NEEDED)] == []
+
+
+@pytest.mark.parametrize("name", formats_by_name())
+def test_a_changed_field_never_trains_other_turns_in_silence(name: str) -> None:
+    found = [change for records in files_of(name) for change in law.silent(records)]
+    assert [change for change in found if not excused(name, change, LEGAL)] == []
+
+
+@pytest.mark.parametrize("name", formats_by_name())
+def test_no_answer_mask_or_cut_beside_the_known_fields_is_ignored(name: str) -> None:
+    found = [field for records in files_of(name) for field in law.unnoticed(records)]
+    assert [field for field in found if not excused(name, field, NOT_NEEDED)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", formats_by_name())
+def test_two_changed_fields_never_train_other_turns_in_silence(name: str) -> None:
+    rng = random.Random(name)
+    for records in files_of(name):
+        for _ in range(100):
+            place = rng.randrange(len(records))
+            one = law.changed_by_chance(records, place, rng)
+            # After a harmless change; the second may undo the first, so it is compared with the records before both.
+            is_harmless = one is not None and one.trains_same
+            two = law.changed_by_chance(one.records, place, rng, before=records) if one and is_harmless else None
+            for change in (one, two):
+                if change is not None and change.is_silent:
+                    assert excused(name, change.name, LEGAL), change.name
+
+
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "an answer beside the messages of a request": (
+        {
+            "messages": [
+                {"role": "user", "content": "How many bolts?"},
+                {"role": "assistant", "content": "Of an earlier call."},
+                {"role": "user", "content": "And nuts?"},
+            ],
+            "response": "Four nuts.",
+        },
+        ["Four nuts."],
+    ),
+    "prompt, completion and all messages": (
+        {
+            "prompt": [{"role": "user", "content": "Bolts?"}],
+            "completion": [{"role": "assistant", "content": "Seven bolts."}],
+            "messages": [{"role": "user", "content": "Bolts?"}, {"role": "assistant", "content": "Seven bolts."}],
+        },
+        ["Seven bolts."],
+    ),
+    "an answer that the messages end with": (
+        {
+            "messages": [
+                {"role": "user", "content": "Bolts?"},
+                {"role": "assistant", "content": "Seven bolts."},
+            ],
+            "output": "Seven bolts.",
+        },
+        ["Seven bolts."],
+    ),
+    "messages beside a pair": (
+        {
+            "prompt": "Name a bolt.",
+            "chosen": [{"role": "user", "content": "Name a bolt."}, {"role": "assistant", "content": "An M6 bolt."}],
+            "rejected": [{"role": "user", "content": "Name a bolt."}, {"role": "assistant", "content": "A nut."}],
+            "messages": [{"role": "user", "content": "Name a bolt."}, {"role": "assistant", "content": "An M6 bolt."}],
+        },
+        ["An M6 bolt.", "A nut."],
+    ),
+}
+
+
+@pytest.mark.parametrize(("value", "expected"), CASES.values(), ids=CASES)
+def test_an_answer_beside_messages_is_trained_alone(value: dict[str, Any], expected: list[str]) -> None:
+    reading = law.read([Record("r:1", "r", value)])
+    assert not reading.refusal
+    assert [said[0] for turns in reading.trained for _, said in turns] == expected
+
+
+ASKED = [{"role": "user", "content": "How many bolts?"}]
+SAID = [*ASKED, {"role": "assistant", "content": "Seven bolts."}]
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "two answers": (
+        {"messages": SAID, "completion": "Eight."},
+        "messages end with an answer, and completion is another",
+    ),
+    "different answers": ({"messages": ASKED, "completion": "A", "response": "B"}, "are different answers"),
+    "an answer of another form": ({"messages": ASKED, "output": {"score": 1}}, "expected the answer to the messages"),
+    "another prompt": ({"messages": SAID, "prompt": "Nuts?"}, "messages do not contain the prompt"),
+    "one side of a pair": (
+        {"messages": SAID, "rejected": "Eight."},
+        "the field 'rejected', which can contain an answer",
+    ),
+    "a mask": ({"messages": SAID, "assistant_mask": [0, 1]}, "the field 'assistant_mask', which can contain a mask"),
+    "a mask inside metadata": ({"messages": SAID, "info": {"loss_mask": [0, 1]}}, "the field 'info.loss_mask'"),
+    "text beside the messages": ({"messages": SAID, "text": "Something else."}, "the field 'text', which can contain"),
+    "a completion beside a pair": (
+        {"prompt": "Bolts?", "chosen": "Seven.", "rejected": "Eight.", "completion": "Nine."},
+        "has a completion beside chosen and rejected",
+    ),
+    "a mask of another name": (
+        {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "is_model_token": [1, 0, 1]},
+        "is_model_token has 0 or 1 for each token and may be a mask",
+    ),
+    "a result that messages wait for": ({"messages": [*SAID, *ASKED], "result": "Eight bolts."}, "may be the answer"),
+    "a mask as text": (
+        {"prompt_ids": [5, 6], "response_ids": [7, 8], "response_mask": "11"},
+        "response_mask is the text",
+    ),
+}
+
+
+@pytest.mark.parametrize(("value", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_a_field_that_decides_and_is_not_understood_refuses_the_record(value: dict[str, Any], sentence: str) -> None:
+    assert sentence in law.read([Record("r:1", "r", value)]).refusal
+
+
+def test_a_text_that_a_template_made_of_the_messages_is_no_second_answer() -> None:
+    reading = law.read([Record("r:1", "r", {"messages": SAID, "text": "<u>How many bolts?</u><a>Seven bolts.</a>"})])
+    assert list(reading.notes) == ["field 'text' not used, because it repeats the messages"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {
+            "instruction": "How many bolts?",
+            "input": "In all.",
+            "output": "Seven bolts.",
+            "text": "Q: How many bolts? (In all.) A: Seven bolts.",
+        },
+        {
+            "conversations": [{"from": "human", "value": "Bolts?"}, {"from": "gpt", "value": "Seven."}],
+            "response": "Seven.",
+        },
+    ],
+)
+def test_a_copy_of_the_answer_is_noted_and_no_second_answer(value: dict[str, Any]) -> None:
+    reading = law.read([Record("r:1", "r", value)])
+    assert not reading.refusal
+    assert [note for note in reading.notes if note.endswith("not used, because it repeats the messages")]
+    other = law.read([Record("r:1", "r", {**value, "response": "Another answer."})])
+    assert "the field 'response', which can contain an answer" in other.refusal
+
+
+def test_a_mask_that_is_json_text_is_read_as_a_list() -> None:
+    ids: dict[str, Any] = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9]}
+    text, plain = ({**ids, "response_mask": mask} for mask in ("[1, 0, 1]", [1, 0, 1]))
+    assert law.read([Record("r:1", "r", text)]).trained == law.read([Record("r:1", "r", plain)]).trained
+
+
+def test_unused_fields_of_records_that_are_read_together_are_named_once(tmp_path: Path) -> None:
+    call = {"messages": ASKED, "choices": [{"message": {"role": "assistant", "content": "Seven."}}]}
+    records = [Record(f"r:{n}", "r", call | {"session_id": "s", "cost": {"usd": n}}) for n in (1, 2)]
+    reading = law.read(records)
+    assert reading.notes["field 'cost.usd' not used"] == 1

@@ -1,0 +1,135 @@
+"""Calls that LiteLLM has logged: sessions, the requests of spend logs, token ids, and payloads that are no calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from treepack.errors import TreepackError
+from treepack.ingest.formats.litellm import read_litellm
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
+
+ASK = {"role": "user", "content": "2 + 3?"}
+FIVE = {"role": "assistant", "content": "5"}
+
+
+def read(*values: dict[str, Any]) -> list[Any]:
+    records = (Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1))
+    return list(read_litellm(records, ReadOptions()))
+
+
+def trajectories(items: list[Any]) -> list[Trajectory]:
+    return [item for item in items if isinstance(item, Trajectory)]
+
+
+def reasons(items: list[Any]) -> list[str]:
+    return [item.reason for item in items if isinstance(item, Skipped)]
+
+
+def payload(messages: Any, *answers: dict[str, Any], start: float = 1.0, **more: Any) -> dict[str, Any]:
+    choices = [{"index": i, "message": each, "finish_reason": "stop"} for i, each in enumerate(answers)]
+    value = {"id": "c", "call_type": "acompletion", "status": "success", "messages": messages, "model": "m"}
+    return value | {"response": {"choices": choices}, "startTime": start, "model_parameters": {}} | more
+
+
+def test_a_session_that_is_no_text_and_a_role_that_is_no_text_are_refused() -> None:
+    with pytest.raises(TreepackError, match=r'trace_id is \["s"\]; expected the id of a session'):
+        read(payload([ASK], FIVE, trace_id=["s"]))
+    (item,) = read(payload([ASK], FIVE | {"role": ["assistant"]}))
+    assert item.detail.endswith('a message of role ["assistant"]; expected the assistant\'s')
+
+
+def test_facts_that_differ_between_the_calls_of_a_session_are_noted() -> None:
+    first = payload([ASK], FIVE, session_id="s", metadata={"shop": 1}, reward=0.5)
+    second = payload([ASK, FIVE, ASK], FIVE, start=2.0, session_id="s", metadata={"shop": 2}, reward=1.0)
+    (item,) = trajectories(read(first, second))
+    assert (item.metadata["metadata"], item.reward) == ({"shop": 2}, 1.0)
+    assert item.notes == tuple(
+        f"field '{name}' differs between calls, the last one used" for name in ("metadata.shop", "reward")
+    )
+
+
+def outline(item: Trajectory) -> list[tuple[str, str]]:
+    assert isinstance(item.content, Chat)
+    return [(message["role"], message["content"]) for message in item.content.messages]
+
+
+def test_calls_of_a_session_are_joined_in_the_order_of_their_start() -> None:
+    later = payload([ASK, FIVE, ASK], {"role": "assistant", "content": "Yes."}, start=9.0, trace_id="s")
+    (item,) = trajectories(read(later, payload([ASK], FIVE, trace_id="s")))
+    assert outline(item) == [("user", "2 + 3?"), ("assistant", "5"), ("user", "2 + 3?"), ("assistant", "Yes.")]
+    assert isinstance(item.content, Chat)
+    assert item.content.message_weights == [0.0, 1.0, 0.0, 1.0]
+    assert item.trajectory_id == "s"
+
+
+def test_choices_of_one_call_are_a_group() -> None:
+    items = trajectories(read(payload([ASK], FIVE, FIVE | {"content": "6"})))
+    assert [(item.trajectory_id, item.group_id) for item in items] == [("c/choice-0", "c"), ("c/choice-1", "c")]
+
+
+def test_tools_and_temperature_are_settings_of_the_call_and_a_reward_is_kept() -> None:
+    settings = {"temperature": 0.5, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    (item,) = trajectories(read(payload([ASK], FIVE, model_parameters=settings, reward=0.5, verdict=[1])))
+    assert isinstance(item.content, Chat)
+    assert (item.content.tools, item.content.message_temperatures) == (settings["tools"], [None, 0.5])
+    assert (item.reward, item.notes) == (0.5, ("field 'verdict' not used",))
+
+
+def test_a_row_of_the_spend_logs_has_its_request_as_text() -> None:
+    request = {"messages": [ASK], "temperature": 0.5}
+    value = payload("{}", FIVE, proxy_server_request=json.dumps(request), metadata='{"status": "success"}')
+    (item,) = trajectories(read(value | {"response": json.dumps(value["response"])}))
+    assert outline(item) == [("user", "2 + 3?"), ("assistant", "5")]
+
+
+def test_token_ids_of_the_server_are_read_in_place_of_text() -> None:
+    value = payload([ASK], FIVE)
+    value["response"]["prompt_token_ids"] = [1, 2]
+    value["response"]["choices"][0]["provider_specific_fields"] = {"token_ids": [3]}
+    (item,) = trajectories(read(value))
+    assert isinstance(item.content, Tokens)
+    assert item.content.tokens.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("response", "text"),
+    [
+        ({"choices": [{"text": " 5", "finish_reason": "stop"}]}, " 5"),
+        (
+            {"output": [{"type": "message", "role": "assistant", "content": "5"}]},
+            "5",
+        ),
+        ({"role": "assistant", "content": [{"type": "text", "text": "5"}], "stop_reason": "end_turn"}, "5"),
+        ("5", "5"),
+    ],
+)
+def test_responses_of_other_apis_are_read(response: Any, text: str) -> None:
+    (item,) = trajectories(read(payload([ASK], response=response)))
+    assert outline(item)[1:] == [("assistant", text)]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (payload([ASK], FIVE, call_type="aembedding"), "record of the call 'aembedding', which writes no text"),
+        (payload([ASK], FIVE, status="failure"), "LLM call that failed"),
+        (payload([ASK], FIVE, metadata='{"status": "failure"}'), "LLM call that failed"),
+        (payload([ASK], FIVE, cache_hit=True), "response from the cache, not from the model"),
+        (payload([{"role": "user", "content": "redacted-by-litellm"}], FIVE),
+         "LLM call whose messages or response were not logged"),
+        (payload("{}", response="{}"), "LLM call whose messages or response were not logged"),
+        (payload([ASK], response={"results": []}), "damaged record"),
+        (payload([ASK], {"content": 5}), "damaged record"),
+        (payload([ASK], response={"results": []}, session_id="s"), "session with a call that cannot be read"),
+        (payload([{"role": "user", "content": [{"type": "image_url"}]}], FIVE), "images, audio and video are not read"),
+    ],
+)  # fmt: skip
+def test_a_payload_without_a_call_is_skipped_for_a_true_reason(value: dict[str, Any], reason: str) -> None:
+    items = read(value, payload([ASK], FIVE))
+    assert reasons(items) == [reason]
+    assert len(trajectories(items)) == 1

@@ -1,0 +1,97 @@
+"""Samples of lm-evaluation-harness: which are rollouts, prompts in two forms, and metrics under several filters."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from treepack.errors import TreepackError
+from treepack.ingest.formats.lm_eval import read_lm_eval
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.trajectory import Chat, Skipped, Text, Trajectory
+
+
+def read(*values: dict[str, Any], **options: Any) -> list[Any]:
+    records = (Record(f"s.jsonl:{number}", "s.jsonl", value) for number, value in enumerate(values, 1))
+    return list(read_lm_eval(records, ReadOptions(**options)))
+
+
+def reasons(items: list[Any]) -> list[str]:
+    return [item.reason for item in items if isinstance(item, Skipped)]
+
+
+def sample(prompt: Any = "2 + 2?", responses: tuple[Any, ...] = (" 4",), **more: Any) -> dict[str, Any]:
+    arguments = {"gen_args_0": {"arg_0": prompt, "arg_1": {"until": ["\n"], "temperature": 0.0}}}
+    value = {"doc_id": 0, "doc": {"q": "2 + 2?"}, "target": "4", "arguments": arguments, "resps": [list(responses)]}
+    return value | {"filtered_resps": ["4"], "filter": "none", "metrics": ["acc"], "acc": 1.0} | more
+
+
+def test_a_response_is_trained_whole_with_its_metric_and_temperature() -> None:
+    (item,) = read(sample())
+    assert item.content == Text("2 + 2?", " 4")
+    assert (item.reward, item.temperature, item.metadata) == (1.0, 0.0, {"doc_id": 0, "target": "4", "filter": "none"})
+
+
+def test_arguments_in_a_list_are_the_same_as_named_ones() -> None:
+    listed = sample(arguments=[["2 + 2?", {"until": ["\n"], "temperature": 0.0}]])
+    assert [item.content for item in read(listed)] == [item.content for item in read(sample())]
+
+
+def test_a_chat_prompt_is_json_text_in_a_list() -> None:
+    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2?"}]
+    (item,) = read(sample([json.dumps(asked)]))
+    assert isinstance(item.content, Chat)
+    assert [*map(dict, item.content.messages)] == [*asked, {"role": "assistant", "content": " 4"}]
+    assert item.content.message_weights == [0.0, 0.0, 1.0]
+    begun = [*asked, {"role": "assistant", "content": "It is"}]
+    assert reasons(read(sample([json.dumps(begun)]))) == ["response that continues a message of the prompt"]
+
+
+def test_filters_of_one_sample_are_one_rollout_and_its_metrics_are_chosen_by_name() -> None:
+    strict, loose = sample(filter="strict", acc=0.0), sample(filter="loose", acc=1.0, filtered_resps=["[invalid]"])
+    items = read(strict, loose, reward_key="acc,loose")
+    (item,) = (item for item in items if isinstance(item, Trajectory))
+    assert item.reward == 1.0
+    assert "metric 'acc,strict' not used" in item.notes
+    assert reasons(items) == ["sample under another filter, read with the first one"]
+    with pytest.raises(TreepackError, match=r"keys acc,strict, acc,loose; choose one with --reward-key$"):
+        read(strict, loose)
+
+
+def test_two_runs_of_a_document_are_two_rollouts() -> None:
+    assert len([item for item in read(sample(), sample(responses=(" 5",))) if isinstance(item, Trajectory)]) == 2
+    assert len([item for item in read(sample(), sample()) if isinstance(item, Trajectory)]) == 2
+
+
+def test_metrics_of_several_responses_belong_to_none_of_them() -> None:
+    first, second = read(sample(responses=(" 4", " 5")))
+    assert (first.trajectory_id, second.trajectory_id) == ("s.jsonl:1/response-1", "s.jsonl:1/response-2")
+    assert (first.reward, second.reward) == (None, None)
+    assert first.notes == second.notes == ("metrics of several responses together not used",)
+
+
+def test_other_fields_are_kept_or_noted() -> None:
+    (item,) = read(sample(metrics=["acc", "parts"], parts=[True, False], extra=7, traces=[1]))
+    assert item.metadata["extra"] == 7
+    assert item.notes == ("metrics that are no numbers not used", "field 'traces' not used")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (sample(arguments={"gen_args_0": {"arg_0": "4 is", "arg_1": " even"}}, resps=[[["-0.4", "True"]]]),
+         "loglikelihood sample, in which the model has written nothing"),
+        (sample(arguments=[["A text."]], resps=[["-9.5"]], metrics=["byte_perplexity"], byte_perplexity=[-9.5, 7]),
+         "loglikelihood sample, in which the model has written nothing"),
+        (sample(responses=("",)), "sample without a response"),
+        (sample(resps=[]), "damaged record"),
+        (sample(7), "damaged record"),
+    ],
+)  # fmt: skip
+def test_a_sample_without_a_rollout_is_skipped_for_a_true_reason(value: dict[str, Any], reason: str) -> None:
+    items = read(value, sample(doc_id=1))
+    assert reasons(items) == [reason]
+    assert sum(isinstance(item, Trajectory) for item in items) == 1

@@ -1,0 +1,261 @@
+"""Spans in the conventions of OpenInference and OpenLLMetry: their calls, and the reasons to skip a span."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from support.paths import ROLLOUTS
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.reading import detect_format, read_trajectories
+from treepack.ingest.readers.registry import formats_by_name
+from treepack.ingest.readers.spans.span_rollouts import read_file
+from treepack.trajectory import Chat, Skipped, Trajectory
+
+SAMPLE = ROLLOUTS / "openinference"
+
+
+def read(*values: dict[str, Any], **options: Any) -> list[Any]:
+    records = (Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1))
+    return list(read_file(records, ReadOptions(**options)))
+
+
+def only(items: list[Any]) -> tuple[Trajectory, Chat]:
+    (trajectory,) = (item for item in items if isinstance(item, Trajectory))
+    assert isinstance(trajectory.content, Chat)
+    return trajectory, trajectory.content
+
+
+def reasons(items: list[Any]) -> list[str]:
+    return [item.reason for item in items if isinstance(item, Skipped)]
+
+
+def flat(name: str, *messages: dict[str, Any]) -> dict[str, Any]:
+    return {f"{name}.{i}.message.{key}": value for i, message in enumerate(messages) for key, value in message.items()}
+
+
+def span(attributes: dict[str, Any], number: int = 1, **more: Any) -> dict[str, Any]:
+    context = {"trace_id": "t", "span_id": f"s{number}"}
+    return {"context": context, "span_kind": "LLM", "start_time": number, "attributes": attributes} | more
+
+
+ASK = {"role": "user", "content": "2 + 3?"}
+FIVE = {"role": "assistant", "content": "5"}
+CALL = flat("llm.input_messages", ASK) | flat("llm.output_messages", FIVE)
+
+
+def test_every_exporter_gives_the_same_conversation() -> None:
+    found = {}
+    for name in ("spans.json", "collector.jsonl", "rows.jsonl"):
+        _, content = only(list(read_trajectories([SAMPLE / name])))
+        found[name] = [{**message, "reasoning_content": None} for message in content.messages], content.tools
+        assert content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
+        assert content.message_temperatures == [None, None, 0.6, None, 0.6]
+    assert found["spans.json"] == found["collector.jsonl"] == found["rows.jsonl"]
+
+
+def test_rows_of_parquet_are_read_as_rows_of_json(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (SAMPLE / "rows.jsonl").read_text().splitlines()]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (_, tabular), (_, text) = (
+        only(list(read_trajectories([path]))) for path in (tmp_path / "rows.parquet", SAMPLE / "rows.jsonl")
+    )
+    assert tabular == text
+
+
+def test_nested_attributes_may_be_json_text() -> None:
+    message = {"message": {"role": "user", "content": "2 + 3?"}}
+    answer = {
+        "message": {"role": "assistant", "content": "5", "tool_calls": [{"tool_call": {"function": {"name": "f"}}}]}
+    }
+    nested = {"llm": {"input_messages": [message], "output_messages": [answer]}, "session": {"id": "v"}}
+    for attributes in (nested, json.dumps(nested)):
+        value = span({}) | {"attributes": attributes}
+        assert detect_format(Record("log.json", "log.json", value)) == "openinference"
+        trajectory, content = only(read(value))
+        assert trajectory.trajectory_id == "v"
+        assert [each["content"] for each in content.messages] == ["2 + 3?", "5"]
+        assert content.messages[1]["tool_calls"][0]["function"]["name"] == "f"
+
+
+def test_indices_are_numbers_and_may_have_gaps() -> None:
+    messages = {f"llm.input_messages.{i}.message.role": "user" for i in (2, 10, 1)}
+    messages |= {f"llm.input_messages.{i}.message.content": str(i) for i in (2, 10, 1)}
+    _, content = only(read(span(messages | flat("llm.output_messages", FIVE))))
+    assert [each["content"] for each in content.messages] == ["1", "2", "10", "5"]
+
+
+def test_items_of_one_response_are_one_turn_and_several_answers_are_several() -> None:
+    call = {"role": "assistant", "tool_calls.0.tool_call.function.name": "f"}
+    thought = {
+        "role": "assistant",
+        "contents.0.message_content.type": "reasoning",
+        "contents.0.message_content.text": "Add.",
+    }
+    items = flat("llm.input_messages", ASK) | flat("llm.output_messages", thought, FIVE, call, call)
+    _, content = only(read(span(items)))
+    (_, said) = content.messages
+    assert (said["reasoning_content"], said["content"], len(said["tool_calls"])) == ("Add.", "5", 2)
+    several = {"llm.invocation_parameters": '{"n": 2}'}
+    answers = flat("llm.input_messages", ASK) | flat("llm.output_messages", FIVE, {**FIVE, "content": "6"})
+    names = [item.trajectory_id for item in read(span(answers | several))]
+    assert names == ["t/turn-1", "t/turn-2"]
+
+
+def test_a_part_that_is_no_text_skips_the_call_and_hidden_reasoning_is_noted() -> None:
+    image = {
+        "role": "user",
+        "contents.0.message_content.type": "image",
+        "contents.0.message_content.image.image.url": "u",
+    }
+    assert reasons(read(span(flat("llm.input_messages", image) | flat("llm.output_messages", FIVE)))) == [
+        "images, audio and video are not read"
+    ]
+    hidden = {
+        "role": "assistant",
+        "content": "5",
+        "contents.0.message_content.type": "reasoning",
+        "contents.0.message_content.data": "x",
+    }
+    trajectory, _ = only(read(span(flat("llm.input_messages", ASK) | flat("llm.output_messages", hidden))))
+    assert trajectory.notes == ("encrypted reasoning left out",)
+
+
+def test_scores_of_annotations_are_the_reward_and_labels_are_noted() -> None:
+    scores = {"annotations.0.annotation.name": "right", "annotations.0.annotation.score": 1}
+    labels = {"evaluations.0.evaluation.name": "tone", "evaluations.0.evaluation.label": "rude"}
+    root = span({"trace.annotations.0.annotation.name": "short", "trace.annotations.0.annotation.score": 0.5}, 2)
+    items = read(span(CALL | scores | labels), root | {"span_kind": "AGENT"})
+    trajectory, _ = only(items)
+    assert trajectory.reward == 1.5
+    assert trajectory.notes == ("evaluation 'tone' without a score not used",)
+    assert only(read(span(CALL | scores), reward_key="right"))[0].reward == 1.0
+
+
+def test_scores_of_a_root_without_a_session_belong_to_the_session_of_its_trace() -> None:
+    scores = {"annotations.0.annotation.name": "right", "annotations.0.annotation.score": 1}
+    items = read(span(scores, 2, span_kind="AGENT"), span(CALL | {"session.id": "v"}))
+    assert (only(items)[0].trajectory_id, only(items)[0].reward) == ("v", 1.0)
+
+
+def test_an_attribute_that_is_not_understood_is_noted() -> None:
+    value = span(CALL | {"llm.answers.0.text": "6", "app.answer": "7", "llm.finish_reasons": "x"})
+    record = Record("log.jsonl:1", "log.jsonl", value)
+    trajectory, _ = only(list(formats_by_name()["openinference"].trajectories([record], ReadOptions())))
+    names = ("app.answer", "llm.answers.text", "llm.finish_reasons")
+    assert sorted(trajectory.notes) == [f"field 'attributes.{name}' not used" for name in names]
+
+
+def test_calls_of_one_trace_with_and_without_a_session_are_noted() -> None:
+    items = read(span(CALL | {"session.id": "v"}), span(CALL, 2), span(CALL, 3) | {"context": {"trace_id": "u"}})
+    assert [(item.trajectory_id, item.notes) for item in items] == [
+        ("v", ("calls of one trace in several conversations",)),
+        ("t", ("calls of one trace in several conversations",)),
+        ("u", ()),
+    ]
+
+
+def test_spans_without_a_trace_are_not_joined() -> None:
+    items = read(*(span(CALL, number) | {"context": {"span_id": f"s{number}"}} for number in (1, 2)))
+    assert [item.trajectory_id for item in items] == ["log.jsonl:1/s1", "log.jsonl:2/s2"]
+    assert {item.notes for item in items} == {("span without a trace",)}
+
+
+@pytest.mark.parametrize(
+    ("value", "detail"),
+    [
+        (span(CALL | {"session.id": ["v"]}), 'session.id is ["v"]; expected text'),
+        (span(CALL) | {"context": {"trace_id": True}}, "trace_id is true; expected text"),
+        (span(CALL, start_time=True), "start_time is true; expected a time"),
+    ],
+)
+def test_an_id_that_is_no_text_damages_the_span(value: dict[str, Any], detail: str) -> None:
+    (item,) = read(value)
+    assert (item.reason, item.detail) == ("conversation with a damaged span", f"log.jsonl:1: {detail}")
+
+
+def test_an_attribute_does_not_hide_a_longer_one() -> None:
+    flat_role = {"llm.input_messages.0.message.role": "user", "llm.input_messages.0.message": {"content": "2 + 3?"}}
+    _, content = only(read(span(flat_role | flat("llm.output_messages", FIVE))))
+    assert content.messages[0] == {"role": "user", "content": "2 + 3?"}
+
+
+def test_a_field_of_a_message_or_a_call_that_is_not_understood_is_noted() -> None:
+    answer = FIVE | {"tool_calls.0.tool_call.function.name": "f", "tool_calls.0.tool_call.function.input": "{}"}
+    value = span(flat("llm.input_messages", ASK) | flat("llm.output_messages", answer | {"verdict": "right"}))
+    assert only(read(value))[0].notes == (
+        "message field 'verdict' not used",
+        "message field 'tool_calls.function.input' not used",
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "detail"),
+    [
+        (FIVE | {"contents.0.message_content.type": "text", "contents.0.message_content.text": "6"},
+         'has the content "5" and other contents; expected one of them'),
+        ({"role": "assistant", "contents.0.message_content.text": "6"},
+         'has the content {"text": "6"}; expected text'),
+        ({"role": "judge", "content": "5"},
+         "call 1: message 2 has role 'judge'; expected system, user, assistant or tool"),
+    ],
+)  # fmt: skip
+def test_a_message_that_is_not_understood_skips_its_conversation_only(answer: dict[str, Any], detail: str) -> None:
+    bad = span(flat("llm.input_messages", ASK) | flat("llm.output_messages", answer))
+    items = read(bad, span(CALL | {"session.id": "v"}) | {"context": {"trace_id": "u"}})
+    assert only(items)[0].trajectory_id == "v"
+    assert [item.detail for item in items if isinstance(item, Skipped)] == [f"log.jsonl:1: {detail}"]
+
+
+def test_a_call_whose_response_is_empty_trains_nothing() -> None:
+    value = span(flat("llm.input_messages", ASK) | flat("llm.output_messages", {"role": "assistant", "content": ""}))
+    assert reasons(read(value)) == ["no call with a response"]
+
+
+def test_equal_parts_of_a_text_are_all_kept() -> None:
+    parts = {
+        f"contents.{i}.message_content.{key}": value for i in (0, 1) for key, value in (("type", "text"), ("text", "5"))
+    }
+    _, content = only(
+        read(span(flat("llm.input_messages", ASK) | flat("llm.output_messages", {"role": "assistant"} | parts)))
+    )
+    assert content.messages[-1]["content"] == "55"
+
+
+def test_a_call_that_two_libraries_log_is_read_once() -> None:
+    outer, inner = span(CALL), span(CALL, 2, parent_id="s1")
+    items = read(inner, outer)
+    assert only(items)[1].message_weights == [0.0, 1.0]
+    assert reasons(items) == ["span inside the span of the same LLM call"]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (span({"input.value": "a", "output.value": "b"}), "LLM call with input.value and output.value only, which have "
+         "no fixed form"),
+        (span({"llm.model_name": "m"}), "LLM call whose messages were not captured"),
+        (span(CALL) | {"status_code": "ERROR"}, "LLM call that failed"),
+        (span(CALL) | {"span_kind": "AGENT"}, "span without an LLM call"),
+        (span({"ai.prompt.messages": "[]", "ai.response.text": "b"}, span_kind=None), "span in the convention of the "
+         "Vercel AI SDK, which is not read"),
+        (span({"mlflow.spanInputs": "{}"}, span_kind=None), "span in the convention of MLflow, which is not read"),
+    ],
+)  # fmt: skip
+def test_a_reason_to_skip_a_span_is_true(value: dict[str, Any], reason: str) -> None:
+    assert reasons(read(value)) == [reason]
+
+
+def test_indexed_attributes_of_openllmetry_are_messages() -> None:
+    prompt = {"gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": '[{"type": "text", "text": "2 + 3?"}]'}
+    answer = {"gen_ai.completion.0.content": "5", "gen_ai.completion.0.finish_reason": "stop"}
+    call = {"gen_ai.completion.0.tool_calls.0.name": "f", "gen_ai.completion.0.tool_calls.0.arguments": "{}"}
+    _, content = only(read(span(prompt | answer | call, span_kind=None)))
+    assert [each["content"] for each in content.messages] == ["2 + 3?", "5"]
+    assert content.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}

@@ -1,0 +1,208 @@
+"""The sampler's temperature: every format that records it keeps it, for the tokens that were sampled at it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.paths import ROLLOUTS, SAMPLE_DATA
+from support.tempered import token_temperatures
+from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.reading import read_trajectories
+from treepack.ingest.tokenization import tokenize
+from treepack.trajectory import Chat, Tokens, Trajectory
+
+TOKENIZER = str(SAMPLE_DATA / "tokenizer")
+
+
+def temperatures(item: Trajectory) -> set[str]:
+    """The temperatures of what is trained, as text, because NaN is not equal to itself."""
+    if isinstance(item.content, Tokens):
+        return {f"{value:g}" for value in token_temperatures(item).tolist()}
+    assert isinstance(item.content, Chat)
+    known = item.content.message_temperatures or [item.temperature] * len(item.content.messages)
+    weights = item.content.message_weights
+    return {"nan" if t is None else f"{t:g}" for t, weight in zip(known, weights, strict=True) if weight}
+
+
+def read(path: Path, **options: Any) -> list[Trajectory]:
+    items = read_trajectories([path], **options)
+    return [item for item in items if isinstance(item, Trajectory)]
+
+
+def read_record(value: dict[str, Any], tmp_path: Path, name: str = "r.jsonl") -> Trajectory:
+    path = tmp_path / name
+    path.write_text(json.dumps(value) + "\n")
+    (item,) = read(path)
+    return item
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        ("openai-chat/calls.jsonl", {"1", "nan"}),
+        ("anthropic-messages.jsonl", {"0.5"}),
+        ("openai-responses.jsonl", {"0.5"}),
+        ("langsmith.jsonl", {"0.5", "nan"}),
+        ("inspect", {"0.5"}),
+        ("openhands/output.jsonl", {"0"}),
+        ("mini-swe-agent/run-a", {"0"}),
+        ("nemo-gym.jsonl", {"1"}),
+        ("prime-rl/samples.jsonl", {"1"}),
+        ("prime-rl/micro_batches.jsonl", {"1"}),
+        ("verifiers-results", {"1"}),
+        ("atif/hello__aaa", {"0.7"}),
+        ("tau2/one-file", {"0"}),
+        ("otel-genai/spans.jsonl", {"0.5"}),
+    ],
+)
+def test_the_temperature_in_a_sample_of_a_format_is_kept(sample: str, expected: set[str]) -> None:
+    items = read(ROLLOUTS / sample)
+    assert set().union(*map(temperatures, items)) == expected
+
+
+def test_formats_without_a_temperature_in_their_sample_get_none() -> None:
+    items = [item for name in ("tinker.jsonl", "slime.json", "skyrl") for item in read(ROLLOUTS / name)]
+    assert len(items) > 5
+    assert set().union(*map(temperatures, items)) == {"nan"}
+
+
+IDS: dict[str, Any] = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1]}
+
+
+def test_one_temperature_of_a_record_is_no_metadata(tmp_path: Path) -> None:
+    item = read_record(IDS | {"temperature": 0.7, "seed": 3}, tmp_path)
+    assert (item.temperature, item.metadata) == (0.7, {"seed": 3})
+
+
+@pytest.mark.parametrize("values", [[9.0, 0.5, 0.5, 1.0], [0.5, 0.5, 1.0]])
+def test_temperatures_have_one_value_per_token_or_trained_token(values: list[float], tmp_path: Path) -> None:
+    item = read_record(IDS | {"temperatures": values}, tmp_path)
+    assert token_temperatures(item).tolist() == [0.5, 0.5, 1.0]
+
+
+def test_equal_temperatures_become_one_and_missing_ones_are_those_of_the_record(tmp_path: Path) -> None:
+    item = read_record(IDS | {"temperatures": [0.7, None, 0.7], "temperature": 0.7}, tmp_path)
+    assert isinstance(item.content, Tokens)
+    assert (item.temperature, item.content.temperatures) == (0.7, None)
+
+
+@pytest.mark.parametrize("name", ["sampling_params", "sampling_args"])
+def test_the_settings_of_a_sampler_have_the_temperature(name: str, tmp_path: Path) -> None:
+    item = read_record(IDS | {name: {"temperature": 0.7, "top_p": 0.9}}, tmp_path)
+    assert item.temperature == 0.7
+
+
+def test_a_temperature_that_is_no_number_stays_metadata(tmp_path: Path) -> None:
+    item = read_record(IDS | {"temperature": "warm"}, tmp_path)
+    assert (item.temperature, item.metadata) == (None, {"temperature": "warm"})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"temperature": -1}, {"temperature": 1e39}, {"temperature": float("nan")}, {"temperatures": [1.0, -0.5, 1.0]}],
+)
+def test_an_impossible_temperature_is_refused(bad: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(TreepackError, match=r"r.jsonl:1: (a )?temperature is .*; expected a finite number"):
+        read_record(IDS | bad, tmp_path)
+
+
+def test_verl_batches_have_the_temperature_in_meta_info_or_per_sample(tmp_path: Path) -> None:
+    batch = {"prompts": [[5, 6], [5, 6]], "responses": [[7, 8], [7, 9]]}
+    value = {"batch": batch, "meta_info": {"temperature": 0.7}}
+    path = tmp_path / "batch.json"
+    path.write_text(json.dumps(value))
+    assert [item.temperature for item in read(path)] == [0.7, 0.7]
+    path.write_text(json.dumps(value | {"non_tensor_batch": {"temperature": [0.5, 1.0]}}))
+    assert [item.temperature for item in read(path)] == [0.5, 1.0]
+
+
+def test_verifiers_has_the_temperature_of_the_agent_and_of_a_call(tmp_path: Path) -> None:
+    value = json.loads((ROLLOUTS / "verifiers.jsonl").read_text().splitlines()[0])
+    trace = value["traces"][0]
+    trace["agent"]["config"]["sampling"] = {"temperature": 0.7}
+    trace["calls"][0]["sampling"] = {"temperature": 0.25}
+    path = tmp_path / "traces.jsonl"
+    path.write_text(json.dumps(value) + "\n")
+    first = read(path)[0]
+    assert isinstance(first.content, Tokens)
+    # The first call of the trace sampled node 2, the first three trained tokens.
+    assert token_temperatures(first).tolist() == np.array([0.25] * 3 + [0.7] * 3, np.float32).tolist()
+
+
+def test_swe_agent_has_the_temperature_in_its_replay_configuration(tmp_path: Path) -> None:
+    (source,) = sorted((ROLLOUTS / "swe-agent").rglob("*.traj"))[:1]
+    config = json.dumps({"agent": {"model": {"temperature": 0.25}}})
+    path = tmp_path / source.name
+    path.write_text(json.dumps(json.loads(source.read_text()) | {"replay_config": config}))
+    assert set().union(*map(temperatures, read(path))) == {"0.25"}
+
+
+def record() -> Record:
+    return Record("r.jsonl:1", "r.jsonl", {"rollout_id": "a"})
+
+
+def test_joined_calls_keep_the_temperature_of_each_turn_and_nan_for_an_unknown_one() -> None:
+    calls = [
+        TokenCall([1, 2], [3, 4], {"temperatures": 0.5}),
+        TokenCall([1, 2, 3, 4, 5], [6], {"temperatures": 1.0}),
+        TokenCall([1, 2, 3, 4, 5, 6], [7], {"temperatures": None}),
+    ]
+    (item,) = read_calls(record(), calls, ReadOptions())
+    assert isinstance(item, Trajectory)
+    np.testing.assert_equal(token_temperatures(item), np.array([0.5, 0.5, 1.0, np.nan], np.float32))
+
+
+def conversation() -> list[ChatCall]:
+    user, first = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    more, second = {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Ciao"}
+    return [
+        ChatCall([user], [first], temperature=0.5),
+        ChatCall([user, first, more], [second], temperature=1.0),
+    ]
+
+
+def tokenized(calls: list[ChatCall], **options: Any) -> list[Trajectory]:
+    items = tokenize(read_chats(record(), calls, ReadOptions()), tokenizer=TOKENIZER, **options)
+    return [item for item in items if isinstance(item, Trajectory)]
+
+
+def test_tokens_of_a_conversation_have_the_temperature_of_their_turn() -> None:
+    (whole,) = tokenized(conversation())
+    first, second = tokenized(conversation(), expand="turns")
+    assert (first.temperature, second.temperature) == (0.5, 1.0)
+    assert isinstance(first.content, Tokens)
+    assert isinstance(second.content, Tokens)
+    expected = [0.5] * first.content.num_trained + [1.0] * second.content.num_trained
+    assert token_temperatures(whole).tolist() == expected
+
+
+def test_an_unknown_temperature_of_a_turn_is_missing_from_its_tokens_only() -> None:
+    first, second = conversation()
+    (whole,) = tokenized([replace(first, temperature=None), second])
+    values = token_temperatures(whole)
+    assert isinstance(whole.content, Tokens)
+    boundary = int(whole.content.ends[0] - whole.content.starts[0])
+    assert np.isnan(values[:boundary]).all()
+    assert (values[boundary:] == 1).all()
+
+
+def test_a_conversation_at_one_temperature_has_one() -> None:
+    (sample,) = tokenized(conversation()[:1])
+    assert isinstance(sample.content, Tokens)
+    assert (sample.temperature, sample.content.temperatures) == (0.5, None)
+
+
+def test_an_impossible_temperature_of_a_call_names_the_call() -> None:
+    calls = [*conversation()[:1], ChatCall([], [{"role": "assistant", "content": "x"}], temperature=-1.0)]
+    with pytest.raises(TreepackError, match=r"r.jsonl:1: call 2: temperature is -1.0; expected a finite number"):
+        list(read_chats(record(), calls, ReadOptions()))

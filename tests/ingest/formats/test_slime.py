@@ -1,0 +1,177 @@
+"""slime: samples as JSON and as files of torch."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from support.token_rollouts import Rollout, back, rollouts
+from treepack.errors import TreepackError
+from treepack.ingest.formats import slime
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.files.torch_files import read_torch
+from treepack.ingest.readers.reading import read_trajectories
+from treepack.trajectory import Chat, Skipped, Text, Trajectory
+
+SAMPLE: dict[str, Any] = {
+    "group_index": 4,
+    "index": 9,
+    "tokens": [5, 6, 7, 8],
+    "response_length": 2,
+    "loss_mask": None,
+    "status": "completed",
+}
+
+
+def read(value: dict[str, Any], **options: Any) -> list[Trajectory | Skipped]:
+    return list(slime.read_slime(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options)))
+
+
+def only(value: dict[str, Any], **options: Any) -> Trajectory:
+    (trajectory,) = read(value, **options)
+    assert isinstance(trajectory, Trajectory)
+    return trajectory
+
+
+@given(rollouts())
+def test_a_sample_comes_back(rollout: Rollout) -> None:
+    value = SAMPLE | {
+        "tokens": rollout.ids,
+        "response_length": len(rollout.response),
+        "loss_mask": rollout.mask,
+        "rollout_log_probs": rollout.logprobs,
+        "reward": rollout.reward,
+    }
+    trajectory = only(value)
+    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), rollout.reward)
+    assert (trajectory.trajectory_id, trajectory.group_id, trajectory.notes) == ("9", "4", ())
+
+
+def test_a_sample_without_a_mask_trains_its_response() -> None:
+    assert back(only(SAMPLE)) == ([5, 6, 7, 8], [2, 3], None, None)
+
+
+def test_the_reward_key_picks_the_reward_out_of_several() -> None:
+    sample = SAMPLE | {"reward": {"acc": 1.0, "format": 0.25}}
+    assert only(sample, reward_key="format").reward == 0.25
+    with pytest.raises(TreepackError, match="choose one with --reward-key"):
+        read(sample)
+
+
+def test_what_the_sampler_removed_or_did_not_finish_is_skipped() -> None:
+    assert read(SAMPLE | {"remove_sample": True}) == [Skipped("r.jsonl:1", "removed by the sampler")]
+    assert read(SAMPLE | {"status": "aborted"}) == [Skipped("r.jsonl:1", "sampling aborted")]
+    assert read(SAMPLE | {"status": "pending"}) == [Skipped("r.jsonl:1", "sampling pending")]
+    assert only(SAMPLE | {"status": "truncated"}).metadata["status"] == "truncated"
+
+
+def test_samples_of_one_rollout_have_names_of_their_own() -> None:
+    trajectories = read({"rollout_id": 3, "samples": [SAMPLE, SAMPLE | {"rollout_id": 8}, SAMPLE | {"rollout_id": 8}]})
+    names = [item.trajectory_id for item in trajectories if isinstance(item, Trajectory)]
+    assert names == ["9", "8/r.jsonl:1[1]", "8/r.jsonl:1[2]"]
+    assert {item.step for item in trajectories if isinstance(item, Trajectory)} == {3}
+
+
+def test_samples_of_one_rollout_are_one_rollout_if_they_have_one_reward() -> None:
+    def sample(rollout: int, reward: float) -> dict[str, Any]:
+        return SAMPLE | {"rollout_id": rollout, "reward": reward}
+
+    found = read({"rollout_id": 3, "samples": [sample(8, 1.0), sample(9, 0.0), sample(8, 1.0), sample(9, 0.5)]})
+    facts = [(item.rollout_id, item.rollout_part) for item in found if isinstance(item, Trajectory)]
+    assert facts == [("8", 0), (None, None), ("8", 2), (None, None)]
+    assert found[0].source == found[2].source
+
+
+def test_samples_of_one_rollout_are_one_rollout_over_lines(tmp_path: Path) -> None:
+    def sample(group: int, rollout: int | None, reward: float) -> dict[str, Any]:
+        return SAMPLE | {"group_index": group, "rollout_id": rollout, "reward": reward}
+
+    samples = [sample(0, 9, 1.0), sample(1, 8, 0.0), sample(0, 9, 1.0), sample(0, 9, 0.5), sample(0, None, 0.5)]
+    path = tmp_path / "r.jsonl"
+    path.write_text("\n".join(map(json.dumps, samples)))
+    found = [item for item in read_trajectories([path]) if isinstance(item, Trajectory)]
+    facts = [(item.rollout_id, item.rollout_part) for item in found]
+    assert facts == [("0/9/1.0", 1), ("1/8/0.0", 2), ("0/9/1.0", 3), ("0/9/0.5", 4), (None, None)]
+    assert {item.source for item in found[:4]} == {str(path)}
+
+
+def test_rewards_that_are_arrays_are_compared_as_wholes() -> None:
+    samples = [
+        SAMPLE | {"rollout_id": 8, "reward": np.array(values)} for values in ([0.5, 1.0], [0.5, 1.0], [0.5, 2.0])
+    ]
+    for chosen, expected in ((samples[:2], ["8", "8"]), (samples[1:], [None, None])):
+        found = read({"rollout_id": 3, "samples": chosen})
+        assert [item.rollout_id for item in found if isinstance(item, Trajectory)] == expected
+
+
+def test_a_sample_without_tokens_is_read_as_text() -> None:
+    sample = SAMPLE | {"tokens": [], "response_length": 0, "response": "4"}
+    assert only(sample | {"prompt": "2+2="}).content == Text("2+2=", "4")
+    content = only(sample | {"prompt": [{"role": "user", "content": "2+2?"}]}).content
+    assert isinstance(content, Chat)
+    assert content.message_weights == [0.0, 1.0]
+    assert read(sample | {"response": ""}) == [Skipped("r.jsonl:1", "empty response")]
+
+
+def test_a_file_of_torch_reads_like_the_json_that_holds_the_same(tmp_path: Path) -> None:
+    sample = SAMPLE | {"rollout_log_probs": [-0.5, -0.25], "rollout_routed_experts": np.zeros((3, 2), np.int32)}
+    tensors = sample | {"tokens": torch.tensor(SAMPLE["tokens"]), "loss_mask": torch.ones(2, dtype=torch.int32)}
+    (tmp_path / "dumps").mkdir()
+    torch.save({"rollout_id": 3, "samples": [sample, tensors]}, tmp_path / "dumps" / "3.pt")
+    trajectories = [item for item in read_trajectories([tmp_path / "dumps"]) if isinstance(item, Trajectory)]
+    assert [back(item) for item in trajectories] == [([5, 6, 7, 8], [2, 3], [-0.5, -0.25], None)] * 2
+    assert [(item.step, item.source.rpartition("/")[2]) for item in trajectories] == [(3, "3.pt[0]"), (3, "3.pt[1]")]
+
+
+class Foreign:
+    """A value that a safe load must refuse."""
+
+
+def test_a_file_of_torch_that_holds_code_is_refused() -> None:
+    stream = io.BytesIO()
+    torch.save({"samples": [Foreign()]}, stream)
+    with pytest.raises(TreepackError, match=r"^r.pt: not a file of tensors and plain values .*; write its rollouts"):
+        read_torch(stream.getvalue(), "r.pt")
+
+
+def test_a_tensor_that_repeats_stored_values_is_read_if_it_is_small_and_refused_if_not() -> None:
+    for shape in ((1 << 20,), (2, 1 << 19)):
+        stream = io.BytesIO()
+        torch.save({"mask": torch.ones(1).expand(shape)}, stream)
+        assert read_torch(stream.getvalue(), "r.pt")["mask"].shape == shape
+    stream = io.BytesIO()
+    torch.save({"samples": [{"tokens": torch.ones(1, dtype=torch.int32).expand(1 << 40)}]}, stream)
+    with pytest.raises(TreepackError, match=r"a tensor of the shape \[1099511627776\] repeats stored values"):
+        read_torch(stream.getvalue(), "r.pt")
+
+
+def test_checkpoints_in_a_folder_of_rollouts_are_counted_and_passed_over(tmp_path: Path) -> None:
+    torch.save({"samples": [SAMPLE]}, tmp_path / "3.pt")
+    torch.save({"model": Foreign()}, tmp_path / "checkpoint.pt")
+    torch.save([torch.ones(2)], tmp_path / "optimizer.pt")
+    items = list(read_trajectories([tmp_path]))
+    assert [back(item) for item in items if isinstance(item, Trajectory)] == [([5, 6, 7, 8], [2, 3], None, None)]
+    skipped = [(Path(item.source).name, item.reason) for item in items if isinstance(item, Skipped)]
+    assert skipped == [("checkpoint.pt", "file of no known format"), ("optimizer.pt", "file of no known format")]
+
+
+def test_without_torch_its_files_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(TreepackError, match="is a file of PyTorch, which is not installed; run pip install"):
+        read_torch(b"PK\x03\x04", "r.pt")
+
+
+def test_numbers_of_half_precision_are_widened() -> None:
+    stream = io.BytesIO()
+    torch.save({"a": torch.tensor([0.5], dtype=torch.bfloat16), "b": (np.float32(2), torch.tensor(3))}, stream)
+    value = read_torch(stream.getvalue(), "r.pt")
+    assert (value["a"].dtype, value["a"].tolist(), value["b"]) == (np.float32, [0.5], [2.0, 3])

@@ -1,0 +1,124 @@
+"""Fields that every record may have besides its content: rewards, ids, groups, steps, weights, metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.tokens.token_records import read_tokens
+from treepack.trajectory import Trajectory
+
+MASKED = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}
+
+
+def read(value: dict[str, Any], **options: Any) -> Trajectory:
+    (trajectory,) = read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
+    assert isinstance(trajectory, Trajectory)
+    return trajectory
+
+
+def refusal(value: dict[str, Any], **options: Any) -> str:
+    with pytest.raises(TreepackError) as caught:
+        read(value, **options)
+    where, _, message = str(caught.value).partition(": ")
+    assert where == "r.jsonl:1"
+    return message
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [
+        ({"reward": 1}, 1.0),
+        ({"score": -0.5, "reward": None}, -0.5),
+        ({"rm_scores": [0.0, 0.25, 0.5]}, 0.75),
+        ({"reward_info": {"reward": 2.0}}, 2.0),
+        ({"rewards": {"a": {"score": 1.0, "weight": 0.5}, "b": {"score": 3}}}, 3.5),
+        ({"rewards": {}}, None),
+        ({"reward": [], "rm_scores": [0.0, 2.0]}, 2.0),
+        ({"reward": "0.5"}, 0.5),
+        ({"reward": True}, 1.0),
+        ({}, None),
+    ],
+)
+def test_rewards_come_in_many_forms(value: dict[str, Any], reward: float | None) -> None:
+    assert read(MASKED | value).reward == reward
+
+
+def test_a_reward_key_picks_one_of_several() -> None:
+    assert read(MASKED | {"reward": {"a": 1, "b": {"score": 2}}}, reward_key="b").reward == 2.0
+    reward = {"a": 1, "b": 2}
+    assert refusal(MASKED | {"reward": reward}) == "reward is a dict with the keys a, b; choose one with --reward-key"
+    expected = "reward has no key 'c'; expected one of a, b"
+    assert refusal(MASKED | {"reward": reward}, reward_key="c") == expected
+
+
+def test_ids_groups_steps_and_weights_are_found() -> None:
+    assert read(MASKED).trajectory_id == "r.jsonl:1"
+    assert read(MASKED | {"index": 3, "rollout_id": "a"}).trajectory_id == "a"
+    trajectory = read(MASKED | {"task_id": 7, "trial": 2, "global_step": 5, "weight": 0.5})
+    assert (trajectory.trajectory_id, trajectory.group_id, trajectory.step, trajectory.weight) == ("7/2", "7", 5, 0.5)
+    assert read(MASKED | {"task": {"hash": "h"}}).group_id == "h"
+    assert read(MASKED).group_id is None
+
+
+def test_what_is_left_becomes_metadata_or_a_note() -> None:
+    value = {"env": "x", "done": True, "info": {"a": 1}, "extra_info": {"b": "y" * 3000}, "routed_experts": [1]}
+    trajectory = read(MASKED | value | {"long": "z" * 3000, "absent": None, "bad": float("nan")})
+    assert trajectory.metadata == {"env": "x", "done": True, "info": {"a": 1}}
+    assert trajectory.notes == (
+        "field 'extra_info' dropped, more than 2000 characters",
+        "field 'routed_experts' not used",
+        "field 'long' dropped, more than 2000 characters",
+        "field 'bad' dropped, not plain JSON",
+    )
+
+
+@pytest.mark.parametrize("offsets", [[1], list(range(1, 3000)), np.arange(1, 3000)])
+def test_the_segments_of_a_sampler_are_metadata_however_many(offsets: Any) -> None:
+    trajectory = read(MASKED | {"segments": offsets})
+    assert trajectory.metadata == {"segments": list(offsets)}
+    assert trajectory.notes == ()
+
+
+@pytest.mark.parametrize("value", [[], [1.0], [True], ["a"], [{"start": 1}], {"a": 1}])
+def test_segments_that_are_no_offsets_are_noted(value: Any) -> None:
+    trajectory = read(MASKED | {"segments": value})
+    assert (trajectory.metadata, trajectory.notes) == ({}, ("field 'segments' not used",))
+
+
+def test_metadata_that_is_nested_too_deeply_is_noted() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(1015):
+        deep = {"a": deep}
+    trajectory = read(MASKED | {"metadata": deep, "info": {"a": {"b": 1}}})
+    assert trajectory.metadata == {"info": {"a": {"b": 1}}}
+    assert trajectory.notes == ("field 'metadata' dropped, nested more than 100 deep",)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (MASKED | {"reward": {}, "score": "x"}, 'score is "x"; expected a finite number'),
+        (MASKED | {"reward": "one"}, 'reward is "one"; expected a finite number'),
+        (MASKED | {"reward": float("nan")}, "reward is NaN; expected a finite number"),
+        (MASKED | {"rewards": [1, float("inf")]}, "a value of rewards is Infinity; expected a finite number"),
+        (MASKED | {"advantage": float("inf")}, "advantage is inf; expected a finite number"),
+        (MASKED | {"weight": -1}, "weight is -1.0; expected 0 or a number in [1e-12, 1e+12]"),
+        (MASKED | {"weight": float("nan")}, "weight is NaN; expected a finite number"),
+        (MASKED | {"step": 1.5}, "step is 1.5; expected an integer in [-2**63, 2**63)"),
+        (MASKED | {"step": True}, "step is true; expected an integer in [-2**63, 2**63)"),
+        (MASKED | {"step": 2**63}, "step is 9223372036854775808; expected an integer in [-2**63, 2**63)"),
+        (MASKED | {"step": 2.0**70}, "step is 1.1805916207174113e+21; expected an integer in [-2**63, 2**63)"),
+        (MASKED | {"weight": 1e-320}, "weight is 1e-320; expected 0 or a number in [1e-12, 1e+12]"),
+        (MASKED | {"weight": 1e31}, "weight is 1e+31; expected 0 or a number in [1e-12, 1e+12]"),
+        (MASKED | {"uid": 1.5}, "uid is 1.5; expected a string or an integer of 64 bits"),
+        (MASKED | {"id": ["a"]}, 'id is ["a"]; expected a string or an integer of 64 bits'),
+    ],
+)
+def test_a_bad_field_is_refused_in_one_sentence(value: dict[str, Any], expected: str) -> None:
+    assert refusal(value) == expected

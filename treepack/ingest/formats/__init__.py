@@ -1,0 +1,1 @@
+"""Input formats, one file each; `readers.registry` finds them, and nothing imports them."""

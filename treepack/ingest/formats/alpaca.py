@@ -1,0 +1,62 @@
+"""Records of Alpaca, `{instruction, input, output, history, system}`, and LLaMA-Factory's pairs of them.
+
+    {"instruction": "Add.", "input": "2 and 3", "output": "5"}       user "Add.\\n2 and 3", assistant "5"
+    {"instruction": "Add.", "chosen": "5", "rejected": "6"}          a pair
+    "history": [["2 + 2?", "4"]]                                     earlier rounds, which are trained too
+
+If a record has no other reward, `kto_tag` (true or false) is the reward. It is that of the output; then earlier rounds
+are not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import REWARDS, Format
+from treepack.ingest.readers.kinds import TEXT
+from treepack.ingest.readers.messages.sft_messages import read_conversation, read_pair, rounds
+from treepack.trajectory import Skipped, Trajectory
+
+# The fields that become messages. `tools` and `kto_tag` are read by `sft_messages`, as for every format of chats.
+USED = frozenset({"instruction", "input", "output", "history", "system"})
+PAIR = frozenset({"chosen", "rejected"})
+
+
+def read_alpaca(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the one conversation of `record`, or the two of a pair.
+
+    Raises:
+        TreepackError: `input` is not text, or the history is not made of rounds.
+    """
+    value, source = record.value, record.source
+    details = value.get("input")
+    if details is not None and not isinstance(details, str):
+        raise TreepackError(f"{source}: input is {shown(details)}; expected text or null")
+    # "Add." and "2 and 3" -> "Add.\n2 and 3", as in the template of Alpaca
+    query = f"{value['instruction']}\n{details}" if details else value["instruction"]
+    prompt = rounds(value.get("system"), value.get("history"), query, None, source=source)
+    if isinstance(value.get("chosen"), str) and isinstance(value.get("rejected"), str):
+        # Without tools, a pair of texts becomes a pair of one message each.
+        chosen, rejected = ([{"role": "assistant", "content": value[name]}] for name in ("chosen", "rejected"))
+        yield from read_pair(record, prompt, chosen, rejected, options, used=USED | PAIR)
+        return
+    if not value["output"]:
+        yield Skipped(source, "no output")
+        return
+    yield read_conversation(record, [*prompt, {"role": "assistant", "content": value["output"]}], options, used=USED)
+
+
+FORMAT = Format(
+    name="alpaca",
+    rank=290,
+    program="Stanford Alpaca; LLaMA-Factory, ms-swift and Axolotl read it",
+    recognised_by="`instruction` and `output`, or `instruction`, `chosen` and `rejected`, as text",
+    requires=[{"instruction": TEXT, "output": TEXT}, {"instruction": TEXT, "chosen": TEXT, "rejected": TEXT}],
+    used="instruction input output history system tools chosen rejected kto_tag".split(),
+    keeps={REWARDS},
+    read=read_alpaca,
+)

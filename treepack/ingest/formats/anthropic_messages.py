@@ -1,0 +1,89 @@
+"""Calls of Anthropic's Messages API, logged as requests and responses (forms in `exchanges`).
+
+    {"request": {"model": "..", "system": "..", "messages": [..], "tools": [{"name", "description", "input_schema"}]},
+     "response": {"id": "msg_1", "type": "message", "role": "assistant", "content": [block, ..], "stop_reason": ".."}}
+
+Calls of one session that continue each other are joined. `content_blocks` splits the blocks. Lines of a message batch
+have no requests, so they are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from treepack.ingest.readers.apis.exchanges import ApiExchange, description, read_exchanges
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
+from treepack.ingest.readers.kinds import OBJECT, OBJECTS, one_of
+from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.trajectory import Skipped, Trajectory
+
+# A response, in a field of its own or, as some proxies log it, in the "body" of that field.
+MESSAGE = {"type": one_of("message"), "role": one_of("assistant"), "content": OBJECTS}
+
+
+def read_anthropic_messages(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of the calls of one file. Calls without a session come first, sessions at the end.
+
+    Raises:
+        TreepackError: a record is not a call, or an error of `calls`.
+    """
+    sessions: dict[str, list[ApiExchange]] = {}
+    for exchange in read_exchanges(records, asks="messages", answers="content"):
+        if isinstance(exchange, Skipped):
+            yield exchange
+        elif (reason := _skip_reason(exchange)) is not None:
+            yield Skipped(exchange.record.source, reason)
+        else:
+            sessions.setdefault(exchange.session or exchange.record.source, []).append(exchange)
+    for exchanges in sessions.values():
+        name = exchanges[0].session or exchanges[0].name
+        yield from read_chats(description(exchanges, name), [_call(each) for each in exchanges], options)
+
+
+def _skip_reason(exchange: ApiExchange) -> str | None:
+    call = _call(exchange)
+    messages = [*call.prompt, *call.response]
+    return skip_reason([message for message in messages if isinstance(message, dict)])
+
+
+def _call(exchange: ApiExchange) -> ChatCall:
+    request = exchange.request
+    system: list[Any] = [{"role": "system", "content": request["system"]}] if request.get("system") else []
+    messages = request["messages"] if isinstance(request["messages"], list) else [request["messages"]]
+    response = [{"role": "assistant", "content": exchange.response["content"]}]
+    tools = request.get("tools") or None
+    ending = exchange.response.get("stop_reason")
+    return ChatCall([*system, *messages], response, tools, temperature=temperature_of(request), ending=ending)
+
+
+FORMAT = Format(
+    name="anthropic-messages",
+    rank=560,
+    program="Anthropic's Messages API, its clients and proxies",
+    recognised_by="`request.messages` and a `response` of `type` message with `content`",
+    requires=[
+        {
+            "request": OBJECT,
+            "request.messages": OBJECTS,
+            **{f"response.{name}": kind for name, kind in MESSAGE.items()},
+        },
+        {"request.body.messages": OBJECTS, **{f"response.body.{name}": kind for name, kind in MESSAGE.items()}},
+    ],
+    checked="none",
+    used="""
+        request.system request.messages request.tools request.temperature response.content
+        response.stop_reason response.id response.model
+        session_id group_id reward
+    """.split(),
+    dropped=(
+        "the other settings of request and response (usage)",
+        "encrypted reasoning (a note counts it)",
+    ),
+    keeps={REWARDS, LINEAGE},
+    read_file=read_anthropic_messages,
+)

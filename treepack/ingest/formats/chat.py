@@ -1,0 +1,32 @@
+"""Conversations in the message form of OpenAI, which `readers.chat_records` reads."""
+
+from __future__ import annotations
+
+from treepack.ingest.readers.apis.request_answer import ANSWER_FIELDS
+from treepack.ingest.readers.chat_records import read_chat
+from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
+from treepack.ingest.readers.kinds import OBJECTS, TALK
+from treepack.ingest.readers.messages.conversation_settings import TOOLS
+
+FORMAT = Format(
+    name="chat",
+    rank=630,
+    program="OpenAI chat JSONL, with marks of ART, rLLM and ms-swift; TRL prompt and completion; Anthropic requests",
+    recognised_by="`messages`, or `prompt` and `completion`, as messages or as text",
+    requires=[{"messages": OBJECTS}, {"prompt": TALK, "completion": TALK}],
+    checked="none",
+    used=[
+        *"""
+        system tools chat_template_kwargs prompt completion messages.loss messages.trainable messages.weight
+        messages.loss_scale reward id group_id messages! prompt! completion!
+        """.split(),
+        # Other names of tools and answers, whose texts must be among the texts of the trajectory.
+        *(f"{name}.*" for name in sorted({*TOOLS, *ANSWER_FIELDS} - {"tools", "completion"})),
+    ],
+    dropped=(
+        "images, videos, audios (records that have some are skipped)",
+        "content parts except text, tool_use, tool_result and thinking (records that have some are skipped)",
+    ),
+    keeps={MASKS, REWARDS, LINEAGE},
+    read=read_chat,
+)

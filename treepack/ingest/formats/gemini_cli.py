@@ -1,0 +1,275 @@
+"""Sessions of Gemini CLI: one JSON document, or JSONL with a header and one change per line; and saved histories.
+
+    {"sessionId": "S", "projectHash": "..", "messages": [message, ..]}                     session-*.json
+    {"sessionId": "S", "projectHash": ".."}                                                session-*.jsonl
+    {"id": "m1", "type": "user", "content": [{"text": ".."}]}
+    {"id": "m2", "type": "gemini", "content": "..", "thoughts": [{"subject", "description"}], "toolCalls": [
+        {"id": "c", "name": "..", "args": {..}, "result": [{"functionResponse": {..}}]}]}
+    {"$set": {"messages": [..]}}, {"$rewindTo": "m1"}
+    {"clientHistory": [{"role": "user", "parts": [..]}, ..], "toolCall": {..}}             checkpoint of files
+    [{"role": "user", "parts": [..]}, {"role": "model", "parts": [..]}]                    checkpoint-<tag>.json
+
+A line with the id of an earlier message replaces it. A rewind goes back to before the named message, and a `$set` of
+messages replaces the history; each of them starts a new trajectory, in which earlier answers are not trained again. The
+thoughts are summaries that the API returned; they are the reasoning of the message after them. The file contains
+neither the system prompt nor the tools. A call after an image is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.ingest.readers.calls.conversations import with_notes
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.unread import is_empty
+from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import MASKS, Format
+from treepack.ingest.readers.kinds import ANY, LIST, OBJECTS, TEXT, first, one_of, some
+from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.ingest.readers.messages.gemini_parts import (
+    CONTENT,
+    EMPTY_NOTE,
+    assistant_message,
+    messages_of_content,
+    parts_or_text,
+    user_messages,
+)
+from treepack.trajectory import Skipped, Trajectory
+
+CONTEXT_NOTE = "system prompt and tools are not in sessions of Gemini CLI"
+THOUGHTS_NOTE = "thoughts without an answer not used"
+RESULT_NOTE = "tool call without a result"
+NO_CALL = "session without a turn of the model"
+MODEL = frozenset({"gemini", "model"})  # types of a message of the model
+
+# Fields of a message that the model never sees.
+SHOWN = """
+    timestamp tokens displayContent thoughts.timestamp toolCalls.status toolCalls.timestamp toolCalls.agentId
+    toolCalls.displayName toolCalls.description toolCalls.resultDisplay toolCalls.renderOutputAsMarkdown
+""".split()
+
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Session:
+    """The state of a session: its history by the ids of messages, and the calls before the last rewind."""
+
+    source: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    history: dict[str, Message] = field(default_factory=dict)
+    trained: set[str] = field(default_factory=set)
+    calls: list[ChatCall] = field(default_factory=list)
+    models: dict[str, None] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
+
+
+def read_gemini_cli(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of a session, named after its id; their group is derived from the first prompt.
+
+    Raises:
+        TreepackError: a message or a part of a different form.
+    """
+    rows = list(records)
+    if "role" in rows[0].value:
+        yield from _of_contents(rows[0], [row.value for row in rows], options)
+        return
+    if (name := next((name for name in ("clientHistory", "history") if rows[0].value.get(name)), None)) is not None:
+        for row in rows:
+            contents = as_objects(row.value.get(name), source=row.source, name=name)
+            yield from _of_contents(row, contents, options)
+        return
+    session = _Session(rows[0].path)
+    for row in rows:
+        _apply(session, row)
+    _flush(session)
+    about = {name: session.facts.get(name) for name in ("kind", "summary")}
+    value = {
+        "trajectory_id": str(session.facts.get("sessionId") or rows[0].label),
+        "model": ", ".join(session.models) or None,
+        **about,
+    }
+    record = replace(rows[0], source=rows[0].path, value=value)
+    yield from _of_calls(record, session.calls, session.notes, options)
+
+
+def _of_calls(
+    record: Record, calls: list[ChatCall], notes: dict[str, None], options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    if calls:
+        yield from with_notes(read_chats(record, calls, options), (CONTEXT_NOTE, *notes))
+    else:
+        yield Skipped(record.source, "; ".join(notes) or NO_CALL)
+
+
+def _of_contents(record: Record, contents: list[Message], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read one history in the form of the API."""
+    messages: list[Message] = []
+    calls: list[ChatCall] = []
+    notes: dict[str, None] = {}
+    reason = None
+    for number, content in enumerate(contents, 1):
+        added = messages_of_content(content, where=f"{record.source}: content {number}")
+        reason = reason or skip_reason(added)
+        if content.get("role") == "model":
+            if not added:
+                notes[EMPTY_NOTE] = None
+            elif reason is None:
+                calls.append(ChatCall(list(messages), added))
+            else:
+                notes[f"call not used: {reason}"] = None
+        messages += added
+    named = replace(record, source=record.path, value={"trajectory_id": record.label})
+    yield from _of_calls(named, calls, notes, options)
+
+
+def _apply(session: _Session, row: Record) -> None:
+    """Change the session by one line."""
+    value = row.value
+    if "$rewindTo" in value:
+        _flush(session)
+        names = list(session.history)
+        place = names.index(value["$rewindTo"]) if value["$rewindTo"] in names else 0
+        session.history = {name: session.history[name] for name in names[:place]}
+        return
+    if "$set" in value:
+        changed = value["$set"]
+        if not isinstance(changed, dict):
+            raise TreepackError(f"{row.source}: $set is {shown(changed)}; expected an object")
+        if changed.get("messages") is not None:
+            _flush(session)
+            session.history = {}
+            _add(session, changed["messages"], row.source)
+        session.facts |= changed
+    elif "sessionId" in value:
+        session.facts |= value
+        _add(session, value.get("messages"), row.source)
+    elif "type" in value:
+        _add(session, [value], row.source)
+
+
+def _add(session: _Session, messages: Any, source: str) -> None:
+    for message in as_objects(messages, source=source, name="messages"):
+        # A message without an id is not a later change of another one.
+        name = message.get("id")
+        session.history[name if isinstance(name, str) else f"{source}/{len(session.history)}"] = message
+
+
+def _flush(session: _Session) -> None:
+    """Add a call for each message of the model that is not trained yet."""
+    prompt: list[Message] = []
+    reason: str | None = None
+    for name, message in session.history.items():
+        where = f"{session.source}: message {name}"
+        kind = message.get("type")
+        if not isinstance(kind, str):
+            raise TreepackError(f"{where} has the type {shown(kind)}; expected text, such as user or gemini")
+        answer = _answer(session, message, where) if kind in MODEL else None
+        added = [answer, *_results(session, message, where)] if answer else []
+        if kind == "user":
+            added = list(user_messages(parts_or_text(message.get("content"), where=where), where=where))
+        elif kind not in MODEL:
+            session.notes[f"message of type '{kind[:40]}' not used"] = None
+        if answer is not None and name not in session.trained:
+            session.trained.add(name)
+            before = reason or skip_reason([answer])
+            if before is None:
+                session.calls.append(ChatCall(list(prompt), [answer]))
+                session.models |= dict.fromkeys([message["model"]] if isinstance(message.get("model"), str) else [])
+            else:
+                session.notes[f"call not used: {before}"] = None
+        reason = reason or skip_reason(added)
+        prompt += added
+
+
+def _answer(session: _Session, message: Message, where: str) -> Message | None:
+    # Content may be text, but parts are a list.
+    said, listed = parts_or_text(message.get("content"), where=where), _objects(message.get("parts"), where, "parts")
+    is_said = not is_empty(message.get("content"))
+    if is_said and listed and said != listed:
+        raise TreepackError(f"{where} has content and parts, which differ; remove one of them")
+    parts = said if is_said else listed
+    answer = assistant_message(parts, where=where) or {"role": "assistant", "content": ""}
+    calls = _objects(message.get("toolCalls"), where, "toolCalls")
+    if calls:
+        own = [{"id": call.get("id"), "name": call.get("name"), "arguments": call.get("args")} for call in calls]
+        answer["tool_calls"] = [*answer.get("tool_calls", []), *own]
+    thoughts = [_thought(thought, where) for thought in _objects(message.get("thoughts"), where, "thoughts")]
+    if "reasoning_content" in answer:
+        thoughts.append(answer["reasoning_content"])
+    if not answer["content"] and "tool_calls" not in answer:
+        session.notes[THOUGHTS_NOTE if thoughts else EMPTY_NOTE] = None
+        return None
+    if any(thoughts):
+        answer["reasoning_content"] = "\n\n".join(thought for thought in thoughts if thought)
+    return answer
+
+
+def _objects(value: Any, where: str, name: str) -> list[dict[str, Any]]:
+    return as_objects(value, source=where, name=name)
+
+
+def _thought(thought: dict[str, Any], where: str) -> str:
+    """Return a thought as the API wrote it: the subject in bold, then the description.
+
+    Raises:
+        TreepackError: one of them is not text.
+    """
+    for name in ("subject", "description"):
+        if not isinstance(thought.get(name), str | None):
+            raise TreepackError(f"{where} has a thought with the {name} {shown(thought[name])}; expected text")
+    subject, description = thought.get("subject"), thought.get("description")
+    return "\n\n".join(text for text in (f"**{subject}**" if subject else None, description) if text is not None)
+
+
+def _results(session: _Session, message: Message, where: str) -> Iterator[Message]:
+    """Yield the results of the tools that a message called."""
+    for call in _objects(message.get("toolCalls"), where, "toolCalls"):
+        parts = parts_or_text(call.get("result"), where=where)
+        if not parts:
+            session.notes[RESULT_NOTE] = None
+            continue
+        results = list(user_messages(parts, where=where))
+        # A result of a different form, such as text or an image, is that of the same call.
+        for result in results:
+            about = {"role": "tool", "tool_call_id": call.get("id"), "name": call.get("name")}
+            yield about | {name: value for name, value in result.items() if value is not None and name != "role"}
+
+
+FORMAT = Format(
+    name="gemini-cli",
+    rank=130,
+    program="Gemini CLI",
+    recognised_by="`sessionId` with `projectHash` or `messages`; `clientHistory`, `history` or a list of `parts`",
+    requires=[
+        {"sessionId": TEXT, "projectHash": TEXT},
+        {"sessionId": TEXT, "messages": some({"type": one_of("gemini")})},
+        {"clientHistory": first({"role": ANY, "parts": LIST}), "toolCall": ANY},
+        {"history": first({"role": ANY, "parts": LIST})},
+        {"role": one_of("user", "model"), "parts": OBJECTS},
+    ],
+    checked="first",
+    used=(
+        *"sessionId kind summary $rewindTo id type model content=parts thoughts.subject thoughts.description".split(),
+        *"toolCalls.id toolCalls.name toolCalls.args toolCalls.result=parts".split(),
+        *CONTENT,
+        *"messages=. $set=. history.role history.parts=parts clientHistory.role clientHistory.parts=parts".split(),
+    ),
+    dropped=(
+        "messages of type info, warning and error (shown to the user only)",
+        "resultDisplay, displayContent (what the program showed)",
+        "toolCall of a checkpoint (the last call of its clientHistory)",
+    ),
+    ignored=(
+        *"projectHash startTime lastUpdated directories memoryScratchpad commitHash authType messageId".split(),
+        *"toolCall".split(),
+        *(f"{prefix}{name}" for prefix in ("", "messages.") for name in SHOWN),
+    ),
+    keeps={MASKS},
+    read_file=read_gemini_cli,
+)

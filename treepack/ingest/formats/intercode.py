@@ -1,0 +1,130 @@
+"""Result files of InterCode: one document per run, one rollout per task in it.
+
+    {"0": {"environment": "ic_bash", "dataset": "data/nl2bash_fs_1.json", "task_id": 0, "query": "..",
+           "turn_history": {"actions": [..], "observations": [..], "rewards": [..], "thoughts": [..]},
+           "summary": {"max_reward": 1.0}}, ..}
+    {"meta": {..}, "logs": {the same}}
+
+The query is the first message of the user, every action is a message of the assistant, and every observation is the
+next message of the user. The file contains neither the prompt nor demonstrations. Of the model's text it contains the
+parsed parts only: the thought, if the policy asked for one, and the action. Actions of the program are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.conversations import conversation, without
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.files.companion_files import folder_and_document
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
+from treepack.trajectory import Skipped, Trajectory
+
+BLOCKED = "blocked"  # the action if the model gave no reply; it has no observation
+OUT_OF_TURNS = "EXCEEDED MAX TURNS: submit"  # the thought in a submission by the program, not by the model
+# Fields of an episode that are read under another name, and `info`, which repeats the reward.
+USED = frozenset({"query", "turn_history", "summary", "task_id", "dataset", "info"})
+
+
+def has_episodes(record: dict[str, Any]) -> bool:
+    """Return whether `record` contains episodes with a query and the history of their turns."""
+    episodes = _episodes(record)
+    first = next(iter(episodes.values()), None)
+    return isinstance(first, dict) and "query" in first and isinstance(first.get("turn_history"), dict)
+
+
+def _episodes(record: dict[str, Any]) -> dict[str, Any]:
+    logs = record.get("logs")
+    return logs if isinstance(logs, dict) else record
+
+
+def read_intercode(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read one trajectory per task, `<file>/<number>`, in the group `<dataset>/<task_id>`.
+
+    Raises:
+        TreepackError: an episode without a query or a history, or turns that are not lists of text.
+    """
+    _, stem = folder_and_document(record)
+    for number, episode in _episodes(record.value).items():
+        part = replace(record, source=f"{record.source}[{number}]")
+        if not isinstance(episode, dict) or not isinstance(episode.get("turn_history"), dict):
+            raise TreepackError(f"{part.source}: is {shown(episode)}; expected an object with query and turn_history")
+        messages = _messages(episode, part.source)
+        if len(messages) == 1:
+            yield Skipped(part.source, "no turn of the model")
+            continue
+        value = {
+            **without(episode, USED),
+            "trajectory_id": f"{stem}/{number}",
+            "group_id": _group(episode, number),
+            "reward": _reward(episode),
+        }
+        yield conversation(replace(part, value=value), messages, options)
+
+
+def _messages(episode: dict[str, Any], source: str) -> list[dict[str, Any]]:
+    """Return the messages of an episode: the query, and then the action and the observation of each turn."""
+    history = episode["turn_history"]
+    actions, observations = (_texts(history, name, source) for name in ("actions", "observations"))
+    thoughts = _texts(history, "thoughts", source)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": episode.get("query")}]
+    # actions [ls, submit], observations [a.txt] -> query, ls, a.txt, submit
+    for turn, action in enumerate(actions):
+        thought = thoughts[turn] if turn < len(thoughts) else None
+        # After these turns the program acts alone.
+        if thought == OUT_OF_TURNS or (action == BLOCKED and turn >= len(observations)):
+            break
+        content = action if thought is None else f"Thought {turn + 1}: {thought}\nAction {turn + 1}: {action}"
+        messages.append({"role": "assistant", "content": content})
+        if turn < len(observations):
+            messages.append({"role": "user", "content": observations[turn]})
+    return messages
+
+
+def _texts(history: dict[str, Any], name: str, source: str) -> list[str]:
+    texts = history.get(name)
+    if texts is not None and not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
+        raise TreepackError(f"{source}: turn_history.{name} is {shown(texts)}; expected a list of text")
+    return texts or []
+
+
+def _group(episode: dict[str, Any], number: str) -> str:
+    # "data/nl2bash_fs_1.json" and 0 -> "nl2bash_fs_1/0"
+    dataset, task = episode.get("dataset"), episode.get("task_id")
+    name = PurePath(dataset).stem if isinstance(dataset, str) else episode.get("environment") or "intercode"
+    return f"{name}/{number if task is None else task}"
+
+
+def _reward(episode: dict[str, Any]) -> Any:
+    summary = episode.get("summary")
+    return summary.get("max_reward") if isinstance(summary, dict) else None
+
+
+FORMAT = Format(
+    name="intercode",
+    rank=90,
+    program="InterCode",
+    recognised_by="objects with `query` and `turn_history`, by number or under `logs`",
+    requires=has_episodes,
+    used="""
+        *.query *.turn_history.actions *.turn_history.observations *.turn_history.thoughts *.summary.max_reward
+        *.dataset *.task_id *.environment *.hardness logs.*.query logs.*.turn_history.actions
+        logs.*.turn_history.observations logs.*.turn_history.thoughts logs.*.summary.max_reward logs.*.dataset
+        logs.*.task_id logs.*.environment logs.*.hardness
+    """.split(),
+    dropped=(
+        "meta (options of the run)",
+        "info (how the reward came about)",
+        "turn_history.rewards, turn_history.valid_action (of single turns)",
+        "turn_history.steps (plan of another call)",
+        "summary.max_reward_idx, summary.turns_taken, summary.turns_max",
+    ),
+    keeps={REWARDS, LINEAGE},
+    read=read_intercode,
+)

@@ -1,0 +1,261 @@
+"""Runs of LangSmith: the LLM calls of a trace, one run per record or nested in the `child_runs` of their root.
+
+    {"id": "r", "run_type": "chain", "trace_id": "r", "feedback_stats": {"correct": {"n": 1, "avg": 1.0}}, ..}
+    {"id": "a", "run_type": "llm", "trace_id": "r", "dotted_order": "..Zr...Za", "inputs": {"messages": ..}, ..}
+    {"runs": [run, ..]}                                                              as queries and webhooks give them
+
+A trace is a rollout. Its group is the example that it was run on (`reference_example_id`), and its rewards are the
+means of the feedback on its root. Messages have the form of LangChain, as objects or as constructors with `kwargs`, or
+the form of a provider. Runs inside an LLM run repeat it and are skipped. Chains, tools and other runs without an LLM
+call are skipped too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.apis.api_paths import requests, responses
+from treepack.ingest.readers.apis.langchain_messages import chat_messages
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.ingest.readers.fields import endings
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.start_times import start_time
+from treepack.ingest.readers.fields.values import as_number, is_messages, object_or_empty, shown
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, FILLED, TEXT, Fields, first, no
+from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.ingest.readers.messages.response_items import messages_of_items
+from treepack.trajectory import Skipped, Trajectory
+
+Message = dict[str, Any]
+DAMAGED_NOTE = "trace with a run that cannot be read"
+NO_CALL_NOTE = "run without an LLM call"
+
+
+@dataclass(slots=True)
+class _Trace:
+    """The LLM runs of a trace, the record of its first run, and the facts of its runs.
+
+    A fact of the root takes precedence over a fact of another run.
+    """
+
+    record: Record
+    runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    example: Any = None
+    scores: dict[str, Any] = field(default_factory=dict)
+    fault: str = ""
+
+
+def read_langsmith(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of the traces of one file, in the order of their first runs.
+
+    A trace with a run that cannot be read is skipped: the calls after it would be trained without it.
+
+    Raises:
+        TreepackError: nested runs that are not of the forms above.
+    """
+    traces: dict[str, _Trace] = {}
+    for record in records:
+        for name, run in _runs(record):
+            trace = traces.setdefault(name, _Trace(replace(record, value={})))
+            # The example and the feedback of the root describe the whole trace.
+            is_root = run.get("parent_run_id") is None
+            trace.example = (run.get("reference_example_id") if is_root else None) or trace.example
+            # Scores of other runs are kept, unless the root has a score of the same name.
+            try:
+                scores = _scores(run, record.source)
+            except TreepackError as error:
+                scores, trace.fault = {}, str(error)
+            trace.scores = trace.scores | scores if is_root else scores | trace.scores
+            if run.get("run_type") != "llm":
+                yield Skipped(record.source, NO_CALL_NOTE, is_rollout=False)
+            elif run.get("error") is not None or not isinstance(run.get("outputs"), dict):
+                yield Skipped(record.source, "LLM run that failed")
+            else:
+                trace.runs.append((record.source, run))
+    for name, trace in traces.items():
+        try:
+            if trace.fault:
+                raise TreepackError(trace.fault)
+            items = list(_read(name, trace, options))
+        except TreepackError as error:
+            items = [Skipped(trace.record.source, DAMAGED_NOTE, detail=str(error))]
+        yield from items
+
+
+def _runs(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the run of `record` and all runs below it, each with the name of its trace."""
+    value = record.value
+    runs = value["runs"] if "run_type" not in value else [value]
+    if not is_messages(runs):
+        raise TreepackError(f"{record.source}: runs is {shown(runs)}; expected a list of runs")
+    # Reversed, so that pop() gives the runs in the order of the record.
+    stack = [(run, _trace_of(run, record)) for run in reversed(runs)]
+    while stack:
+        run, trace = stack.pop()
+        yield trace, run
+        children = run.get("child_runs") or []
+        if not is_messages(children):
+            raise TreepackError(f"{record.source}: child_runs is {shown(children)}; expected a list of runs")
+        stack += [(child, _trace_of(child, record) if child.get("trace_id") else trace) for child in reversed(children)]
+
+
+def _trace_of(run: dict[str, Any], record: Record) -> str:
+    """Return the trace of a run; a root without one is its own trace.
+
+    Raises:
+        TreepackError: the trace is neither text nor a number, or a run with a parent has none.
+    """
+    name = run.get("trace_id") or (run.get("id") if run.get("parent_run_id") is None else None)
+    if isinstance(name, bool) or not isinstance(name, str | int | None):
+        raise TreepackError(f"{record.source}: trace_id is {shown(name)}; expected the id of a trace")
+    if name is None and run.get("parent_run_id") is not None:
+        raise TreepackError(f"{record.source}: the run has a parent and no trace_id; expected the id of its trace")
+    return record.label if name is None else str(name)
+
+
+def _scores(run: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the means of the feedback on a run, as a reward of several scores."""
+    stats = run.get("feedback_stats") or {}
+    if not isinstance(stats, dict):
+        raise TreepackError(f"{source}: feedback_stats is {shown(stats)}; expected an object of them")
+    means = {name: each.get("avg") for name, each in stats.items() if isinstance(each, dict)}
+    return {
+        name: {"score": as_number(mean, source=source, name=f"feedback_stats.{name}.avg")}
+        for name, mean in means.items()
+        if mean is not None
+    }
+
+
+def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    calls: list[ChatCall] = []
+    models: dict[str, None] = {}
+    outer = ""
+    # Exports are in any order; dotted_order sorts by time, a parent before its children.
+    for source, run in sorted(
+        trace.runs, key=lambda item: str(start_time(item[1], "dotted_order", "start_time", source=item[0]))
+    ):
+        order = str(run.get("dotted_order") or "")
+        # dotted_order "..Zr...Za.." starts with the order of the parent: "Zr.Za" is inside "Zr".
+        if outer and order.startswith(outer + "."):
+            yield Skipped(source, "run inside another LLM run", is_rollout=False)
+            continue
+        outer = order
+        run_calls = list(_calls(run, source))
+        if not run_calls:
+            yield Skipped(source, "LLM run without messages")
+            continue
+        reason = skip_reason([message for call in run_calls for message in (*call.prompt, *call.response)])
+        if reason is not None:
+            yield Skipped(source, reason)
+            continue
+        calls += run_calls
+        metadata = object_or_empty(object_or_empty(run.get("extra")).get("metadata"))
+        if isinstance(model := metadata.get("ls_model_name"), str):
+            models[model] = None
+    value: dict[str, Any] = {"rollout_id": name, "model": ", ".join(models) or None, "group_id": trace.example}
+    if trace.scores:
+        value["rewards"] = trace.scores
+    if calls:
+        yield from read_chats(replace(trace.record, value=value), calls, options)
+
+
+def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
+    """Yield one call for each response. A run may have several prompts, and each prompt may have several responses."""
+    inputs, outputs = object_or_empty(run.get("inputs")), object_or_empty(run.get("outputs"))
+    extra = object_or_empty(run.get("extra"))
+    params = object_or_empty(extra.get("invocation_params"))
+    tools = inputs.get("tools") or params.get("tools") or params.get("functions") or None
+    temperature = temperature_of(params)
+    if temperature is None:
+        temperature = temperature_of({"temperature": object_or_empty(extra.get("metadata")).get("ls_temperature")})
+    # The form of OpenAI's Responses API.
+    if "input" in inputs and isinstance(outputs.get("output"), list):
+        system = [{"role": "system", "content": inputs["instructions"]}] if inputs.get("instructions") else []
+        prompt = messages_of_items(inputs["input"], source=source).messages
+        said = messages_of_items(outputs["output"], source=source).messages
+        yield ChatCall([*system, *prompt], said, tools, None, temperature, endings.raw_of_response(outputs))
+        return
+    messages = inputs.get("messages")
+    if not isinstance(messages, list):
+        return
+    # [m, m] is one prompt, and [[m, m], [m]] are two.
+    prompts = messages if all(isinstance(each, list) for each in messages) else [messages]
+    answers = _responses(outputs, source)
+    if len(answers) != len(prompts):
+        raise TreepackError(
+            f"{source}: has {len(prompts)} prompts and responses to {len(answers)}; expected responses to each prompt"
+        )
+    for prompt, said_to_it in zip(prompts, answers, strict=True):
+        prompt_messages = [each for message in prompt for each in chat_messages(message, source)]
+        if isinstance(inputs.get("system"), str):
+            prompt_messages.insert(0, {"role": "system", "content": inputs["system"]})
+        for response, ending in said_to_it:
+            said = chat_messages(response, source)
+            response_messages = [each | {"role": "assistant"} for each in said]
+            yield ChatCall(prompt_messages, response_messages, tools, None, temperature, ending or _ending(response))
+
+
+def _responses(outputs: dict[str, Any], source: str) -> list[list[tuple[Any, Any]]]:
+    """Return the responses to each prompt, each with the reason why it ended if that is next to it."""
+    if isinstance(entries := outputs.get("generations"), list):
+        lists = entries if all(isinstance(each, list) for each in entries) else [entries]
+        return [[_generation(object_or_empty(each)) for each in one] for one in lists]
+    if isinstance(entries := outputs.get("choices"), list):
+        return [[(object_or_empty(each).get("message"), endings.raw_of(object_or_empty(each))) for each in entries]]
+    # Forms of other wrappers: one message, or the whole conversation with the response at its end.
+    for name in ("message", "output"):
+        if isinstance(outputs.get(name), dict):
+            return [[(outputs[name], endings.raw_of(outputs))]]
+    if isinstance(entries := outputs.get("messages"), list):
+        return [[(each, endings.raw_of(outputs)) for each in entries[-1:]]]
+    if "content" in outputs or "tool_calls" in outputs:
+        return [[(outputs, None)]]
+    raise TreepackError(f"{source}: outputs is {shown(outputs)}; expected generations, choices or a message")
+
+
+def _generation(generation: dict[str, Any]) -> tuple[Any, Any]:
+    text = generation.get("message") or generation.get("text")
+    return text, endings.raw_of(object_or_empty(generation.get("generation_info")))
+
+
+def _ending(message: Any) -> Any:
+    """Return why the response `message` ended: a field of it, or of its `response_metadata`."""
+    fields = object_or_empty(message)
+    fields = object_or_empty(fields.get("kwargs")) or object_or_empty(fields.get("data")) or fields
+    reasons = (endings.raw_of(object_or_empty(each)) for each in (fields.get("response_metadata"), fields))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+ALSO = (
+    *"parent_run_id start_time! error extra.invocation_params.functions".split(),
+    *requests("inputs"),
+    *responses("outputs"),
+)
+RUN: Fields = {"run_type": TEXT, ("inputs", "dotted_order"): ANY}
+FORMAT = Format(
+    name="langsmith",
+    rank=600,
+    program="LangSmith (exports of runs)",
+    recognised_by="`run_type` beside `inputs` or `dotted_order`, or `runs` of such",
+    requires=[{"runs": first(RUN)}, {"runs": no(FILLED), **RUN}],
+    used="""
+        id run_type trace_id dotted_order inputs.messages outputs.generations.message.kwargs
+        outputs.choices.message extra.invocation_params.tools extra.invocation_params.temperature
+        extra.metadata.ls_model_name extra.metadata.ls_temperature reference_example_id child_runs inputs.tools
+        feedback_stats.*.avg
+    """.split(),
+    also=("runs=.", "child_runs=.", *ALSO),
+    dropped=(
+        "chains, tools, retrievers and parsers",
+        "session_id (a project)",
+        "events, tags, tokens and costs",
+    ),
+    keeps={REWARDS, LINEAGE},
+    read_file=read_langsmith,
+)

@@ -1,0 +1,265 @@
+"""Calls that LiteLLM has logged: its standard logging payload, and the rows of its spend logs.
+
+    {"id", "call_type": "acompletion", "status": "success", "messages", "response", "model_parameters", "trace_id", ..}
+    {"request_id", "call_type": "acompletion", "messages", "response", "proxy_server_request", "session_id", ..}
+
+    payload  messages    response                        model_parameters     session_id, or else trace_id
+    call     the prompt  one response for each choice    tools, temperature   of a rollout
+
+Messages and responses have the forms of chat completions, of text completions, of the Responses API or of Anthropic's
+API, as objects or as JSON text. Calls of one session that continue each other are joined. A call without a session is a
+rollout of its own, and several choices of it are a group. Token ids of a server are read in place of text, as in
+`openai_chat`. A session with a call that cannot be read is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.apis.api_forms import prompt_of, responses_of
+from treepack.ingest.readers.apis.api_paths import requests, responses
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.ingest.readers.calls.conversations import with_notes, without
+from treepack.ingest.readers.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.start_times import start_time
+from treepack.ingest.readers.fields.unread import is_empty, not_used
+from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.files.records import DAMAGED_RECORD, Record
+from treepack.ingest.readers.format import LOGPROBS, TOKEN_IDS, Format
+from treepack.ingest.readers.kinds import ANY, TEXT
+from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.ingest.readers.spans.trace_spans import parsed
+from treepack.trajectory import Skipped, Trajectory
+
+FAILED_NOTE = "LLM call that failed"
+NO_CONTENT_NOTE = "LLM call whose messages or response were not logged"
+CACHED_NOTE = "response from the cache, not from the model"
+DAMAGED_NOTE = "session with a call that cannot be read"
+# Calls of a model that writes text; others are embeddings, images, speech, files and so on.
+CALLS = frozenset("completion text_completion responses generate_content anthropic_messages".split())
+COPIES = frozenset("model_map_information usage_object additional_usage_values status".split())
+REDACTED = "redacted-by-litellm"
+
+
+@dataclass(slots=True)
+class _Session:
+    record: Record
+    # By the time at which they started; each call also by its token ids, None if the server added none.
+    calls: list[tuple[str, list[tuple[ChatCall, TokenCall | None]]]] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
+    models: dict[str, None] = field(default_factory=dict)
+    value: dict[str, Any] = field(default_factory=dict)
+    fault: str = ""
+
+
+def read_litellm(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of the calls of one file. Calls without a session come first, sessions at the end."""
+    sessions: dict[str, _Session] = {}
+    for record in records:
+        value = record.value
+        if (reason := _no_call(value)) is not None:
+            yield Skipped(record.source, reason, is_rollout=not reason.startswith("record of"))
+            continue
+        name = _name(value, record.source)
+        session = _Session(replace(record, value={})) if name is None else sessions.get(name)
+        if session is None:
+            assert name is not None
+            session = sessions[name] = _Session(replace(record, value={}))
+        try:
+            reason = _add(session, record)
+        except TreepackError as error:
+            session.fault = session.fault or str(error)
+            if name is None:
+                yield Skipped(record.source, DAMAGED_RECORD, detail=str(error))
+            continue
+        if reason is not None:
+            yield Skipped(record.source, reason)
+        elif name is None:
+            yield from _single(str(value.get("id") or value.get("request_id") or record.label), session, options)
+    for name, session in sessions.items():
+        if session.fault:
+            yield Skipped(session.record.source, DAMAGED_NOTE, detail=session.fault)
+        elif session.calls:
+            calls = [call for _, found in sorted(session.calls, key=lambda item: item[0]) for call in found]
+            yield from _rollout(session, {"rollout_id": name}, calls, options)
+
+
+def _name(value: dict[str, Any], source: str) -> str | None:
+    """Return the session of a call, or the trace that it shares with retries and other calls; None without one."""
+    metadata = parsed(value.get("metadata"))
+    holders = (value, metadata if isinstance(metadata, dict) else {})
+    names = ("session_id", "litellm_session_id", "trace_id")
+    field, name = next(((each, holder[each]) for each in names for holder in holders if holder.get(each)), ("", None))
+    if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
+        raise TreepackError(f"{source}: {field} is {shown(name)}; expected the id of a session")
+    return None if name is None or name == value.get("id") else str(name)
+
+
+def _no_call(value: dict[str, Any]) -> str | None:
+    """Return why a payload is not a call of a model that can be read."""
+    kind = str(value.get("call_type"))
+    # "acompletion" is the asynchronous "completion".
+    if kind not in CALLS and kind.removeprefix("a") not in CALLS:
+        return f"record of the call '{kind[:40]}', which writes no text"
+    status = parsed(value.get("metadata"))
+    states = (value.get("status"), status.get("status") if isinstance(status, dict) else None)
+    if "failure" in states or value.get("error_str"):
+        return FAILED_NOTE
+    if value.get("cache_hit") in (True, "True", "true"):
+        return CACHED_NOTE
+    messages, response = _prompt(value), parsed(value.get("response"))
+    if not messages or not response or REDACTED in str(messages)[:200] or REDACTED in str(response)[:400]:
+        return NO_CONTENT_NOTE
+    return None
+
+
+def _prompt(value: dict[str, Any]) -> Any:
+    """Return the messages of a payload, or the request that a row of the spend logs has in their place."""
+    request = parsed(value.get("proxy_server_request"))
+    messages = parsed(value.get("messages"))
+    return request if not messages and isinstance(request, dict) and request else messages
+
+
+def _add(session: _Session, record: Record) -> str | None:
+    """Add the calls of a payload to its session, or return why text cannot represent them."""
+    value, source = record.value, record.source
+    prompt = prompt_of(_prompt(value), source=source)
+    responses = responses_of(value["response"], source=source)
+    settings = parsed(value.get("model_parameters"))
+    settings = settings if isinstance(settings, dict) else {}
+    temperature = temperature_of(settings)
+    calls = [
+        ChatCall(
+            prompt.messages,
+            response,
+            prompt.tools or settings.get("tools") or settings.get("functions") or None,
+            temperature=prompt.temperature if temperature is None else temperature,
+        )
+        for response in responses
+    ]
+    reason = skip_reason([message for call in calls for message in (*call.prompt, *call.response)])
+    if reason is not None:
+        return reason
+    start = start_time(value, "startTime", source=source)
+    session.calls.append((str(start or ""), _with_ids(session, calls, parsed(value["response"]))))
+    if isinstance(model := value.get("model"), str):
+        session.models[model] = None
+    metadata = parsed(value.get("metadata"))
+    if isinstance(metadata, dict):
+        kept = {name: each for name, each in metadata.items() if each not in (None, [], {})}
+        session.notes |= dict.fromkeys(not_used(f"metadata.{name}") for name in kept if name in COPIES - {"status"})
+        before = session.value.get("metadata", {})
+        _note_changes(session, before, kept, "metadata.")
+        session.value["metadata"] = before | without(kept, COPIES)
+    # Fields that the payload does not have itself, such as a reward, become facts of the rollout or notes.
+    session.notes |= dict.fromkeys(not_used(name) for name in value if name in OWN and not is_empty(value[name]))
+    rest = without(value, KNOWN | OWN)
+    _note_changes(session, session.value, rest, "")
+    session.value |= rest
+    return None
+
+
+def _note_changes(session: _Session, before: dict[str, Any], after: dict[str, Any], prefix: str) -> None:
+    """Note fields of a call that have other values in the calls of its session before it."""
+    names = (name for name, each in after.items() if name in before and before[name] != each)
+    session.notes |= dict.fromkeys(f"field '{prefix}{name}' differs between calls, the last one used" for name in names)
+
+
+def _with_ids(session: _Session, calls: list[ChatCall], response: Any) -> list[tuple[ChatCall, TokenCall | None]]:
+    choices = response.get("choices") if isinstance(response, dict) else None
+    if not is_messages(choices) or len(choices) != len(calls):
+        return [(call, None) for call in calls]
+    ids = [token_call(response, choice, call.temperature) for call, choice in zip(calls, choices, strict=True)]
+    if None in ids and any(choice.get("logprobs") for choice in choices):
+        session.notes[LOGPROBS_NOTE] = None
+    return list(zip(calls, ids, strict=True))
+
+
+def _single(name: str, session: _Session, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read each choice of a call without a session as a rollout; several choices are a group."""
+    ((_, calls),) = session.calls
+    for number, call in enumerate(calls):
+        # "c" with 2 choices -> rollouts "c/choice-0" and "c/choice-1" of the group "c"
+        several = {"rollout_id": f"{name}/choice-{number}", "group_id": name}
+        yield from _rollout(session, several if len(calls) > 1 else {"rollout_id": name}, [call], options)
+
+
+def _rollout(
+    session: _Session, names: dict[str, str], calls: list[tuple[ChatCall, TokenCall | None]], options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    value = session.value | names | {"model": ", ".join(session.models) or None}
+    record = replace(session.record, value=value)
+    tokens = [ids for _, ids in calls if ids is not None]
+    notes = tuple(session.notes) + ((SOME_NOTE,) if 0 < len(tokens) < len(calls) else ())
+    try:
+        if len(tokens) == len(calls):
+            found = read_calls(record, tokens, options)
+        else:
+            found = read_chats(record, [chat for chat, _ in calls], options)
+        items = list(with_notes(found, notes))
+    except TreepackError as error:
+        items = [Skipped(session.record.source, DAMAGED_RECORD, detail=str(error))]
+    yield from items
+
+
+USED = """
+    id request_id call_type status messages response model_parameters.temperature model_parameters.tools model metadata
+    startTime! trace_id session_id cache_hit proxy_server_request error_str
+""".split()
+KNOWN = frozenset(
+    "id request_id call_type status messages response model_parameters model metadata startTime trace_id "
+    "session_id cache_hit proxy_server_request error_str".split()
+)
+# Metadata of the proxy about keys, teams, budgets and costs.
+OWN = frozenset(
+    """
+    stream response_cost cost_breakdown response_cost_failure_debug_info status_fields
+    custom_llm_provider total_tokens prompt_tokens completion_tokens endTime completionStartTime response_time
+    model_map_information model_id model_group api_base cache_key saved_cache_cost end_user requester_ip_address
+    user_agent error_information hidden_params guardrail_information standard_built_in_tools_params spend api_key user
+    request_tags team_id agent_id organization_id mcp_namespaced_tool_name
+""".split()
+)
+TOKENS = [
+    "response.prompt_token_ids",
+    *(
+        f"response.choices.{name}"
+        for name in (
+            "token_ids prompt_token_ids logprobs.content.token logprobs.content.logprob "
+            "provider_specific_fields.token_ids provider_specific_fields.prompt_token_ids message.prompt_token_ids "
+            "message.generation_token_ids message.generation_log_probs"
+        ).split()
+    ),
+]
+FORMAT = Format(
+    name="litellm",
+    rank=500,
+    program="LiteLLM (standard logging payloads, spend logs)",
+    recognised_by="`call_type` beside `messages` and `response`, with `model_parameters`, `response_cost` or `spend`",
+    requires=[
+        {
+            "call_type": TEXT,
+            ("messages", "proxy_server_request"): ANY,
+            "response": ANY,
+            ("model_parameters", "response_cost", "spend", "hidden_params"): ANY,
+        }
+    ],
+    used=USED,
+    also=(
+        "*",  # fields of other names describe the rollout
+        *("metadata{}", "metadata.*", "litellm_session_id", "model_parameters{}", "model_parameters.functions"),
+        *requests("messages"),
+        *requests("proxy_server_request"),
+        *responses("response"),
+        *TOKENS,
+    ),
+    keeps={TOKEN_IDS, LOGPROBS},
+    dropped=("embeddings, images, speech and other calls (skipped)", "usage, costs, keys and guardrails"),
+    read_file=read_litellm,
+)

@@ -1,0 +1,102 @@
+"""Traces of requests without text, with lengths and hashes of blocks only: Mooncake's, and Qwen's of Bailian.
+
+    {"timestamp": 27, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 2353]}     blocks of 512 tokens
+     46 46 .. 46 | 47 47 .. 47 | 2353 .. 2353 | own own .. own
+     512           512           76             52 (trained)
+
+The id of a block identifies the block and all blocks before it, so requests share exactly the blocks with equal ids.
+The tokens made here share in the same way: a block repeats its hash id, and the output repeats an id that no other
+request of the file has. These tokens are for counting only. Blocks have 512 tokens (Mooncake) or 16 (Bailian); the
+number of blocks decides. The last block may be short, or missing.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import describe
+from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import Format
+from treepack.ingest.readers.kinds import ANY, ARRAY
+from treepack.trajectory import Int32, Skipped, Tokens, Trajectory, as_token_ids
+
+BLOCKS = (512, 16)  # tokens of a block in the two published traces; Mooncake's is tried first
+FIRST_OWN_ID = 1 << 30  # hash ids are below it; the ids of outputs fill the rest of the positive int32 values
+MAX_LENGTH = 1 << 24  # tokens: more than any known context, so a larger length is an error in the file
+USED = frozenset({"input_length", "output_length", "hash_ids"})
+NUMBER = re.compile(r"\d+(?=\]?$)")
+
+
+def read_mooncake(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the one request of `record`.
+
+    Raises:
+        TreepackError: `options.shapes` is not set, or lengths and hashes that contradict each other.
+    """
+    value, source = record.value, record.source
+    if not options.shapes:
+        raise TreepackError(f"{source}: has the lengths of a request, not its tokens; only treepack stats reads it")
+    num_input, num_output = (_length(value[name], name, source) for name in ("input_length", "output_length"))
+    if num_output == 0 or num_input + num_output < 2:
+        yield Skipped(source, "request without output")
+        return
+    hashes = as_token_ids(value["hash_ids"], source=source, name="hash_ids")
+    if len(hashes) and hashes.max() >= FIRST_OWN_ID:
+        raise TreepackError(
+            f"{source}: hash_ids has the id {hashes.max()}; number the blocks from 0 to {FIRST_OWN_ID - 1}"
+        )
+    # [46, 47] in blocks of 512 -> 46 repeated 512 times, then 47 repeated 512 times, cut to the input
+    size = _block_size(num_input, len(hashes), source)
+    tokens = np.full(num_input + num_output, _own_id(record), np.int32)
+    blocks = np.repeat(hashes, size)[:num_input]
+    tokens[: len(blocks)] = blocks
+    yield describe(record, _content(tokens, max(num_input, 1)), used=USED, options=options)
+
+
+def _length(value: Any, name: str, source: str) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_LENGTH:
+        raise TreepackError(f"{source}: {name} is {shown(value)}; expected the number of tokens, at most {MAX_LENGTH}")
+    return value
+
+
+def _block_size(num_input: int, num_blocks: int, source: str) -> int:
+    # 1100 tokens in 3 blocks: ceil(1100 / 512) = 3 -> 512. In 2 blocks: floor -> 512, the last block is missing.
+    for size in BLOCKS:
+        if num_blocks in (-(-num_input // size), num_input // size):
+            return size
+    sizes = " or ".join(map(str, BLOCKS))
+    raise TreepackError(
+        f"{source}: has {num_blocks} hash_ids for {num_input} tokens of input; expected one for every {sizes} tokens"
+    )
+
+
+def _own_id(record: Record) -> int:
+    """Return an id for the output of this request; two requests of one file never have the same id."""
+    # "trace.jsonl:17" -> 17, "trace.json[3]" -> 3
+    place = NUMBER.search(record.source[len(record.path) :])
+    # The line number makes ids of one file differ; the path makes equal ids in two files unlikely.
+    mixed = zlib.crc32(record.path.encode("utf-8", "surrogateescape")) ^ int(place[0] if place else 0)
+    return FIRST_OWN_ID + mixed % FIRST_OWN_ID
+
+
+def _content(tokens: Int32, start: int) -> Tokens:
+    return Tokens(tokens, np.array([start], np.int32), np.array([len(tokens)], np.int32), np.ones(1))
+
+
+FORMAT = Format(
+    name="mooncake",
+    rank=610,
+    program="Mooncake, Qwen-Bailian (traces of lengths, for treepack stats only)",
+    recognised_by="`input_length`, `output_length` and `hash_ids`",
+    requires=[{"input_length": ANY, "output_length": ANY, "hash_ids": ARRAY}],
+    used="input_length output_length hash_ids".split(),
+    read=read_mooncake,
+)

@@ -1,0 +1,141 @@
+"""Calls of a chat-completions API, logged as requests and responses (forms in `exchanges`), also by batch jobs.
+
+    request  {"messages": [..], "tools": [..]}                  session "s"  call 1   call 2 ..
+    response {"choices": [{"message": {..}, "logprobs": ..}]}   calls of one session that continue each other are joined
+
+A server may add token ids, which are read in place of the text: vLLM adds `prompt_token_ids` and `token_ids`, LiteLLM
+moves them to `provider_specific_fields`, and the tokens of log-probabilities may be named `token_id:17`. Several
+choices of one request are a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.apis.exchanges import ApiExchange, description, read_exchanges, request_and_response
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.ingest.readers.calls.conversations import with_notes
+from treepack.ingest.readers.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call, token_parts
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.ingest.readers.fields import endings
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.ingest.readers.messages.normal_form import READ
+from treepack.trajectory import Skipped, Trajectory
+
+
+def is_chat_exchange(record: dict[str, Any]) -> bool:
+    """Return whether `record` is a request with messages, a response with choices, or both."""
+    request, response = request_and_response(record)
+    # A line of a batch's output has no request, and a failed line no choices.
+    if "custom_id" in record and not response.get("choices"):
+        failed = record.get("error") is not None or response.get("error") is not None
+        return failed or is_messages(request.get("messages"))
+    return is_messages(response.get("choices")) and ("custom_id" in record or is_messages(request.get("messages")))
+
+
+def read_openai_chat(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of the calls of one file. Calls without a session come first, sessions at the end.
+
+    Raises:
+        TreepackError: a record is not a call, or an error of `calls`.
+    """
+    sessions: dict[str, list[ApiExchange]] = {}
+    for exchange in read_exchanges(records, asks="messages", answers="choices"):
+        if isinstance(exchange, Skipped):
+            yield exchange
+        elif (reason := _skip_reason(exchange)) is not None:
+            yield Skipped(exchange.record.source, reason)
+        elif (session := exchange.session) is not None:
+            sessions.setdefault(session, []).append(exchange)
+        else:
+            yield from _choices(exchange, options)
+    for name, exchanges in sessions.items():
+        calls = [call for each in exchanges for call in _calls(each)]
+        yield from _read(description(exchanges, name), calls, options)
+
+
+def _skip_reason(exchange: ApiExchange) -> str | None:
+    messages = exchange.request["messages"]
+    return skip_reason(messages) if is_messages(messages) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    chat: ChatCall
+    tokens: TokenCall | None
+    has_logprobs: bool
+
+
+def _choices(exchange: ApiExchange, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read each choice of a call without a session as a rollout; several choices are a group."""
+    calls = _calls(exchange)
+    record = description([exchange], exchange.name)
+    # One choice keeps the name and the group of the record.
+    if len(calls) == 1:
+        yield from _read(record, calls, options)
+        return
+    for number, call in enumerate(calls):
+        # "c1" with 2 choices -> rollouts "c1/choice-0" and "c1/choice-1" of the group "c1"
+        of_choice = {"group_id": exchange.name} | record.value | {"rollout_id": f"{exchange.name}/choice-{number}"}
+        yield from _read(replace(record, value=of_choice), [call], options)
+
+
+def _read(record: Record, calls: Sequence[_Choice], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    tokens = [call.tokens for call in calls if call.tokens is not None]
+    if tokens and len(tokens) == len(calls):
+        yield from read_calls(record, tokens, options)
+        return
+    notes = (SOME_NOTE,) if tokens else (LOGPROBS_NOTE,) if any(call.has_logprobs for call in calls) else ()
+    yield from with_notes(read_chats(record, [call.chat for call in calls], options), notes)
+
+
+def _calls(exchange: ApiExchange) -> list[_Choice]:
+    """Return one call for each choice of the response."""
+    source, request = exchange.record.source, exchange.request
+    if not is_messages(exchange.response["choices"]) or not is_messages(request["messages"]):
+        raise TreepackError(
+            f"{source}: messages or choices are not lists of objects; expected a request and its response"
+        )
+    calls = []
+    for choice in exchange.response["choices"]:
+        message = choice.get("message")
+        if not isinstance(message, dict):
+            raise TreepackError(f"{source}: a choice is {shown(choice)}; expected an object with a message")
+        # The response of a server has more fields than a message of a prompt.
+        said = {"role": "assistant"} | {name: field for name, field in message.items() if name in READ}
+        tools, temperature = request.get("tools") or request.get("functions") or None, temperature_of(request)
+        ending = endings.raw_of(choice)
+        chat = ChatCall(request["messages"], [said], tools, temperature=temperature, ending=ending)
+        tokens = token_call(exchange.response, choice, temperature)
+        calls.append(_Choice(chat, tokens, bool(token_parts(choice))))
+    return calls
+
+
+FORMAT = Format(
+    name="openai-chat",
+    rank=540,
+    program="OpenAI-compatible servers and proxies (chat completions), OpenAI batch jobs",
+    recognised_by="a request with `messages` and a response with `choices`, or a line of a batch's input or output",
+    requires=is_chat_exchange,
+    checked="none",
+    used="""
+        request.messages request.tools request.temperature response.choices.message
+        response.choices.logprobs.content response.prompt_token_ids response.choices.token_ids response.id
+        response.model session_id group_id reward response.body.model response.body.choices.message
+        response.choices.finish_reason request.messages.* messages.* choices.*
+    """.split(),
+    dropped=(
+        "the other settings of request and response (usage)",
+        "top_logprobs",
+    ),
+    keeps=EVERYTHING,
+    read_file=read_openai_chat,
+)

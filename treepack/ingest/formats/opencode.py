@@ -1,0 +1,336 @@
+"""Sessions of opencode: one document per session, of `opencode export` or of its server, or a folder of small files.
+
+    {"info": {"id": "ses_1", "directory": "/w", ..}, "messages": [
+        {"info": {"id": "msg_1", "role": "user", ..}, "parts": [{"type": "text", "text": ".."}]},
+        {"info": {"id": "msg_2", "role": "assistant", "modelID": "..", ..}, "parts": [
+            {"type": "step-start"}, {"type": "reasoning", ..}, {"type": "text", ..},
+            {"type": "tool", "tool": "bash", "callID": "c", "state": {"status": "completed", "input", "output"}},
+            {"type": "step-finish", "reason": "tool-calls"}]}]}
+    storage/session/<project>/ses_1.json, storage/message/ses_1/msg_1.json, storage/part/msg_1/prt_1.json
+
+Each step of an answer is one call of the model: a message of the assistant with its calls, then their results. A
+compaction replaces the history by a question and a summary, so a new trajectory starts; the summary is not trained,
+because its prompt is not in the file. Steps that were interrupted are context only, and answers that failed are left
+out. A session of a sub-agent belongs to the rollout of its parent. The file contains neither tools nor, unless the user
+set one, the system prompt. A call after an image is left out.
+
+The layout of the storage was tested with files of the program, and that of an export is from its description.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.ingest.readers.calls.conversations import with_notes
+from treepack.ingest.readers.calls.rollout_names import within
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.unread_notes import notes_of_record
+from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.files.companion_files import read_document
+from treepack.ingest.readers.files.inputs import STDIN
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import MASKS, Format
+from treepack.ingest.readers.kinds import LIST, OBJECT, TEXT, first
+from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.trajectory import Skipped, Trajectory
+
+CONTEXT_NOTE = "tools, and the system prompt unless the user set one, are not in sessions of opencode"
+INTERRUPTED_NOTE = "interrupted turn not trained"
+FAILED_NOTE = "answer that failed not used"
+SUMMARY_NOTE = "summary for a compaction not trained"
+SYNTHETIC_NOTE = "turn that the program wrote not trained"
+RESULT_NOTE = "tool call without a result"
+CLEARED_NOTE = "result of a tool that later prompts do not contain any more"
+SYSTEM_NOTE = "later system prompt not used"
+NO_TEXT_NOTE = "step of an answer without text or calls not used"
+EMPTY_NOTE = "message without parts not used"
+NO_CALL = "session without a turn of the model"
+PART_OF_SESSION = "message or part of a message, which is read with its session"
+# What opencode sends in place of parts without text.
+COMPACTION, SUBTASK = "What did we do so far?", "The following tool was executed by the user"
+ABORTED, TOO_LONG = "MessageAbortedError", "MessageOutputLengthError"
+# Files whose text opencode sends in a text part of its own.
+TEXT_FILES = ("text/", "application/x-directory")
+# Parts that are not messages of the model, but mark the start or end of a step, or the state before it.
+MARKS = frozenset({"step-start", "step-finish", "compaction", "subtask"})
+READ = MARKS | {"text", "reasoning", "tool", "file"}
+
+PART_FIELDS = (
+    ("type", str, "text"),
+    ("text", str | None, "text"),
+    ("state", dict | None, "an object"),
+    ("synthetic", bool | None, "true or false"),
+    ("ignored", bool | None, "true or false"),
+    ("tail_start_id", str | None, "text"),
+)
+
+MAX_AGENTS = 1_000_000  # sub-agents of a session that get different numbers
+
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Session:
+    """The history before the next call, the calls so far, and notes to be counted."""
+
+    prompt: list[Message] = field(default_factory=list)
+    reason: str | None = None
+    places: dict[str, int] = field(default_factory=dict)  # of each message of the session in `prompt`
+    calls: list[ChatCall] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
+    models: dict[str, None] = field(default_factory=dict)
+
+
+def read_opencode(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of a session, named after its id; their group is derived from the first prompt.
+
+    Raises:
+        TreepackError: messages or parts of a different kind, or `readers.messages` refuses a message.
+    """
+    rows = list(records)
+    if "parts" in rows[0].value:
+        messages = [row.value for row in rows]
+        yield from _read_session(replace(rows[0], source=rows[0].path), {}, messages, options)
+        return
+    for row in rows:
+        if "messages" in row.value:
+            messages = as_objects(row.value["messages"], source=row.source, name="messages")
+            info = row.value.get("info")
+            yield from _read_session(row, info if isinstance(info, dict) else {}, messages, options)
+        elif "sessionID" in row.value or "messageID" in row.value:
+            yield Skipped(row.source, PART_OF_SESSION, is_rollout=False)
+        else:
+            stored = _stored(row)
+            items = list(_read_session(row, row.value, stored, options))
+            # The files of messages and parts are not records, so their fields are noted here.
+            yield from with_notes(items, notes_of_record({"messages": stored}, FORMAT.declared, items, row.source))
+
+
+def _stored(record: Record) -> list[dict[str, Any]]:
+    """Return the messages of a session that is stored as small files, with their parts, in the order of their names."""
+    if record.path == STDIN:
+        return []
+    storage = Path(record.path).parent.parent.parent
+    folder = storage / "message" / str(record.value.get("id"))
+    messages: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("*.json")):
+        info = read_document(path)
+        parts = sorted((storage / "part" / str(info.get("id"))).glob("*.json"))
+        messages.append({"info": info, "parts": [read_document(part) for part in parts]})
+    return messages
+
+
+def _read_session(
+    record: Record, info: dict[str, Any], messages: list[dict[str, Any]], options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    session = _Session()
+    for number, message in enumerate(messages, 1):
+        where = f"{record.source}: message {number}"
+        about = message.get("info")
+        if not isinstance(about, dict) or about.get("role") not in ("user", "assistant"):
+            raise TreepackError(f"{where} has the info {shown(about)}; expected an object with role, user or assistant")
+        parts = as_objects(message.get("parts"), source=where, name="parts")
+        for part in parts:
+            _check_part(part, where)
+            if part["type"] not in READ:
+                session.notes[f"part of type '{part['type'][:40]}' not used"] = None
+        if not parts:
+            session.notes[EMPTY_NOTE] = None
+        session.places[str(about.get("id"))] = len(session.prompt)
+        if about.get("role") == "assistant":
+            _add_answer(session, about, parts, where)
+        else:
+            _add(session, _user(session, about, parts))
+    # A list of messages alone has the id of its session in each message.
+    head = messages[0].get("info") if messages else None
+    name = info.get("id") or (head.get("sessionID") if isinstance(head, dict) else None) or record.label
+    value = {
+        "trajectory_id": str(name),
+        "model": ", ".join(session.models) or None,
+        **{name: info.get(name) for name in ("title", "directory", "version")},
+    }
+    if not session.calls:
+        yield Skipped(record.source, "; ".join(session.notes) or NO_CALL)
+        return
+    parent = info.get("parentID")
+    items = read_chats(replace(record, value=value), session.calls, options)
+    for item in with_notes(items, (CONTEXT_NOTE, *session.notes)):
+        # The number of a sub-agent only has to differ from that of others of the session.
+        yield within(item, parent, 1 + zlib.crc32(str(name).encode()) % MAX_AGENTS) if isinstance(parent, str) else item
+
+
+def _check_part(part: dict[str, Any], where: str) -> None:
+    """Refuse a part with a field of a different form.
+
+    Raises:
+        TreepackError: its type is not text, or another field is of a different kind.
+    """
+    for name, kind, expected in PART_FIELDS:
+        if not isinstance(part.get(name), kind):
+            raise TreepackError(f"{where} has a part with the {name} {shown(part.get(name))}; expected {expected}")
+
+
+def _add(session: _Session, messages: list[Message]) -> None:
+    session.prompt = [*session.prompt, *messages]
+    session.reason = session.reason or skip_reason(messages)
+
+
+def _user(session: _Session, info: dict[str, Any], parts: list[dict[str, Any]]) -> list[Message]:
+    """Return the messages for a message of the user: the system prompt that the user set, and the content."""
+    content: list[dict[str, Any]] = []
+    for part in parts:
+        kind = part.get("type")
+        if kind == "text" and not part.get("ignored"):
+            content.append({"type": "text", "text": part.get("text")})
+        elif kind in ("compaction", "subtask"):
+            content.append({"type": "text", "text": COMPACTION if kind == "compaction" else SUBTASK})
+        elif kind == "file" and not str(part.get("mime")).startswith(TEXT_FILES):
+            content.append({"type": "image"})
+    if "compaction" in [part.get("type") for part in parts]:
+        _compact(session, parts)
+    has_system = any(message["role"] == "system" for message in session.prompt)
+    system = [{"role": "system", "content": info["system"]}] if info.get("system") and not has_system else []
+    if has_system and info.get("system") and {"role": "system", "content": info["system"]} not in session.prompt:
+        session.notes[SYSTEM_NOTE] = None
+    return [*system, *([{"role": "user", "content": content}] if content else [])]
+
+
+def _compact(session: _Session, parts: list[dict[str, Any]]) -> None:
+    """Remove the history before a compaction, except the system prompt and the messages that it kept."""
+    tails = [part.get("tail_start_id") for part in parts if isinstance(part.get("tail_start_id"), str)]
+    start = session.places.get(str(tails[-1]), len(session.prompt)) if tails else len(session.prompt)
+    system = [message for message in session.prompt[:start] if message["role"] == "system"]
+    session.prompt = [*system, *session.prompt[start:]]
+    session.reason = skip_reason(session.prompt)
+    session.places.clear()
+
+
+def _add_answer(session: _Session, info: dict[str, Any], parts: list[dict[str, Any]], where: str) -> None:
+    error, is_summary = info.get("error"), info.get("summary")
+    for key, value, kind in (("error", error, dict), ("summary", is_summary, bool)):
+        if value is not None and not isinstance(value, kind):
+            raise TreepackError(f"{where} has the {key} {shown(value)}; expected that of an answer of opencode")
+    failure = (error or {}).get("name")
+    if error and failure not in (ABORTED, TOO_LONG):
+        session.notes[FAILED_NOTE] = None
+        return
+    steps = _steps(parts)
+    for number, step in enumerate(steps):
+        is_last = number == len(steps) - 1
+        answer, results = _step(session, step, where)
+        if answer is None:
+            if any(part["type"] in ("text", "reasoning") for part in step):
+                session.notes[NO_TEXT_NOTE] = None
+            continue
+        ends = [part.get("reason") for part in step if part.get("type") == "step-finish"]
+        reason = ends[-1] if ends else info.get("finish") if is_last else None
+        if failure == TOO_LONG and is_last:
+            reason = "length"
+        if reason is not None:
+            answer["finish_reason"] = reason
+        is_interrupted = failure == ABORTED and is_last
+        if is_summary:
+            session.notes[SUMMARY_NOTE] = None
+        elif is_interrupted:
+            session.notes[INTERRUPTED_NOTE] = None
+        elif any(part.get("type") == "text" and part.get("synthetic") for part in step):
+            session.notes[SYNTHETIC_NOTE] = None
+        elif (unread := session.reason or skip_reason([answer])) is not None:
+            session.notes[f"call not used: {unread}"] = None
+        else:
+            session.calls.append(ChatCall(session.prompt, [answer]))
+            model = info.get("model")
+            name = info.get("modelID") or (model.get("modelID") if isinstance(model, dict) else None)
+            session.models |= {name: None} if isinstance(name, str) else {}
+        _add(session, [answer, *results])
+
+
+def _steps(parts: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the parts of each call of the model; a step-start begins one, or else a text after a tool."""
+    # [start, text, tool, finish, start, text, finish] -> [[start, text, tool, finish], [start, text, finish]]
+    kinds = [part.get("type") for part in parts]
+    steps: list[list[dict[str, Any]]] = [[]]
+    for place, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
+        is_next = kind in ("text", "reasoning") and place > 0 and kinds[place - 1] == "tool"
+        if steps[-1] and (kind == "step-start" if "step-start" in kinds else is_next):
+            steps.append([])
+        steps[-1].append(part)
+    return steps
+
+
+def _step(session: _Session, step: list[dict[str, Any]], where: str) -> tuple[Message | None, list[Message]]:
+    """Return the message of a step and the results of its calls; no message if the step says nothing."""
+    texts, thoughts, calls = [], [], []
+    results: list[Message] = []
+    for part in step:
+        kind, text = part.get("type"), part.get("text")
+        if kind == "text" and not part.get("ignored") and text:
+            texts.append({"type": "text", "text": text})
+        elif kind == "reasoning" and text:
+            thoughts.append(text)
+        elif kind == "tool":
+            state = part.get("state") or {}
+            calls.append({"id": part.get("callID"), "name": part.get("tool"), "arguments": state.get("input")})
+            results += _result(session, part, state, where)
+        elif kind == "file" and not str(part.get("mime")).startswith(TEXT_FILES):
+            texts.append({"type": "image"})
+    if not texts and not calls:
+        return None, []
+    answer: Message = {"role": "assistant", "content": texts}
+    answer |= {"reasoning_content": "\n\n".join(thoughts)} if thoughts else {}
+    return answer | ({"tool_calls": calls} if calls else {}), results
+
+
+def _result(session: _Session, part: dict[str, Any], state: dict[str, Any], where: str) -> list[Message]:
+    """Return the message with the result of a call, none if it did not end."""
+    output = state.get("output") if state.get("output") is not None else state.get("error")
+    if output is None:
+        session.notes[RESULT_NOTE] = None
+        return []
+    if isinstance(state.get("time"), dict) and state["time"].get("compacted"):
+        session.notes[CLEARED_NOTE] = None
+    content = [{"type": "text", "text": output}]
+    # An image in a result cannot be read as text, as in messages.
+    content += [{"type": "image"} for _ in as_objects(state.get("attachments"), source=where, name="attachments")]
+    return [{"role": "tool", "tool_call_id": part.get("callID"), "name": part.get("tool"), "content": content}]
+
+
+FORMAT = Format(
+    name="opencode",
+    rank=140,
+    program="opencode",
+    recognised_by="`info` with `messages` or `parts`; or a session, message or part of its storage",
+    requires=[
+        {"info": OBJECT, "messages": first({"info": OBJECT, "parts": LIST})},
+        {"info.role": TEXT, "info.sessionID": TEXT, "parts": LIST},
+        {"id": TEXT, "projectID": TEXT, "directory": TEXT},
+        {"id": TEXT, "sessionID": TEXT, "role": TEXT, "time": OBJECT},
+        {"id": TEXT, "messageID": TEXT, "type": TEXT},
+    ],
+    checked="first",
+    used="""
+        info.id info.parentID info.title info.directory info.version info.sessionID info.role info.modelID
+        info.model.modelID info.system info.error.name info.finish info.summary
+        parts.type parts.text parts.synthetic parts.ignored parts.callID parts.tool parts.tail_start_id
+        parts.state.input parts.state.output parts.state.error parts.state.time.compacted parts.reason parts.mime
+        messages.info=info messages.parts=parts id parentID title directory version sessionID messageID
+    """.split(),
+    dropped=(
+        "parts of type snapshot, patch, agent and retry (no message of the model)",
+        "files of text (opencode sends their text in a text part)",
+        "tools of a message (names only)",
+        "state.title, state.metadata (what the program showed)",
+    ),
+    ignored="""
+        info.projectID info.slug info.time info.summary info.share info.revert info.permission projectID slug time
+        summary share revert permission
+    """.split(),
+    keeps={MASKS},
+    read_file=read_opencode,
+)

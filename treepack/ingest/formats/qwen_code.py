@@ -1,0 +1,242 @@
+"""Sessions of Qwen Code: one JSONL file per session or sub-agent, one entry per line.
+
+    {"type": "user", "uuid": "u1", "parentUuid": null, "sessionId": "S", "message": {"role": "user", "parts": [..]}}
+    {"type": "assistant", "uuid": "u2", "parentUuid": "u1", "model": "..", "message": {"role": "model", "parts": [
+        {"text": "..", "thought": true}, {"functionCall": {"id": "c", "name": "..", "args": {..}}}]}}
+    {"type": "tool_result", "uuid": "u3", "parentUuid": "u2", "message": {"role": "user", "parts": [
+        {"functionResponse": {"id": "c", "name": "..", "response": {"output": ".."}}}]}}
+    {"type": "system", "subtype": "chat_compression", "systemPayload": {"compressedHistory": [content, ..]}, ..}
+
+Entries form a tree by `parentUuid`: the prompt of an answer is its path from the root, or from the last compression,
+which replaces the history. A message may have several lines with one uuid. A rewind starts a branch, and a branch or a
+compression starts a new trajectory. The file of a sub-agent may begin with the history that the agent inherited.
+Neither the system prompt nor the tools are in other files. A call after an image is left out.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.ingest.readers.calls.conversations import with_notes
+from treepack.ingest.readers.calls.rollout_names import within
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import MASKS, Format
+from treepack.ingest.readers.kinds import LIST, OBJECT, TEXT, one_of
+from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.ingest.readers.messages.gemini_parts import (
+    CONTENT,
+    EMPTY_NOTE,
+    gemini_parts_of,
+    messages_of_content,
+    messages_of_system,
+)
+from treepack.trajectory import Skipped, Trajectory
+
+CONTEXT_NOTE = "system prompt and tools are not in sessions of Qwen Code"
+PARENT_NOTE = "message before it is not in the file"
+ROOT_NOTE = "message without a parent, which begins another history"
+NO_CALL = "session without a turn of the model"
+COMPRESSION, BOOTSTRAP = "chat_compression", "agent_bootstrap"
+
+# Fields of payloads that never reach the model: what the program showed, counted or restores.
+PAYLOAD = """
+    displayText hookContext inputAnnotations attachmentReferences resourceLinks backgroundTask kind attempt callId
+    subagentSessionReady notes info promptIds completedToolCallIds toolCallId phase rawCommand sentToModel
+    hiddenInvocation outputHistoryItems filesRead status message userText customTitle titleSource parentSessionId
+    sourceType sourceId modelId authType baseUrl isRuntime mode prePlanMode planExecutionMode uiEvent snapshot
+    truncatedCount targetUuid snapshots content textElements summary
+""".split()
+
+MAX_AGENTS = 1_000_000  # sub-agents of a session that get different numbers
+
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """The lines of one uuid: the content of a message, or a payload that replaces the history."""
+
+    source: str
+    parent: str | None
+    kind: str
+    content: Message
+    history: list[Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """The messages up to an entry, and the reason if they cannot be read as text."""
+
+    messages: list[Message]
+    reason: str | None = None
+
+
+def read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of a session, named after it, or after it and its sub-agent.
+
+    Their group is derived from the first prompt. A sub-agent belongs to the rollout of its session.
+
+    Raises:
+        TreepackError: a content that `gemini_parts` refuses.
+    """
+    rows = list(records)
+    entries = _entries(rows)
+    notes = dict.fromkeys(_missing(entries))
+    system, tools = _launch(rows)
+    calls: list[ChatCall] = []
+    prompts: dict[str | None, _Prompt] = {None: _Prompt(system)}
+    for entry in entries.values():
+        if entry.kind != "assistant":
+            continue
+        answer = messages_of_content(entry.content, where=entry.source)
+        prompt = _prompt(entries, entry.parent, prompts)
+        if not answer:
+            notes[EMPTY_NOTE] = None
+        elif (reason := prompt.reason or skip_reason(answer)) is not None:
+            notes[f"call not used: {reason}"] = None
+        else:
+            calls.append(ChatCall(prompt.messages, answer, tools))
+    first = rows[0]
+    session, agent = first.value.get("sessionId"), first.value.get("agentId")
+    name = "/".join(part for part in (session, agent) if isinstance(part, str)) or first.label
+    models = dict.fromkeys(row.value.get("model") for row in rows if isinstance(row.value.get("model"), str))
+    about = {name: first.value.get(name) for name in ("cwd", "version", "gitBranch")}
+    value = {"trajectory_id": name, "model": ", ".join(map(str, models)) or None} | about
+    record = replace(first, source=first.path, value=value)
+    if not calls:
+        yield Skipped(first.path, "; ".join(notes) or NO_CALL)
+        return
+    context = () if system and tools else (CONTEXT_NOTE,)
+    for item in with_notes(read_chats(record, calls, options), (*context, *notes)):
+        # The number of a sub-agent only has to differ from that of others of the session.
+        number = 1 + zlib.crc32(agent.encode()) % MAX_AGENTS if isinstance(agent, str) else 0
+        yield within(item, str(session), number) if number and isinstance(session, str) else item
+
+
+def _entries(rows: list[Record]) -> dict[str, _Entry]:
+    """Return the entries by their uuid, in the order of the file."""
+    entries: dict[str, _Entry] = {}
+    last: str | None = None
+    for row in rows:
+        value = row.value
+        message = value.get("message")
+        message = message if isinstance(message, dict) else {}
+        for name in ("type", "subtype"):
+            if not isinstance(value.get(name), str) and (name == "type" or value.get(name) is not None):
+                raise TreepackError(f"{row.source}: {name} is {shown(value.get(name))}; expected text")
+        # Without ids, each line follows the line before it.
+        uuid, parent = value.get("uuid", row.source), value.get("parentUuid", last)
+        for name, each in (("uuid", uuid), ("parentUuid", parent)):
+            if not isinstance(each, str) and (each is not None or name == "uuid"):
+                raise TreepackError(f"{row.source}: {name} is {shown(each)}; expected text")
+        last = uuid
+        if uuid not in entries:
+            entries[uuid] = _Entry(
+                row.source,
+                parent,
+                value["type"],
+                {"role": message.get("role"), "parts": []},
+                _history(value, row.source),
+            )
+        # A stream writes one message as several lines, and a resumed session may repeat lines.
+        parts = entries[uuid].content["parts"]
+        parts += [part for part in gemini_parts_of(message.get("parts"), where=row.source) if part not in parts]
+    return entries
+
+
+def _missing(entries: dict[str, _Entry]) -> Iterator[str]:
+    """Yield notes on entries that begin a history, although they are not the first one."""
+    for number, entry in enumerate(entries.values()):
+        if entry.parent is not None and entry.parent not in entries:
+            yield PARENT_NOTE
+        elif entry.parent is None and number > 0 and entry.history is None:
+            yield ROOT_NOTE
+
+
+def _history(value: dict[str, Any], source: str) -> list[Any] | None:
+    """Return the contents that replace the history at a line, or None if it is another line."""
+    payload = value.get("systemPayload")
+    if value.get("type") != "system" or not isinstance(payload, dict):
+        return None
+    names = {COMPRESSION: "compressedHistory", BOOTSTRAP: "history"}
+    name = names.get(str(value.get("subtype")))
+    return None if name is None else list(as_objects(payload.get(name), source=source, name=name))
+
+
+def _launch(rows: list[Record]) -> tuple[list[Message], Any]:
+    """Return the system prompt and the tools of a sub-agent; older versions wrote them into the file."""
+    payloads = [row.value.get("systemPayload") for row in rows if row.value.get("subtype") == BOOTSTRAP]
+    payload = next((each for each in payloads if isinstance(each, dict)), {})
+    instruction, tools = payload.get("systemInstruction"), payload.get("tools")
+    system = messages_of_system(instruction, where=rows[0].source) if instruction else []
+    declared = [_schema(tool) for tool in tools] if isinstance(tools, list) and tools and is_messages(tools) else None
+    return system, declared
+
+
+def _schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a declaration of a function with the schema of its parameters under OpenAI's name."""
+    schema = tool.get("parametersJsonSchema")
+    rest = {name: value for name, value in tool.items() if name != "parametersJsonSchema"}
+    return rest if schema is None else rest | {"parameters": schema}
+
+
+def _prompt(entries: dict[str, _Entry], last: str | None, prompts: dict[str | None, _Prompt]) -> _Prompt:
+    """Return the messages up to the entry `last`, and keep them in `prompts`, so that the next call starts from there.
+
+    O(entries since the last call, and messages of the prompt).
+    """
+    path: list[_Entry] = []
+    uuid, seen = last, set[str]()
+    while uuid is not None and uuid not in prompts and uuid in entries and uuid not in seen:
+        seen.add(uuid)
+        path.append(entries[uuid])
+        uuid = entries[uuid].parent
+    before = prompts.get(uuid, prompts[None])
+    messages, reason = list(before.messages), before.reason
+    for entry in reversed(path):
+        contents = [entry.content] if entry.history is None else entry.history
+        if entry.history is not None:
+            messages, reason = list(prompts[None].messages), None
+        elif entry.kind == "system":
+            continue
+        added = [message for content in contents for message in messages_of_content(content, where=entry.source)]
+        messages += added
+        reason = reason or skip_reason(added)
+    return prompts.setdefault(last, _Prompt(messages, reason))
+
+
+FORMAT = Format(
+    name="qwen-code",
+    rank=120,
+    program="Qwen Code",
+    recognised_by="`type` and `sessionId`, with `message.parts`, or with `subtype` and `systemPayload`",
+    requires=[
+        {"type": one_of("user", "assistant", "tool_result", "system"), "sessionId": TEXT, "message.parts": LIST},
+        {"type": one_of("system"), "sessionId": TEXT, "subtype": TEXT, "systemPayload": OBJECT},
+    ],
+    checked="first",
+    used=(
+        *"type subtype uuid parentUuid sessionId agentId cwd version gitBranch model systemPayload.tools".split(),
+        *(f"message.{path}" for path in CONTENT),
+        *(f"systemPayload.{name}=message" for name in ("compressedHistory", "history", "systemInstruction")),
+    ),
+    dropped=(
+        "toolCallResult (the result as the program showed it)",
+        "systemPayload of other subtypes (commands of the user, titles, telemetry, snapshots of files)",
+    ),
+    ignored=(
+        *"timestamp usageMetadata contextWindowSize daemonPromptId promptId provenance goalContext".split(),
+        *"backgroundTurn deliveredTurn agentName agentColor isSidechain agentRunId agentRound".split(),
+        *"externalInputKind forkedFrom toolCallResult".split(),
+        *(f"systemPayload.{name}" for name in PAYLOAD),
+    ),
+    keeps={MASKS},
+    read_file=read_qwen_code,
+)

@@ -1,0 +1,161 @@
+"""Episodes of rLLM: one file each, written by its logger or by `Episode.to_dict`.
+
+    {"id": "task:rollout", "is_correct": true, "trajectories": [{"name": "solver", "reward": 1.0, "steps": [
+       {"prompt_ids": [..], "response_ids": [..], "logprobs": [..], "advantage": 0.5,
+        "chat_completions": [.., {"role": "assistant", ..}]}, ..]}, ..], "metrics": {..}, "info": {..}}
+    {"episode_id": "task:rollout", "training_step": 5, "trajectories": [{"steps": [{"chat_completions": [..]}]}], ..}
+
+A step is a call. If all steps of a trajectory have token ids, these ids are read. If not, the messages are read, and
+the last assistant message of a step is its response. The trajectories of one episode belong to its agents, by name.
+A `termination_reason` of max_response_length_exceeded means that the last response was cut; the other limits end an
+episode between two responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.ingest.readers.calls.conversations import with_notes, without
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.ingest.readers.fields import endings
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import ANY, each
+from treepack.trajectory import Skipped, Trajectory
+
+# Fields that are read under another name, or that `FORMAT.dropped` lists.
+KNOWN = frozenset(
+    """
+    id episode_id task task_hash termination_reason is_correct session_id trajectories metrics info metadata
+    training_step epoch timing uid name steps reward num_steps
+    """.split()
+)
+# Names that rLLM gives to the only agent of an episode.
+UNNAMED = frozenset({None, "", "default_traj_name", "agent"})
+CUT_RESPONSE = "max_response_length_exceeded"
+SOME_NOTE = "token ids of some steps only, all steps read as text"
+
+
+def read_rllm(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of an episode, named after it, or `<episode>/<place>` if there are several.
+
+    Their group is the task, which is the part of the episode's id before the colon, and the name of the agent if it has
+    one.
+
+    Raises:
+        TreepackError: an id or a name that is not text, or an error of the readers of tokens and messages.
+    """
+    value, source = record.value, record.source
+    if not value["trajectories"]:
+        yield Skipped(source, "episode without a trajectory")
+    name = value.get("id") if value.get("id") is not None else value.get("episode_id")
+    if name is not None and not isinstance(name, str | int):
+        raise TreepackError(f"{source}: id is {shown(name)}; expected text")
+    for place, trajectory in enumerate(value["trajectories"]):
+        episode = record.label if name is None else str(name)
+        several = len(value["trajectories"]) > 1
+        agent = trajectory.get("name")
+        if agent is not None and not isinstance(agent, str):
+            raise TreepackError(f"{source}: a trajectory has the name {shown(agent)}; expected text")
+        # "math-7:2" -> "math-7"
+        task = None if name is None else str(name).partition(":")[0]
+        named = {
+            "trajectory_id": f"{episode}/{place}" if several else episode,
+            "group_id": task if task is None or agent in UNNAMED else f"{task}:{agent}",
+            "agent": None if agent in UNNAMED else agent,
+        }
+        yield from _read_trajectory(replace(record, value=_facts(value, trajectory) | named), trajectory, options)
+
+
+def _facts(episode: dict[str, Any], trajectory: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a trajectory besides its steps, under the names that every reader uses."""
+    correct, reward = episode.get("is_correct"), trajectory.get("reward")
+    return {
+        **without(episode | trajectory, KNOWN),
+        "step": episode.get("training_step"),
+        # An episode that only judges right or wrong: true -> 1.0
+        "reward": float(correct) if reward is None and isinstance(correct, bool) else reward,
+        "is_correct": correct,
+        "termination_reason": episode.get("termination_reason"),
+        "session_id": episode.get("session_id"),
+        "extra": episode.get("metrics") or None,
+        "info": episode.get("info") or episode.get("metadata") or None,
+    }
+
+
+def _read_trajectory(
+    record: Record, trajectory: dict[str, Any], options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    source = record.source
+    steps = as_objects(trajectory.get("steps"), source=source, name="steps")
+    calls = [_token_call(step) for step in steps]
+    # The weights may change during a rollout; the last version is the one that wrote its end.
+    reason = str(record.value.get("termination_reason")).rpartition(".")[2].lower()
+    ended = reason if reason == CUT_RESPONSE else None
+    versions = [step["weight_version"] for step in steps if step.get("weight_version") is not None]
+    one = replace(record, value=record.value | ({"weight_version": versions[-1]} if versions else {}))
+    if calls and all(call is not None for call in calls):
+        token_calls = [call for call in calls if call is not None]
+        token_calls[-1] = replace(token_calls[-1], ending=token_calls[-1].ending or ended)
+        yield from read_calls(one, token_calls, options)
+        return
+    notes = (SOME_NOTE,) if any(call is not None for call in calls) else ()
+    chats = [_chat_call(step, source) for step in steps]
+    chats[-1:] = [replace(chat, ending=chat.ending or ended) for chat in chats[-1:]]
+    yield from with_notes(read_chats(one, chats, options), notes)
+
+
+def _ending(step: dict[str, Any]) -> Any:
+    output = step.get("model_output")
+    raw = endings.raw_of(step)
+    return endings.raw_of(output) if raw is None and isinstance(output, dict) else raw
+
+
+def _token_call(step: dict[str, Any]) -> TokenCall | None:
+    """Return the call of a step by its token ids, or None if it has none."""
+    output = step.get("model_output") if isinstance(step.get("model_output"), dict) else {}
+    prompt = step.get("prompt_ids") or (output or {}).get("prompt_ids")
+    response = step.get("response_ids") or (output or {}).get("completion_ids")
+    if not prompt or not response:
+        return None
+    logprobs = step.get("logprobs") or (output or {}).get("logprobs")
+    values = {"rollout_log_probs": logprobs, "advantages": step.get("advantage")}
+    return TokenCall(prompt, response, values, ending=_ending(step))
+
+
+def _chat_call(step: dict[str, Any], source: str) -> ChatCall:
+    """Return the call of a step by its messages: its response is the last assistant message."""
+    messages = as_objects(step.get("chat_completions"), source=source, name="chat_completions")
+    # roles [user, assistant, tool] -> last 1: a prompt of 1 message
+    last = next((k for k in reversed(range(len(messages))) if messages[k].get("role") == "assistant"), len(messages))
+    return ChatCall(messages[:last], messages[last : last + 1], ending=_ending(step))
+
+
+FORMAT = Format(
+    name="rllm",
+    rank=470,
+    program="rLLM (episodes)",
+    recognised_by="`trajectories` with `steps`, beside `termination_reason` or `is_correct`",
+    requires=[{"trajectories": each({"steps": ANY}), ("termination_reason", "is_correct"): ANY}],
+    used="""
+        id trajectories.name trajectories.reward is_correct termination_reason info metrics
+        trajectories.steps.prompt_ids trajectories.steps.response_ids trajectories.steps.logprobs
+        trajectories.steps.chat_completions trajectories.steps.advantage trajectories.steps.weight_version
+        trajectories.steps.model_output
+    """.split(),
+    dropped=(
+        "trajectories.steps.reward and mc_return (the trajectory has its own reward)",
+        "observation, thought, action, model_response and done (parts of the messages)",
+        "routing_matrices",
+        "task, task_hash, epoch, uid and timing",
+        "trajectories.info and trajectories.steps.info",
+    ),
+    keeps=EVERYTHING,
+    read=read_rllm,
+)

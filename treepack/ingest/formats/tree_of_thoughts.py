@@ -1,0 +1,111 @@
+"""Logs of Tree of Thoughts: one record per puzzle, one trajectory per candidate of the search's last step.
+
+    [{"idx": 900, "steps": [{"step": 0, "x": "4 5 6 10", "ys": [""], "new_ys": ["4 + 5 = 9\\n", ..], "values": [..],
+                             "select_new_ys": [..]}, ..],
+      "ys": [the answers], "infos": [{"r": 1}, ..]}]
+
+Each y is the whole text so far, so candidates share the text of the thoughts that they extend. The puzzle is the
+message of the user, and a candidate is the message of the assistant. The prompts of the search are not in the file.
+The answers, which the last step selected, have the reward `r`, unless the log is old and has `accs` in place of
+`infos`. Other candidates of that step have no reward. A candidate that was dropped earlier ends in the middle of a
+solution and is left out. Logs of runs without a search do not contain the puzzle, and are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.conversations import conversation, without
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.files.companion_files import folder_and_document
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, LIST
+from treepack.trajectory import Skipped, Trajectory
+
+# Fields that become messages and rewards, and the cost of the whole run.
+USED = frozenset({"idx", "steps", "ys", "infos", "accs", "usage_so_far"})
+DROPPED_NOTE = "candidates that the search dropped before its last step not used"
+
+
+def read_tree_of_thoughts(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the candidates of the last step, `<file>/<idx>/leaf-<k>` in their order, in the group `<folder>/<idx>`.
+
+    The folder of such a file is named after the kind of puzzle, and `idx` counts the puzzles of that kind.
+
+    Raises:
+        TreepackError: steps, answers or rewards of a different kind.
+    """
+    value, source = record.value, record.source
+    steps = as_objects(value.get("steps"), source=source, name="steps")
+    if not steps:
+        yield Skipped(source, "no steps and therefore no puzzle, as in runs without a search")
+        return
+    puzzle = steps[-1].get("x")
+    if not isinstance(puzzle, str):
+        raise TreepackError(f"{source}: steps.x is {shown(puzzle)}; expected the text of the puzzle")
+    # Every candidate of the last step is a leaf; earlier candidates are beginnings of these, or were dropped.
+    leaves = _texts(steps[-1].get("new_ys"), "steps.new_ys", source)
+    folder, stem = folder_and_document(record)
+    group = f"{folder}/{value['idx']}" if folder else str(value["idx"])
+    rewards = _rewards(value, source)
+    # Dropped candidates are in the file but in no trajectory, so a note counts them.
+    notes = (DROPPED_NOTE,) if _has_dropped(steps, source) else ()
+    values = steps[-1].get("values")
+    for leaf, text in enumerate(leaves):
+        messages = [{"role": "user", "content": puzzle}, {"role": "assistant", "content": text}]
+        of_leaf = {
+            **without(value, USED),
+            "trajectory_id": f"{stem}/{value['idx']}/leaf-{leaf}",
+            "group_id": group,
+            "reward": rewards.get(text),
+            "value": values[leaf] if isinstance(values, list) and leaf < len(values) else None,
+        }
+        yield conversation(replace(record, value=of_leaf), messages, options, notes=notes)
+        notes = ()  # counted once for each record
+
+
+def _texts(texts: Any, name: str, source: str) -> list[str]:
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise TreepackError(f"{source}: {name} is {shown(texts)}; expected a list of text")
+    return texts
+
+
+def _rewards(value: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the reward of each answer; answers with the same text have the same reward."""
+    infos = as_objects(value.get("infos"), source=source, name="infos")
+    answers = _texts(value["ys"], "ys", source)
+    if infos and len(infos) != len(answers):
+        raise TreepackError(f"{source}: has {len(answers)} ys and {len(infos)} infos; expected one info per answer")
+    return {answer: info.get("r") for answer, info in zip(answers, infos, strict=False)}
+
+
+def _has_dropped(steps: list[dict[str, Any]], source: str) -> bool:
+    """Return whether a step before the last one made candidates that it did not select."""
+    for step in steps[:-1]:
+        # new_ys [a, b, c] and select_new_ys [a, c] -> b was dropped
+        kept = set(_texts(step.get("select_new_ys"), "steps.select_new_ys", source))
+        if not kept.issuperset(_texts(step.get("new_ys"), "steps.new_ys", source)):
+            return True
+    return False
+
+
+FORMAT = Format(
+    name="tree-of-thoughts",
+    rank=100,
+    program="Tree of Thoughts",
+    recognised_by="`idx`, `ys`, and `infos` or `accs`; and `steps` if there was a search",
+    requires=[{"idx": ANY, "ys": LIST, ("infos", "accs"): LIST}],
+    used="idx steps.x steps.new_ys steps.values steps.select_new_ys ys infos.r".split(),
+    dropped=(
+        "steps.ys (the selection of the step before)",
+        "accs (0 if nothing was evaluated)",
+        "usage_so_far (of the whole run)",
+    ),
+    keeps={REWARDS, LINEAGE},
+    read=read_tree_of_thoughts,
+)

@@ -1,0 +1,80 @@
+"""Labelled completions of TRL: one label for the completion (KTO), or one for each step (process reward models).
+
+    {"prompt": P, "completion": C, "label": true}                         reward 1, or 0 if the label is false
+    {"prompt": "..", "completions": ["..", ".."], "labels": [true, false]}   reward 1 if all steps are right, else 0
+
+Line feeds join the steps into one completion, as in TRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.conversations import without
+from treepack.ingest.readers.chat_records import read_chat
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import MASKS, REWARDS, Format
+from treepack.ingest.readers.kinds import ANY, FLAG, TALK, TEXTS, no
+from treepack.ingest.readers.messages.sft_messages import LABELS
+from treepack.ingest.readers.messages.turn_weights import as_flag
+from treepack.trajectory import Skipped, Trajectory
+
+STEP_SEPARATOR = "\n"
+STEPS_NOTE = "labels of steps read as one reward"
+
+
+def read_trl_labels(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the one trajectory of `record`.
+
+    Raises:
+        TreepackError: labels that do not fit the steps, or an error of the `chat` reader.
+    """
+    value, source = record.value, record.source
+    rest = without(value, (*LABELS, "completions", "labels"))
+    notes: tuple[str, ...] = ()
+    flag = next((each for name in LABELS if (each := as_flag(value.get(name))) is not None), None)
+    if flag is not None:
+        reward = float(flag)
+    else:
+        # One wrong step makes the whole solution wrong.
+        right = _labels(value["labels"], len(value["completions"]), source)
+        # ["2 + 2", "= 4"] -> "2 + 2\n= 4"
+        rest["completion"] = STEP_SEPARATOR.join(value["completions"])
+        reward, notes = float(all(right)), (STEPS_NOTE,)
+        if not value["completions"]:
+            yield Skipped(source, "empty response")
+            return
+    for item in read_chat(replace(record, value=rest), options):
+        yield item if isinstance(item, Skipped) else replace(item, reward=reward, notes=item.notes + notes)
+
+
+def _labels(labels: Any, num_steps: int, source: str) -> list[bool]:
+    # Parquet gives an array of booleans, JSON a list.
+    flags = list(labels) if hasattr(labels, "__len__") and not isinstance(labels, str | dict) else None
+    if flags is None or not all(label in (0, 1) for label in flags) or len(flags) != num_steps:
+        raise TreepackError(
+            f"{source}: labels is {shown(labels)}; expected true or false for each of {num_steps} steps"
+        )
+    return [bool(label) for label in flags]
+
+
+FORMAT = Format(
+    name="trl-labels",
+    rank=350,
+    program="TRL (unpaired preferences, stepwise supervision)",
+    recognised_by="`prompt` and `completion` beside a `label` that is true or false, or `prompt` and `completions` "
+    "beside `labels`",
+    requires=[
+        {"prompt": TALK, "completion": TALK, ("label", "kto_tag"): FLAG},
+        {"prompt": TALK, "completions": TEXTS, "labels": ANY, "label": no(FLAG)},
+    ],
+    used="prompt completion label kto_tag completions labels".split(),
+    dropped=("which step is labelled wrong",),
+    keeps={MASKS, REWARDS},
+    read=read_trl_labels,
+)

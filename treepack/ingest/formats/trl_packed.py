@@ -1,0 +1,45 @@
+"""Rows that TRL packed for supervised training: several consecutive sequences, with their lengths.
+
+    {"input_ids": [..], "seq_lengths": [3, 2], "labels": [..]}        or `completion_mask`, `assistant_masks`
+
+Each sequence is a trajectory. TRL may have cut long sequences, and does not mark the cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from treepack.ingest.readers.calls.conversations import without
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import MASKS, TOKEN_IDS, Format
+from treepack.ingest.readers.kinds import ARRAY
+from treepack.ingest.readers.tokens.packed_rows import lengths_of, read_packed
+from treepack.trajectory import Skipped, Trajectory
+
+
+def read_trl_packed(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read one trajectory per sequence of the row.
+
+    Raises:
+        TreepackError: lengths that do not fit the row, or an error of the `tokens` reader.
+    """
+    value = record.value
+    # input_ids [5, 6, 7, 8, 9] and seq_lengths [3, 2] -> 5 6 7 and 8 9
+    num_tokens = len(value["input_ids"])
+    lengths = lengths_of(value["seq_lengths"], name="seq_lengths", num_tokens=num_tokens, source=record.source)
+    rest = without(value, {"seq_lengths"})
+    yield from read_packed(replace(record, value=rest), lengths, options)
+
+
+FORMAT = Format(
+    name="trl-packed",
+    rank=360,
+    program="TRL (SFTTrainer with packing)",
+    recognised_by="`input_ids` and `seq_lengths`",
+    requires=[{"input_ids": ARRAY, "seq_lengths": ARRAY}],
+    used="input_ids seq_lengths labels completion_mask assistant_masks".split(),
+    keeps={TOKEN_IDS, MASKS},
+    read=read_trl_packed,
+)

@@ -1,0 +1,246 @@
+"""Files `traces.jsonl` of verifiers: one episode per line, with each agent's conversation as a graph of messages.
+
+    {id, env: {id}, task: {type, data, key, hash}, group: {id}, run: {work: {step}}, traces: [
+      {id, task, agent: {name, trainable, config: {model}}, tools, rewards: {name: {score, weight}}, nodes: [
+        {parent, message, sampled, token_ids, mask, logprobs, trainer_logprobs, advantages, ...}, ...]}, ...]}
+
+A node contains the tokens that it adds to the tokens of its parent. Its mask separates the sampled tokens from the
+tokens of the template, and its log-probabilities and advantages have one value per sampled token. If the nodes of a
+trace have tokens, these are read, joined along each path from the root. If not, the messages are read. Agents that are
+not trainable are skipped. Traces of an episode with the same agent and the same reward, such as the rollouts of
+sub-agents, are one rollout, which counts once in its group. With other rewards each is a rollout of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.calls import node_graphs as graphs
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.ingest.readers.calls.conversations import with_notes, without
+from treepack.ingest.readers.calls.rollout_names import within
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.ingest.readers.fields import endings
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import ANY, LIST, OBJECT, OBJECTS, Fields, each, first, no, optional
+from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason
+from treepack.trajectory import Skipped, Trajectory
+
+AGENT = "agent"  # the name that verifiers gives to the only agent of an environment
+PARTIAL_NOTE = "token ids of some messages only, all messages read as text"
+WEIGHTS_NOTE = "loss weights of nodes not used"
+# Fields that are read under another name, or that `FORMAT.dropped` lists.
+KNOWN = frozenset(
+    """
+    version id verifiers task agent tools nodes calls request_rewrites rewards response_rewrites metrics info
+    extra_usage is_completed ok stop_condition errors timing root_reply mm_token_type_id_map num_input_tokens
+    num_output_tokens num_total_tokens
+    """.split()
+)
+# Fields of a node with values of its sampled tokens, and their names in the reader of tokens.
+VALUES = {
+    "logprobs": "rollout_log_probs",
+    "trainer_logprobs": "old_log_probs",
+    "reference_logprobs": "ref_log_prob",
+    "advantages": "advantages",
+}
+
+
+def read_verifiers(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of all traces of an episode, named after their traces.
+
+    The group is the group of the episode, or its task, with the name of the agent if the environment has named agents.
+
+    Raises:
+        TreepackError: nodes of a different form, or an error of the readers of tokens and messages.
+    """
+    value = record.value
+    # An export may contain single traces, without their episode.
+    if "traces" not in value:
+        yield from _read_trace(record, {}, value, options)
+        return
+    if not value["traces"]:
+        yield Skipped(record.source, "episode without a trace")
+    traces: list[list[Trajectory | Skipped]] = []
+    for number, trace in enumerate(value["traces"], 1):
+        # Errors name the trace, but trajectories name the record.
+        place = replace(record, source=f"{record.source}: trace {number}")
+        items = _read_trace(place, value, trace, options)
+        traces.append([replace(item, source=record.source) for item in items])
+    yield from _as_rollouts(traces, str(value.get("id") or record.label))
+
+
+def _as_rollouts(traces: list[list[Trajectory | Skipped]], episode: str) -> Iterator[Trajectory | Skipped]:
+    """Yield the trajectories of the traces of an episode; traces of one group with one reward are one rollout."""
+    rewards: dict[str, list[float | None]] = {}
+    for items in traces:
+        first = next((item for item in items if isinstance(item, Trajectory)), None)
+        if first is not None and first.group_id is not None:
+            rewards.setdefault(first.group_id, []).append(first.reward)
+    joined = {group: f"{episode}/{group}" for group, each in rewards.items() if len(each) > 1 and len(set(each)) == 1}
+    for number, items in enumerate(traces):
+        for item in items:
+            yield within(item, joined[item.group_id], number) if item.group_id in joined else item
+
+
+def _read_trace(
+    record: Record, episode: dict[str, Any], trace: dict[str, Any], options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    agent = _object(trace, "agent", record.source)
+    if agent.get("trainable") is False:
+        yield Skipped(record.source, "agent that is not trained", is_rollout=False)
+        return
+    nodes = trace.get("nodes") or []
+    paths = graphs.before(nodes, source=record.source)
+    sampled = [number for number, node in enumerate(nodes) if node.get("sampled") is True]
+    if not sampled:
+        yield Skipped(record.source, "no call with a response")
+        return
+    one = replace(record, value=_facts(episode, trace, agent, record.source))
+    temperatures, reasons = _temperatures(trace, agent, record.source), _endings(trace, record.source)
+    ids = graphs.ids_of(nodes, source=record.source)
+    if (reason := _skip_reason(trace, ids, record.source)) is not None:
+        yield Skipped(record.source, reason)
+        return
+    # Nodes after the last sampled node of their path are in no prompt, so they need no ids.
+    needed = {each for number in sampled for each in (*paths[number], number)}
+    has_tokens = all(len(ids[number]) > 0 for number in needed)
+    notes: tuple[str, ...] = (WEIGHTS_NOTE,) if any(node.get("loss_weights") for node in nodes) else ()
+    if has_tokens:
+        calls = [_token_call(nodes, ids, paths[number], number, record.source) for number in sampled]
+        for call, number in zip(calls, sampled, strict=True):
+            call.values["temperatures"] = temperatures.get(number)
+        calls[-1] = replace(calls[-1], ending=reasons.get(sampled[-1]))
+        items = read_calls(one, calls, options)
+    else:
+        notes += (PARTIAL_NOTE,) if any(len(ids[number]) > 0 for number in needed) else ()
+        chats = [
+            replace(
+                _chat_call(trace, paths[number], number, record.source),
+                temperature=temperatures.get(number),
+                ending=reasons.get(number),
+            )
+            for number in sampled
+        ]
+        items = read_chats(one, chats, options)
+    yield from with_notes(items, notes)
+
+
+def _temperatures(trace: dict[str, Any], agent: dict[str, Any], source: str) -> dict[int, float]:
+    """Return the temperature of each node of which one is known: that of its call, or else that of the agent."""
+    usual = temperature_of(_object(agent, "config", source).get("sampling"))
+    known = dict.fromkeys(range(len(trace.get("nodes") or [])), usual)
+    for call in as_objects(trace.get("calls"), source=source, name="calls"):
+        if isinstance(node := call.get("node"), int) and (own := temperature_of(call.get("sampling"))) is not None:
+            known[node] = own
+    return {number: temperature for number, temperature in known.items() if temperature is not None}
+
+
+def _endings(trace: dict[str, Any], source: str) -> dict[int, Any]:
+    """Return why the response of each node ended: a field of its call, or of the node itself."""
+    known = {number: endings.raw_of(node) for number, node in enumerate(trace.get("nodes") or [])}
+    for call in as_objects(trace.get("calls"), source=source, name="calls"):
+        if isinstance(node := call.get("node"), int) and call.get("finish_reason") is not None:
+            known[node] = call["finish_reason"]
+    return known
+
+
+def _token_call(nodes: list[dict[str, Any]], ids: list[Any], path: list[int], number: int, source: str) -> TokenCall:
+    node, where = nodes[number], f"{source}: node {number}"
+    mask = node.get("mask")
+    if not isinstance(mask, list | np.ndarray) or len(mask) != len(ids[number]):
+        raise TreepackError(f"{where} has the mask {shown(mask)}; expected one value per token")
+    values = {name: node.get(field) for field, name in VALUES.items()}
+    return graphs.node_call(ids, path, number, {"loss_mask": mask} | values)
+
+
+def _chat_call(trace: dict[str, Any], path: list[int], number: int, source: str) -> ChatCall:
+    """Return the call of node `number`. The tools of its root come first: the trace lists the tools of all paths."""
+    nodes = [trace["nodes"][each] for each in (*path, number)]
+    messages = [_object(node, "message", source) for node in nodes]
+    return ChatCall(messages[:-1], messages[-1:], nodes[0].get("tools") or trace.get("tools"))
+
+
+def _skip_reason(trace: dict[str, Any], ids: list[Any], source: str) -> str | None:
+    """Return a reason if a message contains more than text, or the tokens contain a placeholder for media."""
+    # The map's keys are the ids of placeholders: {"151655": 1} -> [151655]
+    places = [int(name) for name in _object(trace, "mm_token_type_id_map", source) if name.isdecimal()]
+    messages = [_object(node, "message", source) for node in trace["nodes"]]
+    return MEDIA_REASON if any(np.isin(each, places).any() for each in ids) else skip_reason(messages)
+
+
+def _facts(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the facts of a trace besides its nodes, under the names that every reader uses."""
+    task = _object(trace, "task", source) or _object(episode, "task", source)
+    group = _object(episode, "group", source).get("id") or task.get("key") or task.get("hash")
+    name = agent.get("name")
+    # The model of an agent is in its config, or in its calls.
+    models = [call.get("model") for call in as_objects(trace.get("calls"), source=source, name="calls")]
+    # A reward that was not computed is null.
+    rewards = {key: part for key, part in _object(trace, "rewards", source).items() if part is not None}
+    work = _object(_object(episode, "run", source), "work", source)
+    config = _object(agent, "config", source)
+    return {
+        **without(trace, KNOWN),
+        "trajectory_id": trace.get("id"),
+        "group_id": f"{group}/{name}" if group is not None and name not in (None, AGENT) else group,
+        "step": work.get("step"),
+        "reward": rewards or None,
+        "env": _object(episode, "env", source).get("id"),
+        "agent": name,
+        "model": config.get("model") or next((model for model in models if model), None),
+        "ok": trace.get("ok"),
+        "stop_condition": trace.get("stop_condition"),
+        "info": trace.get("info") or None,
+        "extra": _object(trace, "metrics", source) or None,
+    }
+
+
+def _object(value: dict[str, Any], name: str, source: str) -> dict[str, Any]:
+    """Return `value[name]`, or {} if it is null or missing."""
+    field = value.get(name)
+    if field is not None and not isinstance(field, dict):
+        raise TreepackError(f"{source}: {name} is {shown(field)}; expected an object")
+    return field or {}
+
+
+GRAPH: Fields = {"nodes": first({"message": OBJECT, "sampled": ANY})}
+FORMAT = Format(
+    name="verifiers",
+    rank=240,
+    program="verifiers (traces.jsonl)",
+    recognised_by="`traces` beside `task`, or `nodes` that have a `message` and `sampled`",
+    requires=[
+        {"traces": each({"nodes": optional(OBJECTS)}), "task": ANY},
+        {"traces": no(LIST), **GRAPH},
+        {"task": no(ANY), **GRAPH},
+    ],
+    used="""
+        env.id group.id run.work.step traces.id traces.task.key traces.agent.name traces.agent.trainable
+        traces.tools traces.nodes.tools traces.rewards traces.metrics traces.info traces.stop_condition traces.ok
+        traces.calls.model traces.calls.finish_reason traces.nodes.parent traces.nodes.message traces.nodes.sampled
+        traces.nodes.token_ids
+        traces.nodes.mask traces.nodes.logprobs traces.nodes.advantages traces.nodes.reference_logprobs
+        traces.nodes.trainer_logprobs traces.mm_token_type_id_map
+    """.split(),
+    dropped=(
+        "traces with images, audio or video (they are skipped)",
+        "traces.nodes.loss_weights (noted)",
+        "traces.nodes.is_content, entropies, semantic_parents and timestamp",
+        "traces.root_reply and numbers of tokens",
+        "traces.calls but for model, temperature and finish_reason (usage, times)",
+        "timing, errors, rewrites, versions and extra_usage",
+        "task.data",
+    ),
+    keeps=EVERYTHING,
+    read=read_verifiers,
+)

@@ -1,0 +1,155 @@
+"""Files `results.jsonl` of verifiers before version 1: one rollout per line, next to a `metadata.json` with the model.
+
+    {example_id, prompt, completion, reward, metrics, info, tool_defs, ..., trajectory: [
+      {prompt, completion, tokens: {prompt_ids, completion_ids, completion_mask, completion_logprobs}, ...}, ...]}
+
+If every step of the trajectory has tokens, these are read, and steps that continue each other are joined. If not, the
+messages of the steps are read, and without steps the prompt and the completion. Tool calls may be JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.ingest.readers.calls.conversations import without
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.ingest.readers.fields import endings
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.files.companion_files import companion_path, read_document
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import ANY, TALK, Fields, ValueKind, has_fields, no, optional
+from treepack.trajectory import Skipped, Trajectory
+
+SUMMARY = "metadata.json"
+# Fields that become messages, and measurements of the run.
+DROPPED = frozenset(
+    """
+    prompt completion trajectory tool_defs oai_tools timing token_usage metrics error error_chain long_error_chain
+    """.split()
+)
+
+
+def read_verifiers_results(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of one rollout, named `<example>/<line>` or after its steps, in the group of its example.
+
+    Raises:
+        TreepackError: steps of a different form, or an error of the readers of tokens and messages.
+    """
+    if has_fields(record.value, [RUN]):
+        yield Skipped(record.source, "summary of a run, read with its results", is_rollout=False)
+        return
+    # Model and settings of the sampler are the same for all lines of the file.
+    summary = companion_path(record, SUMMARY)
+    yield from _read_rollout(record, {} if summary is None else read_document(summary), options)
+
+
+def _read_rollout(record: Record, run: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    value, source = record.value, record.source
+    steps = value.get("trajectory") or []
+    if not is_messages(steps):
+        raise TreepackError(f"{source}: trajectory is {shown(steps)}; expected a list of steps")
+    metrics = value.get("metrics") or {}
+    if not isinstance(metrics, dict):
+        raise TreepackError(f"{source}: metrics is {shown(metrics)}; expected an object")
+    repeated = DROPPED | (metrics.keys() - {"reward"})  # the record repeats each metric as a field
+    rest = without(value, repeated)
+    rest |= {"trajectory_id": _name(value, steps, record), "extra": metrics or None}
+    rest["model"] = rest.get("model") or run.get("model")
+    if (temperature := temperature_of(run.get("sampling_args"))) is not None:
+        rest = {"temperature": temperature} | rest
+    one = replace(record, value=rest)
+    tokens = [step.get("tokens") for step in steps]
+    if steps and all(isinstance(each, dict) for each in tokens):
+        yield from read_calls(one, [_token_call(step, source) for step in steps], options)
+        return
+    tools = value.get("tool_defs") or value.get("oai_tools")
+    calls = []
+    # A record without steps is one call itself.
+    for talk in steps or [value]:
+        prompt, completion = (_messages(talk, name, source) for name in ("prompt", "completion"))
+        ending = endings.raw_of_step(talk) if steps else None
+        calls.append(ChatCall(prompt, completion, tools, ending=ending))
+    yield from read_chats(one, calls, options)
+
+
+def _token_call(step: dict[str, Any], source: str) -> TokenCall:
+    tokens = step["tokens"]
+    values = {
+        "loss_mask": tokens.get("completion_mask"),
+        "rollout_log_probs": tokens.get("completion_logprobs"),
+        "advantages": step.get("advantage"),
+    }
+    routes, ending = tokens.get("routed_experts"), endings.raw_of_step(step)
+    return TokenCall(tokens.get("prompt_ids"), tokens.get("completion_ids"), values, routes, ending)
+
+
+def _name(value: dict[str, Any], steps: list[dict[str, Any]], record: Record) -> str:
+    """Return the name that the steps share, or the position in the file if they share none."""
+    name = steps[0].get("trajectory_id") if steps else None
+    # ["t1", "t1"] -> "t1", ["t1", "t2"] -> "<example>/results.jsonl:3"
+    shared = isinstance(name, str) and name and all(step.get("trajectory_id") == name for step in steps)
+    return str(name) if shared else f"{value['example_id']}/{record.label}"
+
+
+def _messages(talk: dict[str, Any], name: str, source: str) -> list[dict[str, Any]]:
+    """Return the messages of a prompt or a completion. Text is a message of the user or of the assistant."""
+    messages = talk.get(name)
+    if messages is None:
+        return []
+    if isinstance(messages, str):
+        return [{"role": "user" if name == "prompt" else "assistant", "content": messages}]
+    if not is_messages(messages):
+        raise TreepackError(f"{source}: {name} is {shown(messages)}; expected messages or text")
+    return [_parse_calls(message, source) for message in messages]
+
+
+def _parse_calls(message: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return `message` with tool calls that are JSON text parsed."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not any(isinstance(call, str) for call in calls):
+        return message
+    try:
+        return message | {"tool_calls": [json.loads(call) if isinstance(call, str) else call for call in calls]}
+    except ValueError as error:
+        raise TreepackError(f"{source}: a tool call is not JSON ({error}); expected name and arguments") from None
+
+
+TALK_OR_NULL = ValueKind("text, a list of messages or null", lambda value: value is None or TALK.test(value))
+# The summary of a run, `metadata.json`, is in the folder of its results.
+RUN: Fields = {"env_id": ANY, "num_examples": ANY, "rollouts_per_example": ANY}
+FORMAT = Format(
+    name="verifiers-results",
+    rank=250,
+    program="verifiers before version 1 (results.jsonl)",
+    recognised_by="`example_id`, `prompt` and `completion` beside `reward`, `metrics` or `trajectory`",
+    requires=[
+        {
+            "example_id": ANY,
+            "prompt": optional(TALK_OR_NULL),
+            "completion": TALK_OR_NULL,
+            ("reward", "metrics", "trajectory"): ANY,
+        },
+        {"example_id": no(ANY), **RUN},
+    ],
+    used="""
+        example_id prompt completion reward metrics info answer is_truncated tool_defs trajectory.tokens.prompt_ids
+        trajectory.tokens.completion_ids trajectory.tokens.completion_mask trajectory.tokens.completion_logprobs
+        trajectory.advantage trajectory.is_truncated trajectory.trajectory_id model sampling_args.temperature
+    """.split(),
+    dropped=(
+        "timing, token_usage and errors",
+        "trajectory.reward (the rollout has its own) and response",
+        "trajectory.tokens.prompt_mask",
+        "trajectory.tokens.routed_experts (kept by --keep-routes)",
+    ),
+    keeps=EVERYTHING,
+    read=read_verifiers_results,
+)

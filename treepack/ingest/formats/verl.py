@@ -1,0 +1,133 @@
+"""Rollouts of verl as token ids: outputs of agent loops, and rows of a `DataProto`.
+
+    {"prompt_ids": [..], "response_ids": [..], "response_mask": [..], "response_logprobs": [..], "reward_score": 1.0,
+     "num_turns": 4, "extra_fields": {..}}
+    {"prompts": [0, 0, ..], "responses": [.., 0], "attention_mask": [0, 0, 1, ..], "response_mask": [..],
+     "input_ids": [..], "rollout_log_probs": [..], "token_level_scores": [..], "advantages": [..], "uid": ".."}
+    {"batch": {"prompts": [[..], ..], ..}, "non_tensor_batch": {"uid": [..], ..}}      a whole batch as columns
+
+The output of an agent loop has no padding. In a batch, prompts are padded on the left and responses on the right, as
+the attention mask shows. Masks, log-probabilities, scores and advantages belong to the response. The output of tools is
+a part of the response, with mask 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.conversations import without
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.token_fields import KINDS, NUMBERS
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import ANY, COLUMN, IDS, Fields, has_fields
+from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.tokens.route_fields import kept_routes
+from treepack.ingest.readers.tokens.token_records import read_tokens
+from treepack.ingest.readers.tokens.trainer_batches import rows_of
+from treepack.trajectory import Skipped, Trajectory
+
+# A prompt and a response with one of these fields are a row of verl; other programs use the same names for the ids.
+OWN = tuple(
+    """
+    response_mask response_logprobs reward_score num_turns __num_turns__ rollout_log_probs token_level_scores
+    token_level_rewards rm_scores
+    """.split()
+)
+# Fields that are objects with content if the row has media.
+MEDIA = ("multi_modal_data", "multi_modal_inputs")
+DROPPED = frozenset(
+    """
+    raw_prompt raw_prompt_ids routed_experts metrics turn_scores tool_rewards reward_extra_info
+    """.split()
+) | frozenset(MEDIA)
+# In order of precedence.
+SCORES = ("reward_score", "rm_scores", "token_level_scores", "token_level_rewards")
+
+
+def read_verl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the one trajectory of `record`, or one for each row of a batch, named after the row.
+
+    Raises:
+        TreepackError: columns of different lengths, or an error of the `tokens` reader.
+    """
+    value, temperature = record.value, None
+    if has_fields(value, [BATCH]):
+        # Tensors are in `batch`, texts and objects in `non_tensor_batch`; both have one value per row.
+        others, temperature = value.get("non_tensor_batch"), temperature_of(value.get("meta_info"))
+        if outside := sorted(KINDS.keys() & value.keys()):
+            raise TreepackError(f"{record.source}: {outside[0]} is beside the batch; expected all tensors in the batch")
+        value = value["batch"] | (others if isinstance(others, dict) else {})
+    elif not has_fields(value, [COLUMNS]):
+        yield from _read_row(record, options)
+        return
+    else:
+        value = record.with_lists().value  # a row of a column is a plain number
+    for number, row in enumerate(rows_of(value, first="prompts", source=record.source)):
+        row = {"temperature": temperature} | row if temperature is not None else row
+        yield from _read_row(replace(record, source=f"{record.source}[{number}]", value=row), options)
+
+
+def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    value = record.value
+    if any(isinstance(value.get(name), dict) and value[name] for name in MEDIA):
+        yield Skipped(record.source, MEDIA_REASON)
+        return
+    kept = without(value, DROPPED) | kept_routes(value, options)
+    if isinstance(extra := kept.pop("extra_fields", None), dict):
+        kept = {name: field for name, field in without(extra, DROPPED).items() if not _is_empty(field)} | kept
+    # `__num_turns__` is the column of a batch, `num_turns` the field of an agent loop.
+    if (num_turns := kept.pop("__num_turns__", None)) is not None:
+        kept["num_turns"] = num_turns
+    if isinstance(model := kept.get("reward_model"), dict):
+        kept = without(kept, {"reward_model"})
+        kept["ground_truth"] = model.get("ground_truth")
+    if kept.get("advantages") is not None:
+        kept.pop("returns", None)
+    # Rewards are scores minus the KL penalty, so only the first of these fields is the reward.
+    scores = [name for name in SCORES if kept.get(name) is not None]
+    kept = without(kept, scores[1:])
+    yield from read_tokens(replace(record, value=kept), options)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, list | dict) and not value
+
+
+BATCH: Fields = {"batch.prompts": COLUMN, "batch.responses": COLUMN}
+COLUMNS: Fields = {"prompts": COLUMN, "responses": COLUMN}
+FORMAT = Format(
+    name="verl",
+    rank=260,
+    program="verl (AgentLoopOutput, DataProto)",
+    recognised_by="`prompt_ids` and `response_ids`, or `prompts` and `responses`, as ids, beside `response_mask`, "
+    "`response_logprobs`, `rollout_log_probs` or a score of verl; or columns of these",
+    requires=[
+        BATCH,
+        COLUMNS,
+        {("prompt_ids", "prompts"): IDS, ("response_ids", "responses"): IDS, OWN: ANY},
+    ],
+    used="""
+        prompt_ids response_ids response_mask response_logprobs reward_score extra_fields prompts responses
+        input_ids attention_mask position_ids rollout_log_probs old_log_probs ref_log_prob token_level_scores
+        advantages uid __num_turns__ data_source extra_info reward_model.ground_truth non_tensor_batch.*
+        batch.input_ids batch.attention_mask batch.position_ids batch.prompts batch.responses
+        batch.response_mask batch.rollout_log_probs batch.old_log_probs batch.ref_log_prob batch.advantages
+        batch.token_level_scores
+    """.split(),
+    dropped=(
+        "token_level_rewards if there are scores (they are the scores minus the KL penalty)",
+        "returns if there are advantages",
+        "raw_prompt (text of the prompt ids)",
+        "routed_experts (kept by --keep-routes)",
+        "metrics",
+        "extra_fields.turn_scores, tool_rewards and reward_extra_info (parts of the score)",
+    ),
+    keeps=EVERYTHING,
+    arrays=NUMBERS,
+    read=read_verl,
+)

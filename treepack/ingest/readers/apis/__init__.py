@@ -1,0 +1,1 @@
+"""Requests to APIs of language models, and their responses."""

@@ -1,0 +1,113 @@
+"""Values of fields, checked: numbers, facts of a rollout, lists of objects; and values quoted in messages."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from treepack.errors import TreepackError
+
+MAX_DEPTH = 100  # of nested values: far from 1000, at which Python's json raises RecursionError
+
+
+class BadValueError(TreepackError):
+    """A fact of one rollout, such as its reward, has an impossible value: this rollout cannot be used.
+
+    `reason` is the same for all rollouts with the fault, so that they can be counted.
+    """
+
+    def __init__(self, sentence: str, reason: str) -> None:
+        """Keep the sentence about the rollout, and the reason for its count."""
+        super().__init__(sentence)
+        self.reason = reason
+
+
+def as_number(value: Any, *, source: str, name: str) -> float:
+    """Return `value` as a float.
+
+    Raises:
+        TreepackError: it is not a number (a boolean or a string is not), or too large for a float.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TreepackError(f"{source}: {name} is {shown(value)}; expected a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise TreepackError(f"{source}: {name} does not fit a float; expected a finite number") from None
+
+
+def as_fact(value: Any, *, source: str, name: str) -> float:
+    """Return `value`, a fact of a rollout such as its reward, as a finite float; text and booleans may mean a number.
+
+    Raises:
+        BadValueError: it means no finite number, which concerns this rollout only.
+    """
+    # "0.5" -> 0.5, true -> 1.0, and numpy's numbers
+    try:
+        if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+            value = value.strip().lower() == "true"
+        number = float(value) if isinstance(value, str | int | float | np.number | np.bool_) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise BadValueError(f"{source}: {name} is {shown(value)}; expected a finite number", f"bad value of {name}")
+    return number
+
+
+def as_objects(value: Any, *, source: str, name: str) -> list[dict[str, Any]]:
+    """Return the list of objects `value`, or an empty list for null.
+
+    Raises:
+        TreepackError: it is something else.
+    """
+    if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+        raise TreepackError(f"{source}: {name} is {shown(value)}; expected a list of objects")
+    return value or []
+
+
+def shown(value: Any) -> str:
+    """Return `value` as JSON of at most 40 characters, to be quoted in a message."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = " ".join(repr(value).split())  # one line, also for a numpy array
+    except RecursionError:
+        return "nested too deeply to be shown"
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def quoted(value: Any) -> str:
+    """Return a name in single quotes, shortened, to be used in a message; a value that is not text becomes JSON."""
+    if not isinstance(value, str):
+        return shown(value)
+    return f"'{value}'" if len(value) <= 40 else f"'{value[:37]}...'"
+
+
+def fault_in_json(value: Any, *, allow_nan: bool = True) -> str | None:
+    """Return the reason why `value` cannot be written as JSON (its depth or its types), or None if it can."""
+    if _is_deeper(value, MAX_DEPTH):
+        return f"nested more than {MAX_DEPTH} deep"
+    try:
+        json.dumps(value, allow_nan=allow_nan)
+    except (TypeError, ValueError):
+        return "not plain JSON"
+    return None
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    # The recursion stops at `levels`, so the depth of the value cannot overflow Python's stack.
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return bool(children) and (levels == 0 or any(_is_deeper(child, levels - 1) for child in children))
+
+
+def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Return True if `value` is a list of dicts, the container of messages; it may be empty."""
+    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
+
+
+def object_or_empty(value: Any) -> dict[str, Any]:
+    """Return `value` if it is an object, else an empty one."""
+    return value if isinstance(value, dict) else {}

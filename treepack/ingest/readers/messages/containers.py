@@ -1,0 +1,99 @@
+"""Known containers of a record that are stored as JSON text: parsed before the format of the record is recognised.
+
+    {"messages": "[{\\"role\\": \\"user\\", ..}]"}              ->  {"messages": [{"role": "user", ..}]}
+    {"messages": ["{\\"role\\": \\"user\\", ..}", ..]}          ->  the same: a list of JSON texts
+    {"prompt": "[{\\"role\\": ..}]", "completion": "[..]"}      ->  both, or neither
+    {"role": "tool", "tool_call_ids": ["c"]}                ->  {"role": "tool", "tool_call_id": "c"}
+
+Parquet and tables of CSV cannot store nested values of changing types, so many data sets have such columns. Only a text
+that is a list of objects is parsed; if the field may also be prose, all must be messages. The rest stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from treepack.ingest.readers.fields.values import is_messages
+from treepack.ingest.readers.files.json_text import parsed_json
+from treepack.ingest.readers.files.records import Record
+
+TALKS = ("messages", "conversations")  # always lists of messages
+# Text or messages. The fields of a row are parsed together: a prompt in prose may ask for an answer in JSON.
+PROSE = (("prompt", "completion"), ("chosen", "rejected"))
+SPEAKERS = ("role", "from")
+
+
+def with_containers(record: Record) -> Record:
+    """Return `record` with its known containers as lists of objects; the same record if nothing is to be parsed."""
+    value = record.value
+    changed: dict[str, Any] = {}
+    for name in TALKS:
+        if is_messages(objects := _objects(value.get(name))):
+            changed[name] = objects
+    for names in PROSE:
+        changed |= _parsed_together({name: value[name] for name in names if value.get(name) is not None})
+    tools = value.get("tools")
+    if isinstance(tools, list) and is_messages(objects := _objects(tools)):
+        changed["tools"] = objects
+    for name in (*TALKS, "prompt", "completion", "chosen", "rejected"):
+        messages = changed.get(name, value.get(name))
+        if is_messages(messages) and any(_is_stored(message) for message in messages):
+            changed[name] = [_message(message) for message in messages]
+    if not changed:
+        return record
+    # `line` has the record as it is stored, so it would undo the changes.
+    return replace(record.with_lists(), value=record.with_lists().value | changed)
+
+
+def _objects(value: Any) -> Any:
+    """Return the list in a JSON text, or of JSON texts; None if there is none, or it is a list of objects already."""
+    if isinstance(value, str):
+        parsed = parsed_json(value)
+        return parsed if isinstance(parsed, list) and parsed and is_messages(parsed) else None
+    if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
+        # {"role": ["user", "assistant"], "content": ["Hi", "Hello"]}: a table of messages
+        is_table = len({len(column) for column in value.values()}) == 1
+        rows = zip(*value.values(), strict=True) if is_table else ()
+        return [dict(zip(value, row, strict=True)) for row in rows] or None
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        parts = [parsed_json(each) for each in value]
+        return parts if is_messages(parts) else None
+    return None
+
+
+def _parsed_together(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the parsed `fields` if each is a list of messages, as text or as it is; else nothing.
+
+    An answer in prose to a prompt of messages stays text.
+    """
+    parsed = {name: _objects(value) for name, value in fields.items()}
+    talks = {name: value for name, value in parsed.items() if value and _is_talk(value)}
+    is_talk = {name: name in talks or is_messages(value) for name, value in fields.items()}
+    first = next(iter(fields), None)
+    return talks if all(is_talk.values()) or (first == "prompt" and is_talk["prompt"]) else {}
+
+
+def _is_talk(messages: list[dict[str, Any]]) -> bool:
+    return all(any(isinstance(message.get(name), str) for name in SPEAKERS) for message in messages)
+
+
+def _is_stored(message: dict[str, Any]) -> bool:
+    return _objects(message.get("tool_calls")) is not None or _result_of(message) is not None
+
+
+def _result_of(message: dict[str, Any]) -> Any:
+    """Return the only id of a list `tool_call_ids`, None if there is no such list."""
+    ids = message.get("tool_call_ids")
+    has_one = isinstance(ids, list) and len(ids) == 1 and message.get("tool_call_id") is None
+    return ids[0] if has_one and isinstance(ids, list) and isinstance(ids[0], str | int) else None
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    message = dict(message)
+    if (calls := _objects(message.get("tool_calls"))) is not None:
+        message["tool_calls"] = calls
+    if (call := _result_of(message)) is not None:
+        del message["tool_call_ids"]
+        message["tool_call_id"] = call
+    return message

@@ -1,0 +1,117 @@
+"""Anthropic's content blocks to messages in OpenAI's form.
+
+    assistant [thinking, text, tool_use, tool_use]  ->  assistant {reasoning_content, content, tool_calls: 2}
+    user [tool_result, tool_result, text]           ->  tool, tool, user
+
+Blocks keep their order: text before a result becomes a user message before the tool message. A message without such
+blocks stays as it is. Encrypted reasoning becomes the field `redacted_thinking`, and the mark of a failed call becomes
+`is_error`: `normalise_messages` does not read these fields, so it counts them. The text of the error is in the result.
+
+A block that is not text, such as an image, stays in the content, even if it was in a result. `skip_reason` finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+THINKING = frozenset("thinking redacted_thinking reasoning reasoning_content reasoningContent thought think".split())
+# Fields of such a block that contain its text.
+THOUGHTS = ("thinking", "text", "reasoning", "think", "reasoningText", "content", "summary")
+BLOCKS = THINKING | {"tool_use", "tool_result"}
+MEDIA_REASON = "images, audio and video are not read"
+# Content parts with an image, sound or video, in the forms of several APIs.
+MEDIA_PARTS = frozenset(
+    "image image_url input_image image_file input_audio audio audio_url video video_url input_video".split()
+)
+
+Message = dict[str, Any]
+
+
+def split_blocks(messages: Sequence[Any]) -> list[Any]:
+    """Return `messages` with Anthropic's blocks as fields and messages of OpenAI's form; the rest stays as it is."""
+    # [user, assistant [tool_use], user [tool_result, text]] -> [user, assistant, tool, user]
+    return [part for message in messages for part in (_split(message) if _has_blocks(message) else [message])]
+
+
+def skip_reason(messages: Sequence[Message]) -> str | None:
+    """Return the reason why text cannot represent `messages`: a part of a different type; None if there is none.
+
+    A part without a type counts as text here, because `normalise_messages` refuses it with a message.
+    """
+    contents = [message.get("content") for message in split_blocks(messages)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    kinds = dict.fromkeys(
+        part["type"] for part in parts if isinstance(part.get("type"), str) and part["type"] not in ("text", "refusal")
+    )
+    # A conversation with an image and a document is skipped because of the image, whichever comes first.
+    if any(kind in MEDIA_PARTS for kind in kinds):
+        return MEDIA_REASON
+    return f"content parts of type '{next(iter(kinds))[:40]}' are not read" if kinds else None
+
+
+def _has_blocks(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, list) and any(_kind(part) in BLOCKS for part in content)
+
+
+def _kind(part: Any) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _split(message: Message) -> Iterator[Message]:
+    if message.get("role") == "assistant":
+        yield _assistant(message)
+        return
+    rest: list[Any] = []
+    for part in message["content"]:
+        if _kind(part) != "tool_result":
+            rest.append(part)
+            continue
+        if rest:
+            yield message | {"content": rest}
+            rest = []
+        yield _result(part)
+    if rest:
+        yield message | {"content": rest}
+
+
+def _assistant(message: Message) -> Message:
+    parts = message["content"]
+    texts = [text for part in parts if _kind(part) in THINKING and (text := _thought(part))]
+    calls = [
+        {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
+        for part in parts
+        if _kind(part) == "tool_use"
+    ]
+    split = message | {"content": [part for part in parts if _kind(part) not in BLOCKS]}
+    # `normalise_messages` refuses a list with anything else than text.
+    wrong = [part["thinking"] for part in parts if _kind(part) == "thinking" and not is_thought(part.get("thinking"))]
+    if texts or wrong:
+        split["reasoning_content"] = wrong or "\n\n".join(texts)
+    if calls:
+        split["tool_calls"] = [*(message.get("tool_calls") or []), *calls]
+    # The API may return a signature only, in place of the text of the reasoning.
+    if any(_kind(part) in THINKING and not _thought(part) for part in parts):
+        split["redacted_thinking"] = True
+    return split
+
+
+def is_thought(value: Any) -> bool:
+    """Return whether the value of a block of reasoning may contain text."""
+    return value is None or isinstance(value, str | list | dict)
+
+
+def _thought(part: Any) -> str:
+    """Return the text of a block of reasoning, or of a list of such blocks; empty if it is encrypted."""
+    if isinstance(part, list):
+        return "\n\n".join(filter(None, map(_thought, part)))
+    if isinstance(part, dict):
+        return _thought(next((part[name] for name in THOUGHTS if part.get(name)), ""))
+    return part if isinstance(part, str) else ""
+
+
+def _result(part: dict[str, Any]) -> Message:
+    result = {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": part.get("content")}
+    return result | ({"is_error": True} if part.get("is_error") else {})

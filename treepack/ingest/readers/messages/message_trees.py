@@ -1,0 +1,104 @@
+"""Messages of OpenInference, whose fields are nested under the names of their kinds, as chat messages.
+
+{"message": {"role", "content", "tool_calls": [{"tool_call": {"id", "function": {"name", "arguments"}}}]}}
+{"message": {"role", "contents": [{"message_content": {"type": "reasoning", "text"}}, {"tool_call": {..}}]}}
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.messages.content_blocks import MEDIA_PARTS
+from treepack.ingest.readers.messages.merged_turns import left_over
+
+Message = dict[str, Any]
+
+RENAMED_ROLES = {"Human": "user", "human": "user", "AI": "assistant", "ai": "assistant", "model": "assistant"}
+HIDDEN_NOTE = "encrypted reasoning left out"
+FIELDS = frozenset("role content contents tool_calls function_call_name function_call_arguments_json".split())
+CALL_FIELDS = frozenset("id type function name arguments reasoning_signature".split())
+# The text of a part, and the fields that providers attach to it: ids and encrypted reasoning, which is noted.
+PART_FIELDS = frozenset("type text id image signature data encrypted_content".split())
+
+
+def message_of_tree(message: Message, source: str, notes: dict[str, None]) -> Message:
+    """Return one message in chat form; remarks are added to `notes`.
+
+    Raises:
+        TreepackError: the message has another form.
+    """
+    fields = message.get("message", message)
+    if not isinstance(fields, dict):
+        raise TreepackError(f"{source}: has the message {shown(fields)}; expected an object")
+    # Fields of other names become notes.
+    done = {key: value for key, value in fields.items() if key not in FIELDS}
+    if "message" in message:
+        done |= left_over(message, ("message",), "beside")
+    role = fields.get("role")
+    if role is not None:
+        done["role"] = RENAMED_ROLES.get(role, role) if isinstance(role, str) else role
+    calls = [each.get("tool_call", each) for each in _objects(fields.get("tool_calls"), source)]
+    if isinstance(name := fields.get("function_call_name"), str):
+        done["function_call"] = {"name": name, "arguments": fields.get("function_call_arguments_json")}
+    contents: list[dict[str, Any]] = []
+    for part in _objects(fields.get("contents"), source):
+        if isinstance(call := part.get("tool_call"), dict):
+            calls += [call] if call not in calls else []
+        elif isinstance(content := part.get("message_content"), dict):
+            if not isinstance(content.get("type"), str) or not isinstance(content.get("text", ""), str):
+                raise TreepackError(f"{source}: has the content {shown(content)}; expected text")
+            contents += _content(content, done, notes)
+        else:
+            raise TreepackError(f"{source}: has the content {shown(part)}; expected message_content or tool_call")
+    done["content"] = _joined(fields.get("content"), contents, source)
+    if calls:
+        done["tool_calls"] = [_call(call, done, notes) for call in calls]
+    return done
+
+
+def _objects(value: Any, source: str) -> list[Message]:
+    if value is not None and not is_messages(value):
+        raise TreepackError(f"{source}: has {shown(value)} in a message; expected a list of objects")
+    return value or []
+
+
+def _content(part: dict[str, Any], message: Message, notes: dict[str, None]) -> list[dict[str, Any]]:
+    """Return a part of the content as a part of chat; reasoning goes into `message`."""
+    kind, text = part.get("type"), part.get("text")
+    message |= left_over(part, PART_FIELDS, "contents")
+    if kind == "reasoning":
+        if isinstance(text, str):
+            message["reasoning_content"] = message.get("reasoning_content", "") + text
+        elif any(part.get(key) is not None for key in ("signature", "data", "encrypted_content")):
+            notes[HIDDEN_NOTE] = None
+        return []
+    # Anything but text stays a part of its type, which `skip_reason` finds.
+    if kind in MEDIA_PARTS or not isinstance(text, str):
+        return [{"type": "text without text" if kind == "text" else str(kind)}]
+    return [{"type": "text", "text": text}]
+
+
+def _joined(content: Any, parts: list[dict[str, Any]], source: str) -> Any:
+    """Return the content of a message, given as text, as parts, or as both."""
+    text = "".join(part["text"] for part in parts if part["type"] == "text")
+    if content and text and content != text:
+        raise TreepackError(f"{source}: has the content {shown(content)} and other contents; expected one of them")
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return content or text or content
+
+
+def _call(call: Message, message: Message, notes: dict[str, None]) -> Message:
+    if call.get("reasoning_signature") is not None:
+        notes[HIDDEN_NOTE] = None
+    done = {key: value for key, value in call.items() if key in CALL_FIELDS and key != "reasoning_signature"}
+    function = done.get("function")
+    message |= left_over(call, CALL_FIELDS, "tool_calls")
+    if isinstance(function, dict):
+        message |= left_over(function, ("name", "arguments"), "tool_calls.function")
+        # A call without arguments is written without them, with "" or with "{}", in the same trace.
+        if function.get("arguments") == "":
+            done["function"] = function | {"arguments": "{}"}
+    return done

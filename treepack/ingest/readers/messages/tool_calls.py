@@ -1,0 +1,105 @@
+"""Tool calls of a message in the nested form of OpenAI, from the names that programs give them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.fields.unread import is_empty
+from treepack.ingest.readers.fields.values import (
+    fault_in_json,
+    is_messages,
+    object_or_empty,
+    shown,
+)
+from treepack.ingest.readers.files.json_text import parsed_json
+
+# Names of the calls of a turn: a list, or one call. The first one counts.
+CALLS = ("tool_calls", "tool_call", "toolCalls", "function_calls", "functionCall")
+# Names of the arguments of a call.
+ARGUMENTS = ("arguments", "args", "input", "parameters")
+OF_CALLS = frozenset({"id", "type", "function", "index", "name"})
+
+
+def checked_name(value: Any, key: str, where: str) -> str | int:
+    """Return the name or id `value`.
+
+    Raises:
+        TreepackError: it is neither text nor an integer.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TreepackError(f"{where} has the {key} {shown(value)}; expected text or an integer")
+    return value
+
+
+def note_rest(value: dict[str, Any], known: frozenset[str], what: str, notes: dict[str, None]) -> None:
+    """Add a note on each field of `value` that is not `known` and not empty."""
+    rest = (key for key, field in value.items() if key not in known and not is_empty(field))
+    notes.update({f"{what} field '{key}' not used": None for key in rest})
+
+
+def has_calls(value: Any) -> bool:
+    """Return whether the field `value` of a message has calls: objects, the first of which names a function."""
+    calls = [value] if isinstance(value, dict) else value
+    if not isinstance(calls, list) or not calls or not isinstance(calls[0], dict):
+        return False
+    return isinstance(object_or_empty(calls[0].get("function", calls[0])).get("name"), str)
+
+
+def normalise_calls(
+    message: dict[str, Any], name: str, index: int, where: str, notes: dict[str, None]
+) -> list[dict[str, Any]]:
+    # A message may have both forms; the older one, function_call, has room for one call only.
+    calls = opened_json(message.get(name)) or []
+    calls = [calls] if isinstance(calls, dict) else calls
+    if is_messages(calls) and message.get("function_call"):
+        calls = [*calls, opened_json(message["function_call"])]
+    if not is_messages(calls):
+        raise TreepackError(f"{where} has the tool calls {shown(calls)}; expected a list of objects")
+    return [_tool_call(call, f"call{index:03}{number:02}", where, notes) for number, call in enumerate(calls)]
+
+
+def opened_json(value: Any) -> Any:
+    """Return the object or list in a JSON text, else `value` itself."""
+    parsed = parsed_json(value)
+    return value if parsed is None else parsed
+
+
+def _tool_call(call: dict[str, Any], default_id: str, where: str, notes: dict[str, None]) -> dict[str, Any]:
+    function = opened_json(call.get("function", call))  # nested, or flat: the call is the function
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise TreepackError(f"{where} has the tool call {shown(call)}; expected a name and arguments")
+    # A flat call of Anthropic has the type "tool_use", and one of the Responses API "function_call".
+    if call.get("type") not in (None, "function", "function_call", "tool_use", "tool_call"):
+        notes[f"tool call of type '{str(call['type'])[:40]}' read as a function"] = None
+    # Arguments next to the function, and not in it, mean the same.
+    places = [(holder, key) for holder in (function, call) for key in ARGUMENTS if holder.get(key) is not None]
+    arguments = _without_nothing(places[0][0][places[0][1]]) if places else "{}"
+    if not places:
+        notes["tool call without arguments"] = None
+    if not isinstance(arguments, str | dict):
+        raise TreepackError(f"{where} calls {name} with {shown(arguments)}; expected an object or JSON text")
+    if isinstance(arguments, dict) and (fault := fault_in_json(arguments)) is not None:
+        raise TreepackError(f"{where} calls {name} with arguments {fault}; expected an object in JSON")
+    for each in (call, function) if function is not call else (call,):
+        rest = {key: value for key, value in each.items() if not places or (each, key) != places[0]}
+        note_rest(rest, OF_CALLS, "tool call", notes)
+    return {
+        "id": default_id if call.get("id") is None else checked_name(call["id"], "id", where),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _without_nothing(arguments: Any) -> Any:
+    """Return the arguments of a call; no arguments, in any form, are the text of an object."""
+    # Logs have null, "", "  ", "null", [] and '""' for {}; a template would print them as they are.
+    if arguments is None or arguments == []:
+        return "{}"
+    return "{}" if isinstance(arguments, str) and arguments.strip() in ("", "null", "None", '""', "[]") else arguments
+
+
+def id_of_last_call(done: list[dict[str, Any]]) -> dict[str, str | int]:
+    calls = done[-1].get("tool_calls")
+    return {"tool_call_id": calls[-1]["id"]} if calls else {}

@@ -1,0 +1,1 @@
+"""Files and fields of single programs whose formats do not fit one file."""

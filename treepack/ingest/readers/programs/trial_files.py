@@ -1,0 +1,93 @@
+"""Files of one trial of Harbor: the rollout of a trajectory file, and its place in the order of sampling.
+
+    agent/trajectory.json                               order 0
+    agent/trajectory.summarization-1-summary.json       order 1, then -questions 2 and -answers 3
+    agent/trajectory.cont-1.json                        order 4: it continues after the first summary
+    agent/trajectory.summarization-2-summary.json       order 5, ...
+
+All of them are one rollout, whose place is the folder of the trial. Without a `result.json`, the sessions name the
+rollout: those of a trial are `s`, `s-cont-1` and `s-summarization-1-summary`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treepack.ingest.readers.files.inputs import STDIN
+from treepack.ingest.readers.files.records import Record
+
+MAX_AGENTS = 1000  # agents of a file that have a part of their own; all further ones have the last part
+_KINDS = ("summary", "questions", "answers")
+_SUFFIX = re.compile(rf"(?:^|[._-])(?:cont-(\d{{1,3}})|summarization-(\d{{1,3}})-({'|'.join(_KINDS)}))$")
+_UNKNOWN = 4000  # the order of files with other names, after the files of 999 continuations
+_FILES = "trajectory*.json*"
+
+
+@dataclass(frozen=True, slots=True)
+class FileOfRollout:
+    """A file of a rollout of several: the name and the place of the rollout, its group if known, the file's `order`."""
+
+    rollout: str
+    place: str
+    group: str | None
+    order: int
+
+
+def file_of_trial(record: Record, folder: Path, name: str) -> FileOfRollout | None:
+    """Return the file of `record` in the trial, or the step of a trial, `name` of a `folder`; None if it is alone."""
+    path = Path(record.path)
+    names = sorted({each.name for each in path.parent.glob(_FILES)} | {path.name})
+    if len(names) == 1 and not _has_links(record.value):
+        return None
+    inner = path.name.partition(".json")[0]
+    order = 0 if inner == "trajectory" else _order(inner, names.index(path.name))
+    # "runs/t1/agent/.." -> "runs/t1"
+    return FileOfRollout(name, os.path.normpath(folder), None, order)
+
+
+def file_of_trial_session(record: Record) -> FileOfRollout | None:
+    """Return the file of `record` in its session; None if it is neither continued nor a part of another session."""
+    session = record.value.get("session_id")
+    if not isinstance(session, str) or not session:
+        return None
+    match = _SUFFIX.search(session)
+    if match is None and not _has_links(record.value):
+        return None
+    name = session[: match.start()] if match is not None else session
+    place = record.path if record.path == STDIN else str(Path(record.path).parent)
+    return FileOfRollout(name, place, name, 0 if match is None else _order(session, 0))
+
+
+def _order(name: str, place: int) -> int:
+    """Return the order of a file by its name or session, or by its `place` in the folder if the name is not known."""
+    match = _SUFFIX.search(name)
+    if match is None:
+        return _UNKNOWN + min(place, 999)
+    continuation, summary, kind = match.groups()
+    return 4 * int(continuation) if continuation else 4 * int(summary) - 3 + _KINDS.index(kind)
+
+
+def _has_links(value: dict[str, Any]) -> bool:
+    """Return True if a document names another file of its rollout: a continuation, or a sub-agent."""
+    if value.get("continued_trajectory_ref"):
+        return True
+    links = [
+        link
+        for step in _objects(value.get("steps"))
+        for result in _objects(_results(step))
+        for link in _objects(result.get("subagent_trajectory_ref"))
+    ]
+    return any(link.get("trajectory_path") for link in links)
+
+
+def _results(step: dict[str, Any]) -> Any:
+    observation = step.get("observation")
+    return observation.get("results") if isinstance(observation, dict) else None
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []

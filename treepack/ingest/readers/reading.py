@@ -1,0 +1,285 @@
+"""Raw agent rollouts to trajectories, in parts that workers can read.
+
+    files --records--> Record --Format.trajectories--> Trajectory | Skipped
+
+The format of a file is detected from its records (`recognition`): the first format of `registry.all_formats` that
+matches, unless the caller names one or maps columns. The order matters: formats with particular fields have low ranks,
+and `tokens`, `chat` and `columns` come last, because records of other formats contain token ids and messages too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+
+from treepack.errors import TreepackError
+from treepack.files.address import is_address
+from treepack.ingest.readers.column_records import has_columns
+from treepack.ingest.readers.columns.aliases import FIELDS
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.files.copies import find_copies, size_of, skipped_copies
+from treepack.ingest.readers.files.inputs import InputHash, displayed, list_inputs
+from treepack.ingest.readers.files.path_steps import with_step
+from treepack.ingest.readers.files.ranges import Range
+from treepack.ingest.readers.files.record_files import read_blocks
+from treepack.ingest.readers.files.records import DAMAGED_FILE, NoObjectError, Record, RecordBlock
+from treepack.ingest.readers.files.torch_files import NotPlainError
+from treepack.ingest.readers.format import Format
+from treepack.ingest.readers.messages.containers import with_containers
+from treepack.ingest.readers.recognition import (
+    RecognisedFile,
+    UnknownFormatError,
+    recognise,
+    refuse_own_row,
+    refuse_unread,
+    unread_agent,
+)
+from treepack.ingest.readers.registry import all_formats, check_format, formats_by_name
+from treepack.ingest.readers.unknown_formats import unknown_format, with_suggestion
+from treepack.processes import batched
+from treepack.trajectory import Skipped, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadPart:
+    """A block of a file that is not read yet, here or in another process, and the name of its format."""
+
+    block: RecordBlock | Range
+    format: str
+    options: ReadOptions
+
+    def parts(self) -> Iterator[UnreadPart]:
+        """Yield the part itself, or if it is a range of a file, the parts of a bounded size that the file contains.
+
+        Raises:
+            TreepackError: the file cannot be read any more.
+        """
+        if isinstance(self.block, Range):
+            yield from (replace(self, block=block) for block in self.block.blocks())
+        else:
+            yield self
+
+    def trajectories(self) -> Iterator[Trajectory | Skipped]:
+        """Read the records of the block."""
+        yield from _read_blocks([self.block], self.format, self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedPart:
+    """Trajectories that have been read, and skipped records."""
+
+    items: Sequence[Trajectory | Skipped]
+
+    def parts(self) -> Iterator[FinishedPart]:
+        """Yield the part itself."""
+        yield self
+
+    def trajectories(self) -> Iterator[Trajectory | Skipped]:
+        """Yield the items."""
+        yield from self.items
+
+
+def read_trajectories(
+    inputs: Iterable[str | Path],
+    *,
+    format: str = "auto",  # noqa: A002
+    reward_key: str | None = None,
+    vocab_size: int | None = None,
+    train_all: bool = False,
+    shapes: bool = False,
+    input_hash: InputHash | None = None,
+) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of all `inputs`, in order, and a `Skipped` for every record that cannot be used.
+
+    An input is a file, a folder, a glob, or `-` for standard input. `format` is the name of a format, or `auto`.
+    `reward_key`, `vocab_size`, `train_all` and `shapes` have the meaning that they have in `ReadOptions`. `input_hash`
+    gets the sha256 of each file after the whole file is read. A file of no known format is skipped if a search of a
+    folder found it and the folder contains other formats. It is refused if the caller named it. A copy of an earlier
+    file is skipped (`copies`).
+
+    Raises:
+        TreepackError: an input matches nothing, cannot be read or parsed, or is not of the format.
+    """
+    options = ReadOptions(reward_key=reward_key, vocab_size=vocab_size, train_all=train_all, shapes=shapes)
+    for part in read_parts(inputs, options, format=format, input_hash=input_hash):
+        yield from part.trajectories()
+
+
+def read_parts(
+    inputs: Iterable[str | Path],
+    options: ReadOptions,
+    *,
+    format: str = "auto",  # noqa: A002
+    input_hash: InputHash | None = None,
+    as_ranges: bool = False,
+) -> Iterator[UnreadPart | FinishedPart]:
+    """Split the work of `read_trajectories` into parts that workers can read, in order.
+
+    If the records of a format belong together, this process reads them, and the part is a `FinishedPart`. With
+    `as_ranges`, parts of files that can be split contain no data, and the worker opens the file.
+
+    Raises:
+        TreepackError: as `read_trajectories`, except errors inside an `UnreadPart` part, which reading the part raises.
+    """
+    check_format(format)
+    # `searched` are the files that a search of a folder found, rather than the caller named.
+    files, skipped, searched = list_inputs(inputs)
+    copies = find_copies(((path, size_of(path)) for path in files), detect_format)
+    files = [path for path in files if path not in copies]
+    skipped += skipped_copies(copies)
+    if input_hash is not None:
+        input_hash.bytes_read.expect(files)
+    if skipped:
+        yield FinishedPart(list(skipped))
+    unknown: list[TreepackError] = []
+    for path in files:
+        parts, error = parts_of_path(
+            path,
+            options,
+            format=format,
+            is_searched=path in searched,
+            input_hash=input_hash,
+            # The local copy of an object may be removed before a worker opens it.
+            as_ranges=as_ranges and not is_address(path),
+        )
+        yield from parts
+        if error is not None:
+            unknown.append(error)
+    # If no file of a folder has a known format, it is the wrong folder, not a folder with extra files.
+    if unknown and len(unknown) == len(files):
+        raise unknown[0]
+
+
+def parts_of_path(
+    path: str,
+    options: ReadOptions,
+    *,
+    format: str = "auto",  # noqa: A002
+    is_searched: bool = False,
+    input_hash: InputHash | None = None,
+    as_ranges: bool = False,
+) -> tuple[Iterator[UnreadPart | FinishedPart], TreepackError | None]:
+    """Return the parts of one file, and the error if it has no known format.
+
+    `is_searched` is True for a file that a search of a folder found; then such an error is only counted.
+
+    Raises:
+        TreepackError: as `read_parts`.
+    """
+    blocks = read_blocks(
+        path,
+        input_hash=input_hash,
+        max_size=options.max_record_size,
+        skip_bad=options.skip_bad,
+        as_ranges=as_ranges,
+    )
+    try:
+        recognised = recognised_file(blocks, options, format=format)
+    # An unknown file in a searched folder is skipped and counted; a file that the caller named is an error.
+    except (UnknownFormatError, NoObjectError, NotPlainError) as error:
+        is_extra = is_searched and format == "auto"
+        if not is_extra and not options.skip_bad:
+            raise
+        if is_extra and input_hash is not None:
+            input_hash.forget(displayed(path))
+        reason = error.reason if isinstance(error, UnknownFormatError) else UnknownFormatError.reason
+        extra = Skipped(displayed(path), reason, is_rollout=False)
+        part = FinishedPart([extra if is_extra else Skipped(displayed(path), DAMAGED_FILE, detail=str(error))])
+        return iter([part]), error
+    first = [FinishedPart(recognised.skipped)] if recognised.skipped else []
+    if recognised.format is None:
+        return iter(first), None
+    return chain(first, _parts_of_file(recognised.format.name, recognised.blocks, options)), None
+
+
+def recognised_file(blocks: Iterator[RecordBlock | Range], options: ReadOptions, *, format: str) -> RecognisedFile:  # noqa: A002
+    """Return the format of a file with these `blocks`; `format` is a name, or "auto".
+
+    Raises:
+        TreepackError: as `recognise`.
+    """
+    return recognise(
+        blocks,
+        partial(_format_of, format=format, options=options),
+        refuse=partial(refusal, options=options),
+        expected=formats_by_name().get("columns" if options.columns else format),
+        skip_bad=options.skip_bad,
+    )
+
+
+def _parts_of_file(
+    name: str, blocks: Iterator[RecordBlock | Range], options: ReadOptions
+) -> Iterator[UnreadPart | FinishedPart]:
+    if formats_by_name()[name].read_file is None:
+        yield from (UnreadPart(block, name, options) for block in blocks)
+        return
+    # Records that belong together cannot be split among workers; they are passed on in batches.
+    yield from map(FinishedPart, batched(_read_blocks(blocks, name, options)))
+
+
+def _read_blocks(
+    blocks: Iterable[RecordBlock | Range], name: str, options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    """Read the records of `blocks`; with `skip_bad`, yield the damaged records of a block after its trajectories."""
+    damaged: list[Skipped] | None = [] if options.skip_bad else None
+    arrays = formats_by_name()[name].arrays
+    last: list[Record] = []  # the current record, which an error names
+
+    def records() -> Iterator[Record]:
+        for block in blocks:
+            for record in block.records(damaged, arrays):
+                last[:] = [record]
+                yield record
+
+    try:
+        for item in with_step(formats_by_name()[name].trajectories(records(), options), name):
+            yield item
+            if damaged:
+                yield from damaged
+                damaged.clear()
+    except TreepackError as error:
+        # These formats are recognised by one field, which other layouts have too.
+        if name not in ("chat", "columns", "tokens") or not last:
+            raise
+        raise with_suggestion(error, last[0], options) from error
+    yield from damaged or ()
+
+
+def _format_of(record: Record, format: str, options: ReadOptions) -> Format | None:  # noqa: A002
+    """Return the format with the name `format` if `record` has it, or the first that matches if the name is "auto"."""
+    if options.columns is not None:
+        return formats_by_name()["columns"] if has_columns(record, options.columns) else None
+    refuse_own_row(record)
+    record = with_containers(record)
+    if format == "auto":
+        # Before the formats: a part of such a record may look like one of them, and only this part would be read.
+        refuse_unread(record)
+        return next((each for each in all_formats() if each.matches(record.value)), None)
+    return formats_by_name()[format] if formats_by_name()[format].matches(record.value) else None
+
+
+def detect_format(record: Record) -> str:
+    """Return the name of the first of `all_formats` that `record` matches.
+
+    Raises:
+        UnknownFormatError: no format matches, or another program wrote the record; the message lists its fields, or
+            names the program.
+        TreepackError: the record is a row of a trie or packed directory.
+    """
+    found = _format_of(record, "auto", ReadOptions())
+    if found is None:
+        raise refusal(record, ReadOptions())
+    return found.name
+
+
+def refusal(record: Record, options: ReadOptions) -> UnknownFormatError:
+    """Return the error about a record of no known format, with a remedy that was tried on it."""
+    return unread_agent(record) or unknown_format(with_containers(record), all_formats(), _known_fields(), options)
+
+
+@cache
+def _known_fields() -> tuple[str, ...]:
+    return tuple(sorted({name for each in all_formats() for name in each.required_fields()} | set(FIELDS)))

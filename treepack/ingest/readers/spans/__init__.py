@@ -1,0 +1,1 @@
+"""Spans of tracing systems as calls."""

@@ -1,0 +1,1 @@
+"""Records of token ids: where prompt, response and padding are, and recorded experts."""

@@ -1,0 +1,96 @@
+"""The error about a record of no known format, with a remedy that was tried on the record.
+
+{"mesages": [..]}                     rename 'mesages' if it is 'messages'
+{"train": [{..}, ..], "test": [..]}   write each element of train or test as one record
+{"ask": "2 + 2?", "said": "4"}        if its fields mean this, add --columns question=ask,answer=said
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.similar_names import SIMILAR
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import Format
+from treepack.ingest.readers.recognition import UnknownFormatError, lists_of_objects
+from treepack.ingest.readers.suggestions import suggested_columns
+from treepack.trajectory import Trajectory
+
+# A refusal lists this many fields of a record, and this many characters of each name: enough to recognise the program,
+# and short enough for a terminal. Documents keyed by task have thousands of fields.
+MAX_FIELDS, MAX_FIELD = 20, 40
+LISTS_FORMATS = "'treepack formats' lists the formats and their fields, and --columns reads other layouts"
+
+
+def unknown_format(
+    record: Record, formats: Sequence[Format], names: Sequence[str], options: ReadOptions
+) -> UnknownFormatError:
+    """Return the error about `record`, which none of `formats` with the fields `names` matches, with a remedy."""
+    fields = f"but the fields {_list_fields(record.value)}" if record.value else "because it has no fields"
+    return UnknownFormatError(
+        f"{record.source}: has no known format, {fields}; {_remedy(record, formats, names, options)}"
+    )
+
+
+def with_suggestion(error: TreepackError, record: Record | None, options: ReadOptions) -> TreepackError:
+    """Return `error` about `record` with the columns that would read it, if there are some."""
+    if record is None or options.columns is not None or not str(error).startswith(f"{record.source}:"):
+        return error
+    if "--columns" in str(error) or (line := suggested_columns(record, options)) is None:
+        return error
+    return TreepackError(f"{error}, or add --columns {line}")
+
+
+def _remedy(record: Record, formats: Sequence[Format], known: Sequence[str], options: ReadOptions) -> str:
+    if (renamed := _misspelt(record, formats, known, options)) is not None:
+        return f"rename '{renamed[0]}' if it is '{renamed[1]}'; 'treepack formats' lists the formats and their fields"
+    if (line := suggested_columns(record, options)) is not None:
+        return f"if its fields mean this, add --columns {line}; 'treepack formats --record FILE' shows the fields"
+    if names := [name for name in lists_of_objects(record.value) if _has_records(record, name, formats)]:
+        return (
+            f"write each element of {' or '.join(names)} as one record, if these are the rollouts; 'treepack formats' "
+            "lists the formats and their fields"
+        )
+    return LISTS_FORMATS
+
+
+def _misspelt(
+    record: Record, formats: Sequence[Format], known: Sequence[str], options: ReadOptions
+) -> tuple[str, str] | None:
+    """Return a field and its right name, if the record can be read with this name."""
+    known = [name for name in known if name not in record.value]
+    for field in record.value:
+        for name in difflib.get_close_matches(field, known, 3, SIMILAR):
+            value = {name if key == field else key: part for key, part in record.value.items()}
+            renamed = Record(record.source, record.path, value)
+            if (found := next((each for each in formats if each.matches(value)), None)) and _reads(
+                found, renamed, options
+            ):
+                return field, name
+    return None
+
+
+def _reads(found: Format, record: Record, options: ReadOptions) -> bool:
+    if found.read is None:
+        return True
+    try:
+        return any(isinstance(item, Trajectory) for item in found.read(record, options))
+    except TreepackError:
+        return False
+
+
+def _has_records(record: Record, name: str, formats: Sequence[Format]) -> bool:
+    """Return True if an element of the list `name` has a known format, and no other record belongs to it."""
+    elements = record.value[name][:16]
+    return any(each.read is not None and each.matches(element) for element in elements for each in formats)
+
+
+def _list_fields(fields: Iterable[str]) -> str:
+    """Join the names of `fields` on one line, at most `MAX_FIELDS` of them."""
+    names = [" ".join(name.split())[:MAX_FIELD] for name in fields]
+    # 25 fields -> the first 20 "and 5 more"
+    more = f" and {len(names) - MAX_FIELDS:,} more" if len(names) > MAX_FIELDS else ""
+    return ", ".join(names[:MAX_FIELDS]) + more
