@@ -6,7 +6,6 @@ oracle runs each trajectory as a sequence of its own and reads the last hidden s
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from torch import Tensor
 from support.oracle_model import gradients, tiny_model, worst_error
 from support.oracle_objectives import Rollout, own_values, step_loss
 from support.packed_objectives import opened, rollouts
-from support.value_models import critic, plain, with_head
+from support.value_models import critic, plain, valued, with_head
 from treepack.attention import register
 from treepack.carry.backward import CarryOptions, backward_row, row_value
 from treepack.carry.backward import row_values as row_values_in_pieces
@@ -37,20 +36,6 @@ from treepack.model.value_head import value_head_of
 from treepack.model.verify import verify_gradients
 
 TOLERANCE = 1e-9
-
-
-@functools.cache
-def valued(kind: str = "qwen3", *, seed: int = 0, count: int = 10) -> tuple[Rollout, ...]:
-    """Rollouts with random returns, and old values near the values of the model, so that some of them are clipped."""
-    rng = np.random.default_rng(seed)
-    result = []
-    for rollout in rollouts(kind, seed=seed, count=count):
-        with torch.no_grad():
-            values = own_values(plain(kind), rollout)
-        size = len(rollout.tokens)
-        old = [float(values.get(j, torch.zeros(()))) + float(rng.normal()) * 0.2 for j in range(size)]
-        result.append(replace(rollout, returns=rng.normal(size=size).tolist(), old_values=old))
-    return tuple(result)
 
 
 def step_of(

@@ -118,7 +118,7 @@ def _remember(number: int, schedules: tuple[Schedule, ...]) -> None:
 
 
 # Defined without torch.library.custom_op, whose checks take longer than a launch.
-_LIBRARY: Any = torch.library.Library("treepack", "DEF")
+_LIBRARY: Any = torch.library.Library("treepack", "DEF")  # type: ignore[no-untyped-call]
 _OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
 _OPTIONS = "Tensor values, Tensor layout, int kind, float scale, float softcap"
 _LIBRARY.define(f"attention({_OPERANDS}, {_OPTIONS}) -> (Tensor, Tensor)")

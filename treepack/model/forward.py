@@ -153,7 +153,7 @@ def pass_loss(
     total, rows = run_with_head(
         loaded, batch, lambda states, layer: layer.nll_of_rows(states, batch.targets, edges, chunk=chunk)
     )
-    return PassLoss(total / denominator, rows / denominator, {})
+    return PassLoss(total / denominator, rows.detach() / denominator, {})
 
 
 def row_logprobs(

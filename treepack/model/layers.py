@@ -137,7 +137,6 @@ def _is_of_use(record: logging.LogRecord) -> bool:
 
 def recomputed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that is computed again in the backward pass, except for its attention; to be compiled."""
-
     logging.getLogger(_CHECKPOINTS).addFilter(_is_of_use)
 
     def recomputed(*arguments: Any, **options: Any) -> Any:

@@ -149,7 +149,7 @@ class TermObjective:
             chunk=self.chunk,
         )
         of_terms, rows = numbers[: len(TERM_MEANS)], numbers[len(TERM_MEANS) :]
-        loss = PassLoss(total, rows, name_sums(terms, of_terms, self.objective))
+        loss = PassLoss(total, rows.detach(), name_sums(terms, of_terms, self.objective))
         if not self.objective.has_values:
             return loss
         tokens, _, parent = self.targets
