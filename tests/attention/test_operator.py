@@ -142,6 +142,25 @@ def test_a_compiled_layer_is_one_graph_and_keeps_its_attention(
     assert len(graphs) == before, "other rows compile nothing"
 
 
+def test_layers_of_several_graphs_keep_their_attention_outside(
+    tmp_path: Path, graphs: list[int], launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path / "config.json")
+    loaded = load_model(config, attention="triton", dtype=torch.float32, device=DEVICE)
+    loaded.model.train()
+    expected = losses_and_gradients(loaded, [SAMPLES])
+    for layer in loaded.model.base_model.layers:
+        plain = torch.compiler.disable(layer.mlp.forward)  # as experts are
+        monkeypatch.setattr(layer.mlp, "forward", plain)
+    adapt_layers(loaded.model, checkpointing=True, compiled=True)
+    for _ in range(2):
+        launches.clear()
+        for ours, theirs in zip(losses_and_gradients(loaded, [SAMPLES]), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert graphs, "the rest of the layers is compiled"
+    assert not launches, "the second pass breaks its graphs at attention"
+
+
 def test_a_head_dimension_that_is_a_symbol_of_the_compiler_is_traced() -> None:
     made = schedules_of(70)
     packed = pack_schedules(made)

@@ -27,7 +27,7 @@ from treepack.model.compatibility import one_line
 from treepack.model.dropout import check_dropout
 from treepack.model.first_batch import check_positions
 from treepack.model.head import OutputLayer, head_replaced
-from treepack.model.layers import find_decoder, is_compiled, keeps_outside, recomputes
+from treepack.model.layers import find_decoder, recomputes, takes_packed
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK
 from treepack.model.objectives import Objective
@@ -53,7 +53,7 @@ def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
         kind.reach: schedules.of(loaded.attention, kind.reach, varlen=loaded.varlen and kind.is_plain)[1]
         for kind in sorted(set(loaded.kinds), key=str)
     }
-    if is_compiled(loaded.causal):
+    if takes_packed(loaded.causal):
         schedules.pack(made)
     return replace(batch.to(loaded.device), schedule=schedules)
 
@@ -89,8 +89,9 @@ def _call(loaded: LoadedModel, batch: Batch, module: Any, options: dict[str, Any
     if batch.schedule is None:
         batch = prepare_batch(loaded, batch)
     use_routes(loaded.causal, loaded.source, batch.routes)
-    packed = batch.schedule.packed if isinstance(batch.schedule, Schedules) else None
-    kept = Kept() if recomputes(loaded.causal) and keeps_outside(loaded.causal, packed) else None
+    inside = isinstance(batch.schedule, Schedules) and takes_packed(loaded.causal)
+    packed = batch.schedule.packed if inside else None
+    kept = Kept() if packed is None and recomputes(loaded.causal) else None
     try:
         # [None]: transformers expects a batch dimension, [T] -> [1, T]
         return module(

@@ -29,6 +29,8 @@ from treepack.attention.operator import keep_attention
 from treepack.errors import TreepackError
 from treepack.model.offload import Offload
 
+_log = logging.getLogger("treepack")
+
 # Attributes of a model, which the flags of transformers do not show: its `AdaptedLayers`, and True if it is compiled.
 _LAYERS = "_treepack_layers"
 _COMPILED = "_treepack_compiled"
@@ -39,12 +41,14 @@ _CHECKPOINTS = "torch._higher_order_ops.wrap"  # the logger of torch
 class AdaptedLayers:
     """The layers of a model, of which the first `recomputed` run again in the backward pass.
 
-    With `offload`, their inputs and attention outputs wait in host memory until then.
+    With `offload`, their inputs and attention outputs wait in host memory until then. `are_graphs` becomes False when
+    the compiler meets a layer that is not one graph, for example with experts or a recurrence.
     """
 
     modules: tuple[nn.Module, ...]
     recomputed: int
     offload: Offload | None = None
+    are_graphs: bool = True
 
 
 def adapt_layers(
@@ -85,8 +89,8 @@ def adapt_layers(
     for number, (layer, forward) in enumerate(zip(layers, plain, strict=True)):
         # Around the compiled function: a graph break inside a checkpoint region, which is where transformers' own
         # checkpointing would put it, leaves the whole region uncompiled. Only a layer that is one graph may have the
-        # checkpoint in it.
-        inside = torch.compile(recomputed_forward(forward), dynamic=True) if compiled else None
+        # checkpoint in it, so the compiler refuses another one.
+        inside = torch.compile(recomputed_forward(forward), dynamic=True, fullgraph=True) if compiled else None
         layer.forward = adapted_forward(layer, number, adapted, inside)
 
 
@@ -168,8 +172,18 @@ def adapted_forward(
             if kept is not None:
                 kept.skipped |= modules
             return forward(*arguments, **options)
-        if inside is not None and offload is None and kept is None:
-            return inside(*arguments, **options)
+        if (
+            inside is not None
+            and adapted.are_graphs
+            and isinstance(tree_pass, TreePass)
+            and tree_pass.packed is not None
+        ):
+            try:
+                return inside(*arguments, **options)
+            except compiler_errors() as error:
+                # Nothing has run yet. This pass computes its attention twice, and later ones keep it outside.
+                adapted.are_graphs = False
+                _log.info("layers are compiled in several graphs: %s", str(error).strip().partition("\n")[0])
         if offload is None:
             return checkpoint(forward, *arguments, use_reentrant=False, **options)
         if kept is not None:
@@ -178,6 +192,14 @@ def adapted_forward(
         return offload.checkpoint(forward, states, *arguments[1:], **options)
 
     return run
+
+
+def compiler_errors() -> type[Exception]:
+    """Return the class of the errors that torch.compile raises while it traces or compiles a function."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    errors: type[Exception] = TorchDynamoException
+    return errors
 
 
 def adapted_layers(model: Any) -> AdaptedLayers | None:
@@ -231,10 +253,10 @@ def recomputes(model: Any) -> bool:
     return bool(getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing)
 
 
-def keeps_outside(model: Any, packed: Any) -> bool:
-    """Return True if outputs of attention must be kept outside of the graphs of recomputed layers, by a `Kept`."""
+def takes_packed(model: Any) -> bool:
+    """Return True if attention may be in the graphs of compiled layers: then these keep its results themselves."""
     adapted = adapted_layers(model)
-    return packed is None or adapted is None or adapted.offload is not None
+    return is_compiled(model) and (adapted is None or (adapted.offload is None and adapted.are_graphs))
 
 
 def find_decoder(causal: Any) -> Any:
