@@ -118,7 +118,7 @@ def losses_and_gradients(loaded: Any, sets: list[list[Sample]]) -> list[Tensor]:
     return results
 
 
-@pytest.mark.parametrize("recomputed", [0, 1, 2])
+@pytest.mark.parametrize("recomputed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
 def test_a_compiled_layer_is_one_graph_and_keeps_its_attention(
     tmp_path: Path, graphs: list[int], launches: list[str], recomputed: int
 ) -> None:
@@ -142,6 +142,7 @@ def test_a_compiled_layer_is_one_graph_and_keeps_its_attention(
     assert len(graphs) == before, "other rows compile nothing"
 
 
+@pytest.mark.slow
 def test_layers_of_several_graphs_keep_their_attention_outside(
     tmp_path: Path, graphs: list[int], launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +151,7 @@ def test_layers_of_several_graphs_keep_their_attention_outside(
     loaded.model.train()
     expected = losses_and_gradients(loaded, [SAMPLES])
     for layer in loaded.model.base_model.layers:
-        plain = torch.compiler.disable(layer.mlp.forward)  # as experts are
+        plain: Any = torch.compiler.disable(layer.mlp.forward)  # type: ignore[no-untyped-call]  # as experts are
         monkeypatch.setattr(layer.mlp, "forward", plain)
     adapt_layers(loaded.model, checkpointing=True, compiled=True)
     for _ in range(2):

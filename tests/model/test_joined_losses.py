@@ -50,7 +50,7 @@ def step_of(
         torch.autograd.backward(loss.total)
         assert loss.rows.shape == (len(numbers),)
         assert not loss.rows.requires_grad
-        assert float(loss.total) == pytest.approx(float(loss.rows.sum()), rel=TOLERANCE, abs=TOLERANCE)
+        assert float(loss.total.detach()) == pytest.approx(float(loss.rows.sum()), rel=TOLERANCE, abs=TOLERANCE)
         losses[numbers] += loss.rows
         sums = {name: sums.get(name, 0.0) + float(value) for name, value in loss.sums.items()}
     return losses, gradients(loaded.model), sums

@@ -172,12 +172,8 @@ def adapted_forward(
             if kept is not None:
                 kept.skipped |= modules
             return forward(*arguments, **options)
-        if (
-            inside is not None
-            and adapted.are_graphs
-            and isinstance(tree_pass, TreePass)
-            and tree_pass.packed is not None
-        ):
+        packed = tree_pass.packed if isinstance(tree_pass, TreePass) else None
+        if inside is not None and packed is not None and adapted.are_graphs:
             try:
                 return inside(*arguments, **options)
             except compiler_errors() as error:
