@@ -13,6 +13,9 @@ TASKS := .venv-verifiers
 CLUSTER := .venv-ray
 # The environment of flash-linear-attention, whose kernels run in Triton's interpreter there.
 RECURRENT := .venv-fla
+# The data half without torch; these rooms run in it. Their files that import torch are skipped there.
+DATA := .venv-data
+DATA_ROOMS := analysis cluster files ingest native pack rl trie
 # The environment of the documentation site, and the one in which `make constraints` resolves all versions again.
 PAGES := .venv-site
 RESOLVED := .venv-resolved
@@ -40,7 +43,7 @@ export CHECKOUT_PTH
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 install = install() { $(1)/bin/uv pip install --quiet --python $(1)/bin/python "$$@" || $(1)/bin/python $(PIP) "$$@"; }; install
 
-.PHONY: help demo quick test test-slow test-s3 test-integrations test-verifiers test-vllm test-ray test-fla lint types imports \
+.PHONY: help demo quick test test-slow test-data test-s3 test-integrations test-verifiers test-vllm test-ray test-fla lint types imports \
 	schemas docs site dist constraints clean $(ROOMS)
 .DEFAULT_GOAL := help
 
@@ -58,6 +61,13 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 
 $(VENV)/s3.stamp: $(VENV)/dev.stamp
 	$(call install,$(VENV)) $(LOCKED) -e '.[test-s3]'
+	touch $@
+
+$(DATA)/stamp: pyproject.toml constraints.txt $(wildcard treepack/native/*.c)
+	$(PYTHON) -m venv $(DATA)
+	-$(DATA)/bin/python $(PIP) uv
+	$(call install,$(DATA)) $(LOCKED) -e '.[report,stats]' pytest pytest-xdist hypothesis selenium
+	$(DATA)/bin/python -c "$$CHECKOUT_PTH"
 	touch $@
 
 # All pinned, so there is nothing to resolve.
@@ -135,6 +145,9 @@ test: lint types imports  ## lint, types, import contracts and all tests that ne
 test-slow: $(VENV)/dev.stamp  ## the tests marked slow, and every property with more examples
 	$(BIN)/python -m pytest -n auto -m "slow or hypothesis" --hypothesis-profile thorough
 
+test-data: $(DATA)/stamp  ## the data half, without torch
+	$(DATA)/bin/python -m pytest -n auto $(addprefix tests/,$(DATA_ROOMS))
+
 # Against a real S3 server on this machine; without its packages these tests fail.
 test-s3: $(VENV)/s3.stamp  ## against a real S3 server on this machine
 	$(BIN)/python -m pytest -n auto -m s3
@@ -183,7 +196,7 @@ docs: $(VENV)/dev.stamp  ## write the generated pages of docs/ again
 	$(BIN)/python docs/generate.py
 
 site: $(PAGES)/stamp  ## the docs as a site, into site/; a link to nothing is an error
-	$(PAGES)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PAGES)/bin/mkdocs build --strict --quiet
 
 # A wheel for every Python from 3.11 on, and the sources, installed and run without a compiler.
 dist: $(VENV)/dev.stamp  ## build the wheel and the sdist, and run the demo from them in fresh environments
@@ -201,5 +214,5 @@ constraints:  ## choose the versions of constraints.txt again, the newest that f
 	rm -rf $(RESOLVED)
 
 clean:  ## remove environments, caches and outputs
-	rm -rf $(VENV) $(TRAINERS) $(TASKS) $(SERVER) $(CLUSTER) $(RECURRENT) $(PAGES) $(RESOLVED) $(DEMO) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRAINERS) $(TASKS) $(SERVER) $(CLUSTER) $(RECURRENT) $(DATA) $(PAGES) $(RESOLVED) $(DEMO) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

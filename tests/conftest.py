@@ -16,8 +16,9 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import settings
@@ -30,6 +31,8 @@ settings.register_profile("treepack", deadline=None, derandomize=True, max_examp
 settings.register_profile("thorough", settings.get_profile("treepack"), max_examples=80)
 settings.load_profile("treepack")
 
+HAS_TORCH = find_spec("torch") is not None
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out of a thorough run the properties that try as many examples under every profile."""
@@ -38,6 +41,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     repeated = [item for item in items if has_own_number(item) and item.get_closest_marker("slow") is None]
     config.hook.pytest_deselected(items=repeated)
     items[:] = [item for item in items if item not in repeated]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip the files that import torch if it is not installed, as in the environment of `make test-data`."""
+    report = yield
+    if report.outcome == "failed" and not HAS_TORCH and "No module named 'torch'" in str(report.longrepr):
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, "Skipped: needs torch")
+    return report
 
 
 def has_own_number(item: pytest.Item) -> bool:
