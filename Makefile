@@ -27,6 +27,11 @@ DEMO := demo_out
 LOCKED := --constraint constraints.txt
 # Rooms are the folders of tests/: `make trie` runs tests/trie.
 ROOMS := $(sort $(foreach path,$(wildcard tests/*/test_*.py tests/*/*/test_*.py),$(word 2,$(subst /, ,$(path)))))
+# The core from files to gradients, in about 80 seconds of processor time; other files of tests would import too much.
+QUICK := $(addprefix tests/,files/test_lock.py files/test_manifest_values.py ingest/test_tokenization.py trie/test_build.py \
+	trie/test_directory.py pack/test_packing.py pack/test_rows.py attention/test_reference.py model/test_collation.py \
+	model/test_loss.py data/test_dataset.py carry/test_carry_plan.py train/test_loop.py cli/test_prepare.py cli/test_sizes.py \
+	examples/test_nanotree.py project)
 # Python files with changes that are not committed, also new ones; a deleted file is none.
 CHANGED = { git diff --name-only --diff-filter=d HEAD; git ls-files --others --exclude-standard; } | grep '\.pyi\?$$' | sort -u
 # An editable install finds treepack after all folders of sys.path. A script in the folder that holds a clone named
@@ -130,7 +135,6 @@ demo: $(VENV)/run.stamp  ## the five commands of the README on sample_data, into
 	$(BIN)/treepack report $(DEMO)/packed --out $(DEMO)/report.html
 	@echo "open $(DEMO)/report.html in a browser"
 
-# The tests marked quick, of about a minute on two processors, and the style of the files that have changed.
 quick: $(VENV)/dev.stamp  ## lint of changed files and the core tests, in about a minute
 	@$(CHANGED) | xargs -r $(BIN)/ruff check --force-exclude
 	@$(CHANGED) | xargs -r $(BIN)/ruff format --check --force-exclude

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import tomllib
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from support.makefile import targets
+from support.makefile import run_make, targets
 from support.paths import ROOT, TESTS
 
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -21,15 +20,13 @@ def rooms() -> set[str]:
 
 
 def dry_run(*words: str) -> str:
-    done = subprocess.run(
-        ["make", "--dry-run", "--always-make", *words], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = run_make("--dry-run", "--always-make", *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_help_lists_every_target() -> None:
-    printed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = run_make("help").stdout
     assert set(re.findall(r"^make ([a-z0-9-]+) +\S", printed, re.MULTILINE)) == targets() - rooms()
     (listed,) = re.findall(r"^make ROOM +the tests of one room: ([a-z\s]+)$", printed, re.MULTILINE)
     assert set(listed.split()) == rooms()
@@ -49,8 +46,15 @@ def test_no_room_has_the_name_of_another_target() -> None:
 def test_every_marker_of_a_test_group_has_a_target() -> None:
     markers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
     groups = [marker.split(":")[0] for marker in markers]
-    assert {f"test-{group}" for group in groups} - {"test-quick"} <= targets()
-    assert "quick" in targets()
+    assert {f"test-{group}" for group in groups} <= targets()
+
+
+def test_the_quick_tests_exist_in_most_rooms() -> None:
+    words = dry_run("quick").splitlines()[-1].split()
+    paths = [word for word in words if word.startswith("tests/")]
+    assert len(paths) > 15
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert {"trie", "pack", "attention", "model", "train"} <= {path.split("/")[1] for path in paths}
 
 
 def test_the_usual_environment_is_installed_with_exact_versions() -> None:

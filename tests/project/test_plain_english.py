@@ -40,10 +40,20 @@ def test_phrases_in_code_are_not_counted(tmp_path: Path) -> None:
     assert plain_english.hits(page) == ([], 1)
 
 
-def test_the_table_has_a_line_for_each_group_of_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_line_for_each_group_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in plain_english.OWN:
+        if name.endswith(".md"):
+            (tmp_path / name).write_text("Nobody is here. There is nobody.")
+        else:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "code.py").write_text('"""A header of four words."""\n')
+    monkeypatch.setattr(plain_english, "ROOT", tmp_path)
     plain_english.main([])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("    in ")] == list(plain_english.OWN)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("    in ")]
+    assert [line[1] for line in lines] == list(plain_english.OWN)
+    assert {line[1]: int(line[2]) for line in lines} == {name: int(name.endswith(".md")) for name in plain_english.OWN}
 
 
 def test_the_rules_name_the_counter() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
-import transformers
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -66,7 +67,8 @@ def test_the_page_quotes_what_the_user_reads(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(versions, "installed_version", lambda program: "1.17.0")
     with pytest.raises(TreepackError) as refused:
         versions.check_program("trl", SimpleNamespace(), (), user="tree_trainer")
-    monkeypatch.setattr(transformers, "__version__", "5.21.0")
+    import_module("transformers")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.21.0")
     monkeypatch.setattr(levels, "_version", lambda package: "0.7.0")
     fla = levels.obstacle_of_fla.__wrapped__(vector_decay=True)
     quoted = re.findall(r"^```text\n(.*)\n```$", PAGE, re.MULTILINE)
