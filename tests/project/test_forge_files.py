@@ -58,7 +58,8 @@ def test_the_workflow_runs_the_versions_of_python_that_the_package_supports() ->
     named = [name.removeprefix("Programming Language :: Python :: ") for name in classifiers]
     versions = [name for name in named if re.fullmatch(r"3\.\d+", name)]
     assert jobs["tests"]["strategy"]["matrix"]["python"] == versions
-    assert {"ubuntu-latest", "macos-latest"} <= {*jobs["data"]["strategy"]["matrix"]["os"]}
+    assert set(jobs["data"]["strategy"]["matrix"]["os"]) == {"ubuntu-latest", "macos-latest"}
+    assert jobs["macos"]["runs-on"] == "macos-latest"
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
