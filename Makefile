@@ -13,7 +13,8 @@ TASKS := .venv-verifiers
 CLUSTER := .venv-ray
 # The environment of flash-linear-attention, whose kernels run in Triton's interpreter there.
 RECURRENT := .venv-fla
-# The data half without torch; these rooms run in it. Their files that import torch are skipped there.
+# The data half without torch; these rooms run in it. Their tests that import torch are skipped there. Of trl, which needs
+# torch, they read the chat templates.
 DATA := .venv-data
 DATA_ROOMS := analysis cluster files ingest native pack rl trie
 # The environment of the documentation site, and the one in which `make constraints` resolves all versions again.
@@ -72,6 +73,7 @@ $(DATA)/stamp: pyproject.toml constraints.txt $(wildcard treepack/native/*.c)
 	$(PYTHON) -m venv $(DATA)
 	-$(DATA)/bin/python $(PIP) uv
 	$(call install,$(DATA)) $(LOCKED) -e '.[report,stats]' pytest pytest-xdist hypothesis selenium
+	$(call install,$(DATA)) $(LOCKED) --no-deps trl
 	$(DATA)/bin/python -c "$$CHECKOUT_PTH"
 	touch $@
 

@@ -55,6 +55,17 @@ def pytest_make_collect_report(
     return report
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Skip the tests that import torch while they run if it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if HAS_TORCH or error.name != "torch":
+            raise
+        pytest.skip("needs torch")
+
+
 def has_own_number(item: pytest.Item) -> bool:
     chosen = getattr(getattr(item, "obj", None), "_hypothesis_internal_use_settings", None)
     return chosen is not None and chosen.max_examples != settings().max_examples

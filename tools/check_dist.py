@@ -139,9 +139,15 @@ def check_sdist(sdist: Path, samples: Path, folder: Path) -> None:
 
 
 def other_python() -> str | None:
-    """Return a Python 3.12 of this machine, or None."""
+    """Return a Python 3.12 of this machine that starts, or None; shims of pyenv may be there and not start."""
     candidates = [shutil.which("python3.12"), *sorted((Path.home() / ".pyenv" / "versions").glob("3.12*/bin/python"))]
-    return next((str(candidate) for candidate in candidates if candidate and Path(candidate).exists()), None)
+    for candidate in filter(None, candidates):
+        try:
+            if call(candidate, "--version").startswith("Python 3.12"):
+                return str(candidate)
+        except (StepError, OSError):
+            continue
+    return None
 
 
 def main(argv: list[str]) -> int:

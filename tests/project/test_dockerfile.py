@@ -71,9 +71,7 @@ def test_its_commands_run_in_a_plain_environment(tmp_path: Path) -> None:
             *sources, target = argument.split()
             for source in sources:
                 if (ROOT / source).is_dir():
-                    shutil.copytree(
-                        ROOT / source, folder / target, ignore=shutil.ignore_patterns("*.so", "__pycache__")
-                    )
+                    shutil.copytree(ROOT / source, folder / target, ignore=left_out)
                 else:
                     shutil.copy(ROOT / source, folder / target)
         elif name == "RUN" and not argument.startswith(OF_THE_SYSTEM):
