@@ -45,7 +45,7 @@ def call(*command: object, cwd: Path | None = None, environment: Mapping[str, st
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(
         [str(word) for word in command],
-        cwd=cwd, env=variables | (environment or {}), text=True, check=False,
+        cwd=cwd, env=variables | dict(environment or {}), text=True, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     if done.returncode:
