@@ -31,7 +31,8 @@ settings.register_profile("treepack", deadline=None, derandomize=True, max_examp
 settings.register_profile("thorough", settings.get_profile("treepack"), max_examples=80)
 settings.load_profile("treepack")
 
-HAS_TORCH = find_spec("torch") is not None
+# The environment of `make test-data` has no torch, and macOS has no triton.
+MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,23 +48,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Skip the files that import torch if it is not installed, as in the environment of `make test-data`."""
+    """Skip the files that import torch or triton if it is not installed."""
     report = yield
-    if report.outcome == "failed" and not HAS_TORCH and "No module named 'torch'" in str(report.longrepr):
-        report.outcome = "skipped"
-        report.longrepr = (str(collector.path), 0, "Skipped: needs torch")
+    for name in MISSING:
+        if report.outcome == "failed" and f"No module named '{name}" in str(report.longrepr):
+            report.outcome = "skipped"
+            report.longrepr = (str(collector.path), 0, f"Skipped: needs {name}")
     return report
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Skip the tests that import torch while they run if it is not installed."""
+    """Skip the tests that import torch or triton while they run if it is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if HAS_TORCH or error.name != "torch":
+        name = (error.name or "").split(".")[0]
+        if name not in MISSING:
             raise
-        pytest.skip("needs torch")
+        pytest.skip(f"needs {name}")
 
 
 def has_own_number(item: pytest.Item) -> bool:
