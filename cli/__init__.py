@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import click
 
+from treepack import __version__
 from treepack.errors import TreepackError
 
 from .streams import printable, standard_streams
@@ -62,7 +63,7 @@ class LazyCommands(click.Group):
 
 
 @click.group(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="treepack")
+@click.version_option(__version__)
 def commands() -> None:
     """Train on trees of agent rollouts, computing every shared prefix once.
 
