@@ -41,7 +41,7 @@ from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import FOREST_METHODS, METHODS, plan_rows
 from treepack.pack.plan.problem import Search
 from treepack.trajectory import Int64
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
 ALL = [*METHODS, *FOREST_METHODS]

@@ -5,7 +5,7 @@
 The timed pool has one original query in ten; twelve training steps have rolled out a fifth of it eight times each.
 
 Then 30 steps roll out 64 queries eight times each, of 500 original queries whose true log-odds are drawn from the model
-of `rl/pros/pass_rates.py` and change by a deviation of 0.1 a step. In the growing pool, every original query that
+of `research/pros/pass_rates.py` and change by a deviation of 0.1 a step. In the growing pool, every original query that
 passed at a step, or whose augmented query did, gets a new augmented query; in the fixed pool, none does. Queries are
 selected at random, by the remembered share of successes (0.5 if there is none), or by `treepack select`. The benchmark
 prints the true pass rates of the last 20 steps.
@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from treepack.rl.pros.pass_rates import Prior, Sampling, estimate
-from treepack.rl.pros.selection import (
+from treepack.research.pros.pass_rates import Prior, Sampling, estimate
+from treepack.research.pros.selection import (
     State,
     empty_state,
     forget_and_add,

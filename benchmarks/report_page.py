@@ -22,13 +22,13 @@ from pathlib import Path
 import numpy as np
 from selenium.webdriver.chrome.webdriver import WebDriver
 
-from treepack.analysis.model_cost import read_shape
-from treepack.analysis.report.contents import read_contents
-from treepack.analysis.report.figures import Subject, measure
-from treepack.analysis.report.page import render
+from treepack.costs.model_cost import read_shape
 from treepack.ingest.tokenization import load_tokenizer
+from treepack.report.contents import read_contents
+from treepack.report.figures import Subject, measure
+from treepack.report.page import render
 from treepack.trajectory import Int32, Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

@@ -9,7 +9,7 @@ the same checkpointing and autocast, the same loss, AdamW. Flat, every root-to-l
 Sequences share rows of at most `--flat-row` tokens and attend through varlen FlashAttention: FlashAttention-4 if it is
 installed, else torch's. The two losses must agree, or the run fails.
 
-ideal        floating-point operations of the measured rows, flat over tree (analysis.model_cost)
+ideal        floating-point operations of the measured rows, flat over tree (costs.model_cost)
 efficiency   measured speed-up over the ideal one
 forecast     the speed-up that `treepack stats` forecasts; for a packed directory, from all of its rows
 measured/f.  measured speed-up over the forecast
@@ -36,8 +36,8 @@ from training_rows import flat_rows, make_row, tree_rows
 from workloads import WORKLOADS, chains, make_workload, star
 
 from treepack.analysis.forecast import Line, row_work
-from treepack.analysis.model_cost import PRESETS, FlopCount, ModelShape, operations, shape_of
 from treepack.attention.chains import Chains
+from treepack.costs.model_cost import PRESETS, FlopCount, ModelShape, operations, shape_of
 from treepack.data.batch import Batch
 from treepack.data.dataset import PackedDataset
 from treepack.files.manifest import read_manifest

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from treepack.rollout.queries import Queries
     from treepack.rollout.query import Query
     from treepack.rollout.run import RolloutOptions, StartEpisode
-    from treepack.rollout.server import SampleText
+    from treepack.rollout.servers.server import SampleText
     from treepack.rollout.summary import Means, RolloutSummary
     from treepack.trajectory import Int32
 
@@ -217,7 +217,7 @@ def _with_stop_tokens(sampling: Sampling, engine: EngineOptions, tokenizer: Any)
         # The server ends a response with its model's own tokens too, so none may be known here.
         end = getattr(tokenizer, "eos_token_id", None)
         return sampling if end is None else replace(sampling, stop_token_ids=(end,))
-    from treepack.rollout.local import default_stop_tokens
+    from treepack.rollout.in_process.local import default_stop_tokens
 
     found = default_stop_tokens(engine.engine)
     if not found:
@@ -232,7 +232,7 @@ async def _open(options: EngineOptions, sampling: Sampling, tokenizer: Any) -> t
         TreepackError: the server or the model cannot be used.
     """
     if options.is_server:
-        from treepack.rollout.server import connect
+        from treepack.rollout.servers.server import connect
 
         server = await connect(
             options.engine,
@@ -247,7 +247,7 @@ async def _open(options: EngineOptions, sampling: Sampling, tokenizer: Any) -> t
         return server, server.found.model or options.engine
     import torch
 
-    from treepack.rollout.local import load_engine
+    from treepack.rollout.in_process.local import load_engine
     from treepack.train.ranks import find_device, find_dtype
 
     device = find_device(options.device)
@@ -267,7 +267,7 @@ def _api_key(name: str | None) -> str | None:
 
 def _sample_text(tokenizer: Any) -> SampleText | None:
     from treepack.ingest.encoder import Encoder
-    from treepack.rollout.server import SampleText
+    from treepack.rollout.servers.server import SampleText
 
     if tokenizer is None:
         return None

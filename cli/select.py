@@ -1,7 +1,7 @@
 """`treepack select`: the queries to roll out next, chosen by pass rate; `select update` maintains the counts.
 
-The state and the choice are `treepack.rl.pros.selection`, the estimate is `treepack.rl.pros.pass_rates`. This file
-reads options and files, and prints a summary.
+The state and the choice are `treepack.research.pros.selection`, the estimate is `treepack.research.pros.pass_rates`.
+This file reads options and files, and prints a summary.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .paths import READ, WRITE
 
 if TYPE_CHECKING:
     from treepack.files.address import AnyPath
-    from treepack.rl.pros.pass_rates import Prior, Sampling
-    from treepack.rl.pros.selection import State
+    from treepack.research.pros.pass_rates import Prior, Sampling
+    from treepack.research.pros.selection import State
     from treepack.trie.trie import Trie
 
 
@@ -33,13 +33,13 @@ class _Select(click.Group):
 
 
 def _prior(mu: float, tau: float, sigma: float) -> Prior:
-    from treepack.rl.pros.pass_rates import Prior
+    from treepack.research.pros.pass_rates import Prior
 
     return Prior(mu, tau, sigma)
 
 
 def _sampling(sweeps: int, burn_in: int, seed: int, workers: int) -> Sampling:
-    from treepack.rl.pros.pass_rates import Sampling
+    from treepack.research.pros.pass_rates import Sampling
 
     return Sampling(sweeps, burn_in, seed, workers)
 
@@ -99,7 +99,7 @@ def nearest(state: AnyPath, k: int, out: AnyPath | None, prior: Prior, sampling:
     import orjson
 
     from treepack.files.directory import finished_file
-    from treepack.rl.pros import pass_rates, selection
+    from treepack.research.pros import pass_rates, selection
 
     if out is not None:
         refuse_suffix(out)
@@ -185,8 +185,8 @@ def update(
 
     from treepack.errors import TreepackError
     from treepack.files.directory import exists
-    from treepack.rl.pros import selection
-    from treepack.trie.files import read_trie
+    from treepack.research.pros import selection
+    from treepack.trie.store.trie_files import read_trie
 
     if not math.isfinite(success_above):
         raise TreepackError(f"success_above is {success_above}; expected a finite reward")
@@ -276,7 +276,7 @@ def _queries_of(path: AnyPath) -> Iterator[tuple[str, str | None]]:
 
 def _groups(trie: Trie) -> list[tuple[str, str | None]]:
     """Return query and parent of each rollout: its group without a parent, unless it names an augmented query."""
-    from treepack.rl.pros.augmentation import marks_of
+    from treepack.research.pros.augmentation import marks_of
 
     queries: list[tuple[str, str | None]] = [(name, None) for name in trie.trajectories["group_id"].to_pylist()]
     # Rollouts of augmented queries have the id of the query and of its parent among their fields.
@@ -297,9 +297,9 @@ def _count_rollouts(
     import pyarrow as pa
 
     from treepack.errors import TreepackError
+    from treepack.research.pros import selection
     from treepack.rl.group_tree import group_codes
     from treepack.rl.leaf_weights import leaf_weights
-    from treepack.rl.pros import selection
     from treepack.rl.rollouts import refuse_split, rollouts_of
 
     query = selection.indices_of(read, pa.array(names, pa.string()))

@@ -98,7 +98,7 @@ def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *, text:
     if wanted.row is not None:
         raise TreepackError(f"{directory}: is not packed; give --row with a packed directory")
     if manifest:
-        from treepack.trie.files import read_trie
+        from treepack.trie.store.trie_files import read_trie
 
         decoder = _decoder(directory, manifest, build.tokenizer, text=text)
         return _of_trie(read_trie(directory), wanted, decoder, where=str(directory))
@@ -148,7 +148,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *
         return _Chosen((views.rollout_view(rollout) for rollout in rollouts), [], decoder)
 
     from treepack.columns import collect
-    from treepack.trie.build import build_trie
+    from treepack.trie.builders.in_memory import build_trie
 
     trie = build_trie(collect(refuse_nothing(stream, counts)), share=build.share)
     for reason, count in sorted(counts.items()):

@@ -100,7 +100,7 @@ def use_cache(folder: Path | None, size: str | None) -> None:
     Raises:
         TreepackError: `size` is no number of bytes.
     """
-    from treepack.files.cache_room import cache_limit
+    from treepack.files.remote.cache_room import cache_limit
 
     if folder is not None:
         os.environ["TREEPACK_CACHE"] = str(folder.absolute())

@@ -25,7 +25,7 @@ import pyarrow as pa
 import support_table
 
 import treepack
-from treepack.analysis import model_cost as shapes
+from treepack.costs import model_cost as shapes
 from treepack.files import schema
 from treepack.files.manifest import Provenance
 from treepack.ingest.readers import fields, token_fields
@@ -36,7 +36,7 @@ from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 OPTIONS = {"method": "auto", "semantics": "branch", "normalize": "token", "too_long": "error"}
 DOCS = Path(__file__).parent

@@ -37,7 +37,7 @@ import torch
 
 import treepack
 from treepack.rollout.engine import derived_seed
-from treepack.rollout.local import LocalOptions, default_stop_tokens
+from treepack.rollout.in_process.local import LocalOptions, default_stop_tokens
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.tree import Tree, leaf_weights
 

@@ -15,7 +15,7 @@ from support.strategies import make
 from treepack.files import schema
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.planning import plan_rows
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 
 def test_generated_pages_are_current() -> None:

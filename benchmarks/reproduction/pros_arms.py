@@ -31,10 +31,10 @@ from tasks import sample_trees
 
 import treepack
 from treepack.columns import SpanView
-from treepack.rl.pros import selection
-from treepack.rl.pros.augmentation import augment
-from treepack.rl.pros.pass_rates import LogOdds, Sampling, estimate
-from treepack.rl.pros.signals import entropies_of_terms
+from treepack.research.pros import selection
+from treepack.research.pros.augmentation import augment
+from treepack.research.pros.pass_rates import LogOdds, Sampling, estimate
+from treepack.research.pros.signals import entropies_of_terms
 from treepack.rollout.query import Query
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Float64, Int32, Trajectory

@@ -51,7 +51,7 @@ from treepack import (
 )
 from treepack.ingest.readers.records import Record
 from treepack.rollout.engine import derived_seed
-from treepack.rollout.local import default_stop_tokens
+from treepack.rollout.in_process.local import default_stop_tokens
 from treepack.rollout.prompts import PromptReader
 from treepack.rollout.tree import Tree, leaf_weights
 from treepack.trajectory import Float64, Int32

@@ -19,19 +19,19 @@ import numpy as np
 import torch
 
 import treepack
-from treepack.rl.leaf_weights import leaf_weights
-from treepack.rl.trace.predictions import Predictions
-from treepack.rl.trace.targets import anchors, binary_rewards, recursive_targets
-from treepack.rollout.query import Query
-from treepack.train.predictor.fit import accumulate
-from treepack.train.predictor.model import (
+from treepack.research.predictor.fit import accumulate
+from treepack.research.predictor.model import (
     ValueModel,
     end_states,
     node_values,
     prediction_table,
     start_values,
 )
-from treepack.train.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, draw_nodes
+from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, draw_nodes
+from treepack.research.trace.predictions import Predictions
+from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets
+from treepack.rl.leaf_weights import leaf_weights
+from treepack.rollout.query import Query
 from treepack.trajectory import Float64
 from treepack.trie.trie import Trie
 

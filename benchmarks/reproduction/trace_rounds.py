@@ -24,11 +24,11 @@ from tasks import sample_trees
 from trace_predictor import SOURCE, Predictor, predictions, prompt_values, refit
 
 import treepack
-from treepack.rl.trace.allocation import allocate_roots
-from treepack.rl.trace.expansion import prefix_table
-from treepack.rl.trace.predictions import Predictions, correlations, group_ids
-from treepack.rl.trace.simulation import Experiment, spread_continuations, spread_rollouts
-from treepack.rl.trace.targets import anchors, binary_rewards, effective_ratio
+from treepack.research.trace.allocation import allocate_roots
+from treepack.research.trace.expansion import prefix_table
+from treepack.research.trace.predictions import Predictions, correlations, group_ids
+from treepack.research.trace.simulation import Experiment, spread_continuations, spread_rollouts
+from treepack.research.trace.targets import anchors, binary_rewards, effective_ratio
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.recorded import prefix_parts

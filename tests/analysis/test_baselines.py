@@ -23,12 +23,12 @@ from treepack.analysis.forecast import (
     once_work,
     turns_work,
 )
-from treepack.analysis.model_cost import FlopCount, ModelShape, operations
 from treepack.analysis.turns import turns_of
 from treepack.analysis.verdict import baseline_notes, report
+from treepack.costs.model_cost import FlopCount, ModelShape, operations
 from treepack.ingest.conversations import AppendOnly, Conversations
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie, trajectories_of
 

@@ -18,13 +18,13 @@ from treepack.analysis.carried_cost import (
     plan_trunks,
     trie_trunks,
 )
-from treepack.analysis.model_cost import FlopCount, ModelShape
 from treepack.carry.pieces import plan_row
+from treepack.costs.model_cost import FlopCount, ModelShape
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 PIECES = (1, 2, 3, 5, 8, 1000)
 SHAPE = ModelShape("made", weights=90, output=11, scores=3, scans=10)

@@ -16,12 +16,12 @@ from treepack.analysis.capacities import forecast_lines, plan_capacities
 from treepack.analysis.carried_cost import Trunk
 from treepack.analysis.carried_report import PIECES, USABLE, RowsToCarry, report, rows_of_plans, sizes_of_pieces
 from treepack.analysis.forecast import Device, read_device
-from treepack.analysis.model_cost import FlopCount, operations, read_shape
-from treepack.analysis.model_memory import ModelMemory, NoPieces, read_memory
-from treepack.analysis.report.figures import Subject, measure
-from treepack.analysis.report.words import summary
+from treepack.costs.model_cost import FlopCount, operations, read_shape
 from treepack.errors import TreepackError
-from treepack.trie.build import build_trie
+from treepack.memory.model_memory import ModelMemory, NoPieces, read_memory
+from treepack.report.figures import Subject, measure
+from treepack.report.words import summary
+from treepack.trie.builders.in_memory import build_trie
 
 GIB = 1 << 30
 MODEL = "qwen3-1.7b"

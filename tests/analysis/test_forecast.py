@@ -31,15 +31,15 @@ from treepack.analysis.forecast import (
     turns_work,
     whole_work,
 )
-from treepack.analysis.model_cost import FlopCount
 from treepack.analysis.turns import cut_to_turns, turns_of
+from treepack.costs.model_cost import FlopCount
 from treepack.errors import TreepackError
 from treepack.pack.capacity import usual_capacities
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie, trajectories_of
 

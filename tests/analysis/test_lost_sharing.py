@@ -17,7 +17,7 @@ from treepack.analysis.lost_sharing import added_tokens, explain
 from treepack.analysis.text_differences import classify
 from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Chat, Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 # Without a tokenizer a cause only names the part that differs.
 CAUSE = {"prompt": "prompt differs", "history": "history differs"}

@@ -29,8 +29,8 @@ from treepack.pack import expected
 from treepack.pack.expected import IdIndex, TableRows
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie import pieces, storage
-from treepack.trie.build import build_trie
-from treepack.trie.files import read_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import read_trie
 
 EXAMPLES = max(3, settings().max_examples // 20)  # each packs, and reads everything six times
 MEMORY = 1 << 20  # enough for the nodes and trajectories of the small tries of these tests

@@ -25,7 +25,7 @@ from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory, positions
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 FULL = Look(full=True)
 # "[7" -> begins, 7; "9]*0.5" -> 9, ends, weight 0.5; "8" -> 8

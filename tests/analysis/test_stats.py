@@ -17,7 +17,7 @@ from treepack.analysis.describe import describe, describe_rows, por_by_depth, qu
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.totals import trie_totals
 
 

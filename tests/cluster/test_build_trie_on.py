@@ -24,14 +24,14 @@ from treepack import BuildOptions, TreepackError, build_trie_directory
 from treepack.cluster.build import build_trie_on
 from treepack.files import parts as file_parts
 from treepack.files.address import as_path
-from treepack.files.cache import local_copy
 from treepack.files.manifest import read_manifest
+from treepack.files.remote.cache import local_copy
 from treepack.ingest.read_log import PREFIX
 from treepack.ingest.readers import ranges
 from treepack.ingest.readers.copies import COPY
-from treepack.trie import files as trie_files
-from treepack.trie import ranges as trie_ranges
-from treepack.trie.files import read_trie
+from treepack.trie.builders import ranges as trie_ranges
+from treepack.trie.store import trie_files
+from treepack.trie.store.trie_files import read_trie
 
 SAMPLES = Path(__file__).parents[2] / "sample_data"
 ARRAYS = ("tokens", "node_start", "node_end", "parent", "depth", "num_passing", "end_node")

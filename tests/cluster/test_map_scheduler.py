@@ -22,7 +22,7 @@ from treepack.cluster.pack import pack_trie_on
 from treepack.cluster.scheduler import Here
 from treepack.errors import TreepackError
 from treepack.trajectory import Int64
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 
 ROLLOUTS = ROOT / "sample_data" / "tokens.jsonl"
 TABLE = pa.table({"a": np.arange(10), "b": [[i] * i for i in range(10)]})

@@ -21,7 +21,7 @@ from treepack.pack.options import METHODS, NORMALIZE, SEMANTICS
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import MarkovLaw
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 
 def trie_directory(made: list[Trajectory], folder: Path, share: str = "all") -> Path:

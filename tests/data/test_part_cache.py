@@ -23,8 +23,9 @@ from treepack.data.dataset import PackedDataset
 from treepack.data.part_cache import PartCache
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
-from treepack.files import parts, patience
+from treepack.files import parts
 from treepack.files.location import Location
+from treepack.files.remote import retries as patience
 from treepack.model.denominators import check_columns, trajectory_table
 from treepack.model.objectives import choose_objective
 

@@ -37,7 +37,7 @@ from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages, with_advantages
 from treepack.trajectory import Tokens, Trajectory, positions
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 TREERPO = AdvantageOptions("treerpo", segment="recorded", edges=True)

@@ -38,7 +38,7 @@ from treepack.pack.plan.planning import FOREST_METHODS, METHODS, packed_trie, pl
 from treepack.pack.plan.problem import Limits
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory, spans_of_mask
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 KINDS = sorted(CONFIGS)
 ATTENTIONS = ["reference", "flex"]

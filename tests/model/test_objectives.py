@@ -30,7 +30,7 @@ from treepack.model.forward import row_logprobs
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives import PRESETS, Objective, choose_objective, objective_loss
 from treepack.model.preferences import preference_pairs
-from treepack.rollout_parts import LOST_PARTS
+from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.trajectory import Trajectory
 
 TOLERANCE = 1e-9

@@ -24,7 +24,7 @@ from treepack.pack.options import PackOptions
 from treepack.pack.packing import plan_packing
 from treepack.pack.row import Row
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 SAMPLES = rollouts()
 

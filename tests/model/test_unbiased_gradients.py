@@ -29,7 +29,7 @@ from treepack.pack.row import Row
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import MarkovLaw
 from treepack.trajectory import Float64, Int32, Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 STOP, START, LONGEST, STEPS, TREES = 0, 1, 5, 100, 3
 # Log-probabilities of the next token (column) after a token (row). Token 1 ends responses soon, and such ones succeed.

@@ -20,7 +20,7 @@ from treepack.pack.plan.bounds.lower_bound import ProofEffort, lower_bound
 from treepack.pack.plan.methods import anneal, dominance, first_fit, jump_tree, online, subsets
 from treepack.pack.plan.methods.contiguous import contiguous
 from treepack.pack.plan.problem import Limits, PlanTree, Search, path_pairs
-from treepack.rl.trace import greedy
+from treepack.research.trace import greedy
 
 STAR: Nested = (5, [(size, []) for size in (7, 7, 1, 0, 9, 3, 7, 0, 2, 2, 8, 8, 1)])
 EQUAL: Nested = (0, [(4, []) for _ in range(40)])

@@ -20,7 +20,7 @@ from treepack.rl.leaf_weights import leaf_weights
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import MarkovLaw
 from treepack.trajectory import Float64, Int32, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 WITH_FALLBACK = TreeOptions(width=8, max_tokens=20, segment=2, depth=8, first_forks=2)

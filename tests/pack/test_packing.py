@@ -25,7 +25,7 @@ from treepack import (
 )
 from treepack.files.manifest import read_manifest
 from treepack.pack.check import check_packed
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
 

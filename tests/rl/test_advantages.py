@@ -31,7 +31,7 @@ from treepack.rl.advantages.tree import tree_grpo_segments, treerpo
 from treepack.rl.group_tree import group_codes
 from treepack.rl.segments import segment_tree
 from treepack.trajectory import Float64, Tokens, Trajectory, positions
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 few = settings(max_examples=40)  # every example builds a trie

@@ -19,8 +19,8 @@ from treepack.rollout.prompts import PromptReader
 from treepack.rollout.queries import Queries, QuerySources, read_queries
 from treepack.rollout.query import Query
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.build import build_trie
-from treepack.trie.files import write_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import write_trie
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
 

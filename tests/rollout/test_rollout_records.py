@@ -24,7 +24,7 @@ from treepack.rollout.sampler import sample_tree
 from treepack.rollout.simulated import MarkovLaw, SimulatedEngine
 from treepack.rollout.tree import Tree, leaf_weights
 from treepack.trajectory import Float64, Int32, Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 
 def eight_tokens() -> Float64:

@@ -21,7 +21,7 @@ from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.requests import LimitedEngine
 from treepack.rollout.sampler import sample_tree
-from treepack.rollout.server import SampleText, ServerEngine, connect
+from treepack.rollout.servers.server import SampleText, ServerEngine, connect
 from treepack.rollout.simulated import SimulatedEngine
 from treepack.rollout.tree import Usage
 

@@ -33,7 +33,7 @@ from treepack.pack.plan.problem import Limits
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 VOCABULARY = 50
 

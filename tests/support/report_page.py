@@ -11,11 +11,11 @@ from selenium.webdriver.common.by import By
 
 from support.browser import look, wait
 from support.paths import SAMPLE_DATA
-from treepack.analysis.model_cost import read_shape
-from treepack.analysis.report.contents import read_contents
-from treepack.analysis.report.figures import Subject, measure
-from treepack.analysis.report.page import render
+from treepack.costs.model_cost import read_shape
 from treepack.ingest.tokenization import load_tokenizer
+from treepack.report.contents import read_contents
+from treepack.report.figures import Subject, measure
+from treepack.report.page import render
 from treepack.trie.trie import Trie
 
 TOKENIZER = SAMPLE_DATA / "tokenizer"

@@ -11,7 +11,7 @@ import pytest
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from support.tiny_families import DELTA_RULE
-from treepack.analysis.model_cost import shape_of
+from treepack.costs.model_cost import shape_of
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun, open_run
 

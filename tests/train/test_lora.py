@@ -23,9 +23,9 @@ from support.strategies import make
 from treepack import TreepackError
 from treepack.model.adapter import LoraOptions
 from treepack.model.load import load_model
+from treepack.research.predictor.model import start_values
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.predictor.model import start_values
 from treepack.train.run import open_run
 from treepack.train.step import StepMetrics
 

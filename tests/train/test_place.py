@@ -10,9 +10,10 @@ import fsspec
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.files import object_store, patience
 from treepack.files.address import RemotePath
-from treepack.files.object_store import UnavailableError
+from treepack.files.remote import object_store
+from treepack.files.remote import retries as patience
+from treepack.files.remote.object_store import UnavailableError
 from treepack.train.place import Place, open_place
 from treepack.train.ranks import Ranks
 

@@ -21,8 +21,8 @@ from support.oracle_model import Sample, gradients, make_row, packed_directory, 
 from support.rank_processes import CPU, Case, train_over
 from support.strategies import make
 from support.tiny_families import KeepFloat64, tiny_family
-from treepack.analysis.model_cost import shape_of
 from treepack.attention import IMPLEMENTATIONS, register
+from treepack.costs.model_cost import shape_of
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.model.forward import hidden_states, row_loss

@@ -29,7 +29,7 @@ from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun, open_run, open_verification
 from treepack.train.step import StepMetrics
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=100, clip=0.0)
 OVER_TERMS = [name for name in PRESETS if name not in ("sft", "value")]

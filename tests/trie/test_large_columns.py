@@ -14,7 +14,6 @@ import pytest
 from support.manifests import manifest_of
 from support.strategies import make
 from treepack import columns
-from treepack.analysis.report.payload import advantages_of
 from treepack.analysis.show.selection import subset
 from treepack.analysis.turns import Turns, cut_to_turns
 from treepack.columns import LOGPROBS, SpanView, collect, list_values, num_trained, take_rows, text_codes
@@ -24,9 +23,10 @@ from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.plan.problem import Limits
 from treepack.pack.rows import pack_rows
+from treepack.report.payload import advantages_of
 from treepack.rl.group_tree import group_codes
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.check import check_trie
 from treepack.trie.trie import Trie, trajectories_of
 

@@ -10,9 +10,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treepack.trie.builders.run_merge import Merged, SortedRun, merge, split
+from treepack.trie.builders.spool import token_offsets
 from treepack.trie.nodes import common_prefix
-from treepack.trie.run_merge import Merged, SortedRun, merge, split
-from treepack.trie.spool import token_offsets
 
 Sequences = list[tuple[int, list[int]]]  # partition and tokens
 

@@ -28,8 +28,8 @@ from treepack.analysis.forecast import (
     ways_to_cut,
     whole_work,
 )
-from treepack.analysis.model_cost import FlopCount
 from treepack.analysis.turns import Turns, cut_to_turns, turns_of
+from treepack.costs.model_cost import FlopCount
 from treepack.ingest.conversations import Conversations
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.plan.check import check_plan

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treepack.analysis.model_cost import FlopCount, ModelShape
+from treepack.costs.model_cost import FlopCount, ModelShape
 from treepack.pack.plan.unions import shared_with_previous
 from treepack.trajectory import Int64
 from treepack.trie.nodes import NodeArrays, forest_of

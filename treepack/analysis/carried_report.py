@@ -26,9 +26,9 @@ from treepack.analysis.carried_cost import (
     trie_trunks,
 )
 from treepack.analysis.forecast import MFU, Device, Line
-from treepack.analysis.model_cost import FlopCount, ModelShape, operations
-from treepack.analysis.model_memory import ModelMemory, NoPieces
+from treepack.costs.model_cost import FlopCount, ModelShape, operations
 from treepack.errors import TreepackError
+from treepack.memory.model_memory import ModelMemory, NoPieces
 from treepack.trie.trie import Trie
 
 # Sizes of a piece to choose from: shorter ones do not keep a GPU busy, and longer ones gain little.

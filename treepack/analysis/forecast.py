@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treepack.analysis.model_cost import FlopCount
 from treepack.analysis.turns import Turns, turns_of
 from treepack.columns import SpanView
+from treepack.costs.model_cost import FlopCount
 from treepack.errors import TreepackError
 from treepack.ingest.conversations import Conversations, conversations_of_manifest
 from treepack.trajectory import Int64

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from treepack.errors import TreepackError
-from treepack.files.memory import usual_memory
+from treepack.memory.budget import usual_memory
 from treepack.trie.trie import Trie
 
 

@@ -20,31 +20,31 @@ from treepack.analysis.check import check_trie_totals, checked_totals
 from treepack.analysis.describe import Report, describe, describe_rows
 from treepack.analysis.forecast import Line, RowCounter, read_device
 from treepack.analysis.lost_sharing import explain
-from treepack.analysis.model_cost import read_shape
-from treepack.analysis.model_memory import read_memory
 from treepack.analysis.needed_memory import CHECKING, DESCRIBING, refuse_too_large
 from treepack.analysis.options import StatsOptions
 from treepack.analysis.origin import local_paths, manifest_of, read_packed_origin
 from treepack.analysis.summary import conversation_entries
 from treepack.analysis.verdict import baseline_notes
 from treepack.analysis.verdict import report as forecast
+from treepack.costs.model_cost import read_shape
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.cache import naming_addresses
 from treepack.files.manifest import Manifest
 from treepack.files.parts import refuse_links
+from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
 from treepack.ingest.tokenization import read_tokenizer
+from treepack.memory.model_memory import read_memory
 from treepack.pack.capacity import usual_capacities
 from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
 from treepack.pack.plan.problem import Search
 from treepack.processes import Progress, ReportProgress, with_progress
+from treepack.research.trace.predictions import correlations, read_predictions
+from treepack.research.trace.targets import anchors, binary_rewards, effective_ratios
 from treepack.rl.leaf_weights import leaf_weights
-from treepack.rl.trace.predictions import correlations, read_predictions
-from treepack.rl.trace.targets import anchors, binary_rewards, effective_ratios
 from treepack.trie.directory import read_to_trie, skipped_record
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
 

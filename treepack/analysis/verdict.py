@@ -23,7 +23,7 @@ from treepack.analysis.forecast import (
     usable_conversations,
 )
 from treepack.analysis.glossary import BASELINES
-from treepack.analysis.model_cost import ModelShape, operations
+from treepack.costs.model_cost import ModelShape, operations
 from treepack.ingest.conversations import Conversations
 
 # Share of saved operations below which the verdict is that tree training does not pay.

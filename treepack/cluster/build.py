@@ -31,9 +31,9 @@ from treepack.cluster.scheduler import Scheduler, TableHandle
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_output, is_address
-from treepack.files.cache import naming_addresses
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import Manifest, Provenance
+from treepack.files.remote.cache import naming_addresses
 from treepack.files.task_output import TaskOutput, check_visible
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
@@ -46,10 +46,7 @@ from treepack.ingest.stream import options_and_job
 from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.processes import ReportProgress, with_progress
 from treepack.trajectory import Int64
-from treepack.trie.directory import TrieSummary
-from treepack.trie.files import write_trie_manifest
-from treepack.trie.nodes import NodeArrays
-from treepack.trie.ranges import (
+from treepack.trie.builders.ranges import (
     RangeNodes,
     RangeSummary,
     WrittenRange,
@@ -60,7 +57,10 @@ from treepack.trie.ranges import (
     sort_range,
     write_range,
 )
-from treepack.trie.sequence_table import UInt64, rows_of_hashes
+from treepack.trie.builders.sequence_table import UInt64, rows_of_hashes
+from treepack.trie.directory import TrieSummary
+from treepack.trie.nodes import NodeArrays
+from treepack.trie.store.trie_files import write_trie_manifest
 
 T = TypeVar("T")
 

@@ -22,8 +22,8 @@ import pyarrow as pa
 
 from treepack.cluster.scheduler import Call, TableHandle
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import AnyPath, RemotePath, as_output
+from treepack.files.remote import object_store
 from treepack.trajectory import Int64
 
 MapTasks = Callable[[Callable[[Any], Any], list[Any]], Iterable[Any]]

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from treepack.columns import unique_ids
 from treepack.trajectory import Int64
-from treepack.trie.ranges import Names
-from treepack.trie.sequence_table import UInt64, text_hashes
+from treepack.trie.builders.ranges import Names
+from treepack.trie.builders.sequence_table import UInt64, text_hashes
 
 LookUp = Callable[[UInt64], Iterable[tuple[Int64, list[str], list[str]]]]
 

@@ -26,10 +26,10 @@ from treepack.cluster.slice_plan import PackJob, SlicePlan, plan_slice
 from treepack.cluster.slice_rows import SliceRows, open_row_id, range_of_open_rows, write_joined, write_slice
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_output, as_path
-from treepack.files.cache import addresses_in, naming_addresses
 from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
 from treepack.files.location import Location, locate
 from treepack.files.manifest import Provenance, TrieEntry, read_manifest
+from treepack.files.remote.cache import addresses_in, naming_addresses
 from treepack.files.task_output import TaskOutput, check_visible
 from treepack.ingest.readers.inputs import displayed
 from treepack.pack.capacity import no_trajectory_fits, usual_capacities_of
@@ -40,8 +40,8 @@ from treepack.pack.plan.planning import refuse_excesses
 from treepack.pack.plan.problem import Limits
 from treepack.pack.totals import totals_of_rows
 from treepack.processes import ReportProgress, with_progress
-from treepack.trie.row_groups import TrieFooters, read_footers
-from treepack.trie.slices import TrieSlice, trie_slices
+from treepack.trie.store.row_groups import TrieFooters, read_footers
+from treepack.trie.store.slices import TrieSlice, trie_slices
 
 # Tokens of a slice: a task needs about 1 GB for them with their columns, and its rows are so many that a slice costs
 # less than one of them.

@@ -26,7 +26,7 @@ from treepack.pack.plan.planning import FOREST_METHODS, merge_pieces
 from treepack.pack.plan.unions import RowSizes
 from treepack.pack.weights import TERM_COLUMNS
 from treepack.trajectory import Int32, Int64
-from treepack.trie.slices import TrieSlice
+from treepack.trie.store.slices import TrieSlice
 
 # Open rows of a slice and a step: the emptiest ones, at most so many, and filled less than this.
 OPEN_ROWS, OPEN_FILL = 8, 0.75

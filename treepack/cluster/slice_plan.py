@@ -27,8 +27,8 @@ from treepack.pack.plan.problem import Limits, Search
 from treepack.pack.plan.unions import RowSizes
 from treepack.pack.weights import has_weights, times_trained, trained_weights
 from treepack.trajectory import Int32, Int64
-from treepack.trie.row_groups import OPTIONAL
-from treepack.trie.slices import TrieSlice, read_slice
+from treepack.trie.store.row_groups import OPTIONAL
+from treepack.trie.store.slices import TrieSlice, read_slice
 from treepack.trie.trie import Trie
 
 

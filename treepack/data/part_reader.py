@@ -4,7 +4,8 @@
     remote    footers by range, once for all processes of a machine (`data.machine_tables`)
               row groups from a copy of the part (`data.part_cache`), or by range while there is none
 
-If the store does not answer after the directory was opened, reading is repeated for `files.patience.OUTAGE_SECONDS`.
+If the store does not answer after the directory was opened, reading is repeated for
+`files.remote.retries.OUTAGE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from treepack.data.part_cache import PartCache
 from treepack.errors import TreepackError
 from treepack.files.location import Location
 from treepack.files.manifest import FileEntry, Manifest, check_part, check_size
-from treepack.files.object_store import first_line
 from treepack.files.part_columns import check_columns, with_types
-from treepack.files.patience import OUTAGE_SECONDS, pauses
+from treepack.files.remote.object_store import first_line
+from treepack.files.remote.retries import OUTAGE_SECONDS, pauses
 from treepack.files.schema import PACKED
 
 T = TypeVar("T")
@@ -197,7 +198,7 @@ class PartReader:
         """Return columns of a row group from the store; wait while it does not answer.
 
         Raises:
-            TreepackError: it has not answered for `files.patience.OUTAGE_SECONDS`, or the part was altered.
+            TreepackError: it has not answered for `files.remote.retries.OUTAGE_SECONDS`, or the part was altered.
         """
         num_answers, retries = 0, None
         while True:

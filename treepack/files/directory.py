@@ -16,8 +16,8 @@ The first number is that of this machine since its last start, the second is ran
 `out`, no other process on this machine writes it, in any container. Locks between machines depend on the file system,
 so the remains of another machine are removed a day after their last change.
 
-An output may also be an address in an object store, see `files.remote_output`: `temporary` is then in TMPDIR, and is
-uploaded at the end.
+An output may also be an address in an object store, see `files.remote.remote_output`: `temporary` is then in TMPDIR,
+and is uploaded at the end.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from pathlib import Path
 
 from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath, as_output, as_path
-from treepack.files.cache import borrowed_copy
 from treepack.files.lock import lock
-from treepack.files.object_store import ExistsError
-from treepack.files.remote_output import is_own_prefix, observe, observed, remote_directory, remote_file
+from treepack.files.remote.cache import borrowed_copy
+from treepack.files.remote.object_store import ExistsError
+from treepack.files.remote.remote_output import is_own_prefix, observe, observed, remote_directory, remote_file
 
 MANIFEST = "manifest.json"
 RUN = "run.json"  # written first by a training run; its train.json comes last

@@ -1,7 +1,7 @@
 """Location of a directory that is read: on this machine, in an object store, or in a filesystem of pyarrow.
 
     "packed" | Path | "file:///data/packed"      local
-    "s3://...", "gs://...", "hf://..."           the filesystem of fsspec that `files.object_store` opens
+    "s3://...", "gs://...", "hf://..."           the filesystem of fsspec that `files.remote.object_store` opens
     "packed" in filesystem=...                   that filesystem of pyarrow
 
     locate(path) -> Location --> bytes of a file, sizes, streams, Parquet files
@@ -21,10 +21,10 @@ from pyarrow import fs
 from pyarrow import parquet as pq
 
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import RemotePath, as_path
-from treepack.files.object_store import first_line
 from treepack.files.part_columns import check_columns
+from treepack.files.remote import object_store
+from treepack.files.remote.object_store import first_line
 
 _AHEAD_BYTES = 8 << 20  # read at a time from an object that is read from its start to its end
 _REMEDY = "check the address, the credentials and the network"

@@ -24,10 +24,10 @@ from treepack import __version__
 from treepack.errors import TreepackError, shown
 from treepack.files import schema
 from treepack.files.address import AnyPath
-from treepack.files.cache import addresses_in
 from treepack.files.directory import MANIFEST
 from treepack.files.location import Location, locate
 from treepack.files.manifest_values import check_values
+from treepack.files.remote.cache import addresses_in
 
 
 class FileEntry(TypedDict):

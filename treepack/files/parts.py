@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from treepack.errors import TreepackError
 from treepack.files.manifest import FileEntry, Manifest, check_part, file_sha256
 from treepack.files.part_columns import check_columns, with_types
-from treepack.files.remote_output import publish
+from treepack.files.remote.remote_output import publish
 from treepack.trajectory import Int64
 
 # Tokens per part: large enough that a big data set has hundreds of files rather than millions, small enough that a

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.files.hub import is_offline, load_fault, snapshot
 from treepack.files.manifest import TokenizerEntry
+from treepack.files.remote.hub import is_offline, load_fault, snapshot
 from treepack.ingest import append_only, control_tokens
 from treepack.ingest.append_only import Message, append_only_text, sequence_totals, turn_totals
 from treepack.ingest.chat_template import ChatTemplate, RenderedTurn, TemplateFile, Tools, UnfaithfulError

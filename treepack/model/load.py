@@ -28,7 +28,7 @@ from torch import Tensor
 
 from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
-from treepack.files.hub import is_offline, load_fault
+from treepack.files.remote.hub import is_offline, load_fault
 from treepack.model.adapter import LoraOptions, assign, base_of, put_adapter
 from treepack.model.compatibility import check_config, translate_errors
 from treepack.model.dropout import disable_dropout

@@ -21,8 +21,8 @@ from treepack.pack.plan.methods.contiguous import cut_in_order
 from treepack.pack.plan.problem import Limits, Search, path_pairs
 from treepack.pack.plan.unions import RowSizes
 from treepack.trajectory import Int32, Int64, Routes
+from treepack.trie.builders.route_order import RoutedTokens, routed_order
 from treepack.trie.nodes import NodeArrays, forest_of, shared_with_previous, sorted_by_tokens
-from treepack.trie.route_order import RoutedTokens, routed_order
 from treepack.trie.route_symbols import shared_routes
 from treepack.trie.storage import Storage
 
@@ -158,7 +158,7 @@ def _search(forest: SortedForest, leaves: Int64, options: OnlineOptions, capacit
     # With Arrow and the planner's other methods, which the usual method does not need.
     from treepack.pack.plan.planning import plan_rows
     from treepack.trajectory import Tokens, Trajectory
-    from treepack.trie.build import build_trie
+    from treepack.trie.builders.in_memory import build_trie
     from treepack.trie.nodes import paths
 
     none: Int32 = np.zeros(0, np.int32)

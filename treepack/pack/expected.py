@@ -31,7 +31,7 @@ from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.pack.row import Row, RowTerms, term_field
 from treepack.pack.weights import stored_times_trained, trajectory_factors
-from treepack.rollout_parts import rollout_codes, rollout_parts, rollout_places
+from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
 from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.storage import PageReleaser
 from treepack.trie.trie import Trie

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.files.memory import usual_memory
+from treepack.memory.budget import usual_memory
 from treepack.pack.capacity import fit_capacity, usual_capacities
 from treepack.pack.leaf_weights import weigh_leaves
 from treepack.pack.options import PackOptions

@@ -28,7 +28,7 @@ from treepack.files import schema
 from treepack.files.column_views import View
 from treepack.pack.placement import PlacedNodes
 from treepack.pack.row import RowTerms
-from treepack.rollout_parts import rollout_codes, rollout_parts, rollout_places
+from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.nodes import paths
 from treepack.trie.storage import PageReleaser, Storage

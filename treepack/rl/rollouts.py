@@ -16,7 +16,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.rl.group_tree import group_codes
-from treepack.rollout_parts import first_of_each, rollout_codes, rollout_parts
+from treepack.rl.rollout_parts import first_of_each, rollout_codes, rollout_parts
 from treepack.trajectory import ON_SEVERAL_PATHS, Float64, Int64
 from treepack.trie.trie import Trie
 

@@ -26,9 +26,9 @@ from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath, as_output
 from treepack.files.directory import finished_file
 from treepack.files.lock import lock
-from treepack.rollout.dialects import checked_ids
 from treepack.rollout.query import Query
 from treepack.rollout.records import name_of
+from treepack.rollout.servers.dialects import checked_ids
 from treepack.trajectory import Int32
 
 FORMAT, VERSION = "treepack-rollouts", 1

@@ -31,7 +31,7 @@ from treepack.rollout.prompts import PromptReader
 from treepack.rollout.query import Query
 from treepack.rollout.recorded import GroupPrompt, group_prompts, prefix_parts, reused_turn
 from treepack.trajectory import derived_group
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
 PROMPTS, AUGMENTED, SELECTED, ROOTS, PREFIXES = "prompts", "augmented", "selected", "roots", "prefixes"

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from treepack.files import object_store
 from treepack.files.address import AnyPath
 from treepack.files.directory import RUN
+from treepack.files.remote import object_store
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 

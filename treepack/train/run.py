@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treepack.analysis.recurrent_cost import count_scans
 from treepack.attention import resolve, row_multiple
 from treepack.carry.offload import CarryMemory
+from treepack.costs.recurrent_cost import count_scans
 from treepack.data.mixture import AnyDataset, open_packed, sources_of
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry

@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from treepack.errors import TreepackError, install_hint
-from treepack.files import object_store
 from treepack.files.directory import finished_file
+from treepack.files.remote import object_store
 from treepack.train.metrics import TensorBoardLog, scalars
 from treepack.train.place import Place
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import strategies
 from support.command_line import Run
 from support.strategies import make
-from treepack.analysis.model_cost import ModelShape, pairs_of_token, read_shape
+from treepack.costs.model_cost import ModelShape, pairs_of_token, read_shape
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
 from treepack.pack.options import MAX_TOKEN_PAIRS, PackOptions
@@ -21,7 +21,7 @@ from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.plan.problem import Limits
 from treepack.trajectory import Float64, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
 

@@ -17,7 +17,7 @@ from treepack.pack.plan.files import read_plan_file
 from treepack.pack.plan.planning import plan_lines, plan_of_file, plan_rows
 from treepack.pack.plan.problem import Limits
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 HEADER = {"format": "treepack-plan", "version": 1, "capacity": 12}
 IDS = [f"r{i}" for i in range(6)]

@@ -17,7 +17,7 @@ from treepack.pack.plan.planning import plan_rows
 from treepack.pack.plan.problem import Limits, path_pairs
 from treepack.pack.plan.unions import RowSizes, range_minima, row_sizes
 from treepack.trajectory import Int64, Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, sequences_of
 
 

@@ -17,7 +17,7 @@ from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.plan.problem import Limits
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
 

@@ -24,7 +24,7 @@ from treepack.pack.plan.problem import Limits
 from treepack.pack.row import Row, row_counts, row_totals
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.check import check_trie
 from treepack.trie.trie import Trie, sequences_of, unshared
 

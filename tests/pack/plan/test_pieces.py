@@ -16,7 +16,7 @@ from treepack.pack.plan.planning import Excess, merge_pieces, plan_pieces, plan_
 from treepack.pack.plan.problem import Limits
 from treepack.pack.plan.unions import RowSizes
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 
 @given(made=trajectories(), room=st.integers(0, 9), method=st.sampled_from(["contiguous", "heuristic", "single-path"]))

@@ -19,7 +19,7 @@ from treepack.pack.plan.problem import Limits, Search, forest_of
 from treepack.pack.plan.unions import row_sizes
 from treepack.pack.plan.workers import plan_trees
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, sequences_of
 
 methods = pytest.mark.parametrize("method", sorted(METHODS))

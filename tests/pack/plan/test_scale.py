@@ -24,7 +24,7 @@ from treepack.pack.plan.planning import FOREST_METHODS, METHODS, plan_rows
 from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, forest_of
 from treepack.pack.plan.workers import Method, plan_trees
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
 ALL = sorted([*METHODS, *FOREST_METHODS])

@@ -26,7 +26,7 @@ from treepack.pack.plan.methods.subsets import fewest, subsets
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.plan.problem import Limits, PlanTree, Search, forest_of
 from treepack.trajectory import Int64, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 Problem = tuple[PlanTree, int]
 

@@ -35,7 +35,7 @@ from treepack.analysis.show.wrapping import FAINT, NAME, escape_text, shorten, t
 from treepack.files.manifest import Manifest
 from treepack.pack.row import Row
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 GROUPS = 10  # groups listed below the first one, which leaves room for its tree on a screen

@@ -23,9 +23,9 @@ import orjson
 import pyarrow as pa
 
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import RemotePath, as_path, as_remote_path, is_address
 from treepack.files.location import locate
+from treepack.files.remote import object_store
 from treepack.ingest.readers.byte_streams import CHUNK, COMPRESSION, Handling, num_newlines
 from treepack.ingest.readers.inputs import STDIN, FileHash, InputHash, displayed, unreadable
 from treepack.ingest.readers.json_files import BYTE_ORDER_MARK, FIRST_LINES, MAX_LINES, next_size, too_long

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from treepack.errors import TreepackError
-from treepack.files.hub import is_offline
+from treepack.files.remote.hub import is_offline
 from treepack.model.compatibility import translate_errors
 from treepack.model.source import local_source
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from treepack.errors import TreepackError, shown
 from treepack.files.address import AnyPath
-from treepack.files.cache import local_copy
+from treepack.files.remote.cache import local_copy
 from treepack.pack.options import MAX_BUDGET, MAX_CAPACITY
 from treepack.pack.plan.problem import Limits
 from treepack.trajectory import Int64

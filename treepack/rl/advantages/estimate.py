@@ -42,8 +42,8 @@ from treepack.rl.leaf_weights import LeafWeights, required_leaf_weights
 from treepack.rl.rollouts import Rollouts, refuse_split, rollouts_of
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.trajectory import Float64, Int32, Int64, positions
-from treepack.trie.build import build_trie
-from treepack.trie.token_values import carried_values
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.token_values import carried_values
 from treepack.trie.trie import Trie, trajectories_of
 
 # Names of the command line: estimators of groups (flat.py), of the tree (tree.py) and of a critic's values (gae.py).

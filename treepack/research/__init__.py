@@ -1,0 +1,1 @@
+"""Methods of single papers: TRACE, PROS, and the predictor of success."""
