@@ -388,7 +388,7 @@ def test_the_files_of_the_page_are_shipped_in_the_wheel() -> None:
     patterns = settings["package-data"]["treepack.report"]
     files = [
         path.name
-        for path in (ROOT / "treepack" / "analysis" / "report").iterdir()
+        for path in (ROOT / "treepack" / "report").iterdir()
         if path.suffix in (".js", ".css", ".html")
     ]
     assert len(files) == 9
@@ -397,6 +397,6 @@ def test_the_files_of_the_page_are_shipped_in_the_wheel() -> None:
 
 
 def test_scripts_and_styles_are_short() -> None:
-    for path in (ROOT / "treepack" / "analysis" / "report").iterdir():
+    for path in (ROOT / "treepack" / "report").iterdir():
         if path.suffix in (".js", ".css", ".html"):
             assert len(path.read_text().splitlines()) < 400, path.name

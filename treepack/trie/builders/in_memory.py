@@ -32,7 +32,7 @@ from treepack.trie.builders.route_order import ROWS_AT_ONCE, RoutedTokens, route
 from treepack.trie.nodes import NodeArrays, forest_of, shared_with_previous, sorted_by_tokens
 from treepack.trie.route_symbols import RouteCosts, new_positions, shared_routes
 from treepack.trie.storage import Storage
-from treepack.trie.trie import Trie
+from treepack.trie.trie import Trie, trie_of_nodes
 
 Partition = tuple[tuple[bool, int], str]  # ((has a step, the step), the group)
 
@@ -70,7 +70,7 @@ def build_trie(
         tokens = sequences.tokens[new_positions(sequences.offsets, order, shared)]
         routes, _, storage = shared_routes(routes, sequences.offsets, order, forest, storage)
     table = with_places(take_rows(sequences.table, np.array(order)), forest.tree_id[forest.end_node], forest.end_node)
-    return replace(forest.trie(tokens, table, share=share), routes=routes, storage=storage)
+    return replace(trie_of_nodes(forest, tokens, table, share=share), routes=routes, storage=storage)
 
 
 def route_costs(

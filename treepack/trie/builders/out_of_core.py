@@ -34,7 +34,7 @@ from treepack.trie.builders.merged import MergedRuns, merge_runs, read_rows, rea
 from treepack.trie.builders.spool import RunStore, Spool, disk
 from treepack.trie.storage import Storage
 from treepack.trie.store.mapped import stored_table
-from treepack.trie.trie import Trie
+from treepack.trie.trie import Trie, trie_of_nodes
 
 # Maximum size of a run: sorting needs about four times as much, so 0.5 GB; 10 GB of input make some 100 runs.
 RUN_BYTES = 1 << 27
@@ -128,7 +128,7 @@ def mapped_trie(merged: MergedRuns, storage: Storage) -> Trie:
         growing.append(read_tokens(merged.spools, merged.token_places(begin, min(begin + COPY_TOKENS, size))))
     tokens, storage = growing.finish()
     table, storage = stored_table(_tables(merged), storage)
-    return replace(merged.nodes.trie(tokens, table, share=merged.share), storage=storage)
+    return replace(trie_of_nodes(merged.nodes, tokens, table, share=merged.share), storage=storage)
 
 
 def _tables(merged: MergedRuns) -> Iterator[pa.Table]:
