@@ -386,11 +386,7 @@ def test_a_capacity_leaves_out_and_counts_longer_rollouts() -> None:
 def test_the_files_of_the_page_are_shipped_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     patterns = settings["package-data"]["treepack.report"]
-    files = [
-        path.name
-        for path in (ROOT / "treepack" / "report").iterdir()
-        if path.suffix in (".js", ".css", ".html")
-    ]
+    files = [path.name for path in (ROOT / "treepack" / "report").iterdir() if path.suffix in (".js", ".css", ".html")]
     assert len(files) == 9
     assert "treepack.report" in settings["packages"]
     assert [name for name in files if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from treepack.costs.limits import MAX_TOKEN_PAIRS
 from treepack.costs.model_fields import (
     FEED_FORWARD,
     RECURRENT,
@@ -31,7 +32,6 @@ from treepack.costs.model_fields import (
 )
 from treepack.costs.recurrent_cost import FAMILIES, count_scans, recurrent_part
 from treepack.errors import TreepackError, shown
-from treepack.pack.options import MAX_TOKEN_PAIRS
 
 Count = Any  # an integer, or an array of them
 

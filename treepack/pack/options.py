@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from treepack.costs.limits import MAX_TOKEN_PAIRS
 from treepack.errors import TreepackError
 
 METHODS = ("auto", "contiguous", "heuristic", "single-path", "exact", "greedy-online", "sequence", "groups")
@@ -22,7 +23,6 @@ ANY_LENGTH = "train --carry auto trains rows of any length, so memory is no reas
 
 MAX_CAPACITY = 2**31 - 1  # columns count the tokens of a row in 32 bits
 MAX_BUDGET = 10**18  # a sum of nine budgets still fits int64
-MAX_TOKEN_PAIRS = 10**8  # the cost of 10^10 tokens still fits int64
 
 
 @dataclass(frozen=True, slots=True)

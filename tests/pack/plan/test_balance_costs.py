@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from support import strategies
 from support.command_line import Run
 from support.strategies import make
+from treepack.costs.limits import MAX_TOKEN_PAIRS
 from treepack.costs.model_cost import ModelShape, pairs_of_token, read_shape
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
-from treepack.pack.options import MAX_TOKEN_PAIRS, PackOptions
+from treepack.pack.options import PackOptions
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows

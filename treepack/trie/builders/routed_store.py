@@ -17,9 +17,10 @@ from treepack.columns import NO_TRAJECTORY, Sequences, concatenate, fill_routes,
 from treepack.errors import TreepackError
 from treepack.trajectory import Int32, Routes, missing_route
 from treepack.trie.builders.run_merge import read_into
-from treepack.trie.builders.spool import Spool, disk, read_table, write_table
+from treepack.trie.builders.spool import Spool, disk, read_table
 from treepack.trie.route_symbols import ROUTES_AT_ONCE
 from treepack.trie.storage import Storage
+from treepack.trie.store.table_stream import write_table
 
 
 @dataclass(frozen=True, slots=True)

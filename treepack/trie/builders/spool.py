@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
@@ -30,9 +30,7 @@ from treepack.errors import TreepackError
 from treepack.trajectory import Int32, Int64
 from treepack.trie.builders.in_memory import Partition, partitions
 from treepack.trie.nodes import shared_with_previous, sorted_by_tokens
-
-# Arrow reads buffers without a copy if they start at a multiple of 64 bytes.
-ALIGNMENT = 64
+from treepack.trie.store.table_stream import pad, write_table
 
 
 class SpoolFile:
@@ -218,28 +216,10 @@ def _write_run(
     index_start = tables.tell()
     for values in (partition[order], shared, ends - begins, order):
         tables.write(np.asarray(values, np.int32).data)
-    _pad(tables, index_start)
+    pad(tables, index_start)
     tokens.flush()
     tables.flush()
     return StoredRun(number, tokens_start, index_start, len(order), table_start, table_size, distinct, pieces)
-
-
-def write_table(file: IO[bytes], parts: Iterable[pa.Table]) -> int:
-    """Append `parts` of one table as an Arrow stream, padded for the next one; return the bytes of the stream."""
-    start = file.tell()
-    writer = None
-    for part in parts:
-        writer = writer or pa.ipc.new_stream(file, part.schema)
-        writer.write_table(part)
-    assert writer is not None
-    writer.close()
-    size = file.tell() - start
-    _pad(file, start)
-    return size
-
-
-def _pad(file: IO[bytes], start: int) -> None:
-    file.write(bytes(-(file.tell() - start) % ALIGNMENT))
 
 
 def token_offsets(start: int, lengths: Int32, skipped: Int32) -> Int64:

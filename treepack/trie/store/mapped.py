@@ -27,9 +27,9 @@ from treepack.files.manifest import Manifest
 from treepack.files.parts import read_row_groups
 from treepack.files.routes import route_array, route_content
 from treepack.trajectory import Float64, Int32, Int64, Routes
-from treepack.trie.builders.spool import write_table
 from treepack.trie.shape import check_trained
 from treepack.trie.storage import Storage, disk, map_file
+from treepack.trie.store.table_stream import write_table
 
 # Bytes of a text in an Arrow column beyond those that the file stores: repeated texts are stored once there.
 TEXT_BYTES = 64
