@@ -10,7 +10,7 @@
     tree_logprobs_like, plan_batch         batches in memory, in the shape of the caller   (treepack.online: torch)
     sample_rollouts, sample_tree           rollouts as trees, from a server or a model  (treepack.rollout)
 
-    build_trie_directory, pack_trie, stats, check, report    the commands of the same names, as functions
+    build_trie_directory, pack_trie, stats, check, write_report    commands as functions
     build_trie_on, pack_trie_on            two of them on Ray, Spark, Dask        (treepack.cluster)
 
 Importing treepack costs nothing: names are loaded when they are first used.
@@ -88,7 +88,7 @@ _HOME = {
     "Packing": "pack.packing",
     "stats": "analysis.stats",
     "check": "analysis.check",
-    "report": "report.write",
+    "write_report": "report.write",
     "Progress": "processes",
     "make_batch": "data.batch",
     "write_trie": "trie.store.trie_files",

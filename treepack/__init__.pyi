@@ -66,7 +66,7 @@ from treepack.pack.row import Row as Row
 from treepack.pack.row import concatenate_rows as concatenate_rows
 from treepack.pack.rows import pack_rows as pack_rows
 from treepack.processes import Progress as Progress
-from treepack.report.write import report as report
+from treepack.report.write import write_report as write_report
 from treepack.research.predictor.fit import fit as fit_values
 from treepack.research.predictor.fit import open_fit as open_fit
 from treepack.research.predictor.model import load_values as load_values
@@ -191,7 +191,6 @@ __all__ = [
     "read_trajectories",
     "read_trie",
     "register_attention",
-    "report",
     "row_factors",
     "row_logprobs",
     "row_loss",
@@ -214,5 +213,6 @@ __all__ = [
     "with_advantages",
     "write_advantages",
     "write_packed",
+    "write_report",
     "write_trie",
 ]

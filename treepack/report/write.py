@@ -63,7 +63,7 @@ class ReportSummary:
 
 
 @naming_addresses()
-def report(
+def write_report(
     paths: Sequence[str | Path],
     *,
     page: str | AnyPath | None = None,
