@@ -7,7 +7,7 @@ docs/cli.md describes the command. Without capacities, the forecast plans quickl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,6 @@ from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
 from treepack.pack.plan.problem import Search
 from treepack.processes import Progress, ReportProgress, with_progress
-from treepack.research.trace.predictions import correlations, read_predictions
-from treepack.research.trace.targets import anchors, binary_rewards, effective_ratios
-from treepack.rl.leaf_weights import leaf_weights
 from treepack.trie.directory import read_to_trie, skipped_record
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.totals import trie_totals
@@ -57,6 +54,7 @@ def stats(
     options: StatsOptions = StatsOptions(),  # noqa: B008 (immutable)
     *,
     memory: int | None = None,
+    contrast: Callable[[Trie], Report] | None = None,
     progress: ReportProgress | None = None,
 ) -> Report:
     """Return how much rollouts share, how much of it a packing keeps, and the forecast of the speed-up.
@@ -66,6 +64,7 @@ def stats(
         options: what to add, and how raw rollouts are read.
         memory: bytes to use, None for `usual_memory`; tokens and columns that need more are mapped from temporary
             files. The result does not depend on it.
+        contrast: returns more entries about a trie, as `research.contrast` does.
         progress: called with the tokens or rows read so far.
 
     Raises:
@@ -79,6 +78,10 @@ def stats(
     if manifest and options.check:
         refuse_links(directory, manifest)
     if manifest and manifest["format"] == schema.PACKED_FORMAT:
+        if contrast is not None and not options.capacities:
+            raise TreepackError(
+                f"{directory}: is packed already; give --effective-ratio and --predictions with its trie"
+            )
         report, lines, rows = _packed_stats(directory, manifest, options, memory, progress)
         notes = baseline_notes(conversations_of_manifest(manifest), manifest["totals"])
         carry = carried_report([rows], shape, carrying, device)
@@ -104,8 +107,8 @@ def stats(
     planned = list(plan_capacities(trie, capacities, method=method, too_long="drop", search=search, progress=progress))
     if options.capacities:
         report["predicted"] = predict(planned)
-    if options.effective_ratio or options.predictions:
-        report |= _contrast(trie, options)
+    if contrast is not None:
+        report |= contrast(trie)
     lines = forecast_lines(trie, planned, method=method, search=search, conversations=conversations)
     notes = baseline_notes(conversations, report)
     if progress is not None:
@@ -121,8 +124,6 @@ def _packed_stats(
     """Return the report on a packed directory, the lines of its forecast, and its rows for the forecast of pieces."""
     if options.capacities:
         raise TreepackError(f"{directory}: is packed already; give --capacity with its trie")
-    if options.effective_ratio or options.predictions:
-        raise TreepackError(f"{directory}: is packed already; give --effective-ratio and --predictions with its trie")
     totals, counter, trunks = manifest["totals"], RowCounter(), TrunkCounter(sizes_of_pieces(options.carry))
     read = with_progress(read_rows(directory), progress, "reading", unit="rows", total=totals["num_rows"])
     trie = read_packed_origin(directory, manifest, options.trie, memory=memory) if options.check else None
@@ -164,13 +165,3 @@ def _sharing(trie: Trie, manifest: Manifest | None, tokenizer: str | None) -> di
             if tokenizer:
                 raise
     return explain(trie)
-
-
-def _contrast(trie: Trie, options: StatsOptions) -> Report:
-    reward, prefixes = binary_rewards(trie), anchors(trie, segment=options.segment)
-    ratios = effective_ratios(prefixes, reward, leaf_weights(trie))
-    report: Report = {"effective_ratio": {name: ratio._asdict() for name, ratio in ratios.items()}}
-    if options.predictions:
-        levels = correlations(read_predictions(options.predictions), trie, prefixes, reward)
-        report["spearman"] = {name: level._asdict() for name, level in levels.items()}
-    return report
