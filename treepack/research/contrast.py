@@ -1,6 +1,8 @@
 """Share of prefixes with mixed outcomes, and how well predictions rank them, for the statistics of a trie (TRACE).
 
 trie --contrast_entries--> {"effective_ratio": ..., "spearman": ...}
+
+`analysis.stats` takes it as an argument, because the core imports no method of a single paper.
 """
 
 from __future__ import annotations
