@@ -25,7 +25,7 @@ from .training import stage_lines, train_model, use_cache
 if TYPE_CHECKING:
     from treepack.data.batch import Batch
     from treepack.model.adapter import LoraOptions
-    from treepack.model.objectives import Objective
+    from treepack.model.objective import Objective
     from treepack.train.options import TrainOptions
 
 

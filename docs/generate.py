@@ -31,7 +31,7 @@ from treepack.files.manifest import Provenance
 from treepack.ingest.readers import fields, token_fields
 from treepack.ingest.readers.format import KEEPS
 from treepack.ingest.readers.registry import FORMATS
-from treepack.model import objectives
+from treepack.model import objective
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
@@ -143,8 +143,8 @@ def _kept() -> str:
 
 def _objectives() -> str:
     lines = ["| `--loss` | clip low | clip high | denominator |", "|---|---|---|---|"]
-    for name in objectives.PRESETS:
-        chosen = objectives.choose_objective(name)
+    for name in objective.PRESETS:
+        chosen = objective.choose_objective(name)
         clips = [f"{chosen.clip_low:g}", f"{chosen.clip_high:g}"] if name not in ("sft", "dpo", "value") else ["-", "-"]
         values = [*clips, "-" if name in ("sft", "dpo") else chosen.denominator]
         note = {

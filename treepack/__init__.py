@@ -101,7 +101,7 @@ _HOME = {
     "row_values": "model.forward",
     "row_objective": "model.forward",
     "row_factors": "model.row_factors",
-    "choose_objective": "model.objectives",
+    "choose_objective": "model.objective",
     "objective_loss": "model.objectives",
     "weighted_nll": "model.loss",
     "tree_logprobs": "model.loss",

@@ -39,7 +39,7 @@ from treepack.model.forward import row_values as row_values
 from treepack.model.load import load_model as load_model
 from treepack.model.loss import tree_logprobs as tree_logprobs
 from treepack.model.loss import weighted_nll as weighted_nll
-from treepack.model.objectives import choose_objective as choose_objective
+from treepack.model.objective import choose_objective as choose_objective
 from treepack.model.objectives import objective_loss as objective_loss
 from treepack.model.row_factors import row_factors as row_factors
 from treepack.model.verify import verify_gradients as verify_gradients

@@ -28,7 +28,7 @@ from tasks import pass_rates
 from torch import Tensor
 
 import treepack
-from treepack.model.objectives import Objective
+from treepack.model.objective import Objective
 from treepack.rl.advantages.estimate import Estimates
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Float64

@@ -23,7 +23,7 @@ from treepack.model.adapter import LoraOptions
 from treepack.model.forward import row_logprobs
 from treepack.model.layers import adapt_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import choose_objective
+from treepack.model.objective import choose_objective
 from treepack.model.verify_memory import MemoryPlan
 from treepack.train.options import TrainOptions
 from treepack.train.run import open_verification

@@ -27,7 +27,7 @@ from treepack.files import parts
 from treepack.files.location import Location
 from treepack.files.remote import retries as patience
 from treepack.model.denominators import check_columns, trajectory_table
-from treepack.model.objectives import choose_objective
+from treepack.model.objective import choose_objective
 
 
 @pytest.fixture

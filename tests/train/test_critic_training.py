@@ -20,7 +20,7 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.model.adapter import LoraOptions
 from treepack.model.load import load_model
-from treepack.model.objectives import Objective, choose_objective
+from treepack.model.objective import Objective, choose_objective
 from treepack.model.value_head import VALUE_FILE, read_value_head
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions

@@ -28,7 +28,7 @@ from treepack.errors import TreepackError
 from treepack.model.forward import hidden_states, row_loss
 from treepack.model.layers import find_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import choose_objective
+from treepack.model.objective import choose_objective
 from treepack.model.router_balance import RouterBalance
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions

@@ -22,7 +22,7 @@ from support.strategies import make
 from support.trie_files import saved
 from treepack.errors import TreepackError
 from treepack.model.denominators import step_factors, trajectory_table
-from treepack.model.objectives import PRESETS, Objective, choose_objective
+from treepack.model.objective import PRESETS, Objective, choose_objective
 from treepack.model.verify import GradientReport, verify_gradients
 from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages, with_advantages
 from treepack.train.loop import train

@@ -40,7 +40,8 @@ from treepack.model.forward import (
 from treepack.model.head import OutputLayer
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK
-from treepack.model.objectives import Objective, objective_loss
+from treepack.model.objective import Objective
+from treepack.model.objectives import objective_loss
 from treepack.model.transfers import sent
 
 # Losses whose value depends on all tokens of a trajectory, which may lie in several pieces.

@@ -31,7 +31,8 @@ from treepack.model.head_gradients import is_float16
 from treepack.model.layers import find_decoder, recomputes
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK, filled_temperature
-from treepack.model.objectives import Objective, name_sums, objective_loss, weigh_terms
+from treepack.model.objective import Objective
+from treepack.model.objectives import name_sums, objective_loss, weigh_terms
 from treepack.model.replay import check_routes, use_routes
 from treepack.model.term_prices import prices_of_terms
 from treepack.model.text_half import check_text

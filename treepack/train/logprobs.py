@@ -35,7 +35,7 @@ from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK, filled_temperature
 from treepack.model.memory import LOADING, memory_errors
-from treepack.model.objectives import GREEDY
+from treepack.model.objective import GREEDY
 from treepack.model.temperature import refuse_temperatures, temperature_of
 from treepack.model.verify_memory import free_memory
 from treepack.pack.files import read_rows

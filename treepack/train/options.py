@@ -16,7 +16,7 @@ from treepack.attention import IMPLEMENTATIONS
 from treepack.errors import TreepackError
 from treepack.model.adapter import LoraOptions
 from treepack.model.loss import CHUNK
-from treepack.model.objectives import Objective
+from treepack.model.objective import Objective
 from treepack.train.ranks import find_dtype
 
 CHANGEABLE_ON_RESUME = frozenset(
