@@ -24,7 +24,7 @@ from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
 from treepack.ingest.tokenization import load_tokenizer
 from treepack.model.adapter import adapter_base, assign, check_trainable, initial_weights, is_adapted
-from treepack.model.compatibility import check_fits, position_limit, saved_tokenizer
+from treepack.model.compatibility import check_fits, position_limit
 from treepack.model.denominators import TrajectoryTable, check_columns, step_factors, trainable_rows, trajectory_table
 from treepack.model.experts.active import num_active_weights
 from treepack.model.four_bits import num_weights
@@ -34,6 +34,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.memory import memory_errors
 from treepack.model.replay import check_routes
 from treepack.model.router_balance import RouterBalance
+from treepack.model.saved_tokenizer import saved_tokenizer
 from treepack.model.value_head import VALUE_FILE, has_saved_head, without_value_head
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
 from treepack.train.division import Division, choose_blocks, divide_rows
