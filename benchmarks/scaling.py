@@ -31,10 +31,10 @@ from treepack.data.prefetch import Prefetch
 from treepack.files.manifest import read_manifest
 from treepack.train.checkpoint import Checkpoints
 from treepack.train.loop import train
+from treepack.train.opening import open_run
 from treepack.train.optimiser import make_optimiser
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, find_device, join_ranks, leave_ranks
-from treepack.train.run import open_run
 from treepack.train.schedule import deal
 from treepack.train.step import train_step
 

@@ -260,8 +260,8 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     from treepack.carry.verify import in_pieces
     from treepack.errors import TreepackError
     from treepack.model.verify_rows import verify_rows
+    from treepack.train.opening import open_verification
     from treepack.train.ranks import refuse_ranks
-    from treepack.train.run import open_verification
 
     refuse_ranks("--verify")
     with stage_lines():

@@ -25,8 +25,8 @@ from treepack.model.layers import adapt_layers
 from treepack.model.loaded import LoadedModel
 from treepack.model.objective import choose_objective
 from treepack.model.verify_memory import MemoryPlan
+from treepack.train.opening import open_verification
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_verification
 from treepack.trajectory import Trajectory
 
 CPU = TrainOptions(device="cpu")

@@ -25,8 +25,8 @@ from treepack.files.manifest import TokenizerEntry
 from treepack.model.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.objective import choose_objective
 from treepack.train.loop import train
+from treepack.train.opening import open_run
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_run
 from treepack.train.schedule import plan_steps
 from treepack.trajectory import Trajectory
 

@@ -31,8 +31,8 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.objective import choose_objective
 from treepack.model.router_balance import RouterBalance
 from treepack.train.loop import train
+from treepack.train.opening import open_run, open_verification
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_run, open_verification
 from treepack.trajectory import Trajectory
 
 COEFFICIENT = 0.3

@@ -26,8 +26,9 @@ from treepack.model.objective import PRESETS, Objective, choose_objective
 from treepack.model.verify import GradientReport, verify_gradients
 from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages, with_advantages
 from treepack.train.loop import train
+from treepack.train.opening import open_run, open_verification
 from treepack.train.options import TrainOptions
-from treepack.train.run import TrainingRun, open_run, open_verification
+from treepack.train.run import TrainingRun
 from treepack.train.step import StepMetrics
 from treepack.trie.builders.in_memory import build_trie
 

@@ -50,8 +50,8 @@ from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
 from treepack.train.logprobs import AUTO_PIECE, carry_memory
+from treepack.train.opening import check_attention
 from treepack.train.ranks import find_device, find_dtype
-from treepack.train.run import check_attention
 from treepack.trajectory import Float64, Int64
 from treepack.trie.store.token_values import write_token_values
 from treepack.trie.store.trie_files import read_trie

@@ -40,8 +40,8 @@ from treepack.model.temperature import refuse_temperatures, temperature_of
 from treepack.model.verify_memory import free_memory
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
+from treepack.train.opening import check_attention
 from treepack.train.ranks import find_device, find_dtype
-from treepack.train.run import check_attention
 from treepack.trajectory import Float64
 
 _SMALLER = "--dtype bf16, a smaller --loss-chunk, or rows packed with a smaller --capacity"

@@ -19,7 +19,8 @@ from treepack.model.load import hide_progress_bars, load_merged
 from treepack.model.value_head import without_value_head, write_value_head
 from treepack.model.weights.whole_checkpoint import copy_other_files, has_rest, save_whole
 from treepack.model.weights.writing import SavedWeights, save_settings, saved_weights
-from treepack.train.run import TrainingRun, repair_generation_config
+from treepack.train.opening import repair_generation_config
+from treepack.train.run import TrainingRun
 
 _log = logging.getLogger("treepack")
 
