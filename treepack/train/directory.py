@@ -35,10 +35,9 @@ from treepack.files.remote.object_store import ExistsError, first_line
 from treepack.files.remote.retries import patiently
 from treepack.model.weights.writing import SavedWeights
 from treepack.train.choices import ENTRY, chosen_numbers
-from treepack.train.opening import Packed
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.place import Place
-from treepack.train.run import TrainingRun
+from treepack.train.run import Packed, TrainingRun
 from treepack.train.saved_model import save_model
 from treepack.train.schedule import learning_rate, plan_steps
 

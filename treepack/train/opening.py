@@ -6,11 +6,9 @@ open_run(packed, model, options, ranks) -> TrainingRun     unsuitable data, mode
 from __future__ import annotations
 
 import logging
-import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,11 +39,10 @@ from treepack.train.options import TrainOptions
 from treepack.train.pieces import choose_piece_size, choose_pieces
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.rewards import sum_rewards
-from treepack.train.run import TrainingRun
+from treepack.train.run import Packed, TrainingRun
+from treepack.train.saved_model import repair_generation_config
 from treepack.train.schedule import OptimiserStep, plan_steps
 from treepack.train.sharding import load_sharded
-
-Packed: TypeAlias = str | Path | Sequence[str | Path]
 
 _log = logging.getLogger("treepack")
 
@@ -295,25 +292,3 @@ def _tokenizer(loaded: LoadedModel, made_by: TokenizerEntry | None) -> tuple[Any
         return load_tokenizer(made_by["name"]) if tokenizer is None and made_by is not None else tokenizer, ()
     except TreepackError as error:
         return None, (f"no tokenizer is saved with the model: {error}",)
-
-
-def repair_generation_config(model: Any) -> tuple[str, ...]:
-    """Repair generation settings that transformers loads but would refuse to save at the end; return notes."""
-    config = model.generation_config
-    if config is None or _is_savable(config):
-        return ()
-    config.do_sample = True  # the usual fault is a temperature or top_p without do_sample
-    if _is_savable(config):
-        return ("generation_config.json has sampling settings without do_sample, so do_sample is set",)
-    model.generation_config = type(config).from_model_config(model.config)
-    return ("generation_config.json has settings that transformers cannot save: the model gets the default settings",)
-
-
-def _is_savable(config: Any) -> bool:
-    # transformers checks the settings only when it saves them, so saving is the one way to ask.
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            config.save_pretrained(folder)
-        except ValueError:
-            return False
-    return True

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.schedule import OptimiserStep
 from treepack.trajectory import Float64
+
+Packed: TypeAlias = str | Path | Sequence[str | Path]
 
 
 @dataclass(frozen=True)
