@@ -1,7 +1,7 @@
 """Write the generated parts of the documentation; `--check` only compares.
 
     docs/cli.md                       `--help` of every command
-    docs/api.md                       signature and docstring of every public name
+    docs/api.md                       signature and docstring of every name that `treepack` offers
     the other PAGES                   the blocks between `<!-- generated: NAME -->` and `<!-- end -->`
 
 The six-token example is built, packed, written and read back here, so what the page shows is what the files hold.
@@ -57,9 +57,10 @@ def cli_page() -> str:
 
 
 def api_page() -> str:
-    """Return the signature and the docstring of every public name, as a Markdown page."""
+    """Return signature and docstring of every name that `treepack` offers, as a Markdown page."""
     parts = [
-        "# API\n\nWritten by `make docs` from the docstrings. Every name is imported as `from treepack import NAME`.\n"
+        "# API\n\nWritten by `make docs` from the docstrings. Every name is imported as `from treepack import NAME`. "
+        "All other names are imported from their rooms.\n"
     ]
     for name in sorted(treepack.__all__, key=str.casefold):
         value = getattr(treepack, name)

@@ -36,9 +36,19 @@ import numpy as np
 import torch
 
 import treepack
-from treepack.rollout.engine import derived_seed
-from treepack.rollout.in_process.local import LocalOptions, default_stop_tokens
+from treepack.model.forward import row_logprobs
+from treepack.model.objective import choose_objective
+from treepack.model.objectives import objective_loss
+from treepack.model.row_factors import row_factors
+from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
+from treepack.rollout.engine import Sampling, derived_seed
+from treepack.rollout.episode import SingleTurn
+from treepack.rollout.in_process.local import LocalEngine, LocalOptions, default_stop_tokens
 from treepack.rollout.options import TreeOptions
+from treepack.rollout.options import independent as independent_options
+from treepack.rollout.query import Query
+from treepack.rollout.records import tree_trajectories
+from treepack.rollout.sampler import sample_tree
 from treepack.rollout.tree import Tree, leaf_weights
 
 
@@ -115,7 +125,7 @@ class Actors:
 
     policy: Any
     sampler: torch.nn.Module
-    engine: treepack.LocalEngine
+    engine: LocalEngine
     optimiser: torch.optim.Optimizer
     tokenizer: Any
 
@@ -134,8 +144,8 @@ def start(settings: Settings) -> Actors:
 
         tokenizer = AutoTokenizer.from_pretrained(settings.model)
     stops = {tokenizer.encode("\n")[-1], *default_stop_tokens(settings.model)}
-    sampling = treepack.Sampling(settings.temperature, stop_token_ids=tuple(sorted(stops)))
-    engine = treepack.LocalEngine(sampler, sampling, options=LocalOptions(memory_share=settings.engine_memory))
+    sampling = Sampling(settings.temperature, stop_token_ids=tuple(sorted(stops)))
+    engine = LocalEngine(sampler, sampling, options=LocalOptions(memory_share=settings.engine_memory))
     optimiser = torch.optim.AdamW(policy.model.parameters(), lr=settings.lr, weight_decay=0.0)
     return Actors(policy, sampler, engine, optimiser, tokenizer)
 
@@ -166,18 +176,18 @@ async def sample(actors: Actors, problems: list[Problem], shape: TreeOptions, *,
             return reward(actors.tokenizer.decode(response.tolist()), problem.answer)
 
         ids = np.array(actors.tokenizer.encode(problem.prompt), np.int32)
-        query = treepack.Query(key=problem.prompt, group_id=problem.prompt, prompt=ids, step=step)
-        episode = treepack.SingleTurn(score)
-        return await treepack.sample_tree(query, actors.engine, shape, episode=episode, seed=derived_seed(seed, step))
+        query = Query(key=problem.prompt, group_id=problem.prompt, prompt=ids, step=step)
+        episode = SingleTurn(score)
+        return await sample_tree(query, actors.engine, shape, episode=episode, seed=derived_seed(seed, step))
 
     return list(await asyncio.gather(*map(grow, problems)))
 
 
 def credit(trees: Sequence[Tree], settings: Settings) -> treepack.Trie:
     """Return the rollouts of `trees` as one prefix trie with the advantage of every rollout, or of every token."""
-    trie = treepack.build_trie([rollout for tree in trees for rollout in treepack.tree_trajectories(tree)])
+    trie = treepack.build_trie([rollout for tree in trees for rollout in tree_trajectories(tree)])
     options = treepack.AdvantageOptions(settings.estimator, leaf_weights=settings.leaf_weights)
-    return treepack.with_advantages(trie, treepack.estimate_advantages(trie, options))
+    return with_advantages(trie, estimate_advantages(trie, options))
 
 
 def accumulate(policy: Any, trie: treepack.Trie, settings: Settings) -> dict[str, float]:
@@ -186,19 +196,19 @@ def accumulate(policy: Any, trie: treepack.Trie, settings: Settings) -> dict[str
     Every (rollout, sampled token) pair is a term of the loss. `factors` divide by the denominator of the whole step, so
     the cut into rows changes nothing.
     """
-    objective = treepack.choose_objective(settings.loss)
+    objective = choose_objective(settings.loss)
     options = treepack.PackOptions(capacity=settings.capacity, leaf_weights=settings.leaf_weights)
     rows = list(treepack.plan_packing(trie, options))
     sums, gap = Counter[str](), 0.0
-    for row, factors in zip(rows, treepack.row_factors(rows, objective), strict=True):
+    for row, factors in zip(rows, row_factors(rows, objective), strict=True):
         batch = treepack.make_batch(row).to(policy.device)
         terms = batch.terms
         assert terms is not None
         assert terms.sampling_logprob is not None
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=settings.bf16):
             # At the temperature of the sampler; once for each token of the row, however many rollouts share it.
-            scores = treepack.row_logprobs(policy, batch, terms.tokens, temperature=settings.temperature)
-            loss, means = treepack.objective_loss(*scores, terms, factors.to(policy.device), objective)
+            scores = row_logprobs(policy, batch, terms.tokens, temperature=settings.temperature)
+            loss, means = objective_loss(*scores, terms, factors.to(policy.device), objective)
         torch.autograd.backward(loss)
         sums.update({"loss": loss.item(), **{name: value.item() for name, value in means.items()}})
         gap = max(gap, (scores[0].detach()[terms.index] - terms.sampling_logprob).abs().max().item())
@@ -230,7 +240,7 @@ async def publish(actors: Actors, version: int) -> None:
 
 async def evaluate(actors: Actors, problems: list[Problem], settings: Settings) -> float:
     """Return the pass rate of independent rollouts of `problems`, which have the same random numbers every time."""
-    shape = treepack.independent_options(width=settings.eval_samples, max_tokens=settings.max_tokens)
+    shape = independent_options(width=settings.eval_samples, max_tokens=settings.max_tokens)
     trees = await sample(actors, problems, shape, step=0, seed=settings.seed)
     return float(np.mean([leaf.reward == 1 for tree in trees for leaf in tree.leaves]))
 

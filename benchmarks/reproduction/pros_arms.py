@@ -31,6 +31,7 @@ from tasks import sample_trees
 
 import treepack
 from treepack.columns import SpanView
+from treepack.model.forward import row_logprobs
 from treepack.research.pros import selection
 from treepack.research.pros.augmentation import augment
 from treepack.research.pros.pass_rates import LogOdds, Sampling, estimate
@@ -216,7 +217,7 @@ def entropies_of(learner: Learner, trie: Trie) -> list[Float64 | None]:
         batch = treepack.make_batch(row).to(learner.policy.device)
         assert batch.terms is not None
         assert row.terms is not None
-        _, entropies = treepack.row_logprobs(learner.policy, batch, batch.terms.tokens)
+        _, entropies = row_logprobs(learner.policy, batch, batch.terms.tokens)
         scored.append((row.trajectory_ids, row.terms.trajectory, entropies[batch.terms.index].cpu().numpy()))
     return entropies_of_terms(trie, scored)
 

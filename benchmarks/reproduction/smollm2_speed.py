@@ -19,9 +19,12 @@ import torch
 from smollm2_arms import accumulate
 from torch import Tensor
 
-from treepack import PackOptions, Plan, Row, Trie, pack_rows, plan_packing
+from treepack import PackOptions, Trie, plan_packing
+from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import packed_trie
 from treepack.pack.plan.problem import Limits
+from treepack.pack.row import Row
+from treepack.pack.rows import pack_rows
 
 LONG = 10.0  # seconds of steps after which a packing is not repeated
 TREES, FLAT, ALONE = "trees", "flat", "alone"

@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from support.pickled_scheduler import PickledScheduler
 from support.sampled_trees import rollouts_of_tree, sample_trees, three_tokens
 from support.strategies import make, trajectories
-from treepack import PackOptions, Progress, TreepackError, check, pack_trie, read_rows, read_trie, write_trie
+from treepack import PackOptions, Progress, TreepackError, check, pack_trie
 from treepack.cluster.pack import pack_trie_on
 from treepack.cluster.scheduler import Here
+from treepack.pack.files import read_rows
 from treepack.pack.options import METHODS, NORMALIZE, SEMANTICS
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import MarkovLaw
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import read_trie, write_trie
 
 
 def trie_directory(made: list[Trajectory], folder: Path, share: str = "all") -> Path:

@@ -15,9 +15,11 @@ import pytest
 from support.command_line import Run
 from support.directory_damage import write_directories
 from support.manifests import seal
-from treepack import PackedDataset, TreepackError, read_rows, read_trie
+from treepack import PackedDataset, TreepackError
 from treepack.files import schema
 from treepack.files.part_columns import check_columns, shown_type, with_types
+from treepack.pack.files import read_rows
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import trajectories_of
 
 LISTS = [pa.large_list, lambda kind: pa.list_(kind, 2)]
