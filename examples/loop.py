@@ -9,9 +9,8 @@
         --held-out 64 --eval-problems 64 --problems 32 --width 16 --segment 4 --max-tokens 16 --save trained
 
 A step samples a tree of rollouts for each of a few problems, turns the rewards of the leaves into advantages, packs the
-trees into rows that contain every common prefix once, and takes one optimiser step. Its gradient is that of each
-rollout trained alone. The engine samples from the trained weights themselves, so publishing them copies nothing. Each
-step prints one JSON line.
+trees into rows that contain every common prefix once, takes one optimiser step, and prints one JSON line. Its gradient
+is that of each rollout trained alone. The engine samples from the trained weights, so publishing them copies nothing.
 
 The task is to write the sum of two numbers. For a task of your own, replace the section "The task". For several turns
 with tools, give `sample_tree` an episode with an environment (docs/environments.md). Rows longer than memory run
@@ -23,17 +22,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
 import torch
+from transformers import AutoTokenizer
 
 import treepack
 from treepack.model.forward import row_logprobs
@@ -44,8 +43,7 @@ from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
 from treepack.rollout.engine import Sampling, derived_seed
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.in_process.local import LocalEngine, LocalOptions, default_stop_tokens
-from treepack.rollout.options import TreeOptions
-from treepack.rollout.options import independent as independent_options
+from treepack.rollout.options import TreeOptions, independent
 from treepack.rollout.query import Query
 from treepack.rollout.records import tree_trajectories
 from treepack.rollout.sampler import sample_tree
@@ -94,8 +92,7 @@ class Problem:
 
 def make_problems(largest: int) -> list[Problem]:
     """Return all sums of two numbers from 0 to `largest`; a line break ends an answer."""
-    numbers = range(largest + 1)
-    return [Problem(f"{a}+{b}=", f"{a + b}\n") for a in numbers for b in numbers]
+    return [Problem(f"{a}+{b}=", f"{a + b}\n") for a, b in product(range(largest + 1), repeat=2)]
 
 
 def reward(text: str, answer: str) -> float:
@@ -133,17 +130,12 @@ class Actors:
 def start(settings: Settings) -> Actors:
     """Load the model and its tokenizer, and start an engine on the weights that will be trained."""
     options: dict[str, Any] = {"device": settings.device, "seed": settings.seed}
-    low = torch.bfloat16 if settings.bf16 else None
-    policy = treepack.load_model(settings.model, autocast=low, **options)
+    name, low = settings.model, torch.bfloat16 if settings.bf16 else None
+    policy = treepack.load_model(name, autocast=low, **options)
     # In float32, trained weights and sampled weights are the same tensors. A copy in bfloat16 samples faster on a GPU.
-    sampler = policy.causal if low is None else treepack.load_model(settings.model, dtype=low, **options).causal
-    if settings.model.endswith(".json"):
-        tokenizer: Any = Characters()
-    else:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    stops = {tokenizer.encode("\n")[-1], *default_stop_tokens(settings.model)}
+    sampler = policy.causal if low is None else treepack.load_model(name, dtype=low, **options).causal
+    tokenizer: Any = Characters() if name.endswith(".json") else AutoTokenizer.from_pretrained(name)
+    stops = {tokenizer.encode("\n")[-1], *default_stop_tokens(name)}
     sampling = Sampling(settings.temperature, stop_token_ids=tuple(sorted(stops)))
     engine = LocalEngine(sampler, sampling, options=LocalOptions(memory_share=settings.engine_memory))
     optimiser = torch.optim.AdamW(policy.model.parameters(), lr=settings.lr, weight_decay=0.0)
@@ -177,8 +169,7 @@ async def sample(actors: Actors, problems: list[Problem], shape: TreeOptions, *,
 
         ids = np.array(actors.tokenizer.encode(problem.prompt), np.int32)
         query = Query(key=problem.prompt, group_id=problem.prompt, prompt=ids, step=step)
-        episode = SingleTurn(score)
-        return await sample_tree(query, actors.engine, shape, episode=episode, seed=derived_seed(seed, step))
+        return await sample_tree(query, actors.engine, shape, episode=SingleTurn(score), seed=derived_seed(seed, step))
 
     return list(await asyncio.gather(*map(grow, problems)))
 
@@ -186,8 +177,8 @@ async def sample(actors: Actors, problems: list[Problem], shape: TreeOptions, *,
 def credit(trees: Sequence[Tree], settings: Settings) -> treepack.Trie:
     """Return the rollouts of `trees` as one prefix trie with the advantage of every rollout, or of every token."""
     trie = treepack.build_trie([rollout for tree in trees for rollout in tree_trajectories(tree)])
-    options = treepack.AdvantageOptions(settings.estimator, leaf_weights=settings.leaf_weights)
-    return with_advantages(trie, estimate_advantages(trie, options))
+    estimator = treepack.AdvantageOptions(settings.estimator, leaf_weights=settings.leaf_weights)
+    return with_advantages(trie, estimate_advantages(trie, estimator))
 
 
 def accumulate(policy: Any, trie: treepack.Trie, settings: Settings) -> dict[str, float]:
@@ -240,7 +231,7 @@ async def publish(actors: Actors, version: int) -> None:
 
 async def evaluate(actors: Actors, problems: list[Problem], settings: Settings) -> float:
     """Return the pass rate of independent rollouts of `problems`, which have the same random numbers every time."""
-    shape = independent_options(width=settings.eval_samples, max_tokens=settings.max_tokens)
+    shape = independent(width=settings.eval_samples, max_tokens=settings.max_tokens)
     trees = await sample(actors, problems, shape, step=0, seed=settings.seed)
     return float(np.mean([leaf.reward == 1 for tree in trees for leaf in tree.leaves]))
 
@@ -289,8 +280,8 @@ async def train(settings: Settings) -> AsyncIterator[dict[str, Any]]:
         await actors.engine.close()
 
 
-def read_settings(arguments: Sequence[str]) -> Settings:
-    """Return the settings of the command line: an option for each field."""
+def read_settings(arguments: Sequence[str] | None = None) -> Settings:
+    """Return the settings of the command line, or of `arguments`: an option for each field."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     types = get_type_hints(Settings)
     for field in fields(Settings):
@@ -306,4 +297,4 @@ async def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_settings(sys.argv[1:])))
+    asyncio.run(main(read_settings()))

@@ -51,7 +51,7 @@ _HOME = {
     "load_model": "model.load",
     "LoraOptions": "model.adapter",
     "row_loss": "model.forward",
-    "CarryOptions": "carry.backward",
+    "TreeOptions": "rollout.options",
     "RolloutOptions": "rollout.run",
     "sample_rollouts": "rollout.run",
 }

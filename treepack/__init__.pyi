@@ -6,7 +6,6 @@ from treepack.analysis.options import StatsOptions as StatsOptions
 from treepack.analysis.stats import stats as stats
 from treepack.attention import allow_generation as allow_generation
 from treepack.attention import register as register_attention
-from treepack.carry.backward import CarryOptions as CarryOptions
 from treepack.data.batch import make_batch as make_batch
 from treepack.data.dataset import PackedDataset as PackedDataset
 from treepack.errors import TreepackError as TreepackError
@@ -26,6 +25,7 @@ from treepack.processes import Progress as Progress
 from treepack.report.write import write_report as write_report
 from treepack.rl.advantages.directory import write_advantages as write_advantages
 from treepack.rl.advantages.estimate import AdvantageOptions as AdvantageOptions
+from treepack.rollout.options import TreeOptions as TreeOptions
 from treepack.rollout.run import RolloutOptions as RolloutOptions
 from treepack.rollout.run import sample_rollouts as sample_rollouts
 from treepack.trajectory import Trajectory as Trajectory
@@ -41,7 +41,6 @@ _HOME: dict[str, str]
 __all__ = [
     "AdvantageOptions",
     "BuildOptions",
-    "CarryOptions",
     "LoraOptions",
     "PackOptions",
     "PackedDataset",
@@ -50,6 +49,7 @@ __all__ = [
     "RolloutOptions",
     "StatsOptions",
     "Trajectory",
+    "TreeOptions",
     "TreepackError",
     "Trie",
     "__version__",

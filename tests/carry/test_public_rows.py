@@ -16,8 +16,8 @@ from support.oracle_model import gradients, packed_directory, tiny_config, worst
 from support.packed_objectives import as_trajectories, packed_model, rollouts
 from support.paths import ROOT
 from support.strategies import make
-from treepack import CarryOptions, row_loss
-from treepack.carry.backward import backward_row, row_scores, row_value
+from treepack import row_loss
+from treepack.carry.backward import CarryOptions, backward_row, row_scores, row_value
 from treepack.carry.verify import in_pieces
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
