@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from treepack.research.pros.pass_rates import Prior, Sampling, estimate
+from treepack.research.pros.pass_rates import GibbsLength, Prior, estimate
 from treepack.research.pros.selection import (
     State,
     empty_state,
@@ -88,7 +88,7 @@ def speed(num_queries: int, workers: int) -> None:
     estimates = []
     for seed in range(2):
         began = time.perf_counter()
-        how = Sampling(seed=seed, workers=workers)
+        how = GibbsLength(seed=seed, workers=workers)
         estimates.append(estimate(state.parent, state.passed, state.tried, sampling=how))
         print(
             f"{f'pass rates, {how.burn_in + how.sweeps} sweeps, seed {seed}':<44}{time.perf_counter() - began:8.2f} s"
@@ -142,7 +142,7 @@ def by_share(state: State, step: int) -> Int64:
 
 
 def by_pass_rate(state: State, step: int) -> Int64:
-    rates = estimate(state.parent, state.passed, state.tried, sampling=Sampling(seed=step))
+    rates = estimate(state.parent, state.passed, state.tried, sampling=GibbsLength(seed=step))
     return nearest(rates.mean, 64, seed=step)
 
 

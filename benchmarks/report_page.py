@@ -26,7 +26,7 @@ from treepack.costs.model_cost import read_shape
 from treepack.ingest.tokenization import load_tokenizer
 from treepack.report.contents import read_contents
 from treepack.report.figures import Subject, measure
-from treepack.report.page import render
+from treepack.report.page import render_page
 from treepack.trajectory import Int32, Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
@@ -101,7 +101,7 @@ def page_of(trie: Trie, path: Path) -> None:
     subject = Subject("made", trie)
     figures = measure(subject, read_shape("qwen3-8b"))
     contents = read_contents(trie, tokenizer, limit=TEXT_LIMIT)
-    path.write_text(render(subject, figures, contents), encoding="utf-8")
+    path.write_text(render_page(subject, figures, contents), encoding="utf-8")
 
 
 def main() -> None:

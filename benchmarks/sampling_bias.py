@@ -25,7 +25,7 @@ from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.simulated import LengthLaw, SimulatedEngine, log_normal_lengths
-from treepack.rollout.tree import Node, Tree, leaf_weights
+from treepack.rollout.tree import Node, Tree, weights_of_leaves
 from treepack.trajectory import Float64, Int32
 
 LONGEST = 7168
@@ -153,19 +153,19 @@ def equal(tree: Tree) -> Float64:
 
 def equal_before(tree: Tree) -> Float64:
     """Weights of a plain mean over the leaves of the tree without fallback."""
-    there = leaf_weights(tree)[1] > 0
+    there = weights_of_leaves(tree)[1] > 0
     shares: Float64 = there / there.sum()
     return shares
 
 
 def weighted(tree: Tree) -> Float64:
     """Leaf weights with the leaves of the fallback."""
-    return leaf_weights(tree)[0]
+    return weights_of_leaves(tree)[0]
 
 
 def weighted_before(tree: Tree) -> Float64:
     """Leaf weights before the fallback."""
-    return leaf_weights(tree)[1]
+    return weights_of_leaves(tree)[1]
 
 
 ESTIMATORS = (equal_before, weighted_before, equal, weighted)

@@ -17,7 +17,7 @@ from .paths import READ, WRITE
 
 if TYPE_CHECKING:
     from treepack.files.address import AnyPath
-    from treepack.research.pros.pass_rates import Prior, Sampling
+    from treepack.research.pros.pass_rates import GibbsLength, Prior
     from treepack.research.pros.selection import State
     from treepack.trie.trie import Trie
 
@@ -38,10 +38,10 @@ def _prior(mu: float, tau: float, sigma: float) -> Prior:
     return Prior(mu, tau, sigma)
 
 
-def _sampling(sweeps: int, burn_in: int, seed: int, workers: int) -> Sampling:
-    from treepack.research.pros.pass_rates import Sampling
+def _sampling(sweeps: int, burn_in: int, seed: int, workers: int) -> GibbsLength:
+    from treepack.research.pros.pass_rates import GibbsLength
 
-    return Sampling(sweeps, burn_in, seed, workers)
+    return GibbsLength(sweeps, burn_in, seed, workers)
 
 
 PRIOR_OPTIONS = [
@@ -90,7 +90,7 @@ def select() -> None:
 @option_group("prior", PRIOR_OPTIONS, _prior)
 @option_group("sampling", SAMPLING_OPTIONS, _sampling)
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-def nearest(state: AnyPath, k: int, out: AnyPath | None, prior: Prior, sampling: Sampling, overwrite: bool) -> None:
+def nearest(state: AnyPath, k: int, out: AnyPath | None, prior: Prior, sampling: GibbsLength, overwrite: bool) -> None:
     """Estimate the pass rate of every query and write the K nearest to 0.5, nearest first.
 
     Each line has query_id, parent_id (null for an original query), pass_rate, log_odds, deviation (of the log-odds)

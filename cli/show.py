@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from treepack.analysis.show.decoding import Decoder
     from treepack.analysis.show.selection import SelectedGroup
-    from treepack.analysis.show.views import View
+    from treepack.analysis.show.views import ForestView
     from treepack.files.manifest import Manifest
     from treepack.ingest.options import BuildOptions
     from treepack.trie.trie import Trie
@@ -78,7 +78,7 @@ class _Wanted:
 class _Chosen:
     """The views to print, the groups to choose from if the user chose none, and the decoder of ids to text."""
 
-    views: Iterator[View]
+    views: Iterator[ForestView]
     groups: list[SelectedGroup]
     decoder: Decoder | None
 
@@ -105,7 +105,7 @@ def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *, text:
     return _of_rollouts(paths, build, wanted, text=text)
 
 
-def _of_packed(directory: Path, manifest: Manifest, wanted: _Wanted) -> Iterator[View]:
+def _of_packed(directory: Path, manifest: Manifest, wanted: _Wanted) -> Iterator[ForestView]:
     from treepack.analysis.show import selection, views
 
     if wanted.trajectory is not None:
@@ -186,9 +186,9 @@ def _print_json(chosen: _Chosen) -> None:
     """Print one object; it lists several samples of a conversation under `samples`."""
     import json
 
-    from treepack.analysis.show.views import as_json
+    from treepack.analysis.show.views import view_as_json
 
-    objects = [as_json(view, chosen.decoder) for view in chosen.views]
+    objects = [view_as_json(view, chosen.decoder) for view in chosen.views]
     # ASCII, because JSON escapes only part of what could drive a terminal.
     click.echo(json.dumps(objects[0] if len(objects) == 1 else {"kind": "samples", "samples": objects}))
 

@@ -190,7 +190,7 @@ def predict(
     """
     from treepack.files.remote.cache import local_copy
     from treepack.research.predictor import model as value_model
-    from treepack.research.trace.expansion import refuse_name, write_table
+    from treepack.research.trace.expansion import refuse_name, write_prefix_table
     from treepack.train.ranks import refuse_ranks
 
     refuse_ranks("treepack values predict")
@@ -200,9 +200,11 @@ def predict(
     model = value_model.load_values(local_copy(predictor), **asdict(compute))
     for note in model.loaded.notes:
         click.echo(f"note: {note}", err=True)
-    predictions = value_model.predict(model, local_copy(trie), segment=segment, capacity=capacity, dtype=compute.dtype)
+    predictions = value_model.predict_values(
+        model, local_copy(trie), segment=segment, capacity=capacity, dtype=compute.dtype
+    )
     # Written at the end and at once, because allocate and stats refuse a file that lacks prefixes.
-    write_table(predictions.table, out, overwrite=overwrite)
+    write_prefix_table(predictions.table, out, overwrite=overwrite)
     column = predictions.table["value"].to_numpy()
     show(
         {

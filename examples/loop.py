@@ -47,7 +47,7 @@ from treepack.rollout.options import TreeOptions, independent
 from treepack.rollout.query import Query
 from treepack.rollout.records import tree_trajectories
 from treepack.rollout.sampler import sample_tree
-from treepack.rollout.tree import Tree, leaf_weights
+from treepack.rollout.tree import Tree, weights_of_leaves
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,9 @@ async def evaluate(actors: Actors, problems: list[Problem], settings: Settings) 
 
 def figures(trees: Sequence[Tree]) -> dict[str, float]:
     """Return figures of a step's sampling; the mean reward is that of independent rollouts, by the leaf weights."""
-    rewards = [float(np.dot(leaf_weights(tree)[1], [leaf.reward or 0.0 for leaf in tree.leaves])) for tree in trees]
+    rewards = [
+        float(np.dot(weights_of_leaves(tree)[1], [leaf.reward or 0.0 for leaf in tree.leaves])) for tree in trees
+    ]
     return {
         "reward": float(np.mean(rewards)),
         "leaves": sum(len(tree.leaves) for tree in trees),

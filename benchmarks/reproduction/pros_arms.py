@@ -34,7 +34,7 @@ from treepack.columns import SpanView
 from treepack.model.forward import row_logprobs
 from treepack.research.pros import selection
 from treepack.research.pros.augmentation import augment
-from treepack.research.pros.pass_rates import LogOdds, Sampling, estimate
+from treepack.research.pros.pass_rates import GibbsLength, LogOdds, estimate
 from treepack.research.pros.signals import entropies_of_terms
 from treepack.rollout.query import Query
 from treepack.rollout.tree import Tree
@@ -107,7 +107,7 @@ def pros_arm(choose: Choose, *, is_augmented: bool, max_batches: int = 1) -> Arm
         learner, num = state.learner, state.sizes.prompts
         pool: Pool = state.memory.setdefault("pool", None) or start_pool(state)
         state.memory["pool"] = pool
-        counts, sampling = pool.counts, Sampling(SWEEPS, BURN_IN, state.step_seed("estimate"))
+        counts, sampling = pool.counts, GibbsLength(SWEEPS, BURN_IN, state.step_seed("estimate"))
         log_odds = estimate(counts.parent, counts.passed, counts.tried, sampling=sampling)
         names = choose(pool, log_odds, num * max_batches, state.step_seed("choice"))
         trees: list[Tree] = []

@@ -24,7 +24,7 @@ from treepack.analysis.forecast import (
     turns_work,
 )
 from treepack.analysis.turns import turns_of
-from treepack.analysis.verdict import baseline_notes, report
+from treepack.analysis.verdict import baseline_notes, forecast_report
 from treepack.costs.model_cost import FlopCount, ModelShape, operations
 from treepack.ingest.conversations import AppendOnly, Conversations
 from treepack.trajectory import Trajectory
@@ -108,7 +108,7 @@ def test_notes_mention_equal_baselines_and_equal_expansions() -> None:
 
 def test_the_report_follows_from_the_lines() -> None:
     flat, packed = FlopCount(1000, 9000, 100), FlopCount(200, 3000, 90)
-    result = report([Line("turns", 64, flat, packed, 2, TURNS)], SHAPE, DEVICE, ["a note"])
+    result = forecast_report([Line("turns", 64, flat, packed, 2, TURNS)], SHAPE, DEVICE, ["a note"])
     (line,) = result["lines"]
     assert line["flops_flat"] == 6 * (7 * 1000 + 11 * 100 + 3 * 9000) == operations(SHAPE, flat)
     assert line["speedup"] == pytest.approx(operations(SHAPE, flat) / operations(SHAPE, packed))
@@ -162,7 +162,7 @@ SEQUENCE = "one append-only sequence per conversation"
     ],
 )
 def test_the_verdict_is_one_plain_line(lines: list[Line], expected: str) -> None:
-    result = report(lines, SHAPE, DEVICE)
+    result = forecast_report(lines, SHAPE, DEVICE)
     assert result["verdict"] == expected
     assert result["pays"] == ("not pay" not in expected)
 
@@ -172,7 +172,7 @@ saved = st.floats(-0.5, 0.95)
 
 @given(st.dictionaries(st.sampled_from([APPEND_ONLY, SAMPLES, TRAJECTORIES, TURNS]), saved, min_size=1))
 def test_the_verdict_is_never_larger_than_against_each_sample_alone(shares: dict[str, float]) -> None:
-    result = report([line_of(name, share) for name, share in shares.items()], SHAPE, DEVICE)
+    result = forecast_report([line_of(name, share) for name, share in shares.items()], SHAPE, DEVICE)
     speedups = {entry["baseline"]: entry["speedup"] for entry in result["baselines"]}
     alone = next((speedups[name] for name in (SAMPLES, TRAJECTORIES, TURNS) if name in speedups), None)
     assert result["gain"]["speedup"] == speedups[result["gain"]["baseline"]]

@@ -14,13 +14,13 @@ from support.paths import SAMPLE_DATA
 from support.strategies import make
 from treepack.analysis.capacities import forecast_lines, plan_capacities
 from treepack.analysis.carried_cost import Trunk
-from treepack.analysis.carried_report import PIECES, USABLE, RowsToCarry, report, rows_of_plans, sizes_of_pieces
+from treepack.analysis.carried_report import PIECES, USABLE, RowsToCarry, carried_report, rows_of_plans, sizes_of_pieces
 from treepack.analysis.forecast import Device, read_device
 from treepack.costs.model_cost import FlopCount, operations, read_shape
 from treepack.errors import TreepackError
 from treepack.memory.model_memory import ModelMemory, NoPieces, read_memory
 from treepack.report.figures import Subject, measure
-from treepack.report.words import summary
+from treepack.report.words import report_summary
 from treepack.trie.builders.in_memory import build_trie
 
 GIB = 1 << 30
@@ -45,7 +45,7 @@ def rows(capacity: int | None, size: int, trunk: int, *, left_out: int = 0) -> R
 
 
 def report_of(lines: list[RowsToCarry], device: str = "h200") -> dict[str, Any]:
-    found = report(lines, SHAPE, MEMORY, read_device(device))
+    found = carried_report(lines, SHAPE, MEMORY, read_device(device))
     assert json.loads(json.dumps(found)) == found
     return found
 
@@ -87,7 +87,7 @@ def test_without_a_known_memory_pieces_have_the_usual_size() -> None:
 def test_hours_without_pieces_are_those_of_the_forecast_if_all_layers_are_recomputed() -> None:
     device = Device("made", 1e14, 10 * GIB)
     lines = [rows(None, 10**6, 50_000)]
-    (line,) = report(lines, SHAPE, MEMORY, device)["lines"]
+    (line,) = carried_report(lines, SHAPE, MEMORY, device)["lines"]
     assert line["recomputed_layers"] == 28
     assert line["hours_rows"] == pytest.approx(operations(SHAPE, lines[0].work) / 0.5e14 / 3600)
     assert line["hours_carry"] == pytest.approx(line["hours_rows"] / line["speedup"])
@@ -120,13 +120,15 @@ def test_rows_shorter_than_a_piece_need_no_pieces() -> None:
 
 
 def test_a_model_that_is_too_large_for_the_device_needs_several() -> None:
-    found = report([rows(None, 10**5, 20_000)], read_shape("qwen3-8b"), read_memory("qwen3-8b"), read_device("h100"))
+    found = carried_report(
+        [rows(None, 10**5, 20_000)], read_shape("qwen3-8b"), read_memory("qwen3-8b"), read_device("h100")
+    )
     assert found["lines"][0]["carry"] == PIECES[0]
     assert "more than the device has: 122.0 GiB of it are weights, gradients and AdamW" in found["verdict"]
 
 
 def test_a_model_without_a_forecast_has_a_reason_and_no_numbers() -> None:
-    found = report([rows(None, 10**5, 20_000)], SHAPE, NoPieces("it is made up"), read_device("h200"))
+    found = carried_report([rows(None, 10**5, 20_000)], SHAPE, NoPieces("it is made up"), read_device("h200"))
     assert (found["lines"], found["obstacle"]) == ([], "it is made up")
     assert found["verdict"] == "train --carry has no forecast for qwen3-1.7b: it is made up"
 
@@ -182,6 +184,6 @@ def test_stats_and_the_page_have_the_sentence(treepack: Run) -> None:
         (NoPieces("it is made up"), "Long rows: train --carry has no forecast for qwen3-1.7b: it is made up."),
     )
     for memory, sentence in sentences:
-        text = summary(subject, measure(subject, SHAPE, memory=memory))
+        text = report_summary(subject, measure(subject, SHAPE, memory=memory))
         assert len([line for line in text if line.startswith(sentence)]) == 1
-    assert not [line for line in summary(subject, measure(subject, SHAPE)) if line.startswith("Long rows")]
+    assert not [line for line in report_summary(subject, measure(subject, SHAPE)) if line.startswith("Long rows")]

@@ -49,9 +49,9 @@ def test_the_conditions_of_a_write_are_kept(bucket: Bucket) -> None:
     object_store.write(path, b"22", expected=entry.version)
     with pytest.raises(ExistsError):
         object_store.write(path, b"3", expected=entry.version)
-    assert object_store.read(path) == b"22"
+    assert object_store.read_object(path) == b"22"
     object_store.delete([path])
-    assert object_store.read(path) is None
+    assert object_store.read_object(path) is None
     assert bucket.objects == {}
 
 

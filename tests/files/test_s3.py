@@ -62,11 +62,11 @@ def test_the_conditions_of_a_write_are_kept(s3: Store) -> None:
     object_store.write(path, b"22", expected=entry.version)
     with pytest.raises(ExistsError):
         object_store.write(path, b"3", expected=entry.version)
-    assert object_store.read(path) == b"22"
+    assert object_store.read_object(path) == b"22"
     assert list(object_store.list_objects(path_of(s3, "dir with spaces"))) == [path.name]
     object_store.delete([path, path_of(s3, "missing")])
     assert object_store.info(path) is None
-    assert object_store.read(path) is None
+    assert object_store.read_object(path) is None
 
 
 def test_a_large_file_goes_up_in_parts_and_keeps_the_condition(s3: Store, tmp_path: Path) -> None:

@@ -32,12 +32,12 @@ from treepack.report import texts
 from treepack.report.contents import read_contents
 from treepack.report.figures import Subject, histogram, measure, nice_edges, node_means, reward_by_node
 from treepack.report.outline import outline
-from treepack.report.page import render
+from treepack.report.page import render_page
 from treepack.report.parts import groups_of, rewards_of, trees_of
 from treepack.report.pictures import PICTURES
 from treepack.report.rebuilt import trie_of_rows
 from treepack.report.roles import mark_roles
-from treepack.report.rollouts import rollouts_of
+from treepack.report.rollouts import sorted_rollouts
 from treepack.report.segments import TRAINED, Segments, segments_of
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
@@ -68,7 +68,7 @@ def rollouts() -> list[Trajectory]:
 
 def page_of(trie: Trie) -> str:
     subject = Subject("made", trie)
-    return render(subject, measure(subject, SHAPE), read_contents(trie, None, limit=10**6))
+    return render_page(subject, measure(subject, SHAPE), read_contents(trie, None, limit=10**6))
 
 
 def segments_without_roles(trie: Trie) -> Segments:
@@ -222,7 +222,7 @@ def test_rows_with_terms_give_back_rewards_and_what_each_rollout_trains() -> Non
 @given(trajectories())
 def test_an_outline_has_the_tokens_of_its_rollouts_and_a_row_for_each_line(made: list[Trajectory]) -> None:
     trie = build_trie(made)
-    parts, known = groups_of(trie), rollouts_of(trie)
+    parts, known = groups_of(trie), sorted_rollouts(trie)
     for part in range(len(parts.names)):
         members = np.flatnonzero(parts.of == part)
         blocks = outline(trie, members, known)
@@ -260,7 +260,7 @@ def test_a_page_loads_nothing_and_has_no_markup_of_a_rollout() -> None:
     nasty = '</script><script>alert(1)</script><img src="x" onerror="alert(2)">'
     trie = build_trie([make(nasty, [1, 2, 3], group=nasty), make("b", [1, 2], group=nasty)])
     subject = Subject(nasty, trie, counts={nasty: 1})
-    page = render(subject, measure(subject, SHAPE), read_contents(subject.trie, None, limit=None))
+    page = render_page(subject, measure(subject, SHAPE), read_contents(subject.trie, None, limit=None))
     assert "alert(" not in page.replace("&lt;script&gt;alert(1)", "").replace("onerror=&#34;alert(2)", "")
     tags = re.findall(r"<(?:script|link|img|iframe|object|use|image)\b[^>]*>", page)
     assert len(tags) > 10

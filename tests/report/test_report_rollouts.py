@@ -21,9 +21,9 @@ from treepack.report.causes import difference_runs, read_sharing
 from treepack.report.contents import read_contents
 from treepack.report.figures import MAX_BARS, Subject, count_rewards, group_rates, measure
 from treepack.report.outline import outline
-from treepack.report.page import render
+from treepack.report.page import render_page
 from treepack.report.parts import groups_of
-from treepack.report.rollouts import outcomes_of, rollouts_of, short_names
+from treepack.report.rollouts import outcomes_of, short_names, sorted_rollouts
 from treepack.report.texts import ids_as_text
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
@@ -45,7 +45,7 @@ def turns(draw: st.DrawFn) -> list[Trajectory]:
 @given(turns())
 def test_a_rollout_is_one_line_and_no_token_is_drawn_twice(made: list[Trajectory]) -> None:
     trie = build_trie(made)
-    rollouts = rollouts_of(trie)
+    rollouts = sorted_rollouts(trie)
     blocks = outline(trie, np.arange(trie.num_trajectories), rollouts)
     assert sum(block.size for block in blocks) == trie.tokens_tree
     assert Counter(rollout for block in blocks for rollout in block.finals) == Counter(range(len(rollouts.names)))
@@ -66,7 +66,7 @@ def test_turns_that_nothing_continues_are_in_the_line_of_their_rollout() -> None
     #          '- 6 7     turn 2, the last one
     made = [make(f"a/turn-{i}", ids) for i, ids in enumerate([[1, 2, 3, 3, 3], [1, 2, 4, 5, 5, 5], [1, 2, 4, 6, 7]])]
     trie = build_trie(made)
-    blocks = outline(trie, np.arange(3), rollouts_of(trie))
+    blocks = outline(trie, np.arange(3), sorted_rollouts(trie))
     places = sorted((block.x, block.size, block.is_branch) for block in blocks)
     assert places == [(0, 2, False), (2, 3, True), (5, 1, False), (6, 3, True), (9, 2, False)]
     assert {block.row for block in blocks} == {0}
@@ -76,7 +76,7 @@ def test_a_turn_of_rollouts_that_separate_later_is_before_the_place_where_they_d
     made = [make(f"{r}/turn-0", [1, 2, 2]) for r in "ab"]
     made += [make("a/turn-1", [1, 3, 4]), make("b/turn-1", [1, 3, 5])]
     trie = build_trie(made)
-    blocks = outline(trie, np.arange(4), rollouts_of(trie))
+    blocks = outline(trie, np.arange(4), sorted_rollouts(trie))
     shared = next(block for block in blocks if block.is_branch)
     assert (shared.x, shared.size, shared.rows) == (1, 2, 2)
 
@@ -100,7 +100,7 @@ def test_names_show_what_differs_inside_a_group(names: list[str], models: list[s
 
 def test_rollouts_that_differ_in_temperature_are_told_apart_by_it() -> None:
     made = [make(f"t/{i}", [1, i + 2], temperature=value) for i, value in enumerate((0.5, 1.0))]
-    assert rollouts_of(build_trie(made)).labels == ["0.5 #0", "1.0 #1"]
+    assert sorted_rollouts(build_trie(made)).labels == ["0.5 #0", "1.0 #1"]
 
 
 def trie_of_outcomes() -> Trie:
@@ -113,7 +113,7 @@ def trie_of_outcomes() -> Trie:
 def test_outcomes_are_of_rollouts_and_the_most_mixed_group_is_opened() -> None:
     trie = trie_of_outcomes()
     groups = groups_of(trie)
-    outcomes = outcomes_of(groups, rollouts_of(trie))
+    outcomes = outcomes_of(groups, sorted_rollouts(trie))
     assert groups.names == ["a", "b", "c", "d"]
     assert outcomes.num_rollouts.tolist() == [2, 2, 2, 1]
     assert outcomes.spread.tolist() == [0.5, 0, 0, 0]
@@ -123,7 +123,7 @@ def test_outcomes_are_of_rollouts_and_the_most_mixed_group_is_opened() -> None:
 
 def test_pass_rates_are_of_every_group_with_a_reward_in_ascending_order() -> None:
     trie = trie_of_outcomes()
-    records = group_rates(groups_of(trie), rollouts_of(trie))
+    records = group_rates(groups_of(trie), sorted_rollouts(trie))
     assert [(record["name"], record["rate"], record["is_one"]) for record in records] == [
         ("b", 0, True),
         ("a", 0.5, False),
@@ -131,7 +131,7 @@ def test_pass_rates_are_of_every_group_with_a_reward_in_ascending_order() -> Non
         ("d", 1, False),
     ]
     many = build_trie([make(f"t{i}", [1, i + 2], group=f"g{i:03}", reward=float(i % 2)) for i in range(3 * MAX_BARS)])
-    bars = group_rates(groups_of(many), rollouts_of(many))
+    bars = group_rates(groups_of(many), sorted_rollouts(many))
     assert len(bars) == MAX_BARS
     assert sum(int(bar["name"].split()[0]) for bar in bars) == 3 * MAX_BARS
     assert (bars[0]["start"], bars[-1]["end"]) == (0, 1)
@@ -176,7 +176,7 @@ def test_a_page_without_text_has_the_causes_but_no_text_of_an_example(tmp_path: 
     trie, log = read_to_trie([tmp_path / "in.jsonl"], options, tokenizer=tokenizer)
     subject = Subject("in.jsonl", trie, conversations=conversations_of_log(log, trie_totals(trie)))
     figures = measure(subject, read_shape("qwen3-8b"))
-    pages = [render(subject, figures, read_contents(trie, tokenizer, limit=limit)) for limit in (10**6, None)]
+    pages = [render_page(subject, figures, read_contents(trie, tokenizer, limit=limit)) for limit in (10**6, None)]
     assert all("Only reasoning differs" in page for page in pages)
     assert ["The rules say to look up" in page for page in pages] == [True, False]
     assert all("4 conversations, " in page and "one append-only sequence per conversation" in page for page in pages)

@@ -16,7 +16,7 @@ from treepack.rl.leaf_weights import LeafWeights, leaf_weights
 from treepack.rollout.options import TreeOptions, independent
 from treepack.rollout.records import tree_lines
 from treepack.rollout.simulated import MarkovLaw
-from treepack.rollout.tree import leaf_weights as sampled_weights
+from treepack.rollout.tree import weights_of_leaves as sampled_weights
 from treepack.trajectory import Int32, Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.directory import build_trie_directory

@@ -26,7 +26,7 @@ from treepack.rollout.records import path_routes, tree_trajectories
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.servers.dialects import DIALECTS
 from treepack.rollout.servers.server import ServerEngine, connect
-from treepack.rollout.servers.server_routes import read_routes
+from treepack.rollout.servers.server_routes import routes_of_answer
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Int32, Tokens
 from treepack.trie.builders.in_memory import build_trie
@@ -127,7 +127,7 @@ def test_experts_that_are_no_file_are_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_an_answer_without_any_expert_is_refused() -> None:
     dialect = next(each for each in DIALECTS if each.name == "SGLang")
     with pytest.raises(EngineError, match=r"\[3, 2, 0\] of int32; expected integers"):
-        read_routes(dialect, {"meta_info": {"routed_experts": ""}}, sizes=[3], layers=2, url="http://localhost:1")
+        routes_of_answer(dialect, {"meta_info": {"routed_experts": ""}}, sizes=[3], layers=2, url="http://localhost:1")
 
 
 def test_an_engine_with_too_few_rows_is_refused() -> None:

@@ -15,7 +15,7 @@ from treepack.rollout.engine import Sampling
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import LengthLaw, SimulatedEngine
-from treepack.rollout.tree import Node, Tree, Usage, leaf_weights
+from treepack.rollout.tree import Node, Tree, Usage, weights_of_leaves
 
 PAGE = (ROOT / "docs" / "tree-sampling.md").read_text()
 
@@ -26,7 +26,7 @@ def test_the_worked_tree_has_the_weights_and_means_of_the_page() -> None:
     for name, parent in (("A", "prompt"), ("B", "prompt"), ("C", "A"), ("D", "A"), ("E", "A")):
         nodes[name] = node(name, nodes[parent])
     leaves = tuple(nodes[name] for name, *_ in rows)
-    weights, before = leaf_weights(Tree(query("page"), nodes["prompt"], leaves, Usage(), Sampling()))
+    weights, before = weights_of_leaves(Tree(query("page"), nodes["prompt"], leaves, Usage(), Sampling()))
     assert [float(Fraction(text)) for *_, text, _ in rows] == pytest.approx(before.tolist())
     assert [float(Fraction(text)) for *_, text in rows] == pytest.approx(weights.tolist())
     tokens = np.array([float(text.replace(",", "")) for _, text, *_ in rows])

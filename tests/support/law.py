@@ -25,7 +25,7 @@ from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.registry import FORMAT_OF_NAME, detect_format
 from treepack.ingest.readers.unread import as_json, is_prose
-from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
 Path = tuple[str | int, ...]
 Item = Trajectory | Skipped
@@ -102,7 +102,7 @@ def _trained(item: Trajectory) -> Iterator[tuple[Any, Any]]:
             if weight:
                 calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
                 yield weight, (message["content"], message.get("reasoning_content"), calls)
-    elif isinstance(content, Text):
+    elif isinstance(content, PromptCompletion):
         yield 0, content.completion
     else:
         assert isinstance(content, Tokens)

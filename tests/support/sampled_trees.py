@@ -15,7 +15,7 @@ from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.simulated import Law, SimulatedEngine
-from treepack.rollout.tree import Tree, leaf_weights
+from treepack.rollout.tree import Tree, weights_of_leaves
 from treepack.trajectory import Float64, Int32, Trajectory
 
 
@@ -42,7 +42,7 @@ def sample_trees(
 
 def rollouts_of_tree(tree: Tree) -> list[Trajectory]:
     """Convert the leaves of a tree to trajectories that train everything after the prompt."""
-    weights, before = leaf_weights(tree)
+    weights, before = weights_of_leaves(tree)
     return [_rollout(tree, i, float(weights[i]), float(before[i])) for i in range(len(tree.leaves))]
 
 

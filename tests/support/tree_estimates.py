@@ -20,7 +20,7 @@ from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.simulated import LengthLaw, MarkovLaw, log_normal_lengths
-from treepack.rollout.tree import Node, Tree, leaf_weights
+from treepack.rollout.tree import Node, Tree, weights_of_leaves
 from treepack.trajectory import Float64, Int32
 
 PROMPT = np.array([1], np.int32)
@@ -121,12 +121,12 @@ def plain(tree: Tree) -> Float64:
 
 def weighted(tree: Tree) -> Float64:
     """All leaves with their weights."""
-    return leaf_weights(tree)[0]
+    return weights_of_leaves(tree)[0]
 
 
 def before_fallback(tree: Tree) -> Float64:
     """The leaves from before the first fallback with their weights at that time."""
-    return leaf_weights(tree)[1]
+    return weights_of_leaves(tree)[1]
 
 
 def estimate(trees: list[Tree], value: Callable[[Node], float], weights: Callable[[Tree], Float64]) -> Estimate:

@@ -33,7 +33,7 @@ def _store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def contents() -> dict[str, bytes]:
-    return {name: object_store.read(OUT / name) or b"" for name in object_store.list_objects(OUT)}
+    return {name: object_store.read_object(OUT / name) or b"" for name in object_store.list_objects(OUT)}
 
 
 def write(place: Place, name: str, text: str) -> None:

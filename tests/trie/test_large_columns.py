@@ -23,7 +23,7 @@ from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.plan.problem import Limits
 from treepack.pack.rows import pack_rows
-from treepack.report.payload import advantages_of
+from treepack.report.payload import mean_advantages
 from treepack.rl.group_tree import group_codes
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
@@ -147,7 +147,7 @@ def test_more_values_than_a_list_array_can_contain() -> None:
     assert num_trained(trie.trajectories) == NUM * TRUNK
     check_trie(trie)  # all spans, and the number of values of every list
     assert group_codes(trie).tolist() == [i % 2 for i in range(NUM)]
-    assert advantages_of(trie).tolist() == [0] * NUM  # reads every value
+    assert mean_advantages(trie).tolist() == [0] * NUM  # reads every value
     assert sum(len(values) for values in list_values(trie.trajectories, "old_logprobs") if values is not None) > 2**31
     assert next(trajectories_of(trie)).trajectory_id == "t0"
     # Only the row of the last trajectory is made: the terms of all rows would take 80 GB.

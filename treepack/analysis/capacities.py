@@ -1,6 +1,6 @@
 """Plans for several capacities, without writing anything, and the work that they save.
 
-Trie --plan_capacities--> PlannedCapacity, ... --predict--> N_pack, ERR, fill and gap of each
+Trie --plan_capacities--> PlannedCapacity, ... --predicted_totals--> N_pack, ERR, fill and gap of each
 --forecast_lines--> operations on rows against one by one
 """
 
@@ -91,7 +91,7 @@ def _named(progress: ReportProgress | None, suffix: str) -> ReportProgress | Non
     return lambda state: report(replace(state, stage=f"{state.stage} {suffix}"))
 
 
-def predict(planned: Iterable[PlannedCapacity]) -> list[Report]:
+def predicted_totals(planned: Iterable[PlannedCapacity]) -> list[Report]:
     """Return the `packed_totals` of each plan, with the number of trajectories that do not fit its capacity."""
     return [packed_totals(one.trie, one.plan, one.totals) | {"num_too_long": one.num_too_long} for one in planned]
 

@@ -1,6 +1,6 @@
 """The forecast of rows in pieces: cost and memory of each capacity with and without `train --carry`, ready for JSON.
 
-    RowsToCarry, ... --report--> {"lines": [{"capacity": 65536, "hours_rows": ..., "hours_carry": ...}], ...}
+    RowsToCarry, ... --carried_report--> {"lines": [{"capacity": 65536, "hours_rows": ..., "hours_carry": ...}], ...}
 
 Without --carry, as few layers are recomputed as the device demands, as with --checkpoint-layers auto. With it, the
 size of a piece is the largest of `PIECES` that fits the device. If the carried path leaves room only for pieces below
@@ -97,7 +97,9 @@ def packed_rows(line: Line, counter: TrunkCounter) -> RowsToCarry:
     return RowsToCarry(line.capacity, 0, line.packed, counter.row_tokens, counter.longest, counter.trunks)
 
 
-def report(rows: Iterable[RowsToCarry], shape: ModelShape, memory: ModelMemory | NoPieces, device: Device) -> Entry:
+def carried_report(
+    rows: Iterable[RowsToCarry], shape: ModelShape, memory: ModelMemory | NoPieces, device: Device
+) -> Entry:
     """Return cost and memory of the rows on one device, with and without pieces, and one sentence, as plain values.
 
     A model without a forecast of pieces has no lines, and the sentence gives the reason.
@@ -108,7 +110,9 @@ def report(rows: Iterable[RowsToCarry], shape: ModelShape, memory: ModelMemory |
         return entry | {"obstacle": memory.reason, "lines": [], "notes": [], "verdict": sentence}
     lines = [_line(each, shape, memory, device) for each in rows]
     sizes = {"state_bytes": memory.state, "path_bytes_per_token": memory.path}
-    return entry | sizes | {"lines": lines, "notes": notes(lines, device), "verdict": verdict(lines, memory.state)}
+    return (
+        entry | sizes | {"lines": lines, "notes": notes(lines, device), "verdict": carried_verdict(lines, memory.state)}
+    )
 
 
 def _line(rows: RowsToCarry, shape: ModelShape, memory: ModelMemory, device: Device) -> Entry:
@@ -169,7 +173,7 @@ def _fits(needed: int, device: Device) -> bool | None:
     return None if device.memory is None else needed <= USABLE * device.memory
 
 
-def verdict(lines: Sequence[Mapping[str, Any]], state: int) -> str:
+def carried_verdict(lines: Sequence[Mapping[str, Any]], state: int) -> str:
     """Return one sentence: the longest rows that fit in pieces, or their memory, against the best rows without them.
 
     `state` is the memory of weights, gradients and the optimiser.

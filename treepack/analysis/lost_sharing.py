@@ -31,7 +31,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from treepack.analysis.text_differences import Difference, classify
+from treepack.analysis.text_differences import Difference, classify_difference
 from treepack.columns import SpanView, text_codes
 from treepack.pack.plan.unions import range_minima
 from treepack.trajectory import Int64
@@ -215,7 +215,7 @@ def _common_tokens(trie: Trie, a: Int64, b: Int64) -> Int64:
     return common
 
 
-def explain(trie: Trie, decode: Decode | None = None, *, most: int = MAX_PARTINGS) -> dict[str, Any]:
+def explain_sharing(trie: Trie, decode: Decode | None = None, *, most: int = MAX_PARTINGS) -> dict[str, Any]:
     """Return the reasons for all tokens of `trie` and the causes of lost sharing, as plain values ready for JSON.
 
     `laid_down` maps the reason why tokens are stored to their number; the sum is N_tree, see `tokens_by_reason`. `lost`
@@ -340,7 +340,7 @@ def _differences(trie: Trie, tokens: AddedTokens, partings: list[int], decode: D
             trie.storage.release()
     texts = decode(windows)
     return [
-        classify(
+        classify_difference(
             texts[2 * k],
             texts[2 * k + 1],
             is_call=bool(tokens.is_call[i]),

@@ -12,20 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treepack.analysis.capacities import forecast_lines, plan_capacities, predict
+from treepack.analysis.capacities import forecast_lines, plan_capacities, predicted_totals
 from treepack.analysis.carried_cost import TrunkCounter
-from treepack.analysis.carried_report import RowsToCarry, packed_rows, rows_of_plans, sizes_of_pieces
-from treepack.analysis.carried_report import report as carried_report
+from treepack.analysis.carried_report import RowsToCarry, carried_report, packed_rows, rows_of_plans, sizes_of_pieces
 from treepack.analysis.check import check_trie_totals, checked_totals
-from treepack.analysis.describe import Report, describe, describe_rows
+from treepack.analysis.describe import Report, describe_rows, describe_trie
 from treepack.analysis.forecast import Line, RowCounter, read_device
-from treepack.analysis.lost_sharing import explain
+from treepack.analysis.lost_sharing import explain_sharing
 from treepack.analysis.needed_memory import CHECKING, DESCRIBING, refuse_too_large
 from treepack.analysis.options import StatsOptions
 from treepack.analysis.origin import local_paths, manifest_of, read_packed_origin
 from treepack.analysis.summary import conversation_entries
 from treepack.analysis.verdict import baseline_notes
-from treepack.analysis.verdict import report as forecast
+from treepack.analysis.verdict import forecast_report as forecast
 from treepack.costs.model_cost import read_shape
 from treepack.errors import TreepackError
 from treepack.files import schema
@@ -96,7 +95,7 @@ def stats(
         skipped, conversations = skipped_record(log, trie), conversations_of_log(log, trie_totals(trie))
         control = log.control_record()
     refuse_too_large(trie, DESCRIBING, memory=memory)
-    report = describe(trie, kind=kind) | {"counts": counts} | ({"skipped": skipped} if skipped else {})
+    report = describe_trie(trie, kind=kind) | {"counts": counts} | ({"skipped": skipped} if skipped else {})
     report |= {"control_tokens": control} if control else {}
     report |= conversation_entries(conversations, report)
     if options.check:
@@ -106,7 +105,7 @@ def stats(
     capacities = options.capacities or usual_capacities(trie)
     planned = list(plan_capacities(trie, capacities, method=method, too_long="drop", search=search, progress=progress))
     if options.capacities:
-        report["predicted"] = predict(planned)
+        report["predicted"] = predicted_totals(planned)
     if contrast is not None:
         report |= contrast(trie)
     lines = forecast_lines(trie, planned, method=method, search=search, conversations=conversations)
@@ -159,9 +158,9 @@ def _sharing(trie: Trie, manifest: Manifest | None, tokenizer: str | None) -> di
 
     if name:
         try:
-            return explain(trie, decode)
+            return explain_sharing(trie, decode)
         except TreepackError:
             # The tokenizer of the manifest may be gone since; one that the user named must load.
             if tokenizer:
                 raise
-    return explain(trie)
+    return explain_sharing(trie)

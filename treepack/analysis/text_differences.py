@@ -83,7 +83,7 @@ class Difference:
         }
 
 
-def classify(expected: str, actual: str, *, is_call: bool, whole: tuple[bool, bool]) -> Difference:
+def classify_difference(expected: str, actual: str, *, is_call: bool, whole: tuple[bool, bool]) -> Difference:
     """Return the cause of the difference between two texts, and the texts before and after the parting.
 
     Args:

@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 
 from treepack.cluster.names import repeated_names
-from treepack.cluster.reading import PartSummary, ReadJob, read_part, survey_files
+from treepack.cluster.reading import PartSummary, ReadJob, read_input_part, survey_files
 from treepack.cluster.scheduler import Scheduler, TableHandle
 from treepack.errors import TreepackError
 from treepack.files import schema
@@ -245,7 +245,7 @@ def _read(
     def tokens_of_parts() -> Iterator[int]:
         nonlocal done
         calls = [(part, number, handle) for number, part in enumerate(parts)]
-        results = watch.results("read", scheduler.keep(read_part, calls))
+        results = watch.results("read", scheduler.keep(read_input_part, calls))
         for part, (table, summary) in zip(parts, results, strict=True):
             unknown.extend(summary.unknown)
             num_tokens = reading.add(table, summary)

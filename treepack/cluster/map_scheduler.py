@@ -179,7 +179,7 @@ def _write(folder: AnyPath, content: bytes | pa.Buffer, suffix: str) -> AnyPath:
 
 
 def _read(path: AnyPath) -> bytes:
-    content = object_store.read(path) if isinstance(path, RemotePath) else _local_bytes(path)
+    content = object_store.read_object(path) if isinstance(path, RemotePath) else _local_bytes(path)
     if content is None:
         raise _missing(path)
     return content

@@ -58,7 +58,7 @@ class RayScheduler:
     """The `Scheduler` of the cluster that this process is connected to."""
 
     def __init__(self) -> None:
-        """Use the connection of `connect`, or of the caller's `ray.init`."""
+        """Use the connection of `connected_cluster`, or of the caller's `ray.init`."""
         self._ray = _import_ray()
         self._task = self._ray.remote(_run_in)
         self._folder = os.getcwd()  # noqa: PTH109 (a string)
@@ -163,7 +163,7 @@ def tables_per_split(num_tables: int, num_ranges: int, num_workers: int) -> int:
 
 
 @contextmanager
-def connect(address: str, *, workers: int = 1) -> Iterator[RayScheduler]:
+def connected_cluster(address: str, *, workers: int = 1) -> Iterator[RayScheduler]:
     """Connect this process to a Ray cluster until the block ends.
 
     Args:

@@ -92,7 +92,7 @@ def survey_files(files: list[InputFile], job: ReadJob) -> list[SurveyedFile]:
 
 
 @naming_addresses()
-def read_part(part: InputPart, number: int, job: ReadJob) -> tuple[pa.Table, PartSummary]:
+def read_input_part(part: InputPart, number: int, job: ReadJob) -> tuple[pa.Table, PartSummary]:
     """Read and tokenise part `number` of the input; return its trajectories and their summary.
 
     Memory: about three times the columns of the part.

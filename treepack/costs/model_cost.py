@@ -179,11 +179,11 @@ def read_shape(model: str) -> ModelShape:
     Raises:
         TreepackError: there is no such model, a size is missing, or the cost of a layer is not known.
     """
-    config, name = read_config(model)
+    config, name = read_model_fields(model)
     return shape_of(config, name=name)
 
 
-def read_config(model: str) -> tuple[Config, str]:
+def read_model_fields(model: str) -> tuple[Config, str]:
     """Return the fields of a preset or of a config.json, see `read_shape`, and the name of the model.
 
     Raises:

@@ -27,7 +27,7 @@ from treepack.data.part_cache import PartCache
 from treepack.errors import TreepackError
 from treepack.files.location import Location
 from treepack.files.manifest import FileEntry, Manifest, check_part, check_size
-from treepack.files.part_columns import check_columns, with_types
+from treepack.files.part_columns import check_part_columns, with_types
 from treepack.files.remote.object_store import first_line
 from treepack.files.remote.retries import OUTAGE_SECONDS, pauses
 from treepack.files.schema import PACKED
@@ -179,7 +179,7 @@ class PartReader:
             # Closed after each read: a copy that is removed while it is open would still take room.
             footer = self._footers.get(group.file)
             with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True) as file:
-                check_columns(file.schema_arrow, PACKED, str(path), _REMEDY)
+                check_part_columns(file.schema_arrow, PACKED, str(path), _REMEDY)
                 self._keep_footer(group.file, file.metadata)
                 return self._read_group(file, group, columns)
         # Removed or damaged; the store has the same values, and a new copy follows. A damaged footer is ArrowInvalid.

@@ -22,7 +22,7 @@ from pyarrow import parquet as pq
 
 from treepack.errors import TreepackError
 from treepack.files.address import RemotePath, as_path
-from treepack.files.part_columns import check_columns
+from treepack.files.part_columns import check_part_columns
 from treepack.files.remote import object_store
 from treepack.files.remote.object_store import first_line
 
@@ -59,7 +59,7 @@ class Location:
             TreepackError: the file exists and cannot be read.
         """
         if self.remote is not None:
-            return object_store.read(self.remote / name)
+            return object_store.read_object(self.remote / name)
         try:
             with self.filesystem.open_input_file(self._path(name)) as file:
                 content: bytes = file.read()
@@ -126,7 +126,7 @@ class Location:
                 f"{self.file_name(name)}: is not a readable Parquet file ({first_line(error)}); the file was truncated "
                 f"or altered, so write it again{'' if self.is_local else ', or the network failed'}"
             ) from error
-        check_columns(part.schema_arrow, columns, self.file_name(name), f"write {self} again")
+        check_part_columns(part.schema_arrow, columns, self.file_name(name), f"write {self} again")
         return part
 
     def fresh(self) -> Location:

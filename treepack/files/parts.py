@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from treepack.errors import TreepackError
 from treepack.files.manifest import FileEntry, Manifest, check_part, file_sha256
-from treepack.files.part_columns import check_columns, with_types
+from treepack.files.part_columns import check_part_columns, with_types
 from treepack.files.remote.remote_output import publish
 from treepack.trajectory import Int64
 
@@ -197,7 +197,7 @@ def open_part(directory: Path, entry: FileEntry, columns: pa.Schema) -> Part:
         part = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         raise TreepackError(f"{path}: is not readable as Parquet ({error}); write it again") from error
-    check_columns(part.schema_arrow, columns, str(path), f"write {directory} again")
+    check_part_columns(part.schema_arrow, columns, str(path), f"write {directory} again")
     return Part(path, part, columns)
 
 

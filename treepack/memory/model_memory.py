@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from treepack.costs.model_cost import feed_forward, is_sparse, language_model, num_experts, read_config, shape_of
+from treepack.costs.model_cost import feed_forward, is_sparse, language_model, num_experts, read_model_fields, shape_of
 from treepack.costs.model_fields import RECURRENT, Config, list_layers, read_field
 
 # Float32 weight, gradient, and two moments of AdamW.
@@ -111,7 +111,7 @@ def read_memory(model: str) -> ModelMemory | NoPieces:
     Raises:
         TreepackError: there is no such model, a size is missing, or the cost of a layer is not known.
     """
-    config, name = read_config(model)
+    config, name = read_model_fields(model)
     return memory_of(config, name=name)
 
 

@@ -17,7 +17,7 @@ from treepack.attention.indexed import index_top_k
 from treepack.errors import TreepackError
 from treepack.model.foreign_errors import REMEDY
 from treepack.model.saved_tokenizer import saved_tokenizer
-from treepack.recurrent.entry import obstacle as recurrent_obstacle
+from treepack.recurrent.entry import model_obstacle as recurrent_obstacle
 
 if TYPE_CHECKING:
     from treepack.files.manifest import TokenizerEntry  # needs pyarrow, which benchmarks/check_gpu.py must run without

@@ -44,7 +44,7 @@ class IdIndex:
     """Numbers of the trajectories of a trie by their ids; 12 bytes for each."""
 
     def __init__(self, ids: pa.ChunkedArray) -> None:
-        self._ids = TableRows(pa.table({"id": ids}))
+        self._ids = ChunkedRows(pa.table({"id": ids}))
         hashes = np.concatenate([np.zeros(0, np.uint64), *(_hashes(chunk) for chunk in ids.chunks)])
         self._order = np.argsort(hashes, kind="stable").astype(np.int32)
         self._hashes = hashes[self._order]
@@ -77,7 +77,7 @@ def _hashes(texts: pa.Array) -> NDArray[np.uint64]:
     return pl.Series(pl.from_arrow(texts)).hash().to_numpy()
 
 
-class TableRows:
+class ChunkedRows:
     """Single rows of a table of many chunks, which may be a mapped file; `Table.take` would copy whole columns."""
 
     def __init__(self, table: pa.Table) -> None:
@@ -119,7 +119,7 @@ class Expected:
         facts = ["step", "group_id", "trained"]
         values = ["source", "weight", "reward", "advantage", "advantages", *self.logprobs]
         values += [name for name in schema.OPTIONAL.names if name in table.column_names]
-        self.facts, self.columns = TableRows(table.select(facts)), TableRows(table.select(facts + values))
+        self.facts, self.columns = ChunkedRows(table.select(facts)), ChunkedRows(table.select(facts + values))
         self.releaser = PageReleaser(self.storage)
 
     def check(self, row: Row) -> Float64:

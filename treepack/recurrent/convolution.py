@@ -86,7 +86,7 @@ def build_taps(subtree_end: Tensor, taps: int) -> Taps:
     return Taps(ancestors, targets, number, begins, reader[order].to(torch.int32), tap[order].to(torch.int32))
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, taps: Taps) -> Tensor:
+def convolve_plainly(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, taps: Taps) -> Tensor:
     """Return the convolution of the tokens of a tree, [N, C] in the dtype of `x`.
 
     The precision is float64 if `x` has it, and float32 otherwise. Two runs agree in every bit.

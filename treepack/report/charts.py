@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treepack.report.figures import Figures, Record
-from treepack.report.words import number, percent
+from treepack.report.words import percent, three_digits
 
 Spec = dict[str, Any]
 
@@ -102,7 +102,7 @@ def _histogram(
         "mark": {"type": "bar", "color": DATA, "binSpacing": 1},
         "encoding": {"x": x, **({} if each else {"x2": {"field": "end"}}), "y": y, "tooltip": tooltip},
     }
-    text = percent if share else number
+    text = percent if share else three_digits
     lines = [
         (text(r["start"]) if each else f"{text(r['start'])} to {text(r['end'])}", f"{r['count']:,}")
         for r in records
@@ -193,8 +193,8 @@ def _rewards(figures: Figures) -> Chart:
     }
     lines = [
         (
-            f"{number(r['depth_start'])} to {number(r['depth_end'])}",
-            f"{number(r['reward_start'])} to {number(r['reward_end'])}",
+            f"{three_digits(r['depth_start'])} to {three_digits(r['depth_end'])}",
+            f"{three_digits(r['reward_start'])} to {three_digits(r['reward_end'])}",
             f"{r['nodes']:,}",
             f"{r['tokens']:,}",
         )
@@ -209,7 +209,7 @@ def _reward_counts(figures: Figures) -> Chart:
     records = figures.reward_counts
     if any(record["start"] != record["end"] for record in records):
         return _histogram("reward_counts", "Rewards of rollouts", records, "reward", "rollouts", fine=True)
-    records = [record | {"reward": number(record["start"])} for record in records]
+    records = [record | {"reward": three_digits(record["start"])} for record in records]
     tooltip = [{"field": "reward"}, {"field": "count", "title": "rollouts", "format": ","}]
     x = {"field": "reward", "type": "ordinal", "sort": None, "title": "reward", "axis": {"labelAngle": 0}}
     y = {"field": "count", "type": "quantitative", "title": "rollouts", "axis": _count_axis(records)}
@@ -241,7 +241,7 @@ def _pass_rates(figures: Figures) -> Chart:
         "mark": {"type": "bar", "color": DATA, "binSpacing": 1, "minBandSize": 1},
         "encoding": {"x": x, "x2": {"field": "end"}, "y": y, "opacity": opacity, "tooltip": tooltip},
     }
-    text = percent if is_rate else number
+    text = percent if is_rate else three_digits
     lines = [(r["name"], text(r["rate"]), "one outcome" if r["is_one"] else "") for r in records]
     title = f"{noun.capitalize()} by group"
     return Chart("pass_rates", title, _spec(title, records, spec), ("group", noun, ""), lines, wide=True)

@@ -16,21 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from treepack.analysis.capacities import PlannedCapacity, forecast_lines, plan_capacities, predict
-from treepack.analysis.carried_report import PIECES, RowsToCarry, rows_of_plans
-from treepack.analysis.carried_report import report as carried_report
+from treepack.analysis.capacities import PlannedCapacity, forecast_lines, plan_capacities, predicted_totals
+from treepack.analysis.carried_report import PIECES, RowsToCarry, carried_report, rows_of_plans
 from treepack.analysis.describe import por_by_depth
 from treepack.analysis.forecast import DEFAULT_DEVICE, Line, read_device
-from treepack.analysis.summary import summary
+from treepack.analysis.summary import conversation_summary
 from treepack.analysis.verdict import baseline_notes
-from treepack.analysis.verdict import report as forecast
+from treepack.analysis.verdict import forecast_report as forecast
 from treepack.costs.model_cost import ModelShape
 from treepack.ingest.conversations import Conversations
 from treepack.memory.model_memory import ModelMemory, NoPieces
 from treepack.pack.plan.problem import Search
 from treepack.processes import ReportProgress
 from treepack.report.parts import SharedParts, groups_of, mean_by, rewards_of, trees_of
-from treepack.report.rollouts import Outcomes, Rollouts, outcomes_of, rollouts_of
+from treepack.report.rollouts import Outcomes, SortedRollouts, outcomes_of, sorted_rollouts
 from treepack.trajectory import Float64, Int64
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
@@ -85,12 +84,12 @@ class Figures:
     `rewards` depth_start, depth_end, reward_start, reward_end, nodes, tokens; `reward_counts` start, end, count, where
     start and end are equal if each reward has a bar; `pass_rates` start, end, rate, name, see `group_rates`.
 
-    `summary` is a sentence about the input, and `forecast` the report of `treepack stats` on the gain of the tree; its
-    `carry` is None if the memory of the model was not given.
+    `summary` is a sentence about the input, and `forecast` the report of `treepack stats` on the gain of
+    the tree; its `carry` is None if the memory of the model was not given.
     """
 
     totals: Record
-    rollouts: Rollouts
+    rollouts: SortedRollouts
     groups: SharedParts
     group_outcomes: Outcomes
     trees: SharedParts
@@ -147,13 +146,13 @@ def measure(
         method = "contiguous"
     sizes = capacities or default_capacities(trie)
     planned = list(plan_capacities(trie, sizes, method=method, too_long="drop", search=search, progress=progress))
-    points = [point | {"measured": False} for point in predict(planned)]
+    points = [point | {"measured": False} for point in predicted_totals(planned)]
     row_tokens, fill_capacity = planned[0].totals.row_tokens, planned[0].plan.capacity
     if packed is not None:
         row_tokens, fill_capacity = packed.row_tokens, packed.capacity
         points = [point for point in points if point["capacity"] != packed.capacity]
         points.append(packed.totals | {"capacity": packed.capacity, "num_too_long": 0, "measured": True})
-    groups, trees, rollouts = groups_of(trie), trees_of(trie), rollouts_of(trie)
+    groups, trees, rollouts = groups_of(trie), trees_of(trie), sorted_rollouts(trie)
     depths, totals = por_by_depth(trie), trie_totals(trie)
     if packed is not None:
         err = {part["start"]: part["err"] for part in packed.err_by_depth}
@@ -178,7 +177,7 @@ def measure(
         rewards=reward_by_node(trie),
         reward_counts=count_rewards(rollouts.reward),
         pass_rates=group_rates(groups, rollouts),
-        summary=summary(subject.conversations, totals),
+        summary=conversation_summary(subject.conversations, totals),
         forecast=_forecast(subject, (shape, memory), planned[:FORECAST_CAPACITIES], method, search),
     )
 
@@ -218,7 +217,7 @@ def count_rewards(rewards: Float64) -> list[Record]:
     return [{"start": v, "end": v, "count": n} for v, n in zip(values.tolist(), counts.tolist(), strict=True)]
 
 
-def group_rates(groups: SharedParts, rollouts: Rollouts) -> list[Record]:
+def group_rates(groups: SharedParts, rollouts: SortedRollouts) -> list[Record]:
     """Return the mean reward of the groups in ascending order: start, end, rate, name, is_one.
 
     `start` and `end` are shares of all groups with a reward. Of more than `MAX_BARS` groups, each record is several

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from treepack.report.rollouts import Rollouts
+from treepack.report.rollouts import SortedRollouts
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
@@ -47,7 +47,7 @@ class Block:
     after: list[int] = field(default_factory=list)
 
 
-def outline(trie: Trie, members: Int64, rollouts: Rollouts) -> list[Block]:
+def outline(trie: Trie, members: Int64, rollouts: SortedRollouts) -> list[Block]:
     """Return the blocks of the nodes on the paths of the trajectories `members`, depth-first, with their places."""
     blocks = _blocks(trie, members, rollouts)
     for i in range(len(blocks) - 1, -1, -1):
@@ -72,7 +72,7 @@ def outline(trie: Trie, members: Int64, rollouts: Rollouts) -> list[Block]:
     return blocks
 
 
-def _blocks(trie: Trie, members: Int64, rollouts: Rollouts) -> list[Block]:
+def _blocks(trie: Trie, members: Int64, rollouts: SortedRollouts) -> list[Block]:
     """Return the chains of nodes on the paths of `members`, depth-first, with their parents and ends."""
     nodes = np.flatnonzero(_on_paths(trie, members))
     place = dict(zip(nodes.tolist(), range(len(nodes)), strict=True))

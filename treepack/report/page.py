@@ -1,6 +1,6 @@
 """A report as one self-contained HTML page: no network, no other file.
 
-    Subject, Figures, Contents --render--> page
+    Subject, Figures, Contents --render_page--> page
 
 The page contains page.html, page.css and the scripts of this folder, the specifications of the charts, the blocks of
 the explorer, and Vega from the package vl-convert-python. Every text from a rollout is in a compressed block or
@@ -26,14 +26,14 @@ from treepack.report.contents import Contents
 from treepack.report.figures import Figures, Subject
 from treepack.report.payload import payload
 from treepack.report.roles import ROLES
-from treepack.report.words import CAUSES, captions, gain, headline, lost_sentence, percent, summary
+from treepack.report.words import CAUSES, captions, gain, headline, lost_sentence, percent, report_summary
 
 SCRIPTS = ("data.js", "colours.js", "layout.js", "tree.js", "text.js", "list.js", "page.js")
 # Text near the beginning of page.html, by which --overwrite recognises a page of treepack.
 MARK = '<meta name="generator" content="treepack report'
 
 
-def render(subject: Subject, figures: Figures, contents: Contents) -> str:
+def render_page(subject: Subject, figures: Figures, contents: Contents) -> str:
     """Return the page.
 
     Args:
@@ -62,7 +62,7 @@ def render(subject: Subject, figures: Figures, contents: Contents) -> str:
         headline=headline(figures),
         gain=gain(figures),
         gain_note=_gain_note(figures),
-        summary=summary(subject, figures),
+        summary=report_summary(subject, figures),
         baselines=_baselines(figures),
         tiles=_tiles(subject, figures),
         charts=drawn,

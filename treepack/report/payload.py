@@ -41,7 +41,7 @@ def payload(trie: Trie, figures: Figures, contents: Contents) -> dict[str, str]:
         "sample-rollout": _array(rollouts.of, "<u4"),
         "sample-number": _array(rollouts.number, "<u4"),
         "sample-reward": _array(rewards_of(trie), "<f4"),
-        "sample-advantage": _array(advantages_of(trie), "<f4"),
+        "sample-advantage": _array(mean_advantages(trie), "<f4"),
         "sample-ids": _json(trie.trajectories["trajectory_id"].to_pylist()),
         "rollout-labels": _json(rollouts.labels),
     }
@@ -53,7 +53,7 @@ def payload(trie: Trie, figures: Figures, contents: Contents) -> dict[str, str]:
     return blocks
 
 
-def advantages_of(trie: Trie) -> Float64:
+def mean_advantages(trie: Trie) -> Float64:
     """Return the advantage of each trajectory, or the mean over its trained tokens if they have one; NaN if unknown."""
     scalars: Float64 = trie.trajectories["advantage"].combine_chunks().to_numpy(zero_copy_only=False).astype(np.float64)
     if trie.trajectories["advantages"].null_count == trie.num_trajectories:

@@ -21,7 +21,7 @@ from treepack.report.charts import short
 from treepack.report.contents import Contents
 from treepack.report.figures import Figures, Record, Subject
 from treepack.report.tree_picture import draw_tree
-from treepack.report.words import number, percent
+from treepack.report.words import percent, three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,7 +137,9 @@ def _reward_counts(axes: Axes, subject: Subject, figures: Figures) -> None:
     if any(record["start"] != record["end"] for record in records):
         _bars(records, "reward", "rollouts", fine=True)(axes, subject, figures)
         return
-    axes.bar([number(record["start"]) for record in records], [record["count"] for record in records], color=_BLUE)
+    axes.bar(
+        [three_digits(record["start"]) for record in records], [record["count"] for record in records], color=_BLUE
+    )
     axes.locator_params("y", integer=True)
     _name(axes, "reward", "rollouts")
 

@@ -1,6 +1,6 @@
 """The rollouts that the trajectories of a trie are samples of, their short names, and the outcomes of each group.
 
-    Trie --rollouts_of--> Rollouts        SharedParts, Rollouts --outcomes_of--> Outcomes
+    Trie --sorted_rollouts--> Rollouts        SharedParts, Rollouts --outcomes_of--> Outcomes
 
 The names `<rollout>/turn-<k>` and `<rollout>/part-<k>` mark the samples of one rollout. Rewards belong to rollouts, so
 a rollout with many turns counts as much as one with few.
@@ -30,7 +30,7 @@ NAME_PARTS = re.compile(r"[^/:|\s]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Rollouts:
+class SortedRollouts:
     """Rollouts in the order of step, group and name.
 
     `of` int64 [num_trajectories] is the rollout of each trajectory, `number` int64 [num_trajectories] the number of its
@@ -62,7 +62,7 @@ class Outcomes:
         return int(np.lexsort((-overlap, -np.round(self.spread, 9)))[0])
 
 
-def rollouts_of(trie: Trie) -> Rollouts:
+def sorted_rollouts(trie: Trie) -> SortedRollouts:
     """Return the rollouts of the trajectories of `trie`."""
     table = trie.trajectories
     keys, numbers = [], []
@@ -86,7 +86,7 @@ def rollouts_of(trie: Trie) -> Rollouts:
         facts = [_facts(metadata[first[i]], sources[first[i]], temperatures[first[i]]) for i in rollouts]
         for i, label in zip(rollouts, short_names([order[i][2] for i in rollouts], facts), strict=True):
             labels[i] = label
-    return Rollouts(
+    return SortedRollouts(
         of=of,
         number=np.array(numbers, np.int64),
         names=[name for _, _, name in order],
@@ -95,7 +95,7 @@ def rollouts_of(trie: Trie) -> Rollouts:
     )
 
 
-def outcomes_of(parts: SharedParts, rollouts: Rollouts) -> Outcomes:
+def outcomes_of(parts: SharedParts, rollouts: SortedRollouts) -> Outcomes:
     """Return the outcomes of the rollouts of each part."""
     count, size = len(parts.names), len(rollouts.names)
     # One number for each pair of part and rollout, as a rollout may be in several trees: part 2, rollout 1 of 10 -> 21

@@ -23,7 +23,7 @@ from treepack.report.figures import Figures, Subject
 from treepack.report.outline import Block, outline
 from treepack.report.roles import ROLES
 from treepack.report.segments import STARTS, TRAINED
-from treepack.report.words import number
+from treepack.report.words import three_digits
 from treepack.trajectory import Int64
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _write_end(axes: Axes, block: Block, figures: Figures, width: float) -> None
     """Write the reward and the names of the rollouts of a line at its right end."""
     finals: Int64 = np.array(block.finals, np.int64)
     rewards = figures.rollouts.reward[finals]
-    reward = f"{number(float(np.nanmean(rewards)))}  " if len(rewards) and not np.isnan(rewards).all() else ""
+    reward = f"{three_digits(float(np.nanmean(rewards)))}  " if len(rewards) and not np.isnan(rewards).all() else ""
     names = [figures.rollouts.labels[i] for i in block.finals]
     name = names[0] if len(names) == 1 else f"{len(names)} rollouts"
     name = name if len(name) <= MAX_NAME else f"{name[: MAX_NAME // 2]}...{name[-MAX_NAME // 2 :]}"

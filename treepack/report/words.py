@@ -71,7 +71,7 @@ def gain(figures: Figures) -> str:
     return text + (f" And {' and '.join(others)}." if others else "")
 
 
-def summary(subject: Subject, figures: Figures) -> list[str]:
+def report_summary(subject: Subject, figures: Figures) -> list[str]:
     """Return one or two sentences each on sharing, the part that a packing keeps, long rows, groups, and rewards."""
     return [
         _sharing(figures.totals),
@@ -136,7 +136,7 @@ def _rewards(figures: Figures) -> list[str]:
     if not len(known):
         return []
     kind = "pass rate" if figures.is_pass_or_fail else "mean reward"
-    value = percent(float(known.mean())) if figures.is_pass_or_fail else number(float(known.mean()))
+    value = percent(float(known.mean())) if figures.is_pass_or_fail else three_digits(float(known.mean()))
     text = f"The {kind} of the rollouts is {value}."
     if same := int(figures.group_outcomes.is_one.sum()):
         groups = quantity(len(figures.groups.names), "group")
@@ -169,7 +169,7 @@ def captions(subject: Subject, figures: Figures) -> dict[str, str]:
 
 def _range(values: Int64) -> str:
     low, high, middle = int(values.min()), int(values.max()), float(np.median(values))
-    return f"always {low:,}" if low == high else f"{low:,} to {high:,}, median {number(middle)}"
+    return f"always {low:,}" if low == high else f"{low:,} to {high:,}, median {three_digits(middle)}"
 
 
 def percent(value: float) -> str:
@@ -177,6 +177,6 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f}\N{NO-BREAK SPACE}%"
 
 
-def number(value: float) -> str:
+def three_digits(value: float) -> str:
     """Return a number with three significant digits, and whole numbers in full."""
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"

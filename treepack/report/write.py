@@ -33,7 +33,7 @@ from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
 from treepack.report.contents import read_contents
 from treepack.report.figures import Packed, Subject, measure
-from treepack.report.page import MARK, render, vega
+from treepack.report.page import MARK, render_page, vega
 from treepack.report.pictures import PICTURES, figure_class, write_pictures
 from treepack.report.rebuilt import trie_of_rows
 from treepack.trie.directory import read_to_trie, skipped_record
@@ -124,7 +124,7 @@ def write_report(
         contents = read_contents(subject.trie, tokenizer, limit=limit, template=template.text if template else None)
         size = 0
         if page is not None:
-            html = render(subject, figures, contents)
+            html = render_page(subject, figures, contents)
             with finished_file(page, overwrite=overwrite) as temporary:
                 size = temporary.write_bytes(html.encode())
         if pictures is not None:

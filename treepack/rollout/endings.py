@@ -23,7 +23,7 @@ def ending(node: Node, finish: str, *, num_prompt: int, options: TreeOptions) ->
         return ANSWER
     if finish == STOP:
         return None
-    if options.max_repeats and repeats(node.turn, options.max_repeats):
+    if options.max_repeats and ends_in_repeats(node.turn, options.max_repeats):
         return REPETITION
     return limit(node, num_prompt=num_prompt, options=options)
 
@@ -35,7 +35,7 @@ def limit(node: Node, *, num_prompt: int, options: TreeOptions) -> str | None:
     return TOO_DEEP if options.depth is not None and node.depth >= options.depth else None
 
 
-def repeats(ids: Int32, times: int) -> bool:
+def ends_in_repeats(ids: Int32, times: int) -> bool:
     """Return True if `ids` ends with `times` or more copies of a run of at most `MAX_PERIOD` tokens.
 
     The copies must be `MIN_REPEATED` tokens or more in total. The ids are those of the whole turn, so a repetition

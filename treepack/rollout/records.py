@@ -26,7 +26,7 @@ from treepack.ingest.readers import token_fields as tf
 from treepack.ingest.readers.fields import GROUPS, IDS, MAX_METADATA, METADATA_DICTS, REWARDS, SAMPLING_DICTS, STEPS
 from treepack.rollout.engine import derived_seed
 from treepack.rollout.query import Query
-from treepack.rollout.tree import Node, Tree, leaf_weights
+from treepack.rollout.tree import Node, Tree, weights_of_leaves
 from treepack.trajectory import Trajectory
 
 OWN_FIELDS = (
@@ -36,7 +36,7 @@ OWN_FIELDS = (
 ).split()
 
 
-def name_of(query: Query) -> str:
+def name_of_query(query: Query) -> str:
     """Return the common part of the ids of a query's rollouts, distinct over steps: "task-7", or "task-7:step-3"."""
     # The key of a prefix contains the id of its parent rollout, so it is distinct already.
     is_distinct = query.step is None or query.parent_rollout is not None
@@ -51,7 +51,7 @@ def tree_lines(tree: Tree) -> bytes:
 
 def tree_records(tree: Tree) -> list[dict[str, Any]]:
     """Return one record for each leaf of `tree`, in the order in which the paths ended; lists are numpy arrays."""
-    query, (weights, before) = tree.query, leaf_weights(tree)
+    query, (weights, before) = tree.query, weights_of_leaves(tree)
     has_fallback = any(node.is_fallback for node in tree.nodes())
     common: dict[str, Any] = {"group_id": query.group_id}
     if query.step is not None:
@@ -59,7 +59,7 @@ def tree_records(tree: Tree) -> list[dict[str, Any]]:
     common["prompt_token_ids"] = tree.root.tokens
     records = []
     for number, leaf in enumerate(tree.leaves):
-        record = {"rollout_id": f"{name_of(query)}/{number}", **common, **_path_fields(leaf, query)}
+        record = {"rollout_id": f"{name_of_query(query)}/{number}", **common, **_path_fields(leaf, query)}
         record["temperature"] = tree.sampling.temperature
         if leaf.reward is not None:
             record["reward"] = leaf.reward

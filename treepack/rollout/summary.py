@@ -1,6 +1,7 @@
 """Figures of a run: tokens decoded, their share against independent sampling, and means by leaf weights.
 
-All means are per rollout: a tree of n leaves counts n times. With `m` the mean of a tree that `leaf_weights` estimates,
+All means are per rollout: a tree of n leaves counts n times. With `m` the mean of a tree that `weights_of_leaves`
+estimates,
 
     mean = sum(n * m) / sum(n)          saved = 1 - decoded / sum(n * m)     m: decoded tokens of an independent rollout
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from treepack.rollout.tree import Node, Tree, leaf_weights
+from treepack.rollout.tree import Node, Tree, weights_of_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Tally:
 
     def add(self, tree: Tree) -> None:
         """Add the figures of one tree."""
-        usage, (weights, before) = tree.usage, leaf_weights(tree)
+        usage, (weights, before) = tree.usage, weights_of_leaves(tree)
         self.num_trees += 1
         self.num_fallback += sum(any(node.is_fallback for node in leaf.path()) for leaf in tree.leaves)
         self.finished.update(leaf.finish or "" for leaf in tree.leaves)

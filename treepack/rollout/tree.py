@@ -128,7 +128,7 @@ class Tree:
             waiting += reversed(node.children)
 
 
-def leaf_weights(tree: Tree) -> tuple[Float64, Float64]:
+def weights_of_leaves(tree: Tree) -> tuple[Float64, Float64]:
     """Return the weight of each leaf, and its weight before the first fallback, float64 [num_leaves] each.
 
     Both sum to 1. The second is 0 for the leaves that a fallback added, and equals the first if there was none.
@@ -148,4 +148,4 @@ def leaf_weights(tree: Tree) -> tuple[Float64, Float64]:
 def mean_decoded(tree: Tree) -> float:
     """Return the mean number of tokens that an independent rollout of the query decodes, estimated without bias."""
     lengths = np.array([sum(len(node.tokens) for node in leaf.path()[1:]) for leaf in tree.leaves])
-    return float(lengths @ leaf_weights(tree)[1])
+    return float(lengths @ weights_of_leaves(tree)[1])

@@ -101,7 +101,7 @@ def fetch_record(prefix: RemotePath, step: str) -> dict[str, Any] | str:
     Raises:
         TreepackError: the store fails.
     """
-    content = patiently(lambda: object_store.read(prefix / f"{step}/{RECORD}"))
+    content = patiently(lambda: object_store.read_object(prefix / f"{step}/{RECORD}"))
     return f"{RECORD} is missing" if content is None else parse_record(content, step)
 
 

@@ -323,7 +323,7 @@ def _remove(path: AnyPath) -> None:
 
 def _read(path: AnyPath) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_bytes() if isinstance(path, Path) else object_store.read(path) or b"")
+        record = json.loads(path.read_bytes() if isinstance(path, Path) else object_store.read_object(path) or b"")
     except (OSError, ValueError, RecursionError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); remove {path.parent} and start again") from error
     if not isinstance(record, dict):

@@ -145,7 +145,11 @@ def recorded_blocks(out: AnyPath, ranks: Ranks) -> int | None:
         nonlocal blocks
         path = out / RUN
         content = (
-            object_store.read(path) if not isinstance(path, Path) else path.read_bytes() if path.exists() else None
+            object_store.read_object(path)
+            if not isinstance(path, Path)
+            else path.read_bytes()
+            if path.exists()
+            else None
         )
         # A damaged file is refused by `directory.begin`.
         with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):

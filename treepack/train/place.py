@@ -89,7 +89,7 @@ class Uploads:
             TreepackError: the store fails.
         """
         object_store.write(self.out / OWNER, self._owner)
-        content = object_store.read(self.out / METRICS)
+        content = object_store.read_object(self.out / METRICS)
         if content is not None:
             (self.folder / METRICS).write_bytes(content)
         self._thread = threading.Thread(target=self._run, name="treepack-uploads", daemon=True)
@@ -101,7 +101,7 @@ class Uploads:
         Raises:
             TreepackError: naming that process.
         """
-        content = object_store.read(self.out / OWNER)
+        content = object_store.read_object(self.out / OWNER)
         if content == self._owner:
             return
         try:
@@ -161,7 +161,7 @@ class Uploads:
         Raises:
             TreepackError: the store fails.
         """
-        if self._thread is not None and object_store.read(self.out / OWNER) == self._owner:
+        if self._thread is not None and object_store.read_object(self.out / OWNER) == self._owner:
             object_store.delete([self.out / OWNER])
 
     def stop(self) -> None:

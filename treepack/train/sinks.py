@@ -117,7 +117,7 @@ def tracker_id(place: Place) -> str:
     if isinstance(path, Path):
         content = path.read_bytes() if path.exists() else None
     else:
-        content = object_store.read(path)
+        content = object_store.read_object(path)
     if content is None:
         identifier = secrets.token_hex(4)
         with finished_file(place.folder / TRACKER, overwrite=True) as temporary:

@@ -13,7 +13,7 @@ from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
 from treepack.ingest.readers.formats import text_trees
 from treepack.ingest.readers.registry import Record, detect_format, read_trajectories
-from treepack.trajectory import Skipped, Text, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 Node = dict[str, Any]
 
@@ -27,7 +27,11 @@ def built(value: Node) -> list[Trajectory]:
 
 
 def texts(value: Node) -> list[tuple[str, str]]:
-    return [(item.content.prompt, item.content.completion) for item in built(value) if isinstance(item.content, Text)]
+    return [
+        (item.content.prompt, item.content.completion)
+        for item in built(value)
+        if isinstance(item.content, PromptCompletion)
+    ]
 
 
 def said(value: Node) -> list[str]:

@@ -15,7 +15,7 @@ from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import METHODS, plan_rows
-from treepack.pack.plan.problem import Limits, Search, forest_of
+from treepack.pack.plan.problem import Limits, Search, shapes_of_trees
 from treepack.pack.plan.unions import row_sizes
 from treepack.pack.plan.workers import plan_trees
 from treepack.trajectory import Int64, Trajectory
@@ -72,7 +72,7 @@ def test_pieces_that_merge_badly_are_exchanged(steps: int) -> None:
         auto = plan_rows(trie, capacity=limits)
         quick = [plan_rows(trie, capacity=limits, method=method) for method in ("contiguous", "heuristic")]
         assert cost(trie, auto) <= min(cost(trie, plan) for plan in quick)
-        forest = forest_of(trie)
+        forest = shapes_of_trees(trie)
         rows, _ = plan_trees(forest, limits, METHODS["auto"], Search())
         exchanged += merged(trie, rows[forest.leaf_of], limits).max() + 1 > auto.num_rows
     assert exchanged
@@ -94,5 +94,5 @@ def test_nothing_is_tried_where_nothing_can_be_better() -> None:
 
     alone = trie.tree_id[trie.end_node].astype(np.int64)
     options = {"lower_bound": trie.tokens_tree, "multiple_of": 1}
-    row_of = best_final_rows(trie, forest_of(trie), limits, alone, finish, **options)
+    row_of = best_final_rows(trie, shapes_of_trees(trie), limits, alone, finish, **options)
     assert (len(calls), int(row_of.max())) == (1, 0)

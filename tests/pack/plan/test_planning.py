@@ -15,7 +15,7 @@ from treepack.errors import TreepackError
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import METHODS, plan_rows
-from treepack.pack.plan.problem import Limits, Search, forest_of
+from treepack.pack.plan.problem import Limits, Search, shapes_of_trees
 from treepack.pack.plan.unions import row_sizes
 from treepack.pack.plan.workers import plan_trees
 from treepack.trajectory import Trajectory
@@ -65,7 +65,7 @@ def test_contiguous_is_the_best_of_all_contiguous_cuts(sequences: list[list[int]
         if all(oracle.union_tokens(piece) <= capacity for piece in pieces)
     )
     trie = built(sequences)
-    forest = forest_of(trie)
+    forest = shapes_of_trees(trie)
     rows, _ = plan_trees(forest, Limits(capacity), METHODS["contiguous"], Search())
     # Without merging, which may save more tokens if it merges pieces of one tree.
     assert row_sizes(trie, rows[forest.leaf_of], int(rows.max()) + 1).tokens.sum() == best

@@ -21,7 +21,7 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.planning import FOREST_METHODS, METHODS, plan_rows
-from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, forest_of
+from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, shapes_of_trees
 from treepack.pack.plan.workers import Method, plan_trees
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
@@ -140,7 +140,9 @@ def test_what_happens_in_a_worker_is_raised_and_no_worker_stays(
     method: Method, error: type[BaseException], sentence: str
 ) -> None:
     with pytest.raises(error, match=sentence):
-        plan_trees(forest_of(built([[0, 1], [0, 2], [9, 1], [9, 2], [9, 3]])), Limits(24), method, Search(), workers=2)
+        plan_trees(
+            shapes_of_trees(built([[0, 1], [0, 2], [9, 1], [9, 2], [9, 3]])), Limits(24), method, Search(), workers=2
+        )
     assert not multiprocessing.active_children()
 
 

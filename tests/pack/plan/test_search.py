@@ -24,7 +24,7 @@ from treepack.pack.plan.methods.contiguous import contiguous, deepest_first
 from treepack.pack.plan.methods.exact import exact
 from treepack.pack.plan.methods.subsets import fewest, subsets
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.plan.problem import Limits, PlanTree, Search, forest_of
+from treepack.pack.plan.problem import Limits, PlanTree, Search, shapes_of_trees
 from treepack.trajectory import Int64, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 
@@ -265,7 +265,7 @@ def test_a_search_returns_a_plan_no_worse_than_its_start(
 @given(strategies.trajectories(max_count=8), st.integers(9, 16), st.integers(8, 16))
 @settings(max_examples=30)
 def test_a_search_places_trajectories_that_end_inside_others(ones: list[Trajectory], room: int, terms: int) -> None:
-    for tree in forest_of(build_trie(ones), split_ends=True).trees():
+    for tree in shapes_of_trees(build_trie(ones), split_ends=True).trees():
         limits = Limits(room, terms=terms)
         plan = search.anneal(tree, limits, alone(tree), steps_per_leaf=20)
         assert cost_of(tree, plan, limits) <= cost_of(tree, alone(tree), limits)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
 from treepack.research.pros import pass_rates, polya_gamma
-from treepack.research.pros.pass_rates import Prior, Sampling, conditional, estimate
+from treepack.research.pros.pass_rates import GibbsLength, Prior, conditional, estimate
 from treepack.trajectory import Float64, Int64
 
 Family = tuple[list[int], list[float], list[float]]
@@ -150,7 +150,7 @@ def test_the_sampler_finds_the_integrals_of_small_families(family: Family, prior
     parent, passed, tried = arrays(family)
     many = np.concatenate([np.where(parent < 0, -1, parent + i * len(parent)) for i in range(copies)])
     log_odds = estimate(
-        many, np.tile(passed, copies), np.tile(tried, copies), prior=prior, sampling=Sampling(1000, burn_in=200)
+        many, np.tile(passed, copies), np.tile(tried, copies), prior=prior, sampling=GibbsLength(1000, burn_in=200)
     )
     for values, expected in ((log_odds.mean, mean), (log_odds.deviation, deviation)):
         runs = values.reshape(copies, -1)
@@ -206,7 +206,7 @@ def test_of_queries_that_nobody_tried_the_prior_is_all_that_is_known() -> None:
 @given(family=families())
 def test_an_untried_derived_query_is_where_its_parent_is(family: Family) -> None:
     parent, passed, tried = arrays(family)
-    log_odds = estimate(parent, passed, tried, sampling=Sampling(5, burn_in=0))
+    log_odds = estimate(parent, passed, tried, sampling=GibbsLength(5, burn_in=0))
     idle = (parent >= 0) & (tried == 0)
     np.testing.assert_allclose(log_odds.mean[idle], log_odds.mean[parent[idle]], rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(log_odds.deviation[idle] ** 2, log_odds.deviation[parent[idle]] ** 2 + 1, rtol=1e-9)
@@ -220,7 +220,7 @@ def test_estimates_depend_on_the_seed_and_not_on_threads(monkeypatch: pytest.Mon
     passed = np.floor(tried * rng.random(200))
     # Blocks of 16 queries, so that several threads have work.
     one, two, other = (
-        estimate(parent, passed, tried, prior=Prior(1.0), sampling=Sampling(20, burn_in=2, **how)).mean
+        estimate(parent, passed, tried, prior=Prior(1.0), sampling=GibbsLength(20, burn_in=2, **how)).mean
         for how in ({}, {"workers": 3}, {"seed": 1})
     )
     assert one.tobytes() == two.tobytes()
@@ -233,7 +233,7 @@ def test_estimates_depend_on_the_seed_and_not_on_threads(monkeypatch: pytest.Mon
         (lambda: Prior(mu=float("nan")), "mu is nan; expected log-odds between -30 and 30"),
         (lambda: Prior(tau=0.0), "tau is 0.0; expected a deviation between 0.001 and 1000"),
         (lambda: Prior(sigma=-1.0), "sigma is -1.0; expected a deviation"),
-        (lambda: Sampling(sweeps=0), "sweeps is 0; expected 1 or more"),
+        (lambda: GibbsLength(sweeps=0), "sweeps is 0; expected 1 or more"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(call: Any, message: str) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from rich.text import Text
 
 from treepack.analysis.show.bodies import Look
-from treepack.analysis.show.figures import quantity
+from treepack.analysis.show.figures import quantity_in_digits
 from treepack.analysis.show.forest import DrawnForest
 from treepack.analysis.show.nodes import Nodes
 
@@ -33,7 +33,7 @@ from treepack.analysis.show.nodes import Nodes
 MAX_INDENT = 12  # levels by which the nodes of a row are indented: 24 columns, a quarter of a usual terminal
 
 
-def tree_lines(forest: DrawnForest, look: Look) -> Iterator[Text]:
+def draw_trees(forest: DrawnForest, look: Look) -> Iterator[Text]:
     """Yield the trees of a forest one below the other, as trunks with branches, and their steps if these differ."""
     tree = _TreeDrawing(forest, look)
     roots = tree.children[-1]
@@ -87,7 +87,7 @@ class _TreeDrawing:
         """Yield a line that counts the `siblings` that are not drawn, if there are any."""
         hidden = [node for node in siblings if not self.nodes.shown[node]]
         if hidden:
-            what = quantity(len(hidden), f"more {noun}")
+            what = quantity_in_digits(len(hidden), f"more {noun}")
             yield self.nodes.left_out(prefix, what, [(node, int(self.forest.node_end[node])) for node in hidden])
 
 
@@ -110,7 +110,7 @@ def row_lines(forest: DrawnForest, look: Look) -> Iterator[Text]:
         stop = node
         while stop < forest.num_nodes and not nodes.shown[stop]:
             stop += 1
-        yield nodes.left_out(indent, quantity(stop - node, "more node"), [(node, stop)])
+        yield nodes.left_out(indent, quantity_in_digits(stop - node, "more node"), [(node, stop)])
         node = stop
 
 

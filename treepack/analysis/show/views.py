@@ -1,7 +1,7 @@
 """The views of `treepack show`: a group's tree, a trajectory or a packed row, with facts about it, as lines or JSON.
 
     Trie, Trajectory, Row --> View(facts, forest) --lines--> Text, Text, ...
-                                                  --as_json--> {"kind": ..., facts, "nodes": [...]}
+                                                  --view_as_json--> {"kind": ..., facts, "nodes": [...]}
 
 Facts have the names that `treepack stats --json` and the columns on disk use.
 """
@@ -20,7 +20,7 @@ from rich.text import Text
 from treepack.analysis.show import selection
 from treepack.analysis.show.bodies import Look, segments
 from treepack.analysis.show.decoding import CONTEXT, Decoder
-from treepack.analysis.show.drawing import path_lines, row_lines, tree_lines
+from treepack.analysis.show.drawing import draw_trees, path_lines, row_lines
 from treepack.analysis.show.figures import Quantiles, spread
 from treepack.analysis.show.forest import (
     DrawnForest,
@@ -45,7 +45,7 @@ GAP = "   "  # between two facts on a line
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ForestView:
     """A forest of a `kind`, "tree", "trajectory" or "row", and the facts printed above it; None is unknown."""
 
     kind: str
@@ -53,7 +53,7 @@ class View:
     forest: DrawnForest
 
 
-def group_view(trie: Trie, group_id: str, *, where: str) -> View:
+def group_view(trie: Trie, group_id: str, *, where: str) -> ForestView:
     """Return the tree of one group alone; prefixes that it shares with other groups are not counted as overlap.
 
     Raises:
@@ -72,10 +72,10 @@ def group_view(trie: Trie, group_id: str, *, where: str) -> View:
         "por": 1 - tree.tokens_tree / tree.tokens_flat,
         "rewards": spread(forest.endings.reward),
     }
-    return View("tree", facts, forest)
+    return ForestView("tree", facts, forest)
 
 
-def trajectory_views(trie: Trie, wanted: str, *, where: str) -> Iterator[View]:
+def trajectory_views(trie: Trie, wanted: str, *, where: str) -> Iterator[ForestView]:
     """Yield the trajectories of a trie that `wanted` names, with the number that share each part of their paths.
 
     Raises:
@@ -83,12 +83,12 @@ def trajectory_views(trie: Trie, wanted: str, *, where: str) -> Iterator[View]:
     """
     for i in selection.trajectories(trie, wanted, where=where):
         (trajectory,) = trajectories_of(selection.subset(trie, [i]))
-        yield View("trajectory", _facts(trajectory), path_of_trie(trie, trajectory, int(trie.end_node[i])))
+        yield ForestView("trajectory", _facts(trajectory), path_of_trie(trie, trajectory, int(trie.end_node[i])))
 
 
-def rollout_view(trajectory: Trajectory) -> View:
+def rollout_view(trajectory: Trajectory) -> ForestView:
     """Return the view of one tokenised rollout."""
-    return View("trajectory", _facts(trajectory), forest_of_trajectory(trajectory))
+    return ForestView("trajectory", _facts(trajectory), forest_of_trajectory(trajectory))
 
 
 def _facts(trajectory: Trajectory) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _facts(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def row_view(row: Row, manifest: Manifest) -> View:
+def row_view(row: Row, manifest: Manifest) -> ForestView:
     """Return the view of a packed row."""
     forest = forest_of_row(row)
     facts = {
@@ -129,10 +129,10 @@ def row_view(row: Row, manifest: Manifest) -> View:
         "total_weight": row.total_weight,
         "num_terms": None if row.terms is None else len(row.terms.token),
     }
-    return View("row", facts, forest)
+    return ForestView("row", facts, forest)
 
 
-def row_trajectory_view(row: Row, trajectory: int) -> View:
+def row_trajectory_view(row: Row, trajectory: int) -> ForestView:
     """Return the view of one trajectory of a packed row.
 
     Without terms, a shared token has the sum of the weights of all trajectories that share it.
@@ -149,7 +149,7 @@ def row_trajectory_view(row: Row, trajectory: int) -> View:
         "advantage": _or_none(forest.endings.advantage[0]),
         "notes": "weights include all trajectories of the row that share a token" if row.terms is None else None,
     }
-    return View("trajectory", facts, forest)
+    return ForestView("trajectory", facts, forest)
 
 
 def _or_none(value: float) -> float | None:
@@ -157,11 +157,11 @@ def _or_none(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def lines(view: View, look: Look) -> Iterator[Text]:
+def lines(view: ForestView, look: Look) -> Iterator[Text]:
     """Yield the facts, a blank line, and the drawing."""
     yield from _fact_lines(view.facts, look)
     yield Text()
-    draw = {"tree": tree_lines, "trajectory": path_lines, "row": row_lines}[view.kind]
+    draw = {"tree": draw_trees, "trajectory": path_lines, "row": row_lines}[view.kind]
     yield from draw(view.forest, look)
 
 
@@ -218,7 +218,7 @@ def group_lines(groups: list[selection.SelectedGroup], look: Look) -> Iterator[T
     yield Text("choose one with --group ID", FAINT)
 
 
-def as_json(view: View, decoder: Decoder | None) -> dict[str, Any]:
+def view_as_json(view: ForestView, decoder: Decoder | None) -> dict[str, Any]:
     """Return the facts and every node with its segments of equal loss weight, as plain values; nothing is left out."""
     forest = view.forest
     ending = forest.endings

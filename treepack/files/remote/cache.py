@@ -56,7 +56,7 @@ def local_copy(path: AnyPath) -> Path:
     """
     if not isinstance(path, RemotePath):
         return path
-    content = object_store.read(path / _MANIFEST)
+    content = object_store.read_object(path / _MANIFEST)
     if content is not None:
         return _directory_of_manifest(path, content)
     entry = object_store.info(path)

@@ -74,7 +74,7 @@ class ObjectInfo:
     version: str
 
 
-def read(path: RemotePath) -> bytes | None:
+def read_object(path: RemotePath) -> bytes | None:
     """Return the bytes of an object, or None if there is none.
 
     Raises:
@@ -88,7 +88,7 @@ def read_range(path: RemotePath, offset: int, size: int) -> bytes:
 
     Raises:
         MissingError: there is no such object.
-        TreepackError: see `read`.
+        TreepackError: see `read_object`.
     """
     data = _found(path, lambda store: bytes(store.cat_file(path.path, start=offset, end=offset + size)))
     if data is None:
@@ -100,7 +100,7 @@ def info(path: RemotePath) -> ObjectInfo | None:
     """Return the size and the version of an object, or None if there is none.
 
     Raises:
-        TreepackError: see `read`.
+        TreepackError: see `read_object`.
     """
     entry = _found(path, lambda store: store.info(path.path))
     return _object_info(entry) if entry is not None and _is_object(entry) else None
@@ -110,7 +110,7 @@ def list_objects(prefix: RemotePath) -> dict[str, ObjectInfo]:
     """Return the objects below a prefix, by their names below it, sorted; nested ones have names with slashes.
 
     Raises:
-        TreepackError: see `read`; or the bucket does not exist.
+        TreepackError: see `read_object`; or the bucket does not exist.
     """
     entries = _found(prefix, lambda store: store.find(prefix.path, detail=True)) or {}
     start = f"{prefix.path}/"
@@ -123,7 +123,7 @@ def glob(pattern: RemotePath) -> list[tuple[RemotePath, bool]]:
     """Return the objects and prefixes that match a pattern with *, ** and ?, sorted, and True for each prefix.
 
     Raises:
-        TreepackError: see `read`.
+        TreepackError: see `read_object`.
     """
     entries = _found(pattern, lambda store: store.glob(pattern.path, detail=True)) or {}
     return sorted((RemotePath(pattern.scheme, name.strip("/")), not _is_object(entries[name])) for name in entries)
@@ -134,7 +134,7 @@ def download(path: RemotePath, local: Path) -> None:
 
     Raises:
         MissingError: there is no such object.
-        TreepackError: see `read`; or the disk is full.
+        TreepackError: see `read_object`; or the disk is full.
     """
     try:
         present = _found(path, lambda store: (store.get_file(path.path, str(local)), True)[1])

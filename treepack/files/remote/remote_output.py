@@ -49,7 +49,7 @@ _PART = re.compile(r"[a-z]+-\d{5}-[0-9a-f]{16}\.parquet")
 
 
 @dataclass
-class Observation:
+class OutputState:
     """The state of an output before any work.
 
     Attributes:
@@ -78,11 +78,11 @@ class Observation:
 
 
 # Outputs that are being written by the blocks that run now, see `observed`.
-_OBSERVED: ContextVar[dict[RemotePath, Observation]] = ContextVar("observed")
+_OBSERVED: ContextVar[dict[RemotePath, OutputState]] = ContextVar("observed")
 
 
 @contextmanager
-def observed(out: RemotePath) -> Iterator[Observation]:
+def observed(out: RemotePath) -> Iterator[OutputState]:
     """Yield the state of `out` at the start of the outermost block for it, which the last write depends on.
 
     Raises:
@@ -92,14 +92,14 @@ def observed(out: RemotePath) -> Iterator[Observation]:
     if out in known:
         yield known[out]
         return
-    token = _OBSERVED.set({**known, out: observe(out)})
+    token = _OBSERVED.set({**known, out: output_state(out)})
     try:
         yield _OBSERVED.get()[out]
     finally:
         _OBSERVED.reset(token)
 
 
-def observe(out: RemotePath) -> Observation:
+def output_state(out: RemotePath) -> OutputState:
     """Return the state of `out` now, or at the start of the block of `observed` that runs.
 
     Raises:
@@ -109,19 +109,19 @@ def observe(out: RemotePath) -> Observation:
     if out in known:
         return known[out]
     objects = object_store.list_objects(out)
-    return Observation(object_store.info(out), objects, _remains(out, objects))
+    return OutputState(object_store.info(out), objects, _remains(out, objects))
 
 
 def _remains(out: RemotePath, objects: Mapping[str, ObjectInfo]) -> set[str]:
     """Return the names of the objects that unfinished uploads have left: parts, the marker, and the files it lists."""
     remains = {name for name in objects if _PART.fullmatch(name)}
     if UNFINISHED in objects:
-        lines = (object_store.read(out / UNFINISHED) or b"").decode("utf-8", "replace").splitlines()
+        lines = (object_store.read_object(out / UNFINISHED) or b"").decode("utf-8", "replace").splitlines()
         remains |= {UNFINISHED, *lines} & objects.keys()
     return remains
 
 
-def is_own_prefix(out: RemotePath, state: Observation) -> bool:
+def is_own_prefix(out: RemotePath, state: OutputState) -> bool:
     """Return True if treepack wrote the complete output at `out`.
 
     Raises:
@@ -129,7 +129,7 @@ def is_own_prefix(out: RemotePath, state: Observation) -> bool:
     """
     for name in state.records:
         try:
-            content = json.loads(object_store.read(out / name) or b"")
+            content = json.loads(object_store.read_object(out / name) or b"")
         except (ValueError, RecursionError):
             continue
         if isinstance(content, dict) and str(content.get("format")).startswith("treepack-"):
@@ -243,7 +243,7 @@ def _local_folder(out: RemotePath) -> Iterator[Path]:
         ) from error
 
 
-def _finish(out: RemotePath, folder: Path, state: Observation) -> None:
+def _finish(out: RemotePath, folder: Path, state: OutputState) -> None:
     """Upload the files of `folder`, the record of the output last, and delete what belongs to no complete output."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     record = next((name for name in RECORDS if name in names), None)
@@ -267,7 +267,7 @@ def _finish(out: RemotePath, folder: Path, state: Observation) -> None:
     try:
         object_store.upload(folder / record, out / record, expected=None if others else state.version(record))
     except ExistsError as error:
-        winner = set(_parts_of_content(object_store.read(out / record) or b""))
+        winner = set(_parts_of_content(object_store.read_object(out / record) or b""))
         object_store.delete(out / name for name in parts if name not in winner)
         raise _lost(out) from error
     new = {record, *others, *parts}

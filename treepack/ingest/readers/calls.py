@@ -37,9 +37,9 @@ from treepack.trajectory import (
     Chat,
     Float64,
     Int32,
+    PromptCompletion,
     Routes,
     Skipped,
-    Text,
     Tokens,
     Trajectory,
     as_token_ids,
@@ -416,7 +416,7 @@ def _group(items: Sequence[Trajectory | Skipped]) -> str | None:
 def group_of_first(item: Trajectory) -> str | None:
     """Return the group for a rollout of several trajectories without one, by the prompt of its first, `item`."""
     content = item.content
-    if isinstance(content, Text):
+    if isinstance(content, PromptCompletion):
         return None
     return derived_group(
         prompt_tokens(content) if isinstance(content, Tokens) else prompt_messages(content, content.tools)

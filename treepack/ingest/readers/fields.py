@@ -24,7 +24,7 @@ from treepack.ingest.readers import endings
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.repeats import note_on, repeats
 from treepack.ingest.readers.unread import ANSWER, MASK, danger, is_empty, not_used
-from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
+from treepack.trajectory import Chat, PromptCompletion, Tokens, Trajectory, check_scalars
 
 # Of several names in one record, the first in these lists counts.
 IDS = ("trajectory_id", "rollout_id", "session_id", "trace_id", "id", "index")
@@ -86,7 +86,7 @@ class ReadOptions:
 
 def describe(
     record: Record,
-    content: Tokens | Chat | Text,
+    content: Tokens | Chat | PromptCompletion,
     *,
     used: Collection[str],
     options: ReadOptions,

@@ -52,7 +52,7 @@ class PlanFile:
     lines: list[int]
 
 
-def plan_lines(header: dict[str, Any], row_of: Int64, trajectory_ids: list[str]) -> Iterator[str]:
+def lines_of_file(header: dict[str, Any], row_of: Int64, trajectory_ids: list[str]) -> Iterator[str]:
     """Yield the lines of a plan file, without line ends. Keys of `header` whose value is None are left out."""
     yield json.dumps({"format": FORMAT, "version": VERSION} | {k: v for k, v in header.items() if v is not None})
     # row_of [1, 0, 1] -> order [1, 0, 2], rows in order [0, 1, 1], cut after place 0 -> [1], [0, 2]
@@ -63,7 +63,7 @@ def plan_lines(header: dict[str, Any], row_of: Int64, trajectory_ids: list[str])
 
 
 def read_plan_file(path: AnyPath) -> PlanFile:
-    """Read a plan file. `rows_of` and `check_plan` check that it fits a trie.
+    """Read a plan file. `rows_of_plan_file` and `check_plan` check that it fits a trie.
 
     Raises:
         TreepackError: the file cannot be read, or a line is malformed; the message names the file and the line.
@@ -128,7 +128,7 @@ def _check_header(path: Path, number: int, header: dict[str, Any]) -> None:
             raise TreepackError(f"{path}:{number}: has the unknown key {shown(name)}; remove it")
 
 
-def rows_of(file: PlanFile, trie: Trie) -> Int64:
+def rows_of_plan_file(file: PlanFile, trie: Trie) -> Int64:
     """Return the row of each trajectory of `trie`, int64 [num_trajectories].
 
     Raises:

@@ -32,7 +32,7 @@ from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.methods import contiguous, exact, online, single_path
 from treepack.pack.plan.methods.groups import whole_groups
 from treepack.pack.plan.plan import Plan
-from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, forest_of, path_pairs
+from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, path_pairs, shapes_of_trees
 from treepack.pack.plan.unions import RowSizes, row_sizes, trained_tokens
 from treepack.pack.plan.workers import plan_trees
 from treepack.processes import Progress, ReportProgress
@@ -99,7 +99,7 @@ def plan_rows(
     if progress is not None and method in METHODS:
         progress(Progress("merging rows", 0, None, ""))
     if method == "auto":
-        forest = forest_of(trie, split_ends=limits.terms is not None)
+        forest = shapes_of_trees(trie, split_ends=limits.terms is not None)
         row_of = best_final_rows(
             trie, forest, limits, pieces.piece_of, finish, lower_bound=bound, multiple_of=multiple_of
         )
@@ -151,9 +151,9 @@ def plan_pieces(
     if method == GROUPS:
         return _pieces(trie, whole_groups(trie, limits), tree_bounds(trie, limits))
     if method in FOREST_METHODS:
-        pieces = online.plan_forest(trie, limits, FOREST_METHODS[method])
+        pieces = online.plan_first_fit(trie, limits, FOREST_METHODS[method])
         return _pieces(trie, pieces, tree_bounds(trie, limits))
-    forest = forest_of(trie, split_ends=limits.terms is not None)
+    forest = shapes_of_trees(trie, split_ends=limits.terms is not None)
     row_of_leaf, bounds = plan_trees(forest, limits, METHODS[method], search, workers=workers, progress=progress)
     # rows of the leaves [0, 0, 1], leaves of the trajectories [0, 1, 1, 2] -> pieces [0, 0, 0, 1]
     return _pieces(trie, row_of_leaf[forest.leaf_of], bounds)
@@ -190,7 +190,7 @@ def plan_lines(trie: Trie, plan: Plan, *, trie_sha256: str | None = None) -> Ite
         "trie": trie_sha256,
         "lower_bound": plan.lower_bound,
     }
-    return files.plan_lines(header, plan.row_of, trie.trajectories["trajectory_id"].to_pylist())
+    return files.lines_of_file(header, plan.row_of, trie.trajectories["trajectory_id"].to_pylist())
 
 
 def plan_of_file(trie: Trie, file: files.PlanFile) -> Plan:
@@ -200,7 +200,7 @@ def plan_of_file(trie: Trie, file: files.PlanFile) -> Plan:
         TreepackError: a trajectory of the file is not in `trie`, is in two rows, is in none, or exceeds a limit alone.
     """
     refuse_excesses(excesses(trie, file.limits), file.limits)
-    row_of = files.rows_of(file, trie)
+    row_of = files.rows_of_plan_file(file, trie)
     bound = max(int(tree_bounds(trie, file.limits).sum()), file.lower_bound)
     return Plan(file.method, file.limits, row_of, bound, file.multiple_of)
 
@@ -215,7 +215,7 @@ def packed_trie(trie: Trie, method: str) -> Trie:
 
 def tree_bounds(trie: Trie, limits: Limits) -> Int64:
     """Return a lower bound on the tokens of all rows of each tree, int64 [num_trees], whatever plan made them."""
-    return np.array([recursive_bound(tree, limits.capacity) for tree in forest_of(trie).trees()], np.int64)
+    return np.array([recursive_bound(tree, limits.capacity) for tree in shapes_of_trees(trie).trees()], np.int64)
 
 
 @dataclass(frozen=True, slots=True)

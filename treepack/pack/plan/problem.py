@@ -1,6 +1,6 @@
 """Input and output of a packing method: the shape and sizes of one tree, without its tokens.
 
-    Trie --forest_of--> PlanForest --trees--> PlanTree, PlanTree, ...
+    Trie --shapes_of_trees--> PlanForest --trees--> PlanTree, PlanTree, ...
     a method:  PlanTree, Limits, Search -> Solution
 
 A method assigns the leaves to rows. A trajectory that ends inside the tree goes to the row of the first leaf below its
@@ -153,7 +153,7 @@ class PlanForest:
             yield PlanTree(joined.size[a:b], joined.depth[a:b], parent, joined.end[a:b] - a, leaf, terms)
 
 
-def forest_of(trie: Trie, *, split_ends: bool = False) -> PlanForest:
+def shapes_of_trees(trie: Trie, *, split_ends: bool = False) -> PlanForest:
     """Return the shapes of all trees of `trie`. O(nodes + trajectories), vectorised.
 
     With `split_ends` every trajectory gets a leaf of its own. The leaf has no tokens if another trajectory passes

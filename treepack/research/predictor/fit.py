@@ -38,7 +38,7 @@ from treepack.research.predictor.model import (
     row_memory_errors,
     save_values,
     start_values,
-    state_values,
+    values_of_states,
 )
 from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, draw_nodes, tokens_alone
 from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets
@@ -131,7 +131,7 @@ def squared_error(head: nn.Linear, states: Tensor, target: Float64) -> Tensor:
     """Return the sum of squared differences between the values of `states` [n, D] and `target` [n]: float64, eq. 19."""
     # In float64, so that the sum over thousands of prefixes is as exact as their values.
     targets = torch.from_numpy(target).to(states.device)
-    return (state_values(head, states).double() - targets).square().sum()
+    return (values_of_states(head, states).double() - targets).square().sum()
 
 
 def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> Fit:

@@ -1,8 +1,8 @@
 """The prefix value predictor: a backbone with a scalar head, its files, and its values on rows of prefixes.
 
     out/ --load_values--> ValueModel
-    ValueModel, AnchorRow --end_states--> [n, D] --state_values--> [n]      values in 0 .. 1
-    ValueModel, trie --predict--> a table of predictions, in the format of `research.trace.predictions`
+    ValueModel, AnchorRow --end_states--> [n, D] --values_of_states--> [n]      values in 0 .. 1
+    ValueModel, trie --predict_values--> a table of predictions, in the format of `research.trace.predictions`
 
     out/config.json, model.safetensors   the backbone, as transformers saves it; its output layer is not trained
     out/head.safetensors                 weight [1, D], bias [1]
@@ -93,7 +93,7 @@ def row_memory_errors(row: AnchorRow) -> AbstractContextManager[None]:
     )
 
 
-def state_values(head: nn.Linear, states: Tensor) -> Tensor:
+def values_of_states(head: nn.Linear, states: Tensor) -> Tensor:
     """Return the values [n] in 0 .. 1 of hidden states [n, D], in the dtype of the head: equation 17."""
     # The head's float32, outside autocast: in bf16, values near 1 would have steps of 0.004.
     values: Tensor = torch.sigmoid(head(states.to(head.weight.dtype)))[:, 0]
@@ -161,7 +161,7 @@ def load_values(
     from safetensors.torch import load_file
 
     path = Path(directory)
-    record = read_record(path)
+    record = read_values_record(path)
     for entry in record["files"]:  # before any file is read as a model
         check_part(path, entry)
     lower = torch.bfloat16 if dtype == "bf16" else None
@@ -173,7 +173,7 @@ def load_values(
     return ValueModel(loaded, head, record)
 
 
-def read_record(directory: Path) -> dict[str, Any]:
+def read_values_record(directory: Path) -> dict[str, Any]:
     """Return the content of values.json.
 
     Raises:
@@ -215,7 +215,7 @@ def node_values(model: ValueModel, rows: Sequence[AnchorRow], *, num_inner: int,
     values = np.full(num_inner, np.nan)  # each node ends in one row, so no value is written twice
     for row in rows:
         with row_memory_errors(row):
-            row_values = state_values(model.head, end_states(model.loaded, row, dtype=dtype)).double().cpu().numpy()
+            row_values = values_of_states(model.head, end_states(model.loaded, row, dtype=dtype)).double().cpu().numpy()
         if not np.isfinite(row_values).all():
             raise TreepackError(
                 f"{model.loaded.source}: a value of row {row.row.row_id} is not finite; fit the predictor again"
@@ -239,7 +239,7 @@ class PredictedValues:
     tokens_alone: int
 
 
-def predict(
+def predict_values(
     model: ValueModel, trie: str | Path, *, segment: str | None = None, capacity: int | None = None, dtype: str = "fp32"
 ) -> PredictedValues:
     """Predict the values of all prompts and prefixes of a trie directory.

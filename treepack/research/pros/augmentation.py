@@ -80,7 +80,7 @@ class Augmentation:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class QueryMarks:
     """Fields of a rollout that identify its augmented query; see `AugmentedQuery.record`."""
 
     query_id: str
@@ -164,7 +164,7 @@ class _SourceRollout:
     name: str
     group: str
     tokens: Int32
-    marks: Marks | None
+    marks: QueryMarks | None
 
 
 def _successful_rollouts(
@@ -217,7 +217,7 @@ def _query(rollout: _SourceRollout, prompt: Int32, *, first: int) -> AugmentedQu
     return AugmentedQuery(f"{parent}~{digest}", parent, rollout.name, prompt.copy(), len(prompt) - original)
 
 
-def marks_of(trie: Trie) -> dict[int, Marks]:
+def marks_of(trie: Trie) -> dict[int, QueryMarks]:
     """Return the marks of the rollouts of augmented queries, by the index of the trajectory.
 
     Raises:
@@ -242,5 +242,5 @@ def marks_of(trie: Trie) -> dict[int, Marks]:
             )
         if (spans[i][0] < values[UNTRAINED_PREFIX]).any():
             raise TreepackError(f"{row['source']}: a reused token is trained; build the trie again")
-        marks[i] = Marks(**values)
+        marks[i] = QueryMarks(**values)
     return marks

@@ -61,7 +61,7 @@ class Prior:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class GibbsLength:
     """Length of the Gibbs sampler: `burn_in` sweeps that are discarded, then `sweeps` that are averaged.
 
     The result depends on `seed`, but not on `workers`, the number of threads.
@@ -119,7 +119,7 @@ def estimate(
     tried: Float64,
     *,
     prior: Prior = Prior(),
-    sampling: Sampling = Sampling(),
+    sampling: GibbsLength = GibbsLength(),
 ) -> LogOdds:
     """Estimate the posterior log-odds of n queries that passed `passed` of `tried` times, 0 <= passed <= tried.
 
@@ -164,7 +164,7 @@ def _blocks(family: Int64) -> list[tuple[int, int]]:
 
 
 def _posterior(
-    parent: Int64, passed: Float64, tried: Float64, prior: Prior, sampling: Sampling, rng: np.random.Generator
+    parent: Int64, passed: Float64, tried: Float64, prior: Prior, sampling: GibbsLength, rng: np.random.Generator
 ) -> tuple[Float64, Float64]:
     """Return mean and deviation of the log-odds of one block, averaged over sweeps of the sampler."""
     # Sums over sweeps of the conditional mean, its square and the conditional variance, [3, n]. Means are taken from

@@ -127,7 +127,7 @@ def refuse_name(out: AnyPath) -> None:
         raise TreepackError(f"{out}: its name must end in {' or '.join(SUFFIXES)}, which selects the format")
 
 
-def write_table(table: pa.Table, out: AnyPath, *, overwrite: bool = False) -> None:
+def write_prefix_table(table: pa.Table, out: AnyPath, *, overwrite: bool = False) -> None:
     """Write `table` as JSON lines or Parquet, depending on the name of `out`. A failed write leaves no file.
 
     With `overwrite` an existing file is replaced.

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.research.trace.allocation import allocate_prefixes, allocate_roots
-from treepack.research.trace.worlds import Rollouts, World
+from treepack.research.trace.worlds import SimulatedRollouts, World
 from treepack.trajectory import Float64, Int64
 
 NORMAL_95_PERCENT = 1.959964  # standard errors on either side that include 95 % of a normal distribution
@@ -166,7 +166,12 @@ def spread_rollouts(experiment: Experiment, random: np.random.Generator) -> Int6
 
 
 def _expand(
-    bare: Rollouts, owner: Int64, count: Int64, experiment: Experiment, active: bool, random: np.random.Generator
+    bare: SimulatedRollouts,
+    owner: Int64,
+    count: Int64,
+    experiment: Experiment,
+    active: bool,
+    random: np.random.Generator,
 ) -> list[float]:
     """Run stage 2 below the `bare` rollouts of prompts `owner`, and return its measures in the order of `MEASURES`.
 

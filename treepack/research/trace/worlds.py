@@ -22,7 +22,7 @@ MIN_CHANCE = 1e-9  # distance of chances from 0 and 1, because the beta distribu
 
 
 @dataclass(frozen=True, slots=True)
-class Rollouts:
+class SimulatedRollouts:
     """Simulated rollouts: `num_turns` int64 and `reward` float64 [n], 0 or 1.
 
     `value` float64 [n, maximum number of turns] has the chance of success after turn t in column t, and the chance of
@@ -71,7 +71,7 @@ class MarkovWorld:
         a, b = self.spread * self.success, self.spread * (1 - self.success)
         return np.arange(count), random.beta(a, b, count)
 
-    def roll_out(self, prompt: Int64, value: Float64, random: np.random.Generator) -> Rollouts:
+    def roll_out(self, prompt: Int64, value: Float64, random: np.random.Generator) -> SimulatedRollouts:
         """Draw one rollout of each `prompt`; `value` are their chances of success."""
         # Column t [n] is drawn from column t - 1; all rollouts get max_turns columns, and later ones are ignored.
         values = np.empty((len(prompt), self.max_turns))
@@ -81,7 +81,7 @@ class MarkovWorld:
             values[:, turn] = random.beta(self.persistence * before, self.persistence * (1 - before))
         turns = random.integers(2, self.max_turns + 1, len(prompt))
         reward = random.random(len(prompt)) < values[np.arange(len(prompt)), turns - 1]
-        return Rollouts(turns, reward.astype(np.float64), values)
+        return SimulatedRollouts(turns, reward.astype(np.float64), values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class TrieWorld:
     start: Int64
     members: Int64
     value: Float64
-    rollouts: Rollouts
+    rollouts: SimulatedRollouts
 
     def draw_prompts(self, count: int, random: np.random.Generator) -> tuple[Int64, Float64]:
         """Draw groups and their chances of success, with replacement only if there are fewer than `count`."""
@@ -103,13 +103,13 @@ class TrieWorld:
         prompt = random.choice(groups, count, replace=True) if count > groups else random.permutation(groups)[:count]
         return prompt, self.value[prompt]
 
-    def roll_out(self, prompt: Int64, value: Float64, random: np.random.Generator) -> Rollouts:
+    def roll_out(self, prompt: Int64, value: Float64, random: np.random.Generator) -> SimulatedRollouts:
         """Draw one recorded rollout of each group `prompt`, all with the same chance."""
         # start [0, 2, 4], prompt 1: index 2 + floor(u * 2) with u in [0, 1), so 2 or 3.
         sizes = np.diff(self.start)[prompt]
         member = self.members[self.start[prompt] + (random.random(len(prompt)) * sizes).astype(np.int64)]
         recorded = self.rollouts
-        return Rollouts(recorded.num_turns[member], recorded.reward[member], recorded.value[member])
+        return SimulatedRollouts(recorded.num_turns[member], recorded.reward[member], recorded.value[member])
 
 
 World = MarkovWorld | TrieWorld
@@ -148,4 +148,4 @@ def recorded_world(trie: Trie, *, segment: str = "turn", persistence: float = 4.
     # group [1, 0, 1] -> start [0, 1, 3], members [1, 0, 2]: group 0 has trajectory 1, group 1 has 0 and 2
     start = np.searchsorted(np.sort(prefixes.group), np.arange(tree.num_groups + 1))
     members = np.argsort(prefixes.group, kind="stable")
-    return TrieWorld(start, members, value[: tree.num_groups], Rollouts(num_turns, reward, values))
+    return TrieWorld(start, members, value[: tree.num_groups], SimulatedRollouts(num_turns, reward, values))

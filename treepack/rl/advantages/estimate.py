@@ -39,7 +39,7 @@ from treepack.rl.advantages.gae import (
 from treepack.rl.advantages.tree import of_trajectories, tree_grpo, tree_grpo_segments, treepo, treerl, treerpo
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import LeafWeights, required_leaf_weights
-from treepack.rl.rollouts import Rollouts, refuse_split, rollouts_of
+from treepack.rl.rollouts import TrieRollouts, refuse_split, rollouts_of
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.builders.in_memory import build_trie
@@ -235,7 +235,7 @@ _ONE_TRAJECTORY = (
 
 
 def _along_paths(
-    trie: Trie, rollouts: Rollouts, reward: Float64, scope: Int64, counted: Estimates, options: AdvantageOptions
+    trie: Trie, rollouts: TrieRollouts, reward: Float64, scope: Int64, counted: Estimates, options: AdvantageOptions
 ) -> Estimates:
     """Fill in `counted` by gae from the `reward` of its trajectories; `scope` is that of whitening."""
     kept = counted.kept

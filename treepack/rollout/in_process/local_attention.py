@@ -37,7 +37,7 @@ def takes(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
-def register() -> None:
+def register_local_attention() -> None:
     """Make the implementation known to transformers by its `NAME`."""
     from transformers import AttentionInterface
 

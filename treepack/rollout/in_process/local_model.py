@@ -65,7 +65,7 @@ def twin(model: Any) -> Any:
     with torch.device("meta"):
         other = type(model)._from_config(config, attn_implementation=attention, dtype=model.dtype)
     if model._supports_sdpa and local_attention.takes(config.get_text_config(), model.device, model.dtype):
-        local_attention.register()
+        local_attention.register_local_attention()
         prefix = "paged|" if "paged|" in _attention() else ""
         # Not by the model's own method, which looks for a package of every name with "flash".
         other.config.get_text_config()._attn_implementation = prefix + local_attention.NAME

@@ -260,7 +260,7 @@ DIALECTS = (
 UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError, ArithmeticError)
 
 
-def read(dialect: Dialect, answer: Any, *, url: str) -> list[Segment]:
+def read_continuations(dialect: Dialect, answer: Any, *, url: str) -> list[Segment]:
     """Return the continuations of an `answer`.
 
     Raises:
@@ -275,7 +275,7 @@ def read(dialect: Dialect, answer: Any, *, url: str) -> list[Segment]:
         ) from error
 
 
-def read_part(reader: Callable[[Any], T], dialect: Dialect, answer: Any, name: str, *, url: str) -> T:
+def read_answer_part(reader: Callable[[Any], T], dialect: Dialect, answer: Any, name: str, *, url: str) -> T:
     """Return `reader(answer)`, another part of an answer than its continuations.
 
     Raises:

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from treepack.rollout.engine import ABORT, EngineError, Sampling, Segment, TemporaryError
-from treepack.rollout.servers.dialects import DIALECTS, UNREADABLE, Dialect, Wish, read, read_part
+from treepack.rollout.servers.dialects import DIALECTS, UNREADABLE, Dialect, Wish, read_answer_part, read_continuations
 from treepack.rollout.servers.http_client import LONGEST_ANSWER, Client
-from treepack.rollout.servers.server_routes import read_routes
+from treepack.rollout.servers.server_routes import routes_of_answer
 from treepack.trajectory import Int32
 
 ALTERNATIVES = 5  # most likely tokens that the check of the temperature compares; servers allow 20 by default
@@ -151,8 +151,8 @@ class ServerEngine:
         )
         answer = await self._client.post(dialect.path, dialect.body(wish), longest=longest_answer(wish))
         value = self._client.checked(answer, dialect.path)
-        segments = read(dialect, value, url=self.url)
-        num_prompt = read_part(dialect.num_prompt, dialect, value, "the size of the prompt", url=self.url)
+        segments = read_continuations(dialect, value, url=self.url)
+        num_prompt = read_answer_part(dialect.num_prompt, dialect, value, "the size of the prompt", url=self.url)
         if num_prompt is not None and num_prompt != len(ids):
             raise EngineError(
                 f"{self.url}: the server continued {str(num_prompt)[:40]} tokens and got {len(ids)}; "
@@ -163,7 +163,7 @@ class ServerEngine:
         if not self.found.keeps_routes or any(segment.finish == ABORT for segment in named):
             return named
         sizes = [len(ids) + len(segment.tokens) - 1 for segment in named]
-        routes = read_routes(dialect, value, sizes=sizes, layers=self.found.route_layers, url=self.url)
+        routes = routes_of_answer(dialect, value, sizes=sizes, layers=self.found.route_layers, url=self.url)
         return [replace(segment, routes=rows) for segment, rows in zip(named, routes, strict=True)]
 
     async def _check_ids(self, ids: Int32) -> None:
@@ -277,7 +277,7 @@ async def _check_temperature(client: Client, dialect: Dialect, model: str | None
             )
             answer = await client.post(dialect.path, dialect.body(wish))
             value = client.checked(answer, dialect.path)
-            at.append(read_part(_likely(dialect), dialect, value, "likely tokens", url=client.url))
+            at.append(read_answer_part(_likely(dialect), dialect, value, "likely tokens", url=client.url))
         # The sampled token is among them too and differs, so only tokens of both answers are compared.
         common = sorted(at[0].keys() & at[1].keys(), key=at[0].__getitem__)
         if not common or (spread := at[0][common[-1]] - at[0][common[0]]) < LEAST_SPREAD:
@@ -328,7 +328,7 @@ async def _check_routes(client: Client, dialect: Dialect, model: str | None, lay
     """Check that the server returns the experts of a short request."""
     wish = Wish(np.array([1, 2], np.int32), 1, 1, Sampling(), model=model, routes=True)
     answer = client.checked(await client.post(dialect.path, dialect.body(wish)), dialect.path)
-    read_routes(dialect, answer, sizes=[2], layers=layers, url=client.url)
+    routes_of_answer(dialect, answer, sizes=[2], layers=layers, url=client.url)
 
 
 async def _uses_seeds(client: Client, dialect: Dialect) -> bool:

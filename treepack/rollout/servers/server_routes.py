@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from treepack.ingest.readers.route_fields import npy_array
 from treepack.rollout.engine import EngineError
-from treepack.rollout.servers.dialects import Dialect, read_part
+from treepack.rollout.servers.dialects import Dialect, read_answer_part
 
 _START = "start the server with --enable-return-routed-experts, or sample without --keep-routes"
 
 
-def read_routes(
+def routes_of_answer(
     dialect: Dialect, answer: Any, *, sizes: list[int], layers: int | None, url: str
 ) -> list[NDArray[np.integer[Any]]]:
     """Return the experts of each continuation in an `answer`, [sizes[i], layers, k], in the smallest unsigned type.
@@ -37,7 +37,7 @@ def read_routes(
     Raises:
         EngineError: the answer has no experts, or another number of rows; or `layers` is missing or does not fit.
     """
-    texts = read_part(dialect.routes, dialect, answer, "experts", url=url)
+    texts = read_answer_part(dialect.routes, dialect, answer, "experts", url=url)
     if len(texts) != len(sizes) or any(not isinstance(text, str) for text in texts):
         raise EngineError(f"{url}: {dialect.path} answered without routed_experts; {_START}")
     return [_read_one(dialect, text, size, layers, url) for text, size in zip(texts, sizes, strict=True)]

@@ -127,7 +127,7 @@ class TreeAgentLoop(AgentLoopBase):  # type: ignore[misc]
         if await self.process_multi_modal_info(messages):
             raise TreepackError("verl: the prompt has images, videos or audio; trees are sampled from text only")
         prompt = np.array(await self.ct_build_initial_tokens(messages), np.int32)
-        engine = ServerEngine(
+        engine = VerlEngine(
             self.server_manager,
             _sampling(sampling_params, self._stops or self._default_stops()),
             sampling_params,
@@ -199,7 +199,7 @@ def _generation_stops(path: str, trust_remote_code: bool) -> tuple[int, ...]:
     return tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,)
 
 
-class ServerEngine:
+class VerlEngine:
     """verl's server manager as an engine: one request for each continuation, all with the same request_id.
 
     The server manager sends equal ids to the same server, whose cache holds the prefix then. `first_step` and
@@ -259,7 +259,7 @@ class ServerEngine:
         """Nothing to do: the server manager is verl's."""
 
 
-def _output(leaf: SampledLeaf, prompt: Int32, engine: ServerEngine, seconds: float) -> AgentLoopOutput:
+def _output(leaf: SampledLeaf, prompt: Int32, engine: VerlEngine, seconds: float) -> AgentLoopOutput:
     """Return a leaf as verl expects it."""
     return AgentLoopOutput(
         prompt_ids=prompt.tolist(),

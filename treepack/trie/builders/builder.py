@@ -40,7 +40,7 @@ from treepack.trie.builders.merged import MergedRuns, RunsOfRange, merge_range, 
 from treepack.trie.builders.out_of_core import RUN_BYTES, mapped_trie, run_size, sequences_in_memory
 from treepack.trie.builders.routed_store import RoutedStore, StoredBatch, join_stored
 from treepack.trie.builders.run_merge import Merged
-from treepack.trie.builders.spool import RunStore, Spool, StoredRun, disk
+from treepack.trie.builders.spool import RunStore, Spool, StoredRun, spool_disk
 from treepack.trie.builders.trie_parts import NodesPart, TrajectoriesPart, WrittenPart, part_tasks, write_part
 from treepack.trie.route_symbols import RouteCosts
 from treepack.trie.storage import Storage
@@ -135,7 +135,7 @@ class TrieBuilder:
             log.count_renamed(sequences.num_renamed)
             return build_trie(sequences, share=self._share)
         runs = [run for runs in self._team.each(_finish) for run in runs]
-        with disk(self._folder):
+        with spool_disk(self._folder):
             merged = merge_runs(
                 self._spools,
                 runs,

@@ -30,8 +30,8 @@ from treepack.errors import TreepackError
 from treepack.files.parts import token_slices
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie, with_places
-from treepack.trie.builders.merged import MergedRuns, merge_runs, read_rows, read_tokens
-from treepack.trie.builders.spool import RunStore, Spool, disk
+from treepack.trie.builders.merged import MergedRuns, merge_runs, read_merged_rows, read_tokens
+from treepack.trie.builders.spool import RunStore, Spool, spool_disk
 from treepack.trie.storage import Storage
 from treepack.trie.store.mapped import stored_table
 from treepack.trie.trie import Trie, trie_of_nodes
@@ -72,7 +72,7 @@ def build_large_trie(
             store.add(batch, number)
         if not store.runs:
             return replace(build_trie(sequences_in_memory(store.pending), share=share), storage=storage)
-        with disk(folder):
+        with spool_disk(folder):
             return mapped_trie(merge_runs([spool], store.finish(), share=share), storage)
 
 
@@ -135,4 +135,4 @@ def _tables(merged: MergedRuns) -> Iterator[pa.Table]:
     tree_id = merged.nodes.tree_id
     for begin, end in token_slices(merged.lengths, TABLE_TOKENS):
         node_id = merged.nodes.end_node[begin:end]
-        yield with_places(read_rows(merged.spools, merged.row_places(begin, end)), tree_id[node_id], node_id)
+        yield with_places(read_merged_rows(merged.spools, merged.row_places(begin, end)), tree_id[node_id], node_id)

@@ -17,7 +17,7 @@ from treepack.columns import NO_TRAJECTORY, Sequences, concatenate, fill_routes,
 from treepack.errors import TreepackError
 from treepack.trajectory import Int32, Routes, missing_route
 from treepack.trie.builders.run_merge import read_into
-from treepack.trie.builders.spool import Spool, disk, read_table
+from treepack.trie.builders.spool import Spool, read_table, spool_disk
 from treepack.trie.route_symbols import ROUTES_AT_ONCE
 from treepack.trie.storage import Storage
 from treepack.trie.store.table_stream import write_table
@@ -56,7 +56,7 @@ class RoutedStore:
         """
         tokens, tables, routes = self._spool.tokens.file, self._spool.tables.file, self._spool.routes.file
         starts, form = (tokens.tell(), tables.tell(), routes.tell()), None
-        with disk(self._spool.folder):
+        with spool_disk(self._spool.folder):
             tokens.write(batch.tokens.data)
             size = write_table(tables, [batch.table])
             if batch.routes is not None:
@@ -72,7 +72,7 @@ class RoutedStore:
         Raises:
             TreepackError: the disk fails.
         """
-        with disk(self._spool.folder):
+        with spool_disk(self._spool.folder):
             for each in (self._spool.tokens, self._spool.tables, self._spool.routes):
                 each.file.flush()
         return self._stored

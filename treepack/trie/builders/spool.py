@@ -45,7 +45,7 @@ class SpoolFile:
     def file(self) -> IO[bytes]:
         """The file, created at the first use."""
         if self._file is None:
-            with disk(self._folder):
+            with spool_disk(self._folder):
                 self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (closed by `close`)
         return self._file
 
@@ -94,7 +94,7 @@ class Spool:
 
 
 @contextmanager
-def disk(folder: Path | None) -> Iterator[None]:
+def spool_disk(folder: Path | None) -> Iterator[None]:
     """Turn errors of the disk into a TreepackError of one sentence."""
     try:
         yield
@@ -193,7 +193,7 @@ class RunStore:
                 f"rollouts with recorded routes need more than {self._run_bytes:,} bytes, an eighth of the memory; "
                 "build the tries of fewer files, or allow more memory (--memory)"
             )
-        with disk(self._spool.folder):
+        with spool_disk(self._spool.folder):
             self.runs.append(_write_run(sequences, self._spool, self._pieces, share=self._share, number=self._number))
         self._pieces, self._size = [], 0
 

@@ -16,7 +16,7 @@ from treepack.files.manifest import FileEntry
 from treepack.files.parts import PART_TOKENS, PartWriter, planned_parts
 from treepack.trajectory import Int32
 from treepack.trie.builders.in_memory import with_places
-from treepack.trie.builders.merged import MergedRuns, RowPlaces, TokenPlaces, read_rows, read_tokens
+from treepack.trie.builders.merged import MergedRuns, RowPlaces, TokenPlaces, read_merged_rows, read_tokens
 from treepack.trie.builders.spool import Spool
 from treepack.trie.store.trie_files import SLICES, TRAJECTORY_SLICES, NodeRows, node_rows
 
@@ -77,7 +77,7 @@ def write_part(spools: Sequence[Spool], part: NodesPart | TrajectoriesPart) -> W
     else:
         writer = PartWriter(part.directory, "trajectories", part.slices[0][0].columns, first=part.number)
         for row_places, tree_id, node_id in part.slices:
-            table = with_places(read_rows(spools, row_places), tree_id, node_id)
+            table = with_places(read_merged_rows(spools, row_places), tree_id, node_id)
             # A page ends where a chunk ends.
             writer.write(table.combine_chunks(), tokens=0)
     (entry,) = writer.entries()

@@ -127,7 +127,7 @@ def read_nodes(
     )
 
 
-def read_trajectories(
+def read_trajectory_table(
     directory: Path, manifest: Manifest, storage: Storage, *, in_file: bool
 ) -> tuple[pa.Table, Storage]:
     """Read the trajectories of a trie directory into memory or into a file; return the storage with their map too.

@@ -25,7 +25,7 @@ from treepack.trajectory import Float64, Int32
 from treepack.trie.nodes import NodeArrays, subtree_ends
 from treepack.trie.shape import check_nodes
 from treepack.trie.storage import Storage
-from treepack.trie.store.mapped import decoded_bytes, read_nodes, read_trajectories
+from treepack.trie.store.mapped import decoded_bytes, read_nodes, read_trajectory_table
 from treepack.trie.trie import Trie
 
 # Nodes are written as slices of so many to a part, and trajectories too; this bounds memory.
@@ -142,7 +142,7 @@ def read_trie(
     storage = Storage(usual_memory() if memory is None else memory, folder)
     in_file = storage.is_large(decoded_bytes(directory, manifest))
     read = read_nodes(directory, manifest, storage, in_file=in_file, token_values=token_values)
-    trajectories, storage = read_trajectories(directory, manifest, read.storage, in_file=in_file)
+    trajectories, storage = read_trajectory_table(directory, manifest, read.storage, in_file=in_file)
     nodes = read.table
     parent = nodes["parent_id"].to_numpy()
     if not len(parent) or not len(trajectories):

@@ -30,7 +30,7 @@ from treepack.ingest.readers.format import ANY, LIST, REWARDS, Format, Kind
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.trajectories import with_notes, without
-from treepack.trajectory import Skipped, Text, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 LIKELIHOOD_NOTE = "loglikelihood sample, in which the model has written nothing"
 FILTER_NOTE = "sample under another filter, read with the first one"
@@ -124,7 +124,7 @@ def _rollout(
     if messages is None:
         if not isinstance(request.prompt, str):
             raise TreepackError(f"{record.source}: has the prompt {shown(request.prompt)}; expected text or messages")
-        yield describe(record, Text(request.prompt, text), used=(), options=options, notes=notes)
+        yield describe(record, PromptCompletion(request.prompt, text), used=(), options=options, notes=notes)
     elif messages and messages[-1].get("role") == "assistant":
         yield Skipped(record.source, CONTINUED_NOTE)
     elif (reason := skip_reason(messages)) is not None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from treepack.ingest.readers.fields import ReadOptions, describe
 from treepack.ingest.readers.format import REWARDS, TEXT, Format
 from treepack.ingest.readers.records import Record
-from treepack.trajectory import Skipped, Text, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -24,7 +24,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if not value["output_response"]:
         yield Skipped(record.source, "empty response")
         return
-    content = Text(value["input_prompt"], value["output_response"])
+    content = PromptCompletion(value["input_prompt"], value["output_response"])
     yield describe(record, content, used={"input_prompt", "output_response", "env_extras"}, options=options)
 
 

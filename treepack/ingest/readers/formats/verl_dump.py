@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from treepack.ingest.readers.fields import ReadOptions, describe
 from treepack.ingest.readers.format import ANY, REWARDS, TEXT, Format
 from treepack.ingest.readers.records import Record
-from treepack.trajectory import Skipped, Text, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 # Counted once per record, so that a user notices that a better source may exist.
 DECODED_NOTE = "text of verl's dump, decoded without special tokens"
@@ -27,7 +27,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if not value["output"]:
         yield Skipped(record.source, "empty response")
         return
-    content = Text(value["input"], value["output"])
+    content = PromptCompletion(value["input"], value["output"])
     yield describe(record, content, used={"input", "output"}, options=options, notes=(DECODED_NOTE,))
 
 

@@ -72,7 +72,7 @@ class Allowance:
     left: float
 
 
-def lower_bound(program: PricingProgram, allowance: Allowance, *, known: int) -> int:
+def generated_bound(program: PricingProgram, allowance: Allowance, *, known: int) -> int:
     """Return a lower bound on the cost of any plan, at least `known`, which is already proven.
 
     Stops if no bound above `known` is possible, if `upper` is proven, or if the allowance is used up.

@@ -172,7 +172,7 @@ def _by_programs(
     max_rows = _max_rows(part, room, upper, counted)
     program = PricingProgram(part, room, part.size, counted.times, counted.tokens, plan, upper, max_rows)
     allowance = Allowance(proof.entries * 2 / 3 + max(0.0, for_rows.left))
-    counted.tokens[0] = column_generation.lower_bound(program, allowance, known=base)
+    counted.tokens[0] = column_generation.generated_bound(program, allowance, known=base)
     return counted
 
 
@@ -200,4 +200,4 @@ def _min_rows(tree: PlanTree, node: int, capacity: int, plan: Int64, known: Node
     cost[0] = 1
     upper, room = int(part_plan.max()) + 1, capacity - int(tree.depth[node])
     program = PricingProgram(part, room, cost, known.times[inside], known.tokens[inside], part_plan, upper, upper)
-    return column_generation.lower_bound(program, allowance, known=int(known.times[node]))
+    return column_generation.generated_bound(program, allowance, known=int(known.times[node]))

@@ -4,7 +4,7 @@
     sequence        each trajectory alone, longest first, to the first row that has room for all of it
 
 Both plan all trees at once, so no rows are left to merge. In their forests every trajectory is a leaf of its own
-(`forest_of(trie, split_ends=True)`). `first_fit.py` is the loop.
+(`shapes_of_trees(trie, split_ends=True)`). `first_fit.py` is the loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from treepack.pack.plan.methods.first_fit import NO_LIMIT, first_fit
-from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, forest_of, path_pairs
+from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, path_pairs, shapes_of_trees
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
@@ -26,7 +26,7 @@ MAX_FIRST_FIT_STEPS = 10**9  # nodes on the paths to all leaves, in methods that
 ForestMethod = Callable[[PlanForest, Int64, Int64, Limits], Int64]
 
 
-def plan_forest(trie: Trie, limits: Limits, method: ForestMethod) -> Int64:
+def plan_first_fit(trie: Trie, limits: Limits, method: ForestMethod) -> Int64:
     """Return the row of each trajectory by a method of this file, int64 [num_trajectories]."""
     forest, order, steps = _arriving_leaves(trie)
     return method(forest, order, steps, limits)[forest.leaf_of]
@@ -47,7 +47,7 @@ def greedy_online_within(trie: Trie, limits: Limits, *, max_tokens: int) -> Int6
 
 def _arriving_leaves(trie: Trie) -> tuple[PlanForest, Int64, Int64]:
     """Return a forest with a leaf for every trajectory, the leaves by arrival, and the training step of each leaf."""
-    forest = forest_of(trie, split_ends=True)
+    forest = shapes_of_trees(trie, split_ends=True)
     steps = np.zeros(forest.num_leaves, np.int64)
     steps[forest.leaf_of] = trie.step_rank
     return forest, forest.leaf_of[arrival_order(trie)], steps
