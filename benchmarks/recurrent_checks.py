@@ -59,7 +59,9 @@ def _compare(check: str, sizes: Sizes, dtype: torch.dtype, end: Tensor, device: 
     arguments, weight = _draw(sizes, dtype, end, device)
     exact = [x.double() for x in arguments]
     expected = _run(partial(twin.scan_plainly, chunks=build_chunks(end).to(device)), exact, weight.double())
-    layer = dispatch.Layer(device, dtype, sizes.keys, sizes.values, sizes.rule != "mamba2", sizes.rule == "kda")
+    layer = dispatch.LayerProperties(
+        device, dtype, sizes.keys, sizes.values, sizes.rule != "mamba2", sizes.rule == "kda"
+    )
     case = f"{len(end)} x {end.shape[1]} tokens"
     for name in IMPLEMENTATIONS:
         reason = dispatch.scan_obstacle(name, layer)

@@ -25,7 +25,7 @@ from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.simulated import LengthLaw, SimulatedEngine, log_normal_lengths
-from treepack.rollout.tree import Node, Tree, weights_of_leaves
+from treepack.rollout.tree import Tree, TreeNode, weights_of_leaves
 from treepack.trajectory import Float64, Int32
 
 LONGEST = 7168
@@ -135,12 +135,12 @@ def lengths(case: Case) -> Float64:
     return log_normal_lengths(mean=case.mean, sigma=0.6, longest=LONGEST)
 
 
-def length(leaf: Node) -> float:
+def length(leaf: TreeNode) -> float:
     """Return the number of tokens after the prompt."""
     return float(leaf.end - len(PROMPT))
 
 
-def reward(leaf: Node) -> float:
+def reward(leaf: TreeNode) -> float:
     """Return 1 for a success and 0 otherwise."""
     assert leaf.reward is not None
     return leaf.reward
@@ -186,7 +186,7 @@ def estimate_row(case: Case, trees: list[Figures], *, of_length: bool) -> str:
     return f"| {case.name} | {shown} | {' | '.join(cells)} | {effective[1]:.1f}, {effective[3]:.1f} |"
 
 
-def without_fallback(tree: Tree) -> Iterable[Node]:
+def without_fallback(tree: Tree) -> Iterable[TreeNode]:
     """Yield the nodes that are in the tree without its fallback."""
     waiting = [tree.root]
     while waiting:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from treepack.files.address import AnyPath
     from treepack.files.manifest import Manifest
     from treepack.research.pros.augmentation import AugmentedQuery
-    from treepack.research.pros.signals import PerToken, Signals
+    from treepack.research.pros.signals import PerToken, TokenSignals
     from treepack.trie.trie import Trie
 
 # A copy of the library's tuple, because a help page must not import numpy.
@@ -110,7 +110,9 @@ def augment(
     _show(read, result.counts, result.queries, None if tokenizer is None else num_exact)
 
 
-def _inputs(trie: Path, read: Trie, packed: Path | None, recorded: Signals | None) -> tuple[PerToken, PerToken | None]:
+def _inputs(
+    trie: Path, read: Trie, packed: Path | None, recorded: TokenSignals | None
+) -> tuple[PerToken, PerToken | None]:
     """Return entropies and values by trajectory, from the packed rows or the recorded signals.
 
     Raises:

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from treepack.rollout.engine import Engine, Sampling
     from treepack.rollout.episode import Episode
     from treepack.rollout.options import TreeOptions
-    from treepack.rollout.queries import Queries
+    from treepack.rollout.queries import QueryFile
     from treepack.rollout.query import Query
     from treepack.rollout.run import RolloutOptions, StartEpisode
     from treepack.rollout.servers.server import SampleText
-    from treepack.rollout.summary import Means, RolloutSummary
+    from treepack.rollout.summary import RolloutMeans, RolloutSummary
     from treepack.trajectory import Int32
 
 SAMPLE_TEXT = "A tree of rollouts, 3 of 16 leaves."  # to compare two tokenizers
@@ -135,7 +135,7 @@ def _tokenizer(name: str | None, engine: EngineOptions) -> Any:
     return own if given is None else given
 
 
-def _queries(path: AnyPath, prompt: PromptOptions, world: WorldOptions, tokenizer: Any, sampler: str) -> Queries:
+def _queries(path: AnyPath, prompt: PromptOptions, world: WorldOptions, tokenizer: Any, sampler: str) -> QueryFile:
     """Read the queries, and refuse a sampler that does not suit them.
 
     Raises:
@@ -305,7 +305,7 @@ def _show(summary: RolloutSummary, num_unused: int) -> None:
     show({**rows, "seconds": summary.seconds})
 
 
-def _mean_rows(name: str, means: Means) -> dict[str, float]:
+def _mean_rows(name: str, means: RolloutMeans) -> dict[str, float]:
     """Return a row for the estimate, and rows for biased means if they are others."""
     rows = {f"mean {name}": means.before_fallback}
     # Without forks after the prompt all three are one number, up to rounding.

@@ -17,8 +17,8 @@ from .paths import READ, WRITE
 
 if TYPE_CHECKING:
     from treepack.files.address import AnyPath
-    from treepack.research.pros.pass_rates import GibbsLength, Prior
-    from treepack.research.pros.selection import State
+    from treepack.research.pros.pass_rates import GibbsLength, OddsPrior
+    from treepack.research.pros.selection import QueryCounts
     from treepack.trie.trie import Trie
 
 
@@ -32,10 +32,10 @@ class _Select(click.Group):
         return super().resolve_command(ctx, args if is_subcommand else ["nearest", *args])
 
 
-def _prior(mu: float, tau: float, sigma: float) -> Prior:
-    from treepack.research.pros.pass_rates import Prior
+def _prior(mu: float, tau: float, sigma: float) -> OddsPrior:
+    from treepack.research.pros.pass_rates import OddsPrior
 
-    return Prior(mu, tau, sigma)
+    return OddsPrior(mu, tau, sigma)
 
 
 def _sampling(sweeps: int, burn_in: int, seed: int, workers: int) -> GibbsLength:
@@ -90,7 +90,9 @@ def select() -> None:
 @option_group("prior", PRIOR_OPTIONS, _prior)
 @option_group("sampling", SAMPLING_OPTIONS, _sampling)
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-def nearest(state: AnyPath, k: int, out: AnyPath | None, prior: Prior, sampling: GibbsLength, overwrite: bool) -> None:
+def nearest(
+    state: AnyPath, k: int, out: AnyPath | None, prior: OddsPrior, sampling: GibbsLength, overwrite: bool
+) -> None:
     """Estimate the pass rate of every query and write the K nearest to 0.5, nearest first.
 
     Each line has query_id, parent_id (null for an original query), pass_rate, log_odds, deviation (of the log-odds)
@@ -227,7 +229,7 @@ def update(
     show(_figures(read, num_added, counts))
 
 
-def _figures(state: State, num_added: int, counts: dict[str, Any]) -> dict[str, Any]:
+def _figures(state: QueryCounts, num_added: int, counts: dict[str, Any]) -> dict[str, Any]:
     return {
         "queries": state.num_queries,
         "queries added": num_added,
@@ -286,8 +288,8 @@ def _groups(trie: Trie) -> list[tuple[str, str | None]]:
 
 
 def _count_rollouts(
-    read: State, trie: Trie, path: str, names: list[str], *, forgetting: float, success_above: float
-) -> tuple[State, dict[str, Any]]:
+    read: QueryCounts, trie: Trie, path: str, names: list[str], *, forgetting: float, success_above: float
+) -> tuple[QueryCounts, dict[str, Any]]:
     """Count the rewards of `trie`, whose rollouts belong to the queries `names`. Return the state and a summary.
 
     Raises:

@@ -18,7 +18,7 @@ from .reading import reading_options
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from treepack.analysis.show.decoding import Decoder
+    from treepack.analysis.show.decoding import TokenDecoder
     from treepack.analysis.show.selection import SelectedGroup
     from treepack.analysis.show.views import ForestView
     from treepack.files.manifest import Manifest
@@ -80,7 +80,7 @@ class _Chosen:
 
     views: Iterator[ForestView]
     groups: list[SelectedGroup]
-    decoder: Decoder | None
+    decoder: TokenDecoder | None
 
 
 def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *, text: bool) -> _Chosen:
@@ -114,7 +114,7 @@ def _of_packed(directory: Path, manifest: Manifest, wanted: _Wanted) -> Iterator
         yield views.row_view(selection.read_row(directory, manifest, wanted.row or 0), manifest)
 
 
-def _of_trie(trie: Trie, wanted: _Wanted, decoder: Decoder | None, *, where: str) -> _Chosen:
+def _of_trie(trie: Trie, wanted: _Wanted, decoder: TokenDecoder | None, *, where: str) -> _Chosen:
     from treepack.analysis.show import selection, views
 
     if wanted.trajectory is not None:
@@ -129,7 +129,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *
     from collections import Counter
 
     from treepack.analysis.show import selection, views
-    from treepack.analysis.show.decoding import Decoder
+    from treepack.analysis.show.decoding import TokenDecoder
     from treepack.ingest import stream as ingest
     from treepack.ingest.read_log import refuse_nothing
     from treepack.ingest.tokenization import read_tokenizer
@@ -138,7 +138,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *
     if text and not build.tokenizer:
         raise _no_tokenizer(where)
     tokenizer = read_tokenizer(build.tokenizer) if build.tokenizer else None
-    decoder = Decoder(tokenizer) if text else None
+    decoder = TokenDecoder(tokenizer) if text else None
     counts: Counter[str] = Counter()
     stream = ingest.usable(ingest.read(paths, build, tokenizer=tokenizer), counts)
     stream = iter(token_progress(stream, description="reading"))
@@ -156,9 +156,9 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *
     return _of_trie(trie, wanted, decoder, where=where)
 
 
-def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text: bool) -> Decoder | None:
+def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text: bool) -> TokenDecoder | None:
     """Return the decoder of a directory's tokens: by `tokenizer`, or by the one that the directory was made with."""
-    from treepack.analysis.show.decoding import Decoder
+    from treepack.analysis.show.decoding import TokenDecoder
     from treepack.ingest.tokenization import fingerprint, read_tokenizer
 
     if not text:
@@ -175,7 +175,7 @@ def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text
         raise TreepackError(f"{directory}: its tokenizer {name} cannot be loaded; give it with --tokenizer") from error
     if entry and entry["sha256"] != fingerprint(loaded)["sha256"]:
         raise TreepackError(f"{name}: is another tokenizer than {entry['name']}, which {directory} was made with")
-    return Decoder(loaded)
+    return TokenDecoder(loaded)
 
 
 def _no_tokenizer(where: str) -> TreepackError:
@@ -199,9 +199,9 @@ def _lines(chosen: _Chosen, *, full: bool) -> Iterator[Text]:
     from rich.text import Text
 
     from treepack.analysis.show import views
-    from treepack.analysis.show.bodies import Look
+    from treepack.analysis.show.bodies import DrawingOptions
 
-    look = Look(width=get_terminal_size((WIDTH, 0)).columns, full=full, decoder=chosen.decoder)
+    look = DrawingOptions(width=get_terminal_size((WIDTH, 0)).columns, full=full, decoder=chosen.decoder)
     for number, view in enumerate(chosen.views):
         if number:
             yield Text()

@@ -15,7 +15,7 @@ from .paths import READ
 
 if TYPE_CHECKING:
     from treepack.files.address import AnyPath
-    from treepack.research.trace.simulation import Arm, Experiment
+    from treepack.research.trace.simulation import BudgetExperiment, ExperimentArm
     from treepack.research.trace.worlds import World
 
 # Titles of the columns of `_line`.
@@ -35,10 +35,10 @@ def _experiment(
     prefix_noise: float,
     steps: int,
     seed: int,
-) -> Experiment:
-    from treepack.research.trace.simulation import Experiment
+) -> BudgetExperiment:
+    from treepack.research.trace.simulation import BudgetExperiment
 
-    return Experiment(candidates, budget, expand, selected, root_noise, prefix_noise, steps, seed)
+    return BudgetExperiment(candidates, budget, expand, selected, root_noise, prefix_noise, steps, seed)
 
 
 def _world_fields(
@@ -102,7 +102,7 @@ def simulate() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def allocation(
-    trie: AnyPath | None, experiment: Experiment, world_fields: dict[str, float], segment: str, as_json: bool
+    trie: AnyPath | None, experiment: BudgetExperiment, world_fields: dict[str, float], segment: str, as_json: bool
 ) -> None:
     """Compare uniform and TRACE allocation of rollouts and continuations under one budget.
 
@@ -149,7 +149,7 @@ def _world(trie: AnyPath | None, segment: str, fields: dict[str, Any]) -> World:
     return recorded_world(read_trie(trie), segment=segment, **fields)
 
 
-def _report(arms: list[Arm]) -> list[dict[str, Any]]:
+def _report(arms: list[ExperimentArm]) -> list[dict[str, Any]]:
     """Return mean and half width of the interval of every measure of every arm.
 
     "above_uniform" is the gain of root_ratio over the first arm, which is uniform.

@@ -31,7 +31,7 @@ import treepack
 from treepack.model.forward import row_objective
 from treepack.model.objective import Objective, choose_objective
 from treepack.model.row_factors import row_factors
-from treepack.rl.advantages.estimate import Estimates, estimate_advantages, with_advantages
+from treepack.rl.advantages.estimate import AdvantageEstimates, estimate_advantages, with_advantages
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Float64
 from treepack.trie.trie import Trie
@@ -111,7 +111,7 @@ def _minus_baseline(trees: Sequence[Tree], baseline: Float64) -> Trie:
     groups = trie.trajectories["group_id"].to_pylist()
     advantage = trie.trajectories["reward"].to_numpy() - np.array([of_group[group] for group in groups])
     kept = np.arange(trie.num_trajectories)
-    return with_advantages(trie, Estimates(kept, advantage, None, Counter(), len(trees), None))
+    return with_advantages(trie, AdvantageEstimates(kept, advantage, None, Counter(), len(trees), None))
 
 
 def trie_of(trees: Sequence[Tree]) -> Trie:

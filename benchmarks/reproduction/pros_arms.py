@@ -53,7 +53,7 @@ class Pool:
     """Queries by id, and the counts of their rollouts."""
 
     queries: dict[str, Query]
-    counts: selection.State
+    counts: selection.QueryCounts
 
     def add(self, queries: Sequence[Query]) -> None:
         """Add queries that the pool does not have yet; the parent of an augmented one is a field."""

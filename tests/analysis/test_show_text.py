@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from support import byte_tokenizer
-from treepack.analysis.show.decoding import Decoder
+from treepack.analysis.show.decoding import TokenDecoder
 from treepack.analysis.show.wrapping import ESCAPE, TextChunk, escape, escape_text, wrap
 from treepack.ingest.tokenization import load_tokenizer
 
@@ -24,7 +24,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("text", ["", "plain words", "\u4f60\u597d, \U0001f6b2 e\u0301!", "\u20ac" * 9])
 def test_characters_split_over_tokens_are_whole_wherever_a_run_begins(tokenizer: Any, text: str) -> None:
-    decoder = Decoder(tokenizer)
+    decoder = TokenDecoder(tokenizer)
     ids = tokenizer.encode(f"<|im_start|>{text}", add_special_tokens=False)
     # A cut inside a character leaves a replacement character before it, and the whole character after it.
     for cut in range(1, len(ids) + 1):
@@ -39,7 +39,7 @@ def test_blanks_that_belong_to_words_are_kept_after_special_tokens() -> None:
     bpe = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True))
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     bpe.decoder = decoders.Sequence(steps)
-    decoder = Decoder(PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>"))
+    decoder = TokenDecoder(PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>"))
     euro = [4 + byte for byte in "\u20ac".encode()]
     assert [(piece.index, piece.text) for piece in decoder.pieces([0, 2, *euro, 3], [])] == [
         (0, "<s>"),
@@ -52,7 +52,7 @@ def test_blanks_that_belong_to_words_are_kept_after_special_tokens() -> None:
 
 
 def test_ids_without_text_are_named(tokenizer: Any) -> None:
-    pieces = list(Decoder(tokenizer).pieces([70, 99_999, 71], []))
+    pieces = list(TokenDecoder(tokenizer).pieces([70, 99_999, 71], []))
     assert [piece.unknown for piece in pieces] == [False, True, False]
     assert "99999" in pieces[1].text
 
@@ -60,7 +60,7 @@ def test_ids_without_text_are_named(tokenizer: Any) -> None:
 def test_bytes_that_are_no_character_do_not_delay_the_rest(tokenizer: Any) -> None:
     # The first of three bytes of a character, a thousand times: no text is ever complete.
     lone = tokenizer.encode("\u4f60", add_special_tokens=False)[0]
-    pieces = list(Decoder(tokenizer).pieces([lone] * 1000, []))
+    pieces = list(TokenDecoder(tokenizer).pieces([lone] * 1000, []))
     assert len(pieces) > 50  # at most 8 tokens wait, so at least 1000 / 9 pieces come
     assert set("".join(piece.text for piece in pieces)) == {"\ufffd"}
 

@@ -18,7 +18,7 @@ import treepack
 from support import ray_stages as stages
 from support.ray_cluster import free_port, kill, machine
 from treepack.cluster.ray import WINDOW, RayScheduler, connected_cluster, refuse_unreachable
-from treepack.cluster.scheduler import Here
+from treepack.cluster.scheduler import LocalScheduler
 from treepack.errors import TreepackError
 
 pytestmark = pytest.mark.ray
@@ -55,7 +55,7 @@ def test_tables_and_ranges_are_those_of_one_process(
     calls = [*enumerate(rows)]
     cuts = np.sort(np.array(splitters, np.int64))
     results = []
-    for each in (Here(), scheduler):
+    for each in (LocalScheduler(), scheduler):
         kept = list(each.keep(stages.table_of, calls))
         tables = [table for table, _ in kept]
         ranges = each.exchange(tables, stages.range_of, (each.share(cuts),), len(cuts) + 1)

@@ -14,10 +14,10 @@ from support.attention_trees import star
 from treepack.attention.dispatch import Schedules
 from treepack.errors import TreepackError
 from treepack.recurrent import dispatch
-from treepack.recurrent.dispatch import Layer, choose_scan, resolve_scan, scan_obstacle, use_implementation
+from treepack.recurrent.dispatch import LayerProperties, choose_scan, resolve_scan, scan_obstacle, use_implementation
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-QWEN = Layer(GPU, torch.bfloat16, 128, 128, has_delta=True, has_key_decays=False)
+QWEN = LayerProperties(GPU, torch.bfloat16, 128, 128, has_delta=True, has_key_decays=False)
 NO_FLOAT64 = "computes bfloat16, float16 and float32, not float64; use torch"
 KIMI = QWEN._replace(has_key_decays=True)
 MAMBA = QWEN._replace(keys=256, values=64, has_delta=False)
@@ -60,7 +60,7 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 )
 @pytest.mark.parametrize("has_fla", [True, False])
 def test_auto_takes_the_first_that_can_compute_the_layer(
-    layer: Layer, able: set[str], has_fla: bool, monkeypatch: pytest.MonkeyPatch
+    layer: LayerProperties, able: set[str], has_fla: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "is_interpreted", lambda: False)
     installed(monkeypatch, fla=has_fla)
@@ -86,7 +86,7 @@ def test_auto_takes_the_first_that_can_compute_the_layer(
     ],
 )
 def test_a_named_implementation_says_what_it_cannot_compute(
-    name: str, layer: Layer, reason: str, monkeypatch: pytest.MonkeyPatch
+    name: str, layer: LayerProperties, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(monkeypatch, fla=True)
     assert scan_obstacle(name, layer) == reason

@@ -20,11 +20,11 @@ from treepack.attention.dispatch import Schedules
 from treepack.errors import TreepackError
 from treepack.recurrent import dispatch
 from treepack.recurrent.chunks import find_parents, flatten_ends
-from treepack.recurrent.convolution import Taps, build_taps, convolve_plainly
+from treepack.recurrent.convolution import ConvolutionTaps, build_taps, convolve_plainly
 from treepack.recurrent.kernels.convolution import triton_convolve
 from treepack.recurrent.tokenwise import convolve_tokens
 
-Convolve = Callable[[Tensor, Tensor, Tensor | None, str | None, Taps], Tensor]
+Convolve = Callable[[Tensor, Tensor, Tensor | None, str | None, ConvolutionTaps], Tensor]
 PADDING = ends_of(*[(1, -1)] * 9)
 
 
@@ -51,7 +51,7 @@ def make_inputs(
     return Inputs(draw(count, channels), draw(channels, width), bias, activation, draw(count, channels))
 
 
-def run(function: Convolve, inputs: Inputs, taps: Taps) -> list[Tensor]:
+def run(function: Convolve, inputs: Inputs, taps: ConvolutionTaps) -> list[Tensor]:
     """Return the output and the gradients of x, weight and bias."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs[:3]]
     x, weight, bias = leaves
@@ -65,7 +65,7 @@ def run(function: Convolve, inputs: Inputs, taps: Taps) -> list[Tensor]:
 def run_tokens(inputs: Inputs, end: Tensor) -> list[Tensor]:
     """Return the same in float64 by the definition."""
 
-    def function(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, _: Taps) -> Tensor:
+    def function(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, _: ConvolutionTaps) -> Tensor:
         out = convolve_tokens(x, weight, bias, find_parents(flatten_ends(end)))
         return out if activation is None else silu(out)
 

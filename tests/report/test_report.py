@@ -30,7 +30,7 @@ from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.report import texts
 from treepack.report.contents import read_contents
-from treepack.report.figures import Subject, histogram, measure, nice_edges, node_means, reward_by_node
+from treepack.report.figures import ReportSubject, histogram, measure, nice_edges, node_means, reward_by_node
 from treepack.report.outline import outline
 from treepack.report.page import render_page
 from treepack.report.parts import groups_of, rewards_of, trees_of
@@ -38,7 +38,7 @@ from treepack.report.pictures import PICTURES
 from treepack.report.rebuilt import trie_of_rows
 from treepack.report.roles import mark_roles
 from treepack.report.rollouts import sorted_rollouts
-from treepack.report.segments import TRAINED, Segments, segments_of
+from treepack.report.segments import TRAINED, RoleSegments, segments_of
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.nodes import paths
@@ -67,11 +67,11 @@ def rollouts() -> list[Trajectory]:
 
 
 def page_of(trie: Trie) -> str:
-    subject = Subject("made", trie)
+    subject = ReportSubject("made", trie)
     return render_page(subject, measure(subject, SHAPE), read_contents(trie, None, limit=10**6))
 
 
-def segments_without_roles(trie: Trie) -> Segments:
+def segments_without_roles(trie: Trie) -> RoleSegments:
     return segments_of(trie, mark_roles(trie, [], {}, texts.ids_as_text))
 
 
@@ -259,7 +259,7 @@ def test_a_page_loads_nothing_and_has_no_markup_of_a_rollout() -> None:
     # Ids, groups and counts contain it. Ids and groups are in compressed blocks; the others are escaped on the page.
     nasty = '</script><script>alert(1)</script><img src="x" onerror="alert(2)">'
     trie = build_trie([make(nasty, [1, 2, 3], group=nasty), make("b", [1, 2], group=nasty)])
-    subject = Subject(nasty, trie, counts={nasty: 1})
+    subject = ReportSubject(nasty, trie, counts={nasty: 1})
     page = render_page(subject, measure(subject, SHAPE), read_contents(subject.trie, None, limit=None))
     assert "alert(" not in page.replace("&lt;script&gt;alert(1)", "").replace("onerror=&#34;alert(2)", "")
     tags = re.findall(r"<(?:script|link|img|iframe|object|use|image)\b[^>]*>", page)
@@ -339,7 +339,7 @@ def test_another_tokenizer_than_that_of_the_directory_is_refused(tmp_path: Path,
     trie = build_trie(rollouts())
     (tmp_path / "trie").mkdir()
     known: TokenizerEntry = {"name": "gone", "vocab_size": 9, "sha256": "0"}
-    totals = measure(Subject("made", trie), SHAPE).totals
+    totals = measure(ReportSubject("made", trie), SHAPE).totals
     write_trie(trie, tmp_path / "trie", Provenance(tokenizer=known, totals=totals))
     done = treepack(
         "report", tmp_path / "trie", "--tokenizer", ROOT / "sample_data" / "tokenizer", "--out", tmp_path / "page.html"
@@ -377,10 +377,10 @@ def test_without_the_extra_one_sentence_names_it(
 
 
 def test_a_capacity_leaves_out_and_counts_longer_rollouts() -> None:
-    figures = measure(Subject("made", build_trie(rollouts())), SHAPE, capacities=[5, 8])
+    figures = measure(ReportSubject("made", build_trie(rollouts())), SHAPE, capacities=[5, 8])
     assert [(point["capacity"], point["num_too_long"]) for point in figures.capacities] == [(5, 1), (8, 0)]
     with pytest.raises(TreepackError, match="no trajectory fits"):
-        measure(Subject("made", build_trie(rollouts())), SHAPE, capacities=[1])
+        measure(ReportSubject("made", build_trie(rollouts())), SHAPE, capacities=[1])
 
 
 def test_the_files_of_the_page_are_shipped_in_the_wheel() -> None:

@@ -12,7 +12,7 @@ from support import real_templates
 from support.report_page import TOKENIZER
 from support.strategies import make
 from treepack.ingest.tokenization import load_tokenizer
-from treepack.report.roles import ROLES, Roles, learn_headers, mark_roles
+from treepack.report.roles import ROLES, TokenRoles, learn_headers, mark_roles
 from treepack.report.texts import decoder_of, ids_as_text
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.nodes import paths
@@ -42,12 +42,12 @@ WITH_TOOLS = "qwen2_5 qwen3 qwen3_5_think deepseekv3 llama3_1 gptoss glm4moe nem
 TEXT_ONLY = "gemma3 phi3 cohere muse_glimmer".split()
 
 
-def roles_of(trie: Trie, tokenizer: Any) -> Roles:
+def roles_of(trie: Trie, tokenizer: Any) -> TokenRoles:
     decode = decoder_of(tokenizer)
     return mark_roles(trie, learn_headers(tokenizer), tokenizer.get_added_vocab(), decode)
 
 
-def words_by_role(trie: Trie, roles: Roles, tokenizer: Any, i: int) -> list[tuple[str, str]]:
+def words_by_role(trie: Trie, roles: TokenRoles, tokenizer: Any, i: int) -> list[tuple[str, str]]:
     """Return the runs of tokens of one role on the path of trajectory i: the role and the text of each."""
     ids = next(path.copy() for k, path in enumerate(paths(trie.end_node, trie.node_start, trie.depth)) if k == i)
     cuts = np.flatnonzero((np.diff(roles.role[ids]) != 0) | roles.starts[ids][1:]) + 1

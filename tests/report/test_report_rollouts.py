@@ -19,7 +19,7 @@ from treepack.ingest.options import BuildOptions
 from treepack.ingest.tokenization import load_tokenizer
 from treepack.report.causes import difference_runs, read_sharing
 from treepack.report.contents import read_contents
-from treepack.report.figures import MAX_BARS, Subject, count_rewards, group_rates, measure
+from treepack.report.figures import MAX_BARS, ReportSubject, count_rewards, group_rates, measure
 from treepack.report.outline import outline
 from treepack.report.page import render_page
 from treepack.report.parts import groups_of
@@ -174,7 +174,7 @@ def test_a_page_without_text_has_the_causes_but_no_text_of_an_example(tmp_path: 
     tokenizer = load_tokenizer(str(SAMPLE_DATA / "tokenizer"))
     options = BuildOptions(tokenizer=str(SAMPLE_DATA / "tokenizer"), expand="turns")
     trie, log = read_to_trie([tmp_path / "in.jsonl"], options, tokenizer=tokenizer)
-    subject = Subject("in.jsonl", trie, conversations=conversations_of_log(log, trie_totals(trie)))
+    subject = ReportSubject("in.jsonl", trie, conversations=conversations_of_log(log, trie_totals(trie)))
     figures = measure(subject, read_shape("qwen3-8b"))
     pages = [render_page(subject, figures, read_contents(trie, tokenizer, limit=limit)) for limit in (10**6, None)]
     assert all("Only reasoning differs" in page for page in pages)

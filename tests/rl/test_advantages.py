@@ -21,8 +21,8 @@ from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.rl.advantages.estimate import (
     ESTIMATORS,
+    AdvantageEstimates,
     AdvantageOptions,
-    Estimates,
     estimate_advantages,
     with_advantages,
 )
@@ -87,7 +87,7 @@ def as_rollouts(members: list[Trajectory], segment: str, min_depth: int = 0) -> 
     ]
 
 
-def estimate(trie: Trie, **options: Any) -> tuple[list[Trajectory], Estimates]:
+def estimate(trie: Trie, **options: Any) -> tuple[list[Trajectory], AdvantageEstimates]:
     """Return the estimates and the trajectories to which they belong."""
     everyone = list(trajectories_of(trie))
     estimates = estimate_advantages(trie, AdvantageOptions(**options))

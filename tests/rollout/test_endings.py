@@ -14,10 +14,10 @@ from support.watched_engines import ScriptedLaw
 from treepack.rollout.endings import MAX_PERIOD, MIN_REPEATED, ends_in_repeats
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import SimulatedEngine
-from treepack.rollout.tree import ANSWER, REPETITION, STOPPED, TOO_DEEP, TOO_LONG, Node
+from treepack.rollout.tree import ANSWER, REPETITION, STOPPED, TOO_DEEP, TOO_LONG, TreeNode
 
 
-def only_leaf(response: list[int], options: TreeOptions) -> Node:
+def only_leaf(response: list[int], options: TreeOptions) -> TreeNode:
     """The path of one rollout with a fixed response, segment by segment."""
     options = replace(options, width=1, first_forks=1, fallback="none")
     (tree,) = grow(SimulatedEngine(ScriptedLaw(response)), options)

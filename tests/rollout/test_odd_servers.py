@@ -24,7 +24,7 @@ from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.sampler import sample_tree
-from treepack.rollout.servers.dialects import Wish
+from treepack.rollout.servers.dialects import SamplingRequest
 from treepack.rollout.servers.server import SampleText, ServerEngine, connect, longest_answer
 
 Change = Callable[[Any], Any]
@@ -267,7 +267,7 @@ def test_an_answer_without_end_is_refused_at_its_bound(packing: str | None, monk
 
 def test_the_bound_follows_from_the_request() -> None:
     def bound(count: int, max_tokens: int, *, routes: bool = False) -> int:
-        return longest_answer(Wish(IDS, count, max_tokens, SAMPLING, routes=routes))
+        return longest_answer(SamplingRequest(IDS, count, max_tokens, SAMPLING, routes=routes))
 
     assert bound(1, 1) == 64_000_000 + 1_000 + 36
     assert bound(8, 1000) - bound(1, 1) > 8_000 * 999

@@ -14,7 +14,7 @@ from support.paths import SAMPLE_DATA
 from treepack.costs.model_cost import read_shape
 from treepack.ingest.tokenization import load_tokenizer
 from treepack.report.contents import read_contents
-from treepack.report.figures import Subject, measure
+from treepack.report.figures import ReportSubject, measure
 from treepack.report.page import render_page
 from treepack.trie.trie import Trie
 
@@ -23,7 +23,7 @@ TOKENIZER = SAMPLE_DATA / "tokenizer"
 
 def page_url(path: Path, trie: Trie, *, decoded: bool = True, limit: int = 10**6) -> str:
     """Write a page of `trie` and return its URL."""
-    subject = Subject("made", trie)
+    subject = ReportSubject("made", trie)
     contents = read_contents(trie, load_tokenizer(str(TOKENIZER)) if decoded else None, limit=limit)
     path.write_text(render_page(subject, measure(subject, read_shape("qwen3-8b")), contents), encoding="utf-8")
     return path.as_uri()

@@ -27,8 +27,8 @@ def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, Launch]:
         "sum": states.run_sum_launch(buffer, chunks, stage),
     }
     for name, w in {"": torch.empty(count, HEADS, keys, dtype=dtype), " without delta rule": None}.items():
-        forward = states.Forward(k, u, w, a, h, new, buffer)
-        backward = states.Backward(q, k, w, a, do, u, h, du, buffer)
+        forward = states.ForwardOperands(k, u, w, a, h, new, buffer)
+        backward = states.BackwardOperands(q, k, w, a, do, u, h, du, buffer)
         made[f"forward{name}"] = states.run_forward_launch(forward, chunks, stage, shapes.forward)
         made[f"backward{name}"] = states.run_backward_launch(backward, chunks, stage, shapes.backward)
     return made

@@ -17,7 +17,7 @@ from treepack.analysis.carried_cost import TrunkCounter
 from treepack.analysis.carried_report import RowsToCarry, carried_report, packed_rows, rows_of_plans, sizes_of_pieces
 from treepack.analysis.check import check_trie_totals, checked_totals
 from treepack.analysis.describe import Report, describe_rows, describe_trie
-from treepack.analysis.forecast import Line, RowCounter, read_device
+from treepack.analysis.forecast import ForecastLine, RowCounter, read_device
 from treepack.analysis.lost_sharing import explain_sharing
 from treepack.analysis.needed_memory import CHECKING, DESCRIBING, refuse_too_large
 from treepack.analysis.options import StatsOptions
@@ -37,7 +37,7 @@ from treepack.memory.model_memory import read_memory
 from treepack.pack.capacity import usual_capacities
 from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
-from treepack.pack.plan.problem import Search
+from treepack.pack.plan.problem import SearchOptions
 from treepack.processes import Progress, ReportProgress, with_progress
 from treepack.trie.directory import read_to_trie, skipped_record
 from treepack.trie.store.trie_files import read_trie
@@ -100,7 +100,7 @@ def stats(
     report |= conversation_entries(conversations, report)
     if options.check:
         report["checked"] = check_trie_totals(trie, manifest)
-    search = Search(options.pack.effort, options.pack.time_limit)
+    search = SearchOptions(options.pack.effort, options.pack.time_limit)
     method = options.pack.method if options.capacities else QUICK
     capacities = options.capacities or usual_capacities(trie)
     planned = list(plan_capacities(trie, capacities, method=method, too_long="drop", search=search, progress=progress))
@@ -119,7 +119,7 @@ def stats(
 
 def _packed_stats(
     directory: Path, manifest: Manifest, options: StatsOptions, memory: int | None, progress: ReportProgress | None
-) -> tuple[Report, list[Line], RowsToCarry]:
+) -> tuple[Report, list[ForecastLine], RowsToCarry]:
     """Return the report on a packed directory, the lines of its forecast, and its rows for the forecast of pieces."""
     if options.capacities:
         raise TreepackError(f"{directory}: is packed already; give --capacity with its trie")

@@ -19,8 +19,8 @@ from treepack.analysis.forecast import (
     SAMPLES,
     TRAJECTORIES,
     TURNS,
-    Device,
-    Line,
+    ForecastLine,
+    TrainingDevice,
     usable_conversations,
 )
 from treepack.analysis.glossary import BASELINES
@@ -33,7 +33,9 @@ MIN_SAVED = 0.1
 Entry = dict[str, Any]
 
 
-def forecast_report(lines: Iterable[Line], shape: ModelShape, device: Device, notes: Iterable[str] = ()) -> Entry:
+def forecast_report(
+    lines: Iterable[ForecastLine], shape: ModelShape, device: TrainingDevice, notes: Iterable[str] = ()
+) -> Entry:
     """Return sharing, speed-up, operations and hours on one device for each line, and the verdict, as plain values.
 
     `notes` are sentences about the baselines, see `baseline_notes`.

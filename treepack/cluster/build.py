@@ -70,7 +70,7 @@ MAX_SURVEYS = 1 << 12  # tasks among which the files are divided
 SAMPLES = 1 << 13  # of all input, if it has 8 bytes for each token as JSONL has
 
 
-class Stopwatch:
+class StageSeconds:
     """Seconds in which this process waits for the tasks of each stage; the rest is its own work."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ def build_trie_on(
         raise TreepackError("keep_routes builds the trie on one machine; build it without a cluster (--ray)")
     out, names = as_output(out), [str(path) for path in inputs]
     refuse_existing(out, overwrite=overwrite, inputs=names)
-    watch = Stopwatch()
+    watch = StageSeconds()
     start = time.perf_counter()
     with finished_directory(out, overwrite=overwrite) as temporary:
         recorded = options.as_record()
@@ -215,7 +215,7 @@ def _read(
     inputs: list[str],
     job: ReadJob,
     part_bytes: int,
-    watch: Stopwatch,
+    watch: StageSeconds,
     progress: ReportProgress | None,
 ) -> _Reading:
     """Survey and read all input; the tables stay in the tasks.
@@ -269,7 +269,7 @@ def _read(
     return reading
 
 
-def _survey(scheduler: Scheduler, files: list[InputFile], job: ReadJob, watch: Stopwatch) -> list[SurveyedFile]:
+def _survey(scheduler: Scheduler, files: list[InputFile], job: ReadJob, watch: StageSeconds) -> list[SurveyedFile]:
     size = -(-len(files) // MAX_SURVEYS)
     handle = scheduler.share(job)
     calls = [(files[i : i + size], handle) for i in range(0, len(files), size)]
@@ -277,7 +277,7 @@ def _survey(scheduler: Scheduler, files: list[InputFile], job: ReadJob, watch: S
 
 
 def _sort_ranges(
-    scheduler: Scheduler, reading: _Reading, share: str, num_ranges: int | None, watch: Stopwatch
+    scheduler: Scheduler, reading: _Reading, share: str, num_ranges: int | None, watch: StageSeconds
 ) -> tuple[list[TableHandle], list[RangeSummary]]:
     """Return the sorted tables of all ranges and their summaries."""
 
@@ -327,7 +327,7 @@ def _write(
     ranges: list[RangeNodes],
     columns: pa.Schema,
     temporary: Path,
-    watch: Stopwatch,
+    watch: StageSeconds,
 ) -> list[WrittenRange]:
     # Parts of ranges (2, 1), (3, 2) -> the second range begins with number 2 of the nodes and 1 of the trajectories.
     counts = np.array([each.num_parts for each in ranges])

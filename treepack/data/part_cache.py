@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.files.location import Location
+from treepack.files.location import DirectoryLocation
 from treepack.files.manifest import FileEntry
 from treepack.files.remote.cache_room import cache_folder, cache_limit
 
@@ -52,7 +52,7 @@ class PartCache:
     """Copies of the parts of a directory; they can be pickled and used after a fork, in which threads start again."""
 
     def __init__(
-        self, folder: str | Path | None, limit: int | None, location: Location, entries: Iterable[FileEntry]
+        self, folder: str | Path | None, limit: int | None, location: DirectoryLocation, entries: Iterable[FileEntry]
     ) -> None:
         """Make the folder of the copies.
 

@@ -25,7 +25,7 @@ from pyarrow import parquet as pq
 from treepack.data.machine_tables import MachineTables
 from treepack.data.part_cache import PartCache
 from treepack.errors import TreepackError
-from treepack.files.location import Location
+from treepack.files.location import DirectoryLocation
 from treepack.files.manifest import FileEntry, Manifest, check_part, check_size
 from treepack.files.part_columns import check_part_columns, with_types
 from treepack.files.remote.object_store import first_line
@@ -54,7 +54,9 @@ class RowGroup:
 class PartReader:
     """Reader of the parts of one directory; it can be pickled and used after a fork."""
 
-    def __init__(self, location: Location, manifest: Manifest, copies: PartCache | None, tables: MachineTables) -> None:
+    def __init__(
+        self, location: DirectoryLocation, manifest: Manifest, copies: PartCache | None, tables: MachineTables
+    ) -> None:
         """Check every part; of a remote one its size, and its footer if no process of this machine has done so.
 
         Args:

@@ -31,7 +31,7 @@ _REMEDY = "check the address, the credentials and the network"
 
 
 @dataclass(frozen=True)
-class Location:
+class DirectoryLocation:
     """A directory: `root` inside `filesystem`; messages use `name`. `remote` is its address in an object store."""
 
     name: str
@@ -129,12 +129,16 @@ class Location:
         check_part_columns(part.schema_arrow, columns, self.file_name(name), f"write {self} again")
         return part
 
-    def fresh(self) -> Location:
+    def fresh(self) -> DirectoryLocation:
         """Return the same directory with a new connection, to be used in a process that was forked."""
         if self.remote is not None:
-            return Location(self.name, self.root, _arrow(self.remote), self.remote)
+            return DirectoryLocation(self.name, self.root, _arrow(self.remote), self.remote)
         # A forked process shares sockets and locks with its parent; a round trip through pickle opens new ones.
-        return self if self.is_local else Location(self.name, self.root, pickle.loads(pickle.dumps(self.filesystem)))
+        return (
+            self
+            if self.is_local
+            else DirectoryLocation(self.name, self.root, pickle.loads(pickle.dumps(self.filesystem)))
+        )
 
     def _path(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}" if self.root else name
@@ -144,7 +148,7 @@ class Location:
         return TreepackError(f"{self.file_name(name)}: cannot be read ({first_line(error)}); {remedy}")
 
 
-def locate(path: str | Path | RemotePath, filesystem: fs.FileSystem | None = None) -> Location:
+def locate(path: str | Path | RemotePath, filesystem: fs.FileSystem | None = None) -> DirectoryLocation:
     """Return the directory at `path`: a path or an address, or a path inside `filesystem`; it need not exist.
 
     Raises:
@@ -158,12 +162,12 @@ def locate(path: str | Path | RemotePath, filesystem: fs.FileSystem | None = Non
                 f"{name}: filesystem is a {type(filesystem).__name__}; expected a pyarrow.fs.FileSystem, such as "
                 "PyFileSystem(FSSpecHandler(filesystem)) for a filesystem of fsspec"
             )
-        return Location(name, name, filesystem)
+        return DirectoryLocation(name, name, filesystem)
     place = as_path(path)
     if isinstance(place, RemotePath):
-        return Location(str(place), place.path, _arrow(place), place)
+        return DirectoryLocation(str(place), place.path, _arrow(place), place)
     # "file:///data/packed" is a local path, and messages call it /data/packed.
-    return Location(str(place), str(place), fs.LocalFileSystem())
+    return DirectoryLocation(str(place), str(place), fs.LocalFileSystem())
 
 
 class _ByRange(fs.FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types

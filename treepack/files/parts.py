@@ -30,7 +30,7 @@ PART_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding:
+class ColumnEncoding:
     """How a Parquet file stores its columns; every reader of Parquet knows these encodings.
 
     Attributes:
@@ -64,14 +64,20 @@ class Encoding:
         }
 
 
-TRIE_ENCODING = Encoding(dictionary=("group_id", "metadata", "source"))
+TRIE_ENCODING = ColumnEncoding(dictionary=("group_id", "metadata", "source"))
 
 
 class PartWriter:
     """Numbered Parquet files of one kind, from number `first` on; a new one is started after `PART_TOKENS` tokens."""
 
     def __init__(
-        self, directory: Path, stem: str, columns: pa.Schema, encoding: Encoding = TRIE_ENCODING, *, first: int = 0
+        self,
+        directory: Path,
+        stem: str,
+        columns: pa.Schema,
+        encoding: ColumnEncoding = TRIE_ENCODING,
+        *,
+        first: int = 0,
     ) -> None:
         self.directory, self.stem, self.schema, self.first = directory, stem, columns, first
         self.options = encoding.options(columns)
@@ -140,7 +146,7 @@ def planned_parts(sizes: Int64, limit: int) -> list[list[tuple[int, int]]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OpenPart:
     """An open part of a directory, whose columns have the types of `columns` if they are there."""
 
     path: Path
@@ -186,7 +192,7 @@ class Part:
             raise TreepackError(f"{self.path}: has {error}; write it again") from error
 
 
-def open_part(directory: Path, entry: FileEntry, columns: pa.Schema) -> Part:
+def open_part(directory: Path, entry: FileEntry, columns: pa.Schema) -> OpenPart:
     """Open a part after checking its size, its hash and the types of those of `columns` that it has.
 
     Raises:
@@ -198,7 +204,7 @@ def open_part(directory: Path, entry: FileEntry, columns: pa.Schema) -> Part:
     except (pa.ArrowException, OSError) as error:
         raise TreepackError(f"{path}: is not readable as Parquet ({error}); write it again") from error
     check_part_columns(part.schema_arrow, columns, str(path), f"write {directory} again")
-    return Part(path, part, columns)
+    return OpenPart(path, part, columns)
 
 
 def refuse_links(directory: Path, manifest: Manifest) -> None:

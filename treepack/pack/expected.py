@@ -100,7 +100,7 @@ class ChunkedRows:
         return table if len(parts) < 2 else table.take(pa.array(np.argsort(order)))
 
 
-class Expected:
+class ExpectedTrajectories:
     """The trajectories of a trie, which the rows of a packed directory must give back."""
 
     def __init__(self, trie: Trie, manifest: Manifest) -> None:

@@ -40,7 +40,7 @@ _LAUNCH_STEPS = 2
 _RUNS_AT_ONCE = 4
 
 
-class Stage(NamedTuple):
+class RunStage(NamedTuple):
     """Runs that are computed at once.
 
     chunks    int32 [n], the chunks of all runs, run after run
@@ -78,7 +78,7 @@ class TokenChunks:
     run_state: Tensor
     state_begins: Tensor
     state_runs: Tensor
-    stages: tuple[Stage, ...]
+    stages: tuple[RunStage, ...]
 
     def to(self, device: torch.device) -> TokenChunks:
         """Return the same table on `device`; from pinned memory, without waiting for the copy."""
@@ -86,7 +86,7 @@ class TokenChunks:
             return self
         moved = {each.name: getattr(self, each.name) for each in fields(self)}
         moved = {name: move(x, device) if isinstance(x, Tensor) else x for name, x in moved.items()}
-        stages = [Stage(move(s.chunks, device), move(s.begins, device), s.first) for s in self.stages]
+        stages = [RunStage(move(s.chunks, device), move(s.begins, device), s.first) for s in self.stages]
         return replace(self, **{**moved, "stages": tuple(stages)})
 
 
@@ -233,7 +233,7 @@ def _heavy_paths(parent: list[int], steps: list[int]) -> list[list[list[int]]]:
 
 class _StateTable(NamedTuple):
     columns: dict[str, Tensor]
-    stages: tuple[Stage, ...]
+    stages: tuple[RunStage, ...]
 
 
 def _number_states(
@@ -257,7 +257,7 @@ def _number_states(
         lists = [[c for node in run for c in range(first[node], first[node] + count[node])] for run in stage]
         sizes = torch.tensor([0, *map(len, lists)])
         flat = torch.tensor([c for chunks in lists for c in chunks], dtype=torch.int32)
-        stages.append(Stage(flat, sizes.cumsum(0).to(torch.int32), done))
+        stages.append(RunStage(flat, sizes.cumsum(0).to(torch.int32), done))
         done += len(stage)
     columns = {
         "saved": saved,

@@ -15,8 +15,8 @@ from difflib import SequenceMatcher
 
 from treepack.analysis.lost_sharing import (
     MAX_PARTINGS,
+    Divergence,
     LostCause,
-    Parting,
     added_tokens,
     causes_of,
     num_alone,
@@ -36,7 +36,7 @@ Decode = Callable[[list[list[int]]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TextRun:
     """A part of a text; `kind` is "same", "differs" or "token", one token of a text whose tokens differ."""
 
     text: str
@@ -44,7 +44,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class CauseExample:
     """One place: trajectory and other one as numbers, their common tokens, the lost ones, and their texts as runs."""
 
     trajectory: int
@@ -52,22 +52,22 @@ class Example:
     position: int
     lost: int
     before: str
-    expected: list[Run]
-    actual: list[Run]
+    expected: list[TextRun]
+    actual: list[TextRun]
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class SharingCause:
     """A cause of lost sharing: its tokens, the number of its places, and examples in different groups if possible."""
 
     name: str
     tokens: int
     num_places: int
-    examples: list[Example]
+    examples: list[CauseExample]
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class LostSharing:
     """Tokens of a trie by the reason why they are stored, and the causes of lost sharing, the costliest first.
 
     `num_alone` trajectories are alone in their group. Without a tokenizer, `is_read` is False and a cause only names
@@ -75,12 +75,12 @@ class Sharing:
     """
 
     reasons: dict[str, int]
-    causes: list[Cause]
+    causes: list[SharingCause]
     num_alone: int
     is_read: bool
 
 
-def read_sharing(trie: Trie, groups: Int64, decode: Decode | None, show: Decode | None) -> Sharing:
+def read_sharing(trie: Trie, groups: Int64, decode: Decode | None, show: Decode | None) -> LostSharing:
     """Return the reasons for all tokens of `trie` and the causes of lost sharing.
 
     Args:
@@ -91,10 +91,10 @@ def read_sharing(trie: Trie, groups: Int64, decode: Decode | None, show: Decode 
     """
     tokens = added_tokens(trie)
     causes = causes_of(trie, tokens, decode, most=MAX_PARTINGS)
-    return Sharing(
+    return LostSharing(
         reasons=tokens_by_reason(trie, tokens),
         causes=[
-            Cause(
+            SharingCause(
                 cause.name,
                 cause.tokens,
                 len(cause.partings),
@@ -107,9 +107,9 @@ def read_sharing(trie: Trie, groups: Int64, decode: Decode | None, show: Decode 
     )
 
 
-def _examples(cause: LostCause, groups: Int64) -> list[Parting]:
+def _examples(cause: LostCause, groups: Int64) -> list[Divergence]:
     """Return the costliest partings of different groups, or else of any."""
-    first: dict[int, Parting] = {}
+    first: dict[int, Divergence] = {}
     for parting in cause.partings:
         first.setdefault(int(groups[parting.trajectory]), parting)
     chosen = list(first.values())[:MAX_EXAMPLES]
@@ -119,38 +119,38 @@ def _examples(cause: LostCause, groups: Int64) -> list[Parting]:
     return sorted(chosen, key=lambda parting: -parting.lost)
 
 
-def _example(trie: Trie, parting: Parting, cause: str, show: Decode | None) -> Example:
+def _example(trie: Trie, parting: Divergence, cause: str, show: Decode | None) -> CauseExample:
     place = (parting.trajectory, parting.other, parting.position, parting.lost)
     if show is None:
-        return Example(*place, "", [], [])
+        return CauseExample(*place, "", [], [])
     difference = parting.difference
     if difference is None or cause == RETOKENISED:
-        return Example(*place, *_token_runs(trie, parting, show))
+        return CauseExample(*place, *_token_runs(trie, parting, show))
     expected, actual = difference_runs(difference.expected[:AFTER], difference.actual[:AFTER])
-    return Example(*place, difference.before[-BEFORE:], expected, actual)
+    return CauseExample(*place, difference.before[-BEFORE:], expected, actual)
 
 
-def _token_runs(trie: Trie, parting: Parting, show: Decode) -> tuple[str, list[Run], list[Run]]:
+def _token_runs(trie: Trie, parting: Divergence, show: Decode) -> tuple[str, list[TextRun], list[TextRun]]:
     """Return the text before a parting, and the tokens of both trajectories after it."""
     at = parting.position
     ends = (int(trie.end_node[parting.other]), int(trie.end_node[parting.trajectory]))
     (before,) = show([path_tokens(trie, ends[0], max(0, at - TOKENS_BEFORE), at)])
     runs = [
-        [Run(text, "token") for text in show([[token] for token in path_tokens(trie, end, at, at + TOKENS_AFTER)])]
+        [TextRun(text, "token") for text in show([[token] for token in path_tokens(trie, end, at, at + TOKENS_AFTER)])]
         for end in ends
     ]
     return before, runs[0], runs[1]
 
 
-def difference_runs(a: str, b: str) -> tuple[list[Run], list[Run]]:
+def difference_runs(a: str, b: str) -> tuple[list[TextRun], list[TextRun]]:
     """Return both texts as runs of words that are the same and that differ.
 
     "at 10:15 in", "at 11:20 in" -> at, 10, :, 15, in: 10 and 15 differ in the first text, 11 and 20 in the second.
     """
     first, second = WORDS.findall(a), WORDS.findall(b)
-    runs: tuple[list[Run], list[Run]] = ([], [])
+    runs: tuple[list[TextRun], list[TextRun]] = ([], [])
     for kind, i, j, k, m in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
         for side, words in zip(runs, (first[i:j], second[k:m]), strict=True):
             if words:
-                side.append(Run("".join(words), "same" if kind == "equal" else "differs"))
+                side.append(TextRun("".join(words), "same" if kind == "equal" else "differs"))
     return runs

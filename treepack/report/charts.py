@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treepack.report.figures import Figures, Record
+from treepack.report.figures import Record, ReportFigures
 from treepack.report.words import percent, three_digits
 
 Spec = dict[str, Any]
@@ -23,7 +23,7 @@ PERCENT = {"format": ".0%", "values": [0, 0.25, 0.5, 0.75, 1]}
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
+class ReportChart:
     """One chart; a `wide` chart takes two columns of the page."""
 
     name: str
@@ -34,7 +34,7 @@ class Chart:
     wide: bool = False
 
 
-def charts(figures: Figures) -> list[Chart]:
+def charts(figures: ReportFigures) -> list[ReportChart]:
     """Return all charts with data, in the order of the page."""
     rewards = [_reward_counts(figures), _pass_rates(figures)] if figures.rewards else []
     result = [
@@ -49,7 +49,7 @@ def charts(figures: Figures) -> list[Chart]:
     return [*result, _rewards(figures)] if figures.rewards else result
 
 
-def _depths(figures: Figures) -> Chart:
+def _depths(figures: ReportFigures) -> ReportChart:
     records = [record | {"range": f"{short(record['start'])}-{short(record['end'])}"} for record in figures.depths]
     packed = any("err" in record for record in records)
     x: Spec = {"field": "range", "type": "ordinal", "sort": None, "title": "distance from the root, tokens"}
@@ -77,12 +77,12 @@ def _depths(figures: Figures) -> Chart:
     header = ("depth", "tokens, one by one", "shared once", "POR", *(("ERR",) if packed else ()))
     title = "Overlap by depth" + (": POR as bars, ERR as ticks" if packed else "")
     spec: Spec = {"encoding": {"x": x, "tooltip": tooltip}, "layer": layers}
-    return Chart("depths", title, _spec(title, records, spec), header, lines, wide=True)
+    return ReportChart("depths", title, _spec(title, records, spec), header, lines, wide=True)
 
 
 def _histogram(
     name: str, title: str, records: list[Record], of: str, noun: str, *, share: bool = False, fine: bool = False
-) -> Chart:
+) -> ReportChart:
     form = ".0%" if share else ".3~g" if fine else ","
     x: Spec = {"field": "start", "type": "quantitative", "bin": {"binned": True}, "title": of}
     x |= {"axis": {"format": "~g" if fine else "~s", "tickCount": 5, "labelOverlap": True}}
@@ -108,7 +108,7 @@ def _histogram(
         for r in records
         if r["count"]
     ]
-    return Chart(name, title, _spec(title, records, spec), (of, noun), lines)
+    return ReportChart(name, title, _spec(title, records, spec), (of, noun), lines)
 
 
 def _count_axis(records: list[Record]) -> Spec:
@@ -117,7 +117,7 @@ def _count_axis(records: list[Record]) -> Spec:
     return {"values": list(range(max_count + 1)), "format": "d"} if max_count < 6 else {"format": "~s", "tickCount": 5}
 
 
-def _capacities(figures: Figures) -> Chart:
+def _capacities(figures: ReportFigures) -> ReportChart:
     por = figures.totals["por"]
     records = [record | {"row": short(record["capacity"])} for record in figures.capacities]
     # The axis begins below the smallest ERR and ends above POR, at tenths: ERR 0.52 to 0.6, POR 0.63 -> [0.4, 0.7]
@@ -155,7 +155,7 @@ def _capacities(figures: Figures) -> Chart:
     lines = [
         (f"{r['capacity']:,}", percent(r["err"]), f"{r['num_rows']:,}", percent(r["fill"]), _note(r)) for r in records
     ]
-    return Chart("capacities", title, _spec(title, records, spec), header, lines, wide=not figures.rewards)
+    return ReportChart("capacities", title, _spec(title, records, spec), header, lines, wide=not figures.rewards)
 
 
 def _note(record: Record) -> str:
@@ -164,7 +164,7 @@ def _note(record: Record) -> str:
     return f"{record['num_too_long']:,} samples too long" if record["num_too_long"] else ""
 
 
-def _rewards(figures: Figures) -> Chart:
+def _rewards(figures: ReportFigures) -> ReportChart:
     records = figures.rewards
     x: Spec = {"field": "depth_start", "type": "quantitative", "title": "node begins at, tokens"}
     x |= {"axis": {"format": "~s", "tickCount": 8, "labelOverlap": True}}
@@ -202,10 +202,10 @@ def _rewards(figures: Figures) -> Chart:
     ]
     title = "Reward by node"
     header = ("depth", "mean reward", "nodes", "tokens")
-    return Chart("rewards", title, _spec(title, records, spec), header, lines, wide=True)
+    return ReportChart("rewards", title, _spec(title, records, spec), header, lines, wide=True)
 
 
-def _reward_counts(figures: Figures) -> Chart:
+def _reward_counts(figures: ReportFigures) -> ReportChart:
     records = figures.reward_counts
     if any(record["start"] != record["end"] for record in records):
         return _histogram("reward_counts", "Rewards of rollouts", records, "reward", "rollouts", fine=True)
@@ -219,10 +219,10 @@ def _reward_counts(figures: Figures) -> Chart:
     }
     lines = [(record["reward"], f"{record['count']:,}") for record in records]
     title = "Rewards of rollouts"
-    return Chart("reward_counts", title, _spec(title, records, spec), ("reward", "rollouts"), lines)
+    return ReportChart("reward_counts", title, _spec(title, records, spec), ("reward", "rollouts"), lines)
 
 
-def _pass_rates(figures: Figures) -> Chart:
+def _pass_rates(figures: ReportFigures) -> ReportChart:
     records = figures.pass_rates
     is_rate = figures.is_pass_or_fail
     noun = "pass rate" if is_rate else "mean reward"
@@ -244,7 +244,7 @@ def _pass_rates(figures: Figures) -> Chart:
     text = percent if is_rate else three_digits
     lines = [(r["name"], text(r["rate"]), "one outcome" if r["is_one"] else "") for r in records]
     title = f"{noun.capitalize()} by group"
-    return Chart("pass_rates", title, _spec(title, records, spec), ("group", noun, ""), lines, wide=True)
+    return ReportChart("pass_rates", title, _spec(title, records, spec), ("group", noun, ""), lines, wide=True)
 
 
 def _spec(title: str, records: list[Record], spec: Spec) -> Spec:

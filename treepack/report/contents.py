@@ -11,16 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from treepack.report.causes import Sharing, read_sharing
+from treepack.report.causes import LostSharing, read_sharing
 from treepack.report.parts import groups_of
-from treepack.report.roles import Header, learn_headers, mark_roles
-from treepack.report.segments import Segments, segments_of
-from treepack.report.texts import Texts, decoder_of, ids_as_text, node_texts
+from treepack.report.roles import MessageHeader, learn_headers, mark_roles
+from treepack.report.segments import RoleSegments, segments_of
+from treepack.report.texts import NodeTexts, decoder_of, ids_as_text, node_texts
 from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class PageContents:
     """The part of a page that is read from texts.
 
     Attributes:
@@ -32,15 +32,15 @@ class Contents:
         special: special tokens, which are paler than the text around them.
     """
 
-    segments: Segments
-    sharing: Sharing
-    headers: list[Header]
-    texts: Texts | None
+    segments: RoleSegments
+    sharing: LostSharing
+    headers: list[MessageHeader]
+    texts: NodeTexts | None
     decoded: bool
     special: list[str]
 
 
-def read_contents(trie: Trie, tokenizer: Any, *, limit: int | None, template: str | None = None) -> Contents:
+def read_contents(trie: Trie, tokenizer: Any, *, limit: int | None, template: str | None = None) -> PageContents:
     """Return the contents of a page of `trie`.
 
     Args:
@@ -54,7 +54,7 @@ def read_contents(trie: Trie, tokenizer: Any, *, limit: int | None, template: st
     vocabulary = tokenizer.get_added_vocab() if tokenizer is not None else {}
     segments = segments_of(trie, mark_roles(trie, headers, vocabulary, decode or ids_as_text))
     show = None if limit is None else decode or ids_as_text
-    return Contents(
+    return PageContents(
         segments=segments,
         sharing=read_sharing(trie, groups_of(trie).of, decode, show),
         headers=headers,

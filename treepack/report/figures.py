@@ -19,17 +19,17 @@ import numpy as np
 from treepack.analysis.capacities import PlannedCapacity, forecast_lines, plan_capacities, predicted_totals
 from treepack.analysis.carried_report import PIECES, RowsToCarry, carried_report, rows_of_plans
 from treepack.analysis.describe import por_by_depth
-from treepack.analysis.forecast import DEFAULT_DEVICE, Line, read_device
+from treepack.analysis.forecast import DEFAULT_DEVICE, ForecastLine, read_device
 from treepack.analysis.summary import conversation_summary
 from treepack.analysis.verdict import baseline_notes
 from treepack.analysis.verdict import forecast_report as forecast
 from treepack.costs.model_cost import ModelShape
 from treepack.ingest.conversations import Conversations
 from treepack.memory.model_memory import ModelMemory, NoPieces
-from treepack.pack.plan.problem import Search
+from treepack.pack.plan.problem import SearchOptions
 from treepack.processes import ReportProgress
 from treepack.report.parts import SharedParts, groups_of, mean_by, rewards_of, trees_of
-from treepack.report.rollouts import Outcomes, SortedRollouts, outcomes_of, sorted_rollouts
+from treepack.report.rollouts import PartOutcomes, SortedRollouts, outcomes_of, sorted_rollouts
 from treepack.trajectory import Float64, Int64
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
@@ -48,7 +48,7 @@ QUICK_MIN_TRAJECTORIES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedFigures:
     """Figures of a packed directory: its totals, the tokens of each row, ERR by depth, and lines of its forecast.
 
     `rows` are its rows for the forecast of pieces.
@@ -58,17 +58,17 @@ class Packed:
     row_tokens: Int64
     totals: Record
     err_by_depth: list[Record]
-    lines: list[Line]
+    lines: list[ForecastLine]
     rows: RowsToCarry
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ReportSubject:
     """The data of a report. `rebuilt`: the trie they were packed from is missing, so `trie` was built from the rows."""
 
     name: str
     trie: Trie
-    packed: Packed | None = None
+    packed: PackedFigures | None = None
     rebuilt: bool = False
     counts: dict[str, int] | None = None
     conversations: Conversations | None = None
@@ -76,7 +76,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ReportFigures:
     """Totals, parts, their outcomes, and one list of records per chart; lists about rewards are empty without rewards.
 
     Records: `depths` start, end, tokens_flat, tokens_tree, por and, if packed, err; `lengths`, `group_overlap`,
@@ -91,9 +91,9 @@ class Figures:
     totals: Record
     rollouts: SortedRollouts
     groups: SharedParts
-    group_outcomes: Outcomes
+    group_outcomes: PartOutcomes
     trees: SharedParts
-    tree_outcomes: Outcomes
+    tree_outcomes: PartOutcomes
     depths: list[Record]
     lengths: list[Record]
     group_overlap: list[Record]
@@ -121,15 +121,15 @@ class Figures:
 
 
 def measure(
-    subject: Subject,
+    subject: ReportSubject,
     shape: ModelShape,
     *,
     capacities: Sequence[int] | None = None,
     method: str = "auto",
-    search: Search | None = None,
+    search: SearchOptions | None = None,
     memory: ModelMemory | NoPieces | None = None,
     progress: ReportProgress | None = None,
-) -> Figures:
+) -> ReportFigures:
     """Compute all numbers of the charts.
 
     Args:
@@ -141,7 +141,7 @@ def measure(
         memory: of the model, for the forecast of rows in pieces; without it there is none.
         progress: called with the trees planned so far.
     """
-    trie, packed, search = subject.trie, subject.packed, search or Search("low")
+    trie, packed, search = subject.trie, subject.packed, search or SearchOptions("low")
     if method == "auto" and trie.num_trajectories >= QUICK_MIN_TRAJECTORIES:
         method = "contiguous"
     sizes = capacities or default_capacities(trie)
@@ -159,7 +159,7 @@ def measure(
         depths = [part | ({"err": err[part["start"]]} if part["start"] in err else {}) for part in depths]
     outcomes = outcomes_of(groups, rollouts)
     share = np.arange(21) / 20  # ratios are counted in ranges of 5 %
-    return Figures(
+    return ReportFigures(
         totals=totals,
         rollouts=rollouts,
         groups=groups,
@@ -190,11 +190,11 @@ def _capacity(point: Record) -> int:
 
 
 def _forecast(
-    subject: Subject,
+    subject: ReportSubject,
     model: tuple[ModelShape, ModelMemory | NoPieces | None],
     planned: list[PlannedCapacity],
     method: str,
-    search: Search,
+    search: SearchOptions,
 ) -> Record:
     (shape, memory), device = model, read_device(DEFAULT_DEVICE)
     if subject.packed is not None:

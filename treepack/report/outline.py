@@ -24,7 +24,7 @@ from treepack.trie.trie import Trie
 
 
 @dataclass(slots=True)
-class Block:
+class NodeBlock:
     """A chain of nodes of the trie: `size` tokens that start at `x` on the line, `rows` rows from `row` on.
 
     `is_branch`: it is a branch in a line, which nothing continues. `finals` are the rollouts whose last trajectory ends
@@ -47,7 +47,7 @@ class Block:
     after: list[int] = field(default_factory=list)
 
 
-def outline(trie: Trie, members: Int64, rollouts: SortedRollouts) -> list[Block]:
+def outline(trie: Trie, members: Int64, rollouts: SortedRollouts) -> list[NodeBlock]:
     """Return the blocks of the nodes on the paths of the trajectories `members`, depth-first, with their places."""
     blocks = _blocks(trie, members, rollouts)
     for i in range(len(blocks) - 1, -1, -1):
@@ -72,7 +72,7 @@ def outline(trie: Trie, members: Int64, rollouts: SortedRollouts) -> list[Block]
     return blocks
 
 
-def _blocks(trie: Trie, members: Int64, rollouts: SortedRollouts) -> list[Block]:
+def _blocks(trie: Trie, members: Int64, rollouts: SortedRollouts) -> list[NodeBlock]:
     """Return the chains of nodes on the paths of `members`, depth-first, with their parents and ends."""
     nodes = np.flatnonzero(_on_paths(trie, members))
     place = dict(zip(nodes.tolist(), range(len(nodes)), strict=True))
@@ -81,7 +81,7 @@ def _blocks(trie: Trie, members: Int64, rollouts: SortedRollouts) -> list[Block]
     ends = defaultdict(list)
     for i in members.tolist():
         ends[int(trie.end_node[i])].append((int(rollouts.of[i]), int(rollouts.number[i])))
-    blocks: list[Block] = []
+    blocks: list[NodeBlock] = []
     block_of: list[int] = []
     sizes = trie.node_length[nodes].tolist()
     for i, (node, up) in enumerate(zip(nodes.tolist(), parent, strict=True)):
@@ -89,13 +89,13 @@ def _blocks(trie: Trie, members: Int64, rollouts: SortedRollouts) -> list[Block]
             blocks[-1].nodes.append(node)
             blocks[-1].size += sizes[i]
         else:
-            blocks.append(Block([node], sizes[i], block_of[up] if up >= 0 else -1))
+            blocks.append(NodeBlock([node], sizes[i], block_of[up] if up >= 0 else -1))
         blocks[-1].ends += ends.get(node, [])
         block_of.append(len(blocks) - 1)
     return blocks
 
 
-def _divide(blocks: list[Block], at: int, children: list[int], finals: dict[int, tuple[int, int]]) -> None:
+def _divide(blocks: list[NodeBlock], at: int, children: list[int], finals: dict[int, tuple[int, int]]) -> None:
     """Divide the children of a block into lines, and branches before a line or after the block."""
     block = blocks[at]
     block.lines = [child for child in children if blocks[child].is_main]
@@ -112,7 +112,7 @@ def _divide(blocks: list[Block], at: int, children: list[int], finals: dict[int,
             blocks[next(host for host in hosts if host is not None)].before.append(child)
 
 
-def _place(blocks: list[Block], roots: list[int]) -> None:
+def _place(blocks: list[NodeBlock], roots: list[int]) -> None:
     """Set x, rows and branches of all blocks. No recursion, because trees can be thousands of nodes deep."""
     order: list[int] = []
     waiting = roots[::-1]
@@ -136,7 +136,7 @@ def _place(blocks: list[Block], roots: list[int]) -> None:
                 b.row, b.rows, b.is_branch = block.row, block.rows, True
 
 
-def _put(blocks: list[Block], branches: list[int], x: int) -> int:
+def _put(blocks: list[NodeBlock], branches: list[int], x: int) -> int:
     """Put branches one after another from x on, and return their end."""
     for branch in branches:
         for block in blocks[branch : blocks[branch].last]:

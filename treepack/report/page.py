@@ -20,10 +20,10 @@ from treepack import __version__
 from treepack.analysis.glossary import REASONS
 from treepack.analysis.summary import skipped_sentence
 from treepack.errors import TreepackError, install_hint
-from treepack.report.causes import Sharing
-from treepack.report.charts import Chart, charts
-from treepack.report.contents import Contents
-from treepack.report.figures import Figures, Subject
+from treepack.report.causes import LostSharing
+from treepack.report.charts import ReportChart, charts
+from treepack.report.contents import PageContents
+from treepack.report.figures import ReportFigures, ReportSubject
 from treepack.report.payload import payload
 from treepack.report.roles import ROLES
 from treepack.report.words import CAUSES, captions, gain, headline, lost_sentence, percent, report_summary
@@ -33,7 +33,7 @@ SCRIPTS = ("data.js", "colours.js", "layout.js", "tree.js", "text.js", "list.js"
 MARK = '<meta name="generator" content="treepack report'
 
 
-def render_page(subject: Subject, figures: Figures, contents: Contents) -> str:
+def render_page(subject: ReportSubject, figures: ReportFigures, contents: PageContents) -> str:
     """Return the page.
 
     Args:
@@ -80,7 +80,7 @@ def render_page(subject: Subject, figures: Figures, contents: Contents) -> str:
     )
 
 
-def _settings(figures: Figures, contents: Contents, drawn: list[Chart]) -> dict[str, Any]:
+def _settings(figures: ReportFigures, contents: PageContents, drawn: list[ReportChart]) -> dict[str, Any]:
     """Return the settings of the scripts."""
     texts = contents.texts
     return {
@@ -122,7 +122,7 @@ def _file(name: str) -> str:
     return resources.files("treepack.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _baselines(figures: Figures) -> list[dict[str, Any]]:
+def _baselines(figures: ReportFigures) -> list[dict[str, Any]]:
     """Return the bars beside the headline: the tokens of each baseline, and then the tokens of the tree."""
     entries = figures.forecast["baselines"]
     decisive = figures.forecast["gain"]["baseline"]
@@ -141,12 +141,12 @@ def _baselines(figures: Figures) -> list[dict[str, Any]]:
     return [bar | {"value": f"{bar['tokens']:,}", "share": f"{100 * bar['tokens'] / most:.2f}"} for bar in bars]
 
 
-def _gain_note(figures: Figures) -> str:
+def _gain_note(figures: ReportFigures) -> str:
     notes = [f"{note[0].upper()}{note[1:]}." for note in figures.forecast["notes"]]
     return " ".join([f"A forecast of floating-point operations, for {figures.forecast['model']}.", *notes])
 
 
-def _reasons(sharing: Sharing, tokens_tree: int) -> list[dict[str, str]]:
+def _reasons(sharing: LostSharing, tokens_tree: int) -> list[dict[str, str]]:
     """Return the parts of the bar of stored tokens by reason."""
     return [
         {
@@ -161,7 +161,7 @@ def _reasons(sharing: Sharing, tokens_tree: int) -> list[dict[str, str]]:
     ]
 
 
-def _causes(subject: Subject, figures: Figures, sharing: Sharing) -> list[dict[str, Any]]:
+def _causes(subject: ReportSubject, figures: ReportFigures, sharing: LostSharing) -> list[dict[str, Any]]:
     """Return the rows of the section on lost sharing."""
     ids: list[str] = subject.trie.trajectories["trajectory_id"].to_pylist()
     total = figures.totals["tokens_tree"]
@@ -191,7 +191,7 @@ def _causes(subject: Subject, figures: Figures, sharing: Sharing) -> list[dict[s
     ]
 
 
-def _tiles(subject: Subject, figures: Figures) -> list[tuple[str, str]]:
+def _tiles(subject: ReportSubject, figures: ReportFigures) -> list[tuple[str, str]]:
     totals, packed = figures.totals, subject.packed
     tiles = [
         ("rollouts", f"{len(figures.rollouts.names):,}"),
@@ -208,7 +208,7 @@ def _tiles(subject: Subject, figures: Figures) -> list[tuple[str, str]]:
     return tiles
 
 
-def _text_note(contents: Contents) -> str:
+def _text_note(contents: PageContents) -> str:
     texts = contents.texts
     if texts is None:
         return "This page contains no text (--no-text)."
@@ -224,7 +224,7 @@ def _text_note(contents: Contents) -> str:
     return " ".join(sentences)
 
 
-def _footer(subject: Subject) -> str:
+def _footer(subject: ReportSubject) -> str:
     text = f"Made by treepack {__version__} from {subject.name}."
     if subject.rebuilt:
         text += " The trie was rebuilt from the rows, because the trie they were packed from is missing."

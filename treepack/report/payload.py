@@ -19,15 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.columns import list_values
-from treepack.report.contents import Contents
-from treepack.report.figures import Figures
+from treepack.report.contents import PageContents
+from treepack.report.figures import ReportFigures
 from treepack.report.parts import SharedParts, rewards_of
-from treepack.report.rollouts import Outcomes
+from treepack.report.rollouts import PartOutcomes
 from treepack.trajectory import Float64
 from treepack.trie.trie import Trie
 
 
-def payload(trie: Trie, figures: Figures, contents: Contents) -> dict[str, str]:
+def payload(trie: Trie, figures: ReportFigures, contents: PageContents) -> dict[str, str]:
     """Return the blocks of the page: `forest-*`, `segment-*`, `sample-*`, `groups-*`, `trees-*`, `text-0`, ..."""
     each, rollouts, segments = np.arange(trie.num_nodes), figures.rollouts, contents.segments
     # Distances are small numbers, which compress well: parents [-1, 0, 1, 1] -> up [0, 1, 1, 2]
@@ -66,7 +66,7 @@ def mean_advantages(trie: Trie) -> Float64:
     return np.array(means, np.float64)
 
 
-def _parts(parts: SharedParts, outcomes: Outcomes) -> dict[str, str]:
+def _parts(parts: SharedParts, outcomes: PartOutcomes) -> dict[str, str]:
     return {
         "names": _json(parts.names),
         "of": _array(parts.of, "<u4"),

@@ -18,8 +18,8 @@ from treepack.errors import TreepackError, install_hint
 from treepack.files.address import AnyPath
 from treepack.files.directory import finished_file
 from treepack.report.charts import short
-from treepack.report.contents import Contents
-from treepack.report.figures import Figures, Record, Subject
+from treepack.report.contents import PageContents
+from treepack.report.figures import Record, ReportFigures, ReportSubject
 from treepack.report.tree_picture import draw_tree
 from treepack.report.words import percent, three_digits
 
@@ -36,11 +36,16 @@ _DPI = 300  # the usual minimum of journals
 _SIZE = (4.2, 2.6)  # inches: a column of a paper
 _TREE_SIZE = (7.0, 3.6)  # inches: its full width
 
-Draw = Callable[["Axes", Subject, Figures], None]
+Draw = Callable[["Axes", ReportSubject, ReportFigures], None]
 
 
 def write_pictures(
-    subject: Subject, figures: Figures, contents: Contents, directory: AnyPath, *, overwrite: bool = False
+    subject: ReportSubject,
+    figures: ReportFigures,
+    contents: PageContents,
+    directory: AnyPath,
+    *,
+    overwrite: bool = False,
 ) -> list[AnyPath]:
     """Write a PNG file for each chart with data, and return their paths.
 
@@ -76,7 +81,7 @@ def figure_class() -> type[Figure]:
     return Figure
 
 
-def _figure(subject: Subject, figures: Figures, draw: Draw, size: tuple[float, float]) -> Figure:
+def _figure(subject: ReportSubject, figures: ReportFigures, draw: Draw, size: tuple[float, float]) -> Figure:
     figure = figure_class()(figsize=size, facecolor="white", layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
@@ -99,7 +104,7 @@ def _percent(axes: Axes, *, of_y: bool) -> None:
     (axes.yaxis if of_y else axes.xaxis).set_major_formatter(PercentFormatter(1))
 
 
-def _depths(axes: Axes, subject: Subject, figures: Figures) -> None:
+def _depths(axes: Axes, subject: ReportSubject, figures: ReportFigures) -> None:
     del subject
     each = np.arange(len(figures.depths))
     axes.bar(each, [record["por"] for record in figures.depths], 0.85, color=_BLUE, label="POR")
@@ -114,7 +119,7 @@ def _depths(axes: Axes, subject: Subject, figures: Figures) -> None:
 
 
 def _bars(records: list[Record], x: str, y: str, *, share: bool = False, fine: bool = False) -> Draw:
-    def draw(axes: Axes, subject: Subject, figures: Figures) -> None:
+    def draw(axes: Axes, subject: ReportSubject, figures: ReportFigures) -> None:
         del subject, figures
         starts = np.array([record["start"] for record in records])
         widths = np.array([record["end"] for record in records]) - starts
@@ -132,7 +137,7 @@ def _bars(records: list[Record], x: str, y: str, *, share: bool = False, fine: b
     return draw
 
 
-def _reward_counts(axes: Axes, subject: Subject, figures: Figures) -> None:
+def _reward_counts(axes: Axes, subject: ReportSubject, figures: ReportFigures) -> None:
     records = figures.reward_counts
     if any(record["start"] != record["end"] for record in records):
         _bars(records, "reward", "rollouts", fine=True)(axes, subject, figures)
@@ -144,7 +149,7 @@ def _reward_counts(axes: Axes, subject: Subject, figures: Figures) -> None:
     _name(axes, "reward", "rollouts")
 
 
-def _pass_rates(axes: Axes, subject: Subject, figures: Figures) -> None:
+def _pass_rates(axes: Axes, subject: ReportSubject, figures: ReportFigures) -> None:
     del subject
     records = figures.pass_rates
     starts = np.array([record["start"] for record in records])
@@ -159,25 +164,25 @@ def _pass_rates(axes: Axes, subject: Subject, figures: Figures) -> None:
     _name(axes, "groups, in order; pale: one outcome", "pass rate" if figures.is_pass_or_fail else "mean reward")
 
 
-def _lengths(axes: Axes, subject: Subject, figures: Figures) -> None:
+def _lengths(axes: Axes, subject: ReportSubject, figures: ReportFigures) -> None:
     _bars(figures.lengths, "tokens of a sample", "samples")(axes, subject, figures)
 
 
-def _group_overlap(axes: Axes, subject: Subject, figures: Figures) -> None:
+def _group_overlap(axes: Axes, subject: ReportSubject, figures: ReportFigures) -> None:
     _bars(figures.group_overlap, "overlap of a group", "groups", share=True)(axes, subject, figures)
 
 
-def _group_sizes(axes: Axes, subject: Subject, figures: Figures) -> None:
+def _group_sizes(axes: Axes, subject: ReportSubject, figures: ReportFigures) -> None:
     _bars(figures.group_sizes, "rollouts of a group", "groups")(axes, subject, figures)
 
 
-def _fill(axes: Axes, subject: Subject, figures: Figures) -> None:
+def _fill(axes: Axes, subject: ReportSubject, figures: ReportFigures) -> None:
     _bars(figures.fill, f"fill of a row of {figures.fill_capacity:,} tokens", "rows", share=True)(
         axes, subject, figures
     )
 
 
-def _capacities(axes: Axes, subject: Subject, figures: Figures) -> None:
+def _capacities(axes: Axes, subject: ReportSubject, figures: ReportFigures) -> None:
     del subject
     records, por = figures.capacities, figures.totals["por"]
     x, y = [record["capacity"] for record in records], [record["err"] for record in records]
@@ -195,7 +200,7 @@ def _capacities(axes: Axes, subject: Subject, figures: Figures) -> None:
     _name(axes, "tokens of a row", "saved tokens")
 
 
-def _rewards(axes: Axes, subject: Subject, figures: Figures) -> None:
+def _rewards(axes: Axes, subject: ReportSubject, figures: ReportFigures) -> None:
     del subject
     from matplotlib.collections import PatchCollection
     from matplotlib.colors import LogNorm

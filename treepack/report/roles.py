@@ -41,7 +41,7 @@ Decode = Callable[[list[list[int]]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class MessageHeader:
     """A text that starts a message of `role`; with `after`, the message starts after the text."""
 
     role: str
@@ -50,14 +50,14 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class Roles:
+class TokenRoles:
     """The role of each token as its place in `ROLES`, uint8 [N_tree], and the tokens that start a message, bool."""
 
     role: NDArray[np.uint8]
     starts: NDArray[np.bool_]
 
 
-def learn_headers(tokenizer: Any, template: str | None = None) -> list[Header]:
+def learn_headers(tokenizer: Any, template: str | None = None) -> list[MessageHeader]:
     """Return the headers of `template`, or else of the tokenizer's, the longest first; none if they are not known."""
     if not (template or tokenizer.chat_template):
         return []
@@ -68,12 +68,12 @@ def learn_headers(tokenizer: Any, template: str | None = None) -> list[Header]:
     for messages, tools in _conversations():
         for header in _headers_of(render, messages, tools, added):
             variants[header.role, _first_added(header.text, added), header.after].append(header.text)
-    headers: dict[str, Header] = {}
+    headers: dict[str, MessageHeader] = {}
     # Roles in this order, because some templates print tool results as messages of the user.
     for (role, _, after), texts in sorted(variants.items(), key=lambda item: _PREFERRED.index(item[0][0])):
         # <|im_start|>assistant\n and <|im_start|>assistant\n<think>\n\n</think>\n\n -> <|im_start|>assistant\n
         text = _common_start(texts)
-        headers.setdefault(text.rstrip(), Header(role, text, after))
+        headers.setdefault(text.rstrip(), MessageHeader(role, text, after))
     roles = {header.role for header in headers.values()}
     if not {"user", "assistant"} <= roles:
         return []
@@ -124,12 +124,12 @@ def _mark(k: int) -> str:
     return f"mark{k}z"
 
 
-def _headers_of(render: Render, messages: list[Message], tools: Tools, added: Sequence[str]) -> Iterator[Header]:
+def _headers_of(render: Render, messages: list[Message], tools: Tools, added: Sequence[str]) -> Iterator[MessageHeader]:
     """Yield the headers of one rendering; none if the template refuses the messages."""
     whole = render(messages, tools)
     places = [_place(whole, k) for k in range(len(messages))]
     if messages[0]["role"] == "system" and places[0] is not None and _first_added(whole, added):
-        yield Header("system", _first_line(whole[: places[0][0]], added))
+        yield MessageHeader("system", _first_line(whole[: places[0][0]], added))
     for k, message in enumerate(messages):
         role, here, before = message["role"], places[k], places[k - 1]
         if k == 0 or here is None or before is None:
@@ -140,12 +140,12 @@ def _headers_of(render: Render, messages: list[Message], tools: Tools, added: Se
         joint = whole[before[1] : here[0]]
         header = _cut(_without_end(joint, end, added))
         if _first_added(header, added):
-            yield Header(role, header)
+            yield MessageHeader(role, header)
         elif not header and messages[k - 1]["role"] == "tool":
             # DeepSeek prints the answer to tool results directly after their last token, without a header.
             last = max((token for token in added if token in joint), key=joint.rfind, default=None)
             if last:
-                yield Header(role, last, after=True)
+                yield MessageHeader(role, last, after=True)
 
 
 def _render(tokenizer: Any, template: str | None, messages: list[Message], tools: Tools) -> str:
@@ -202,7 +202,7 @@ def _first_line(text: str, added: Sequence[str]) -> str:
     return first if first[end:].strip() == "system" else first[:end]
 
 
-def mark_roles(trie: Trie, headers: Sequence[Header], vocabulary: dict[str, int], decode: Decode) -> Roles:
+def mark_roles(trie: Trie, headers: Sequence[MessageHeader], vocabulary: dict[str, int], decode: Decode) -> TokenRoles:
     """Return the role of each token. A message starts with the first token of its header, which counts to its role.
 
     If two paths separate inside a header, the message starts after the point where they separate. Tokens before the
@@ -216,7 +216,7 @@ def mark_roles(trie: Trie, headers: Sequence[Header], vocabulary: dict[str, int]
     """
     role, starts = np.zeros(trie.tokens_tree, np.uint8), np.zeros(trie.tokens_tree, np.bool_)
     if not headers:
-        return Roles(role, starts)
+        return TokenRoles(role, starts)
     changes = _changes(trie, headers, vocabulary, decode)
     places = np.array(sorted(changes), np.int64)
     kinds = np.array([ROLES.index(changes[place]) for place in places.tolist()], np.uint8)
@@ -241,13 +241,15 @@ def mark_roles(trie: Trie, headers: Sequence[Header], vocabulary: dict[str, int]
     role[:] = np.repeat(values[order], np.diff(begins[order], append=trie.tokens_tree))
     starts[places] = True
     starts[trie.node_start[:-1][trie.parent < 0]] = True
-    return Roles(role, starts)
+    return TokenRoles(role, starts)
 
 
-def _changes(trie: Trie, headers: Sequence[Header], vocabulary: dict[str, int], decode: Decode) -> dict[int, str]:
+def _changes(
+    trie: Trie, headers: Sequence[MessageHeader], vocabulary: dict[str, int], decode: Decode
+) -> dict[int, str]:
     """Return the new role at each token that starts a message."""
     added = sorted(vocabulary, key=lambda token: -len(token))
-    by_id: dict[int, list[Header]] = defaultdict(list)
+    by_id: dict[int, list[MessageHeader]] = defaultdict(list)
     for header in sorted(headers, key=lambda one: -len(one.text)):
         by_id[vocabulary[_first_added(header.text, added)]].append(header)
     children = _children(trie)
@@ -275,7 +277,7 @@ def _changes(trie: Trie, headers: Sequence[Header], vocabulary: dict[str, int], 
     return changes
 
 
-def _match(text: str, headers: Sequence[Header]) -> tuple[Header | None, bool]:
+def _match(text: str, headers: Sequence[MessageHeader]) -> tuple[MessageHeader | None, bool]:
     """Return the longest header that `text` begins with, and whether more text could make a longer one match."""
     # "<|im_start|>user" matches the header of users, but "\n<tool_response>" may follow, which is that of tools.
     for header in headers:
@@ -288,7 +290,7 @@ def _match(text: str, headers: Sequence[Header]) -> tuple[Header | None, bool]:
     return None, False
 
 
-def _first_tokens(trie: Trie, header: Header, node: int, at: int, below: Sequence[int]) -> list[int]:
+def _first_tokens(trie: Trie, header: MessageHeader, node: int, at: int, below: Sequence[int]) -> list[int]:
     """Return the tokens with which a message of `header` starts; with `after`, perhaps one in each child."""
     if not header.after:
         return [at]

@@ -46,7 +46,7 @@ class SortedRollouts:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcomes:
+class PartOutcomes:
     """Outcomes by part: the number of rollouts, the standard deviation of their rewards, whether all are the same.
 
     `num_rollouts` int64, `spread` float64 (0 if fewer than two rewards are known), and `is_one` bool: several rollouts,
@@ -95,7 +95,7 @@ def sorted_rollouts(trie: Trie) -> SortedRollouts:
     )
 
 
-def outcomes_of(parts: SharedParts, rollouts: SortedRollouts) -> Outcomes:
+def outcomes_of(parts: SharedParts, rollouts: SortedRollouts) -> PartOutcomes:
     """Return the outcomes of the rollouts of each part."""
     count, size = len(parts.names), len(rollouts.names)
     # One number for each pair of part and rollout, as a rollout may be in several trees: part 2, rollout 1 of 10 -> 21
@@ -112,7 +112,7 @@ def outcomes_of(parts: SharedParts, rollouts: SortedRollouts) -> Outcomes:
     np.minimum.at(low, part[known], reward[known])
     np.maximum.at(high, part[known], reward[known])
     is_one = (num_known == num_rollouts) & (num_rollouts > 1) & (low == high)
-    return Outcomes(num_rollouts.astype(np.int64), np.where(is_one, 0.0, spread), is_one)
+    return PartOutcomes(num_rollouts.astype(np.int64), np.where(is_one, 0.0, spread), is_one)
 
 
 def short_names(names: Sequence[str], facts: Sequence[dict[str, str]]) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.pack.weights import times_trained
-from treepack.report.roles import Roles
+from treepack.report.roles import TokenRoles
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
@@ -24,7 +24,7 @@ TRAINED, STARTS = 8, 16  # bits of a kind above its role, which is below 8
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class RoleSegments:
     """Segments in the order of the tokens; none crosses the bounds of a node.
 
     `first` int64 [num_segments + 1] is the first token of each and, at the end, N_tree. `kind` uint8 [num_segments] is
@@ -37,7 +37,7 @@ class Segments:
     of_node: Int64
 
 
-def segments_of(trie: Trie, roles: Roles) -> Segments:
+def segments_of(trie: Trie, roles: TokenRoles) -> RoleSegments:
     """Return the segments of `trie`. O(N_tree)."""
     trained = times_trained(trie) > 0  # bool [N_tree]
     # Tokens begin a segment if they differ from the token before, start a message, or are the first of a node:
@@ -48,7 +48,7 @@ def segments_of(trie: Trie, roles: Roles) -> Segments:
     begins[trie.node_start[:-1]] = True
     first = np.flatnonzero(begins)
     kind = value[first] + STARTS * roles.starts[first].astype(np.uint8)
-    return Segments(
+    return RoleSegments(
         first=np.append(first, trie.tokens_tree),
         kind=kind.astype(np.uint8),
         of_node=np.searchsorted(first, trie.node_start, side="left").astype(np.int64),

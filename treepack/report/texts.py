@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from treepack.report.segments import Segments
+from treepack.report.segments import RoleSegments
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
@@ -27,7 +27,7 @@ Decode = Callable[[list[list[int]]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class NodeTexts:
     """Texts of all nodes. `chunks[i]` is JSON, a list of pieces for each node from `first_node[i]` on.
 
     `kept` is the maximum number of tokens of a node, None if no token is left out; `tokens_left_out` counts the others.
@@ -64,7 +64,7 @@ def decoder_of(tokenizer: Any) -> Decode:
     return decode
 
 
-def node_texts(trie: Trie, segments: Segments, decode: Decode, *, limit: int) -> Texts:
+def node_texts(trie: Trie, segments: RoleSegments, decode: Decode, *, limit: int) -> NodeTexts:
     """Return at most `limit` tokens of the nodes as text, the first ones of each node. One `decode` for each chunk."""
     sizes = trie.node_length
     max_kept = _common_limit(sizes, limit)
@@ -78,7 +78,7 @@ def node_texts(trie: Trie, segments: Segments, decode: Decode, *, limit: int) ->
         nodes = [[next(texts) for _ in node] for node in pieces]
         chunks.append(json.dumps(nodes, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"))
     left_out = int((sizes - kept).sum())
-    return Texts(chunks, first_node, max_kept if left_out else None, left_out)
+    return NodeTexts(chunks, first_node, max_kept if left_out else None, left_out)
 
 
 def _common_limit(sizes: Int64, limit: int) -> int:
@@ -105,7 +105,7 @@ def _runs(kept: Int64) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _pieces(trie: Trie, kept: Int64, segments: Segments, a: int, b: int) -> Iterator[list[list[int]]]:
+def _pieces(trie: Trie, kept: Int64, segments: RoleSegments, a: int, b: int) -> Iterator[list[list[int]]]:
     """Yield the token ids of each segment of the nodes [a, b), without tokens that are not kept."""
     starts, cuts = trie.node_start[a:b].tolist(), segments.first.tolist()
     bounds = segments.of_node[a : b + 1].tolist()

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treepack.report.contents import Contents
-from treepack.report.figures import Figures, Subject
-from treepack.report.outline import Block, outline
+from treepack.report.contents import PageContents
+from treepack.report.figures import ReportFigures, ReportSubject
+from treepack.report.outline import NodeBlock, outline
 from treepack.report.roles import ROLES
 from treepack.report.segments import STARTS, TRAINED
 from treepack.report.words import three_digits
@@ -48,7 +48,7 @@ MAX_TEXTS = 4  # nodes of a block whose text is read: a chunk of texts is parsed
 MAX_NAME = 22  # letters of a rollout's name
 
 
-def draw_tree(axes: Axes, subject: Subject, figures: Figures, contents: Contents) -> None:
+def draw_tree(axes: Axes, subject: ReportSubject, figures: ReportFigures, contents: PageContents) -> None:
     """Draw the tree of the group with the largest spread of rewards."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Patch
@@ -87,14 +87,14 @@ def draw_tree(axes: Axes, subject: Subject, figures: Figures, contents: Contents
     axes.set_title(_title(figures, part, len(lines)), loc="left", fontsize=9, color=TEXT, parse_math=False)
 
 
-def _title(figures: Figures, part: int, num_shown: int) -> str:
+def _title(figures: ReportFigures, part: int, num_shown: int) -> str:
     count = int(figures.group_outcomes.num_rollouts[part])
     first = f", the first {num_shown}" if num_shown < count else ""
     tokens = f"{int(figures.groups.tree[part]):,} tokens for {int(figures.groups.flat[part]):,}"
     return f"{figures.groups.names[part]}: {count:,} rollout{'' if count == 1 else 's'}{first}, {tokens}"
 
 
-def _scale(blocks: list[Block]) -> tuple[Callable[[float], float], float]:
+def _scale(blocks: list[NodeBlock]) -> tuple[Callable[[float], float], float]:
     """Return the place of a token on a line, and the width of all lines; a wide common prompt is folded."""
     end = max(block.x + block.size for block in blocks)
     prompt = blocks[0].size if len(blocks) > 1 and blocks[0].last == len(blocks) else 0
@@ -105,14 +105,14 @@ def _scale(blocks: list[Block]) -> tuple[Callable[[float], float], float]:
     return lambda x: x * folded / prompt if x <= prompt else folded + x - prompt, folded + end - prompt
 
 
-def _frame(left: float, right: float, block: Block) -> Any:
+def _frame(left: float, right: float, block: NodeBlock) -> Any:
     from matplotlib.patches import Rectangle
 
     inset = INSET * block.rows if block.is_branch else GAP
     return Rectangle((left, block.row + inset), right - left, block.rows - 2 * inset)
 
 
-def _stripes(block: Block, contents: Contents, place: Callable[[float], float]) -> list[tuple[int, Any]]:
+def _stripes(block: NodeBlock, contents: PageContents, place: Callable[[float], float]) -> list[tuple[int, Any]]:
     """Return the kind and the rectangle of each segment of a block."""
     first, kinds, of_node = contents.segments.first, contents.segments.kind, contents.segments.of_node
     stripes, x = [], block.x
@@ -125,7 +125,7 @@ def _stripes(block: Block, contents: Contents, place: Callable[[float], float]) 
 
 
 def _write_words(
-    axes: Axes, block: Block, contents: Contents, scale: tuple[Callable[[float], float], float, int]
+    axes: Axes, block: NodeBlock, contents: PageContents, scale: tuple[Callable[[float], float], float, int]
 ) -> None:
     """Write the number of tokens and the first words of the longest segment, if the block is wide enough."""
     place, width, rows = scale
@@ -143,7 +143,7 @@ def _write_words(
         axes.text(left + margin, top + rows * 0.045, "\n".join(words), fontsize=5, family="monospace", **style)
 
 
-def _text(block: Block, contents: Contents) -> str:
+def _text(block: NodeBlock, contents: PageContents) -> str:
     """Return the text of a block without special tokens and headers; none if the page has no text."""
     texts = contents.texts
     if texts is None:
@@ -159,7 +159,7 @@ def _text(block: Block, contents: Contents) -> str:
     return " ".join("".join(letter if letter.isascii() else " " for letter in text[:2000]).split())
 
 
-def _write_end(axes: Axes, block: Block, figures: Figures, width: float) -> None:
+def _write_end(axes: Axes, block: NodeBlock, figures: ReportFigures, width: float) -> None:
     """Write the reward and the names of the rollouts of a line at its right end."""
     finals: Int64 = np.array(block.finals, np.int64)
     rewards = figures.rollouts.reward[finals]

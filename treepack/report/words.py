@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from treepack.analysis.summary import quantity
-from treepack.report.causes import Sharing
-from treepack.report.figures import Figures, Subject
+from treepack.report.causes import LostSharing
+from treepack.report.figures import ReportFigures, ReportSubject
 from treepack.trajectory import Int64
 
 CAUSES = {
@@ -29,7 +29,7 @@ CAUSES = {
 }
 
 
-def lost_sentence(sharing: Sharing, tokens_tree: int) -> str:
+def lost_sentence(sharing: LostSharing, tokens_tree: int) -> str:
     """Return the number of stored tokens that should have been shared, and of samples that were not compared."""
     lost, places = sharing.reasons["lost"], sum(cause.num_places for cause in sharing.causes)
     if lost:
@@ -47,14 +47,14 @@ def lost_sentence(sharing: Sharing, tokens_tree: int) -> str:
     return text
 
 
-def headline(figures: Figures) -> str:
+def headline(figures: ReportFigures) -> str:
     """Return the gain against the baseline of the verdict as a sentence."""
     if not figures.forecast["pays"]:
         return "Tree training does not pay here."
     return f"Tree training pays {figures.forecast['gain']['speedup']:.1f}x."
 
 
-def gain(figures: Figures) -> str:
+def gain(figures: ReportFigures) -> str:
     """Return the baseline of the headline, and the gains against the others."""
     entry = figures.forecast["gain"]
     if figures.forecast["pays"]:
@@ -71,7 +71,7 @@ def gain(figures: Figures) -> str:
     return text + (f" And {' and '.join(others)}." if others else "")
 
 
-def report_summary(subject: Subject, figures: Figures) -> list[str]:
+def report_summary(subject: ReportSubject, figures: ReportFigures) -> list[str]:
     """Return one or two sentences each on sharing, the part that a packing keeps, long rows, groups, and rewards."""
     return [
         _sharing(figures.totals),
@@ -91,7 +91,7 @@ def _sharing(totals: dict[str, Any]) -> str:
     )
 
 
-def _packing(subject: Subject, figures: Figures) -> str:
+def _packing(subject: ReportSubject, figures: ReportFigures) -> str:
     packed = subject.packed
     if packed is not None:
         totals = packed.totals
@@ -108,7 +108,7 @@ def _packing(subject: Subject, figures: Figures) -> str:
     return text + "."
 
 
-def _carrying(figures: Figures) -> list[str]:
+def _carrying(figures: ReportFigures) -> list[str]:
     forecast, carry = figures.forecast, figures.forecast["carry"]
     if carry is None:
         return []
@@ -116,7 +116,7 @@ def _carrying(figures: Figures) -> list[str]:
     return [f"Long rows: {carry['verdict']}{estimate}."]
 
 
-def _groups(figures: Figures) -> str:
+def _groups(figures: ReportFigures) -> str:
     groups, trees = figures.groups, figures.trees
     overlap = np.sort(groups.overlap)
     if len(overlap) == 1:
@@ -131,7 +131,7 @@ def _groups(figures: Figures) -> str:
     return text + "."
 
 
-def _rewards(figures: Figures) -> list[str]:
+def _rewards(figures: ReportFigures) -> list[str]:
     known = figures.rollouts.reward[~np.isnan(figures.rollouts.reward)]
     if not len(known):
         return []
@@ -144,7 +144,7 @@ def _rewards(figures: Figures) -> list[str]:
     return [text]
 
 
-def captions(subject: Subject, figures: Figures) -> dict[str, str]:
+def captions(subject: ReportSubject, figures: ReportFigures) -> dict[str, str]:
     """Return one sentence for each chart, by its name."""
     lengths, sizes = subject.trie.lengths, figures.group_outcomes.num_rollouts
     planned = f"planned by the method {figures.method}"

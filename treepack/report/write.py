@@ -28,11 +28,11 @@ from treepack.ingest.conversations import conversations_of_log, conversations_of
 from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.memory.model_memory import read_memory
 from treepack.pack.files import read_rows
-from treepack.pack.plan.problem import Search
+from treepack.pack.plan.problem import SearchOptions
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
 from treepack.report.contents import read_contents
-from treepack.report.figures import Packed, Subject, measure
+from treepack.report.figures import PackedFigures, ReportSubject, measure
 from treepack.report.page import MARK, render_page, vega
 from treepack.report.pictures import PICTURES, figure_class, write_pictures
 from treepack.report.rebuilt import trie_of_rows
@@ -108,7 +108,7 @@ def write_report(
                 stack.enter_context(lock(output, option=option))
         shape, memory = read_shape(options.model), read_memory(options.model)
         subject, tokenizer = _read(paths, options, progress, note or (lambda _: None))
-        search = Search(options.pack.effort, options.pack.time_limit)
+        search = SearchOptions(options.pack.effort, options.pack.time_limit)
         capacities = list(options.capacities) or None
         method = options.pack.method
         figures = measure(
@@ -143,7 +143,7 @@ def _is_report(path: Path) -> bool:
 
 def _read(
     paths: Sequence[str | Path], options: ReportOptions, progress: ReportProgress | None, note: Callable[[str], None]
-) -> tuple[Subject, Any]:
+) -> tuple[ReportSubject, Any]:
     """Return the subject, and its tokenizer or None."""
     directory, manifest, name = Path(paths[0]), manifest_of(paths), options.build.tokenizer
     if manifest is None:
@@ -152,13 +152,15 @@ def _read(
         title = ", ".join("standard input" if str(path) == "-" else Path(path).name for path in paths)
         known, skipped = conversations_of_log(log, trie_totals(trie)), skipped_record(log, trie)
         counts = dict(sorted(log.counts.items()))
-        return Subject(title, trie, counts=counts, conversations=known, skipped=skipped), tokenizer
+        return ReportSubject(title, trie, counts=counts, conversations=known, skipped=skipped), tokenizer
     tokenizer = _tokenizer_of(directory, manifest, name, note)
     title = directory.resolve().name
     if manifest["format"] == schema.TRIE_FORMAT:
         known, counts = conversations_of_manifest(manifest), manifest["counts"]
         skipped = manifest.get("skipped")
-        return Subject(title, read_trie(directory), counts=counts, conversations=known, skipped=skipped), tokenizer
+        return ReportSubject(
+            title, read_trie(directory), counts=counts, conversations=known, skipped=skipped
+        ), tokenizer
     return _packed(title, directory, manifest, options.trie, progress), tokenizer
 
 
@@ -182,7 +184,7 @@ def _tokenizer_of(directory: Path, manifest: Manifest, name: str | None, note: C
 
 def _packed(
     title: str, directory: Path, manifest: Manifest, trie_path: AnyPath | None, progress: ReportProgress | None
-) -> Subject:
+) -> ReportSubject:
     def rows(stage: str) -> Iterator[Row]:
         total = manifest["totals"]["num_rows"]
         return with_progress(read_rows(directory), progress, stage, unit="rows", total=total)
@@ -195,7 +197,7 @@ def _packed(
     sizes, counter, trunks = list[int](), RowCounter(), TrunkCounter(PIECES)
     err_by_depth = describe_rows(measured_rows())["err_by_depth"]
     lines = counter.lines(manifest)
-    packed = Packed(
+    packed = PackedFigures(
         manifest["capacity"],
         np.array(sizes),
         manifest["totals"],
@@ -206,4 +208,4 @@ def _packed(
     path = origin_of(directory, manifest, trie_path)
     trie = trie_of_rows(rows("rebuilding")) if path is None else read_origin(path, manifest)
     known, skipped = conversations_of_manifest(manifest), manifest.get("skipped")
-    return Subject(title, trie, packed, path is None, manifest["counts"], known, skipped)
+    return ReportSubject(title, trie, packed, path is None, manifest["counts"], known, skipped)

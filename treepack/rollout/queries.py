@@ -59,7 +59,7 @@ class QuerySources:
 
 
 @dataclass(frozen=True, slots=True)
-class Queries:
+class QueryFile:
     """The `queries` of a file in its order. `num_unused` rows of a table ask for no rollout and have no query."""
 
     kind: str
@@ -67,7 +67,7 @@ class Queries:
     num_unused: int
 
 
-def read_queries(path: str | AnyPath, sources: QuerySources = QuerySources()) -> Queries:
+def read_queries(path: str | AnyPath, sources: QuerySources = QuerySources()) -> QueryFile:
     """Read the queries of a file: JSON lines, JSON or Parquet, also compressed.
 
     Raises:
@@ -88,7 +88,7 @@ def read_queries(path: str | AnyPath, sources: QuerySources = QuerySources()) ->
         queries, num_unused = [_query_of_record(record, sources) for record in records], 0
         queries = _with_parents(queries, joined)
     _refuse_duplicates(queries)
-    return Queries(kind, queries, num_unused)
+    return QueryFile(kind, queries, num_unused)
 
 
 def _kind(record: Record, sources: QuerySources) -> str:

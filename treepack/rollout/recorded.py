@@ -34,7 +34,7 @@ class GroupPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class RecordedPrefix:
     """The first tokens of a trajectory: `ids` int32 [n]; the other attributes have the meaning that `Query` gives."""
 
     ids: Int32
@@ -81,7 +81,7 @@ def group_prompts(trie: Trie, path: str, groups: Iterable[str]) -> dict[str, Gro
     return result
 
 
-def prefix_parts(trie: Trie, path: str, places: Mapping[tuple[str, int], str]) -> dict[tuple[str, int], Prefix]:
+def prefix_parts(trie: Trie, path: str, places: Mapping[tuple[str, int], str]) -> dict[tuple[str, int], RecordedPrefix]:
     """Return the prefix of each of `places`: trajectory id and number of tokens; the value is the place for errors.
 
     Raises:
@@ -119,7 +119,7 @@ def prefix_parts(trie: Trie, path: str, places: Mapping[tuple[str, int], str]) -
         i = index[name]
         cuts, cut_ids = _cuts(metadata[i], size)
         ids = sequences[i][:size].copy()
-        result[name, size] = Prefix(ids, groups[i], steps[i], tuple(turns(i, size)), cuts, cut_ids, metadata[i])
+        result[name, size] = RecordedPrefix(ids, groups[i], steps[i], tuple(turns(i, size)), cuts, cut_ids, metadata[i])
     return result
 
 

@@ -26,7 +26,7 @@ from treepack.ingest.readers import token_fields as tf
 from treepack.ingest.readers.fields import GROUPS, IDS, MAX_METADATA, METADATA_DICTS, REWARDS, SAMPLING_DICTS, STEPS
 from treepack.rollout.engine import derived_seed
 from treepack.rollout.query import Query
-from treepack.rollout.tree import Node, Tree, weights_of_leaves
+from treepack.rollout.tree import Tree, TreeNode, weights_of_leaves
 from treepack.trajectory import Trajectory
 
 OWN_FIELDS = (
@@ -95,7 +95,7 @@ def tree_trajectories(tree: Tree) -> list[Trajectory]:
     return trajectories
 
 
-def _path_fields(leaf: Node, query: Query) -> dict[str, Any]:
+def _path_fields(leaf: TreeNode, query: Query) -> dict[str, Any]:
     """Return the fields that depend on the nodes of a path: tokens, log-probabilities, segments and versions."""
     nodes = leaf.path()[1:]
     ids, mask, logprobs = [], [], []
@@ -120,7 +120,7 @@ def _path_fields(leaf: Node, query: Query) -> dict[str, Any]:
     return fields | _versions(nodes)
 
 
-def path_routes(leaf: Node) -> NDArray[np.integer[Any]] | None:
+def path_routes(leaf: TreeNode) -> NDArray[np.integer[Any]] | None:
     """Return the experts of the tokens of a path but the last sampled one, [n, layers, k]; None if some are unknown."""
     routes = [node.routes for node in leaf.path()[1:]]
     # Types may differ: experts up to 255 are uint8, and those of another segment uint16.
@@ -128,14 +128,14 @@ def path_routes(leaf: Node) -> NDArray[np.integer[Any]] | None:
     return np.concatenate(known) if known and len(known) == len(routes) else None
 
 
-def _segment_id(node: Node, query: Query) -> int:
+def _segment_id(node: TreeNode, query: Query) -> int:
     """Return a number that two records of a group have in common exactly if they contain the same sampled node."""
     # Several queries may belong to one group: its prompt, and prefixes of its rollouts. Numbers 1, 2, ... are the
     # prompt's; the others are 62-bit hashes, which never meet in practice.
     return node.number if query.key == query.group_id else derived_seed(query.key, node.number)
 
 
-def _versions(nodes: list[Node]) -> dict[str, Any]:
+def _versions(nodes: list[TreeNode]) -> dict[str, Any]:
     """Return the policy that sampled the path, and each one with its first token if it changed on the way."""
     # versions 7 7 8 of nodes that start at 3, 6, 9 -> [("7", 3), ("8", 9)]
     runs: list[tuple[str, int]] = []

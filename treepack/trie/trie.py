@@ -23,7 +23,7 @@ from treepack.files import schema
 from treepack.files.metadata import parse_metadata
 from treepack.trajectory import Float64, Int32, Int64, Routes, Tokens, Trajectory
 from treepack.trie.nodes import NodeArrays, paths
-from treepack.trie.storage import PageReleaser, Storage
+from treepack.trie.storage import ArrayStorage, PageReleaser
 
 ROWS_AT_ONCE = 1024  # trajectories that become Python objects at a time
 
@@ -59,7 +59,7 @@ class Trie:
     share: str
     token_values: Float64 | None = None
     routes: Routes | None = None
-    storage: Storage = field(default=Storage(), repr=False, compare=False)
+    storage: ArrayStorage = field(default=ArrayStorage(), repr=False, compare=False)
 
     @property
     def num_nodes(self) -> int:

@@ -21,7 +21,7 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.planning import FOREST_METHODS, METHODS, plan_rows
-from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, shapes_of_trees
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeSolution, shapes_of_trees
 from treepack.pack.plan.workers import Method, plan_trees
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
@@ -114,15 +114,15 @@ def test_one_tree_needs_no_workers() -> None:
     assert np.array_equal(plan_rows(trie, capacity=24, workers=3).row_of, plan_rows(trie, capacity=24).row_of)
 
 
-def refuse(tree: PlanTree, limits: Limits, search: Search) -> Solution:
+def refuse(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolution:
     raise TreepackError("no plan for this tree")
 
 
-def die(tree: PlanTree, limits: Limits, search: Search) -> Solution:
+def die(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolution:
     os._exit(1)
 
 
-def interrupt(tree: PlanTree, limits: Limits, search: Search) -> Solution:
+def interrupt(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolution:
     if tree.num_leaves == 2:
         os.kill(os.getppid(), signal.SIGINT)
     time.sleep(600)
@@ -141,7 +141,11 @@ def test_what_happens_in_a_worker_is_raised_and_no_worker_stays(
 ) -> None:
     with pytest.raises(error, match=sentence):
         plan_trees(
-            shapes_of_trees(built([[0, 1], [0, 2], [9, 1], [9, 2], [9, 3]])), Limits(24), method, Search(), workers=2
+            shapes_of_trees(built([[0, 1], [0, 2], [9, 1], [9, 2], [9, 3]])),
+            RowLimits(24),
+            method,
+            SearchOptions(),
+            workers=2,
         )
     assert not multiprocessing.active_children()
 

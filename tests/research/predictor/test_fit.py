@@ -18,7 +18,7 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.research.predictor.fit import accumulate
 from treepack.research.predictor.model import ValueModel, end_states, node_values
-from treepack.research.predictor.rows import AnchorRow, Prefixes, anchor_prefixes, anchor_rows, draw_nodes
+from treepack.research.predictor.rows import AnchorRow, NodePrefixes, anchor_prefixes, anchor_rows, draw_nodes
 from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
@@ -84,7 +84,7 @@ def random_head() -> nn.Linear:
     return head
 
 
-def prepare(rollouts: Sequence[Rollout]) -> tuple[Trie, Prefixes, np.ndarray[Any, Any]]:
+def prepare(rollouts: Sequence[Rollout]) -> tuple[Trie, NodePrefixes, np.ndarray[Any, Any]]:
     trie = as_trie(rollouts)
     ends = anchors(trie)
     return trie, anchor_prefixes(trie, ends), recursive_targets(ends.tree, binary_rewards(trie), None)[0]

@@ -21,7 +21,7 @@ from treepack.ingest.readers.formats import chat, tokens
 from treepack.ingest.readers.registry import ReadOptions, Record
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
-from treepack.research.pros.augmentation import Augmentation, augment, valuable_prefix
+from treepack.research.pros.augmentation import AugmentedQueries, augment, valuable_prefix
 from treepack.research.pros.signals import entropies_of_terms, read_signals
 from treepack.trajectory import Float64, Tokens, Trajectory, positions
 from treepack.trie.builders.in_memory import build_trie
@@ -297,7 +297,7 @@ def test_rollouts_that_give_no_query_are_counted_by_reason() -> None:
         make("failed", [1, 3], reward=-1.0),
         make("unknown", [1, 4]),
     ]
-    result: Augmentation = augment(build_trie(made), entropies_of(made, build_trie(made), 0), boundary="turn")
+    result: AugmentedQueries = augment(build_trie(made), entropies_of(made, build_trie(made), 0), boundary="turn")
     assert result.queries == []
     assert result.counts == {
         "of a single token": 1,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
 from treepack.research.pros import pass_rates, polya_gamma
-from treepack.research.pros.pass_rates import GibbsLength, Prior, conditional, estimate
+from treepack.research.pros.pass_rates import GibbsLength, OddsPrior, conditional, estimate
 from treepack.trajectory import Float64, Int64
 
 Family = tuple[list[int], list[float], list[float]]
@@ -78,7 +78,7 @@ def test_given_polya_gamma_variables_the_queries_are_the_gaussian_of_the_model(
     family: Family, mu: float, sigma: float
 ) -> None:
     parent, passed, tried = arrays(family)
-    prior = Prior(mu, 1.5, sigma)
+    prior = OddsPrior(mu, 1.5, sigma)
     omega = tried * np.linspace(0.1, 0.3, len(tried))
     # The log density is -psi' P psi / 2 + linear' psi: P and linear have a term per query and one per prior edge.
     precision, linear = np.diag(omega), passed - tried / 2
@@ -106,7 +106,7 @@ def test_given_polya_gamma_variables_the_queries_are_the_gaussian_of_the_model(
     )
 
 
-def integrals(family: Family, prior: Prior) -> tuple[Float64, Float64]:
+def integrals(family: Family, prior: OddsPrior) -> tuple[Float64, Float64]:
     """Return posterior mean and deviation of every log-odds by sums over a grid, without sampling."""
     parent, passed, tried = arrays(family)
     # Steps of 0.02 over -14 .. 14, where every prior and posterior of the cases below has all its mass.
@@ -133,18 +133,18 @@ def integrals(family: Family, prior: Prior) -> tuple[Float64, Float64]:
 
 # Families (parent, passed, tried) and priors: one query, no success, untried parents, fractional counts, two families
 # in one call, and a parent that comes after its derived queries.
-SMALL: list[tuple[Family, Prior]] = [
-    (([-1], [3.0], [4.0]), Prior()),
-    (([-1], [0.0], [8.0]), Prior(sigma=0.5)),
-    (([-1, 0], [0.0, 1.0], [0.0, 1.0]), Prior(mu=-1.0)),
-    (([-1, 0, 0, 0], [7.3, 0.0, 2.25, 0.0], [8.1, 0.0, 4.5, 3.9]), Prior()),
-    (([-1, -1, 0, 1, 1], [0.81, 8.0, 4.0, 0.0, 20.0], [0.9, 8.0, 16.0, 2.0, 40.0]), Prior(0.5, 1.0, 2.0)),
-    (([2, 2, -1], [8.0, 0.0, 0.01], [8.0, 8.0, 0.02]), Prior(sigma=0.2)),
+SMALL: list[tuple[Family, OddsPrior]] = [
+    (([-1], [3.0], [4.0]), OddsPrior()),
+    (([-1], [0.0], [8.0]), OddsPrior(sigma=0.5)),
+    (([-1, 0], [0.0, 1.0], [0.0, 1.0]), OddsPrior(mu=-1.0)),
+    (([-1, 0, 0, 0], [7.3, 0.0, 2.25, 0.0], [8.1, 0.0, 4.5, 3.9]), OddsPrior()),
+    (([-1, -1, 0, 1, 1], [0.81, 8.0, 4.0, 0.0, 20.0], [0.9, 8.0, 16.0, 2.0, 40.0]), OddsPrior(0.5, 1.0, 2.0)),
+    (([2, 2, -1], [8.0, 0.0, 0.01], [8.0, 8.0, 0.02]), OddsPrior(sigma=0.2)),
 ]
 
 
 @pytest.mark.parametrize(("family", "prior"), SMALL)
-def test_the_sampler_finds_the_integrals_of_small_families(family: Family, prior: Prior) -> None:
+def test_the_sampler_finds_the_integrals_of_small_families(family: Family, prior: OddsPrior) -> None:
     mean, deviation = integrals(family, prior)
     copies = 32  # the same family many times in one call: its spread is the error of one run
     parent, passed, tried = arrays(family)
@@ -169,7 +169,7 @@ def test_default_runs_are_near_the_integrals() -> None:
 
 def test_ranks_of_true_log_odds_among_posterior_draws_are_uniform() -> None:
     """Simulation-based calibration (arXiv 1804.06788): true log-odds from the prior, rewards from these."""
-    prior, rng, num_families, num_draws, thin = Prior(0.3, 1.2, 0.8), np.random.default_rng(7), 4000, 19, 12
+    prior, rng, num_families, num_draws, thin = OddsPrior(0.3, 1.2, 0.8), np.random.default_rng(7), 4000, 19, 12
     parent = np.arange(num_families * 3)
     parent = np.where(parent % 3 == 0, -1, parent - parent % 3)
     truth = prior.mu + prior.tau * rng.standard_normal(len(parent))
@@ -194,7 +194,7 @@ def test_ranks_of_true_log_odds_among_posterior_draws_are_uniform() -> None:
 
 def test_of_queries_that_nobody_tried_the_prior_is_all_that_is_known() -> None:
     log_odds = estimate(
-        np.array([-1, 0, -1]), np.array([0.0, 0, 2]), np.array([0.0, 0, 2]), prior=Prior(-0.5, 1.5, 2.0)
+        np.array([-1, 0, -1]), np.array([0.0, 0, 2]), np.array([0.0, 0, 2]), prior=OddsPrior(-0.5, 1.5, 2.0)
     )
     assert log_odds.mean[:2].tolist() == [-0.5, -0.5]
     assert log_odds.deviation[:2].tolist() == [1.5, 2.5]
@@ -220,7 +220,7 @@ def test_estimates_depend_on_the_seed_and_not_on_threads(monkeypatch: pytest.Mon
     passed = np.floor(tried * rng.random(200))
     # Blocks of 16 queries, so that several threads have work.
     one, two, other = (
-        estimate(parent, passed, tried, prior=Prior(1.0), sampling=GibbsLength(20, burn_in=2, **how)).mean
+        estimate(parent, passed, tried, prior=OddsPrior(1.0), sampling=GibbsLength(20, burn_in=2, **how)).mean
         for how in ({}, {"workers": 3}, {"seed": 1})
     )
     assert one.tobytes() == two.tobytes()
@@ -230,9 +230,9 @@ def test_estimates_depend_on_the_seed_and_not_on_threads(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Prior(mu=float("nan")), "mu is nan; expected log-odds between -30 and 30"),
-        (lambda: Prior(tau=0.0), "tau is 0.0; expected a deviation between 0.001 and 1000"),
-        (lambda: Prior(sigma=-1.0), "sigma is -1.0; expected a deviation"),
+        (lambda: OddsPrior(mu=float("nan")), "mu is nan; expected log-odds between -30 and 30"),
+        (lambda: OddsPrior(tau=0.0), "tau is 0.0; expected a deviation between 0.001 and 1000"),
+        (lambda: OddsPrior(sigma=-1.0), "sigma is -1.0; expected a deviation"),
         (lambda: GibbsLength(sweeps=0), "sweeps is 0; expected 1 or more"),
     ],
 )

@@ -23,14 +23,16 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_directory
 from treepack.research.pros import selection
-from treepack.research.pros.pass_rates import Prior, conditional
+from treepack.research.pros.pass_rates import OddsPrior, conditional
 from treepack.research.pros.selection import empty_state, forget_and_add, nearest, read_state, with_queries, write_state
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.store.trie_files import write_trie
 
 
-def state_of(parents: dict[str, str | None], counts: dict[str, tuple[float, float]] | None = None) -> selection.State:
+def state_of(
+    parents: dict[str, str | None], counts: dict[str, tuple[float, float]] | None = None
+) -> selection.QueryCounts:
     state, _ = with_queries(empty_state(), list(parents), list(parents.values()))
     pairs = [(counts or {}).get(name, (0.0, 0.0)) for name in state.query_id.to_pylist()]
     return replace(state, passed=np.array([p for p, _ in pairs]), tried=np.array([t for _, t in pairs]))
@@ -292,7 +294,7 @@ def test_the_worked_example_of_the_page() -> None:
     columns = np.array([line[1:] for line in lines]).T
     passed, tried, kappa, omega, shrinkage, mean = columns
     np.testing.assert_array_equal(passed - tried / 2, kappa)
-    shown = conditional(np.array([-1, 0]), kappa, omega, Prior(0.0, 1.0, 1.0))
+    shown = conditional(np.array([-1, 0]), kappa, omega, OddsPrior(0.0, 1.0, 1.0))
     np.testing.assert_array_equal(shown.shrinkage, shrinkage)
     np.testing.assert_array_equal(shown.mean, mean)
     old, new = re.search(r"(\d) of (\d) becomes 2\.5 of 4", page), re.search(r"then passes (\d) of (\d)", page)

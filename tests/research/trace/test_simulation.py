@@ -18,12 +18,12 @@ from support.paths import ROOT
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.research.trace.allocation import allocate_prefixes, allocate_roots
-from treepack.research.trace.simulation import ARMS, Arm, Experiment, interval, simulate
+from treepack.research.trace.simulation import ARMS, BudgetExperiment, ExperimentArm, interval, simulate
 from treepack.research.trace.worlds import MarkovWorld, World, recorded_world
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
-SMALL = Experiment(candidates=60, budget=120, steps=20)
+SMALL = BudgetExperiment(candidates=60, budget=120, steps=20)
 
 
 def recorded_trie() -> Trie:
@@ -83,7 +83,7 @@ def test_recorded_rollouts_are_drawn_evenly_from_their_group() -> None:
     assert set(world.draw_prompts(50, random)[0].tolist()) == {0, 1}
 
 
-def values_of(arms: list[Arm]) -> list[Any]:
+def values_of(arms: list[ExperimentArm]) -> list[Any]:
     return [[getattr(arm, name).tolist() for name in ("root_ratio", "prefix_ratio", "cost")] for arm in arms]
 
 
@@ -111,7 +111,7 @@ def test_rollouts_without_prefixes_buy_half_as_many_rollouts() -> None:
         assert (arm.prefix_ratio == 0).all()
 
 
-def slow(world: MarkovWorld, experiment: Experiment, *, active: tuple[bool, bool], seed: int) -> float:
+def slow(world: MarkovWorld, experiment: BudgetExperiment, *, active: tuple[bool, bool], seed: int) -> float:
     """Compute equation 21 of one arm, rollout by rollout, over all steps; predictions are the true chances."""
     dice, mixed, rolled = plain.Random(seed), 0, 0
     for _ in range(experiment.steps):
@@ -153,7 +153,7 @@ def slow(world: MarkovWorld, experiment: Experiment, *, active: tuple[bool, bool
 
 @pytest.mark.parametrize("active", ARMS)
 def test_fast_equals_slow(active: tuple[bool, bool]) -> None:
-    experiment = Experiment(candidates=30, budget=60, expand=2, root_noise=0.0, prefix_noise=0.0, steps=150)
+    experiment = BudgetExperiment(candidates=30, budget=60, expand=2, root_noise=0.0, prefix_noise=0.0, steps=150)
     world = MarkovWorld(max_turns=4, spread=1.0)
     (arm,) = (arm for arm in simulate(world, experiment)[0] if (arm.active_roots, arm.active_prefixes) == active)
     # Both means vary: the difference of two independent ones has sqrt(2) times the error of one.
@@ -161,14 +161,14 @@ def test_fast_equals_slow(active: tuple[bool, bool]) -> None:
     assert slow(world, experiment, active=active, seed=7) == pytest.approx(mean, abs=2.5 * math.sqrt(2) * half)
 
 
-def gains(world: World, experiment: Experiment) -> list[tuple[float, float]]:
+def gains(world: World, experiment: BudgetExperiment) -> list[tuple[float, float]]:
     """Return points of effective ratio above uniform and half of their interval: prefixes, roots, both."""
     arms, _ = simulate(world, experiment)
     return [interval(100 * (arm.root_ratio - arms[0].root_ratio)) for arm in arms[1:]]
 
 
 def test_both_stages_gain_and_their_gains_stack_as_in_table_1() -> None:
-    experiment = Experiment(steps=40)
+    experiment = BudgetExperiment(steps=40)
     arms, _ = simulate(MarkovWorld(), experiment)
     (prefixes, p), (roots, r), (both, b) = gains(MarkovWorld(), experiment)
     assert 100 * arms[0].root_ratio.mean() == pytest.approx(42.8, abs=3)  # the paper's uniform arm
@@ -180,7 +180,7 @@ def test_both_stages_gain_and_their_gains_stack_as_in_table_1() -> None:
 
 @pytest.mark.parametrize(("budget", "expand", "uniform"), [(512, 2, 32.2), (512, 6, 37.7), (1024, 2, 42.8)])
 def test_it_gains_several_points_at_every_budget_of_table_2(budget: int, expand: int, uniform: float) -> None:
-    experiment = Experiment(budget=budget, expand=expand, steps=40)
+    experiment = BudgetExperiment(budget=budget, expand=expand, steps=40)
     assert 100 * simulate(MarkovWorld(), experiment)[0][0].root_ratio.mean() == pytest.approx(uniform, abs=4)
     both, half = gains(MarkovWorld(), experiment)[2]
     assert both - half > 9
@@ -193,7 +193,7 @@ def test_prefixes_of_single_rollouts_that_are_only_redrawn_gain_nothing() -> Non
 
 
 def test_useless_predictions_of_prompts_raise_the_ratio_by_fewer_prompts() -> None:
-    arms, rank = simulate(MarkovWorld(), Experiment(root_noise=100.0, prefix_noise=100.0, steps=20))
+    arms, rank = simulate(MarkovWorld(), BudgetExperiment(root_noise=100.0, prefix_noise=100.0, steps=20))
     assert rank is not None
     assert abs(rank) < 0.1
     assert arms[1].root_ratio.mean() < arms[0].root_ratio.mean() + 0.01
@@ -220,7 +220,7 @@ BAD_WORLDS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "message"), BAD)
 def test_what_cannot_be_spent_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TreepackError, match=message):
-        Experiment(**options)
+        BudgetExperiment(**options)
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_WORLDS)

@@ -18,7 +18,7 @@ from operator import itemgetter
 import numpy as np
 from rich.text import Text
 
-from treepack.analysis.show.decoding import CONTEXT, Decoder
+from treepack.analysis.show.decoding import CONTEXT, TokenDecoder
 from treepack.analysis.show.forest import DrawnForest
 from treepack.analysis.show.wrapping import ESCAPE, FAINT, SPECIAL, TRAINED, TextChunk, TextRow, wrap
 
@@ -32,12 +32,12 @@ Word = tuple[str, str]  # a token id, perhaps with a bracket, and its style
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class DrawingOptions:
     """Options of a drawing: the columns of the terminal, `full` for all tokens, and a `decoder` for text, not ids."""
 
     width: int = 100
     full: bool = False
-    decoder: Decoder | None = None
+    decoder: TokenDecoder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,14 @@ def segments(forest: DrawnForest, node: int, *, most: int = MAX_WEIGHTS) -> list
     return result
 
 
-def ids_rows(forest: DrawnForest, node: int, look: Look, width: int) -> Iterator[TextRow]:
+def ids_rows(forest: DrawnForest, node: int, look: DrawingOptions, width: int) -> Iterator[TextRow]:
     """Yield the ids of a node: one row without the middle, or as many rows as all of them need."""
     first, stop = forest.start[node : node + 2].tolist()
     words = _Words(forest.tokens[first:stop].tolist(), forest.loss_weight[first:stop].tolist())
     yield from _id_rows(words, first, look, width)
 
 
-def segment_ids(forest: DrawnForest, segment: WeightSegment, look: Look, width: int) -> Iterator[TextRow]:
+def segment_ids(forest: DrawnForest, segment: WeightSegment, look: DrawingOptions, width: int) -> Iterator[TextRow]:
     """Yield the ids of a segment after its mark, without brackets."""
     ids = forest.tokens[segment.first : segment.stop].tolist()
     words = _Words(ids, [0.0] * len(ids), TRAINED if segment.trained else "")
@@ -87,7 +87,9 @@ def segment_ids(forest: DrawnForest, segment: WeightSegment, look: Look, width: 
         yield _add_mark(row, segment)
 
 
-def segment_text(forest: DrawnForest, node: int, segment: WeightSegment, look: Look, width: int) -> Iterator[TextRow]:
+def segment_text(
+    forest: DrawnForest, node: int, segment: WeightSegment, look: DrawingOptions, width: int
+) -> Iterator[TextRow]:
     """Yield the text of a segment, wrapped, after its mark; long stretches lose their middle."""
     chunks = _chunks(forest, node, segment, look)
     if segment.first > forest.start[node]:
@@ -106,7 +108,7 @@ def _add_mark(row: TextRow, segment: WeightSegment) -> TextRow:
     return TextRow(row.place, Text.assemble(mark, row.text))
 
 
-def _chunks(forest: DrawnForest, node: int, segment: WeightSegment, look: Look) -> Iterator[TextChunk]:
+def _chunks(forest: DrawnForest, node: int, segment: WeightSegment, look: DrawingOptions) -> Iterator[TextChunk]:
     """Yield the decoded text of a segment, and a chunk for each stretch that is left out."""
     assert look.decoder is not None
     node_start = int(forest.start[node])
@@ -123,7 +125,7 @@ def _chunks(forest: DrawnForest, node: int, segment: WeightSegment, look: Look) 
         done = stop
 
 
-def _ranges(ids: list[int], look: Look) -> list[tuple[int, int]]:
+def _ranges(ids: list[int], look: DrawingOptions) -> list[tuple[int, int]]:
     """Return the ranges of `ids` to draw: all but the middle of long stretches between special tokens."""
     assert look.decoder is not None
     special = np.flatnonzero(np.isin(ids, list(look.decoder.special))).tolist()
@@ -160,7 +162,7 @@ class _Words:
         return words
 
 
-def _id_rows(words: _Words, first: int, look: Look, width: int) -> Iterator[TextRow]:
+def _id_rows(words: _Words, first: int, look: DrawingOptions, width: int) -> Iterator[TextRow]:
     """Yield rows of `words`, the first of which is token `first`."""
     num = len(words.ids)
     if look.full:

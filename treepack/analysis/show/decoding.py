@@ -30,7 +30,7 @@ class DecodedToken:
     unknown: bool = False
 
 
-class Decoder:
+class TokenDecoder:
     """The text of token ids by a fast tokenizer of transformers, with special tokens written out."""
 
     def __init__(self, tokenizer: Any) -> None:

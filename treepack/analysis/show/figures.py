@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Quantiles:
+class ValueRange:
     """Minimum, mean and maximum of the values that are not NaN."""
 
     min: float
@@ -23,10 +23,10 @@ class Quantiles:
         return f"{four_digits(self.min)} to {four_digits(self.max)}, mean {four_digits(self.mean)}"
 
 
-def spread(values: Iterable[float]) -> Quantiles | None:
+def spread(values: Iterable[float]) -> ValueRange | None:
     """Return minimum, mean and maximum of the `values` that are not NaN; None if all are."""
     known = np.array([value for value in values if not np.isnan(value)])
-    return Quantiles(float(known.min()), float(known.mean()), float(known.max())) if len(known) else None
+    return ValueRange(float(known.min()), float(known.mean()), float(known.max())) if len(known) else None
 
 
 def four_digits(value: float) -> str:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from treepack.analysis.show.bodies import (
     TRAINED_MARK,
-    Look,
+    DrawingOptions,
     WeightSegment,
     ids_rows,
     segment_ids,
@@ -34,11 +34,17 @@ ENDINGS = 4  # lines about trajectories at one node: all of them, or three and t
 MIN_BODY = 24  # columns of a body, even if a deep tree leaves fewer: such lines are wider than the terminal
 
 
-class Nodes:
+class NodeLines:
     """The lines of single nodes of one forest."""
 
     def __init__(
-        self, forest: DrawnForest, look: Look, places: Int64, *, by_turn: bool = False, intervals: bool = False
+        self,
+        forest: DrawnForest,
+        look: DrawingOptions,
+        places: Int64,
+        *,
+        by_turn: bool = False,
+        intervals: bool = False,
     ) -> None:
         """Number the first token of node u `places[u]`, and choose the nodes to draw."""
         self.forest, self.look, self.places, self.by_turn, self.intervals = forest, look, places, by_turn, intervals

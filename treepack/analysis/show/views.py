@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from treepack.analysis.show import selection
-from treepack.analysis.show.bodies import Look, segments
-from treepack.analysis.show.decoding import CONTEXT, Decoder
+from treepack.analysis.show.bodies import DrawingOptions, segments
+from treepack.analysis.show.decoding import CONTEXT, TokenDecoder
 from treepack.analysis.show.drawing import draw_trees, path_lines, row_lines
-from treepack.analysis.show.figures import Quantiles, spread
+from treepack.analysis.show.figures import ValueRange, spread
 from treepack.analysis.show.forest import (
     DrawnForest,
     forest_of_row,
@@ -157,7 +157,7 @@ def _or_none(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def lines(view: ForestView, look: Look) -> Iterator[Text]:
+def lines(view: ForestView, look: DrawingOptions) -> Iterator[Text]:
     """Yield the facts, a blank line, and the drawing."""
     yield from _fact_lines(view.facts, look)
     yield Text()
@@ -165,7 +165,7 @@ def lines(view: ForestView, look: Look) -> Iterator[Text]:
     yield from draw(view.forest, look)
 
 
-def _fact_lines(facts: dict[str, Any], look: Look) -> Iterator[Text]:
+def _fact_lines(facts: dict[str, Any], look: DrawingOptions) -> Iterator[Text]:
     """Yield names and values, as many on a line as fit."""
     line = Text()
     for name, value in facts.items():
@@ -186,7 +186,7 @@ def _fact_lines(facts: dict[str, Any], look: Look) -> Iterator[Text]:
 def _text(name: str, value: Any) -> str:
     if name == "por":
         return f"{100 * value:.1f} %"
-    if isinstance(value, Quantiles):
+    if isinstance(value, ValueRange):
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"
@@ -196,7 +196,7 @@ def _text(name: str, value: Any) -> str:
     return escape_text(value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False))
 
 
-def group_lines(groups: list[selection.SelectedGroup], look: Look) -> Iterator[Text]:
+def group_lines(groups: list[selection.SelectedGroup], look: DrawingOptions) -> Iterator[Text]:
     """Yield a table of groups: the first of them, or all if `look.full` is set. 0.3 ms a group."""
     groups_drawn = groups if look.full else groups[:GROUPS]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style=FAINT)
@@ -218,7 +218,7 @@ def group_lines(groups: list[selection.SelectedGroup], look: Look) -> Iterator[T
     yield Text("choose one with --group ID", FAINT)
 
 
-def view_as_json(view: ForestView, decoder: Decoder | None) -> dict[str, Any]:
+def view_as_json(view: ForestView, decoder: TokenDecoder | None) -> dict[str, Any]:
     """Return the facts and every node with its segments of equal loss weight, as plain values; nothing is left out."""
     forest = view.forest
     ending = forest.endings
@@ -252,5 +252,5 @@ def view_as_json(view: ForestView, decoder: Decoder | None) -> dict[str, Any]:
                 entry["text"] = "".join(piece.text for piece in decoder.pieces(ids, before))
             record["segments"].append(entry)
         nodes.append(record)
-    facts = {name: asdict(value) if isinstance(value, Quantiles) else value for name, value in view.facts.items()}
+    facts = {name: asdict(value) if isinstance(value, ValueRange) else value for name, value in view.facts.items()}
     return {"kind": view.kind, **facts, "nodes": nodes}

@@ -23,7 +23,7 @@ from treepack.errors import TreepackError, shown
 from treepack.files.address import AnyPath
 from treepack.files.remote.cache import local_copy
 from treepack.pack.options import MAX_BUDGET, MAX_CAPACITY
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
@@ -43,7 +43,7 @@ class PlanFile:
     """
 
     path: Path
-    limits: Limits
+    limits: RowLimits
     multiple_of: int
     lower_bound: int
     method: str
@@ -86,7 +86,7 @@ def read_plan_file(path: AnyPath) -> PlanFile:
             raise TreepackError(f'{path}:{number}: is no row; expected {{"trajectory_ids": [at least one id]}}')
     return PlanFile(
         path,
-        Limits(header["capacity"], header.get("pairs"), header.get("terms")),
+        RowLimits(header["capacity"], header.get("pairs"), header.get("terms")),
         header.get("multiple_of", 1),
         header.get("lower_bound", 0),
         header.get("method", "given"),

@@ -80,7 +80,7 @@ def path_pairs(length: Int64) -> Int64:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RowLimits:
     """Maximum tokens of one row, and maximum attention score pairs and loss terms unless these are None."""
 
     capacity: int
@@ -97,7 +97,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class SearchOptions:
     """The work that a method may do.
 
     `effort` is one of `options.EFFORTS`. It limits counted work, not time, so the plan is the same on any machine.
@@ -111,7 +111,7 @@ class Search:
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class TreeSolution:
     """The rows of one tree: `row_of_leaf` int64 [leaves], rows numbered from 0 without a gap.
 
     No plan of the tree within the capacity has fewer tokens than `lower_bound`; it is 0 if the method proves nothing.

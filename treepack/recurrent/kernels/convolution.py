@@ -3,11 +3,11 @@
     forward   x [N, C]                  --> out [N, C]
     weight    x, gradient of out        --> inner [N, C], the gradient before silu, and partial sums of the gradients of
                                             weight and bias
-    distant   inner                     --> [E, C], the shares of the distant readers of each target (`Taps`)
+    distant   inner                     --> [E, C], the shares of the distant readers of each target (`ConvolutionTaps`)
     input     inner, distant            --> gradient of x [N, C]
 
-A program computes tiles of tokens times channels. Tokens are gathered through `Taps.ancestors`; neighbours in a tile
-read nearly the same tokens, so most of these loads hit the L1 cache. The forward keeps nothing but x.
+A program computes tiles of tokens times channels. Tokens are gathered through `ConvolutionTaps.ancestors`; neighbours
+in a tile read nearly the same tokens, so most of these loads hit the L1 cache. The forward keeps nothing but x.
 
 Sums are in float32 and in one order, so two runs agree in every bit. `weights` is float32 [W, C]; row i belongs to tap
 i, which reads the i-th ancestor. SIZES are W, C, and the row strides of x and of a gradient.
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treepack.attention.kernel_launch import Launch
-from treepack.recurrent.convolution import Taps, check_activation
+from treepack.recurrent.convolution import ConvolutionTaps, check_activation
 
 # A program is one warp, and a thread has 8 neighbouring channels of every token of a tile: 16 bytes in half precision.
 # So sums over the tokens of a tile need no exchange between threads.
@@ -198,7 +198,7 @@ class ConvolutionInputs(NamedTuple):
     weights: Tensor
     bias: Tensor | None
     is_silu: bool
-    taps: Taps
+    taps: ConvolutionTaps
 
 
 class ConvolutionGradients(NamedTuple):
@@ -299,7 +299,9 @@ def _launch(kernel: Any, rows: int, arguments: dict[str, Any], constants: dict[s
 
 class _TreeConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_silu: bool, taps: Taps) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_silu: bool, taps: ConvolutionTaps
+    ) -> Tensor:
         x = _with_rows(x)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         with torch.cuda.device_of(x):
@@ -347,7 +349,9 @@ def _by_taps(weight: Tensor) -> Tensor:
     return weight.float().mT.flip(0).contiguous()
 
 
-def triton_convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, taps: Taps) -> Tensor:
+def triton_convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, taps: ConvolutionTaps
+) -> Tensor:
     """Return the convolution of the tokens of a tree, [N, C]; arguments as in `convolution.convolve`.
 
     The dtype of `x` is one of `DTYPES`. Rows may be a part of wider ones; channels side by side are not copied.

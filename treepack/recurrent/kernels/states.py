@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from treepack.attention.kernel_launch import Launch, padded_width
-from treepack.recurrent.chunks import Stage, TokenChunks
+from treepack.recurrent.chunks import RunStage, TokenChunks
 from treepack.recurrent.kernels.state_shapes import StateConfig, choose_shape, state_configs
 
 _PART = 128  # rows of a state in one block; K has at most two such parts
@@ -228,7 +228,7 @@ def _sum_kernel(
         tl.store(p_sum, b_sum, mask=o_x < ELEMENTS)
 
 
-class Forward(NamedTuple):
+class ForwardOperands(NamedTuple):
     """Operands of the forward recursion; `h`, `new` and `states` [S, H, K, V] are written. Shapes as in the header."""
 
     k: Tensor
@@ -240,7 +240,7 @@ class Forward(NamedTuple):
     states: Tensor
 
 
-class Backward(NamedTuple):
+class BackwardOperands(NamedTuple):
     """Operands of the backward recursion; `dh`, `du` and `d_states` are written."""
 
     q: Tensor
@@ -254,19 +254,19 @@ class Backward(NamedTuple):
     d_states: Tensor
 
 
-def run_forward_launch(tensors: Forward, chunks: TokenChunks, stage: Stage, config: StateConfig) -> Launch:
+def run_forward_launch(tensors: ForwardOperands, chunks: TokenChunks, stage: RunStage, config: StateConfig) -> Launch:
     """Return the launch that computes the runs of a stage."""
     arguments = {**tensors._asdict(), **_table(chunks, stage)}
     return _launch(_forward_kernel, arguments, tensors.h, chunks, config)
 
 
-def run_backward_launch(tensors: Backward, chunks: TokenChunks, stage: Stage, config: StateConfig) -> Launch:
+def run_backward_launch(tensors: BackwardOperands, chunks: TokenChunks, stage: RunStage, config: StateConfig) -> Launch:
     """Return the launch that computes the gradients of the runs of a stage."""
     arguments = {**tensors._asdict(), **_table(chunks, stage), **_followers(chunks)}
     return _launch(_backward_kernel, arguments, tensors.dh, chunks, config)
 
 
-def run_sum_launch(d_states: Tensor, chunks: TokenChunks, stage: Stage) -> Launch:
+def run_sum_launch(d_states: Tensor, chunks: TokenChunks, stage: RunStage) -> Launch:
     """Return the launch that adds the entries of the runs of a stage, any but the first."""
     elements = d_states[0].numel()
     arguments = {"d_states": d_states, "run_state": chunks.run_state, "first_run": stage.first, **_followers(chunks)}
@@ -275,7 +275,7 @@ def run_sum_launch(d_states: Tensor, chunks: TokenChunks, stage: Stage) -> Launc
     return Launch(_sum_kernel, programs, arguments, constants, {"num_warps": 4, "num_stages": 2})
 
 
-def _table(chunks: TokenChunks, stage: Stage) -> dict[str, Any]:
+def _table(chunks: TokenChunks, stage: RunStage) -> dict[str, Any]:
     """Return the arguments of both kernels about chunks and runs."""
     return {
         "chunks": stage.chunks,
@@ -335,7 +335,7 @@ def states_forward(k: Tensor, u: Tensor, w: Tensor | None, a: Tensor, chunks: To
     h = torch.empty((len(chunks.begin), heads, k.shape[2], values), dtype=k.dtype, device=k.device)
     states = torch.empty((saved, *h.shape[1:]), dtype=torch.float32, device=k.device)
     new = u if w is None else torch.empty_like(u)
-    tensors = Forward(k, u, w, a, h, new, states)
+    tensors = ForwardOperands(k, u, w, a, h, new, states)
     for stage in chunks.stages:
         run_forward_launch(
             tensors, chunks, stage, choose_shape(state_configs(k).forward, len(stage.begins) - 1, h)
@@ -360,7 +360,7 @@ def states_backward(
     dh = torch.empty((len(chunks.begin), heads, k.shape[2], values), dtype=k.dtype, device=k.device)
     d_states = torch.empty((len(chunks.state_runs), *dh.shape[1:]), dtype=torch.float32, device=k.device)
     du = torch.empty_like(du_local)
-    tensors = Backward(q, k, w, a, do, du_local, dh, du, d_states)
+    tensors = BackwardOperands(q, k, w, a, do, du_local, dh, du, d_states)
     # A state that only one run begins from has nothing to add.
     has_sums = len(chunks.state_runs) > len(chunks.state_begins) - 1
     for stage in reversed(chunks.stages):

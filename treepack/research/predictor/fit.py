@@ -85,7 +85,7 @@ class FitOptions:
 
 
 @dataclass(frozen=True)
-class Fit:
+class CheckedFit:
     """A checked fit: model, options, the supervised rows, and the rows of every optimiser step.
 
     `target` is float64 [num_inner], by node of the segment tree.
@@ -134,7 +134,7 @@ def squared_error(head: nn.Linear, states: Tensor, target: Float64) -> Tensor:
     return (values_of_states(head, states).double() - targets).square().sum()
 
 
-def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> Fit:
+def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> CheckedFit:
     """Read the trie, draw and pack prompts and prefixes, load the model, and check that they fit together.
 
     Raises:
@@ -160,7 +160,7 @@ def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> Fit:
     notes = (*loaded.notes, *((f"the head of {model} is used and fitted further",) if predictor.record else ()))
     if np.ptp(reward) == 0:
         notes = (*notes, f"every rollout has the reward {reward[0]:g}, so the predictor can learn only this constant")
-    return Fit(
+    return CheckedFit(
         model=predictor,
         options=options,
         rows=rows,
@@ -186,7 +186,7 @@ def _schedule(num_rows: int, train: TrainOptions) -> list[OptimiserStep]:
     return schedule
 
 
-def fit(run: Fit, out: str | AnyPath, *, overwrite: bool = False) -> Iterator[FitStep]:
+def fit(run: CheckedFit, out: str | AnyPath, *, overwrite: bool = False) -> Iterator[FitStep]:
     """Fit the predictor, and yield after every optimiser step; `out` appears after the last step.
 
     Raises:
@@ -210,7 +210,7 @@ def fit(run: Fit, out: str | AnyPath, *, overwrite: bool = False) -> Iterator[Fi
         save_values(run.model, temporary, _entries(run))
 
 
-def _entries(run: Fit) -> dict[str, Any]:
+def _entries(run: CheckedFit) -> dict[str, Any]:
     """Return the entries of values.json about the fit."""
     fit_options = {name: getattr(run.options, name) for name in ("capacity", "segment", "prefix_share", "freeze")}
     shared = {name: value for name, value in run.options.train.as_record().items() if name in SHARED_OPTIONS}
@@ -218,11 +218,11 @@ def _entries(run: Fit) -> dict[str, Any]:
     return {"model": run.model.loaded.source, **run.origin, "options": fit_options | shared, **counts}
 
 
-def _dtype(run: Fit) -> str:
+def _dtype(run: CheckedFit) -> str:
     return run.options.train.dtype
 
 
-def _frozen_states(run: Fit) -> Callable[[AnchorRow], Tensor]:
+def _frozen_states(run: CheckedFit) -> Callable[[AnchorRow], Tensor]:
     """Return `end_states` with a cache, which computes each row once, for use with a frozen backbone."""
     states: dict[int, Tensor] = {}  # by row_id; [n, D] each, only the ends of prefixes, so all rows fit in memory
 
@@ -245,7 +245,7 @@ def _optimiser(parameters: Sequence[nn.Parameter], train: TrainOptions) -> torch
 
 
 def _fit_step(
-    run: Fit, optimiser: torch.optim.Optimizer, number: int, states_of: Callable[[AnchorRow], Tensor]
+    run: CheckedFit, optimiser: torch.optim.Optimizer, number: int, states_of: Callable[[AnchorRow], Tensor]
 ) -> FitStep:
     """Carry out optimiser step `number`, counted from 0.
 

@@ -42,7 +42,7 @@ from treepack.model.memory import memory_errors
 from treepack.model.source import local_source
 from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone
 from treepack.research.trace.predictions import group_ids
-from treepack.research.trace.targets import Anchors, anchors
+from treepack.research.trace.targets import TurnPrefixes, anchors
 from treepack.train.ranks import find_device
 from treepack.trajectory import Float64
 from treepack.trie.store.trie_files import read_trie
@@ -274,7 +274,7 @@ def predict_values(
     )
 
 
-def prediction_table(trie: Trie, ends: Anchors, values: Float64) -> pa.Table:
+def prediction_table(trie: Trie, ends: TurnPrefixes, values: Float64) -> pa.Table:
     """Return a table of group_id, trajectory_id, turn and value: each prompt, then each prefix in trie order.
 
     `values` is float64 [num_inner], by node.

@@ -26,14 +26,14 @@ from treepack.errors import TreepackError
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
-from treepack.research.trace.targets import Anchors
+from treepack.research.trace.targets import TurnPrefixes
 from treepack.trajectory import Int32, Int64, Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, sequences_of
 
 
 @dataclass(frozen=True, slots=True)
-class Prefixes:
+class NodePrefixes:
     """The prefix of every inner node of a `SegmentTree`: the first `num_tokens` tokens of trajectory `owner`.
 
     All arrays are int64 [num_inner], by node: first the groups, whose prefixes are their prompts, then the prefixes
@@ -56,7 +56,7 @@ class AnchorRow(NamedTuple):
     token: Int64
 
 
-def anchor_prefixes(trie: Trie, ends: Anchors) -> Prefixes:
+def anchor_prefixes(trie: Trie, ends: TurnPrefixes) -> NodePrefixes:
     """Return the prefix of every inner node of `ends.tree`.
 
     The prompt of a group is the longest common prefix of its trajectories before their first trained token: the tokens
@@ -81,10 +81,10 @@ def anchor_prefixes(trie: Trie, ends: Anchors) -> Prefixes:
             "to value before they are sampled; give rollouts of different prompts different group ids"
         )
     num_trajectories = np.bincount(tree.node, minlength=tree.num_inner)[: tree.num_inner]
-    return Prefixes(trie, owner, num_tokens, num_trajectories, tree.num_groups)
+    return NodePrefixes(trie, owner, num_tokens, num_trajectories, tree.num_groups)
 
 
-def _prompt_lengths(trie: Trie, ends: Anchors) -> Int64:
+def _prompt_lengths(trie: Trie, ends: TurnPrefixes) -> Int64:
     """Return the length of the common prefix of each group before its first trained token, int64 [num_groups]."""
     spans = SpanView.of(trie.trajectories)
     prompts: list[Int32 | None] = [None] * ends.tree.num_groups
@@ -103,7 +103,7 @@ def _prompt_lengths(trie: Trie, ends: Anchors) -> Int64:
     return np.array([0 if prompt is None else len(prompt) for prompt in prompts], np.int64)
 
 
-def draw_nodes(prefixes: Prefixes, *, prefix_share: float, seed: int) -> Int64:
+def draw_nodes(prefixes: NodePrefixes, *, prefix_share: float, seed: int) -> Int64:
     """Draw all prompts, and random prefixes until they are `prefix_share` of the drawn nodes; return ascending nodes.
 
     If there are too few prefixes, all are drawn. At least one is drawn unless the share is 0. TRACE (arXiv 2606.11119)
@@ -121,7 +121,7 @@ def draw_nodes(prefixes: Prefixes, *, prefix_share: float, seed: int) -> Int64:
     return np.concatenate([np.arange(num_groups), np.sort(drawn)])
 
 
-def anchor_rows(prefixes: Prefixes, nodes: Int64, *, capacity: int) -> list[AnchorRow]:
+def anchor_rows(prefixes: NodePrefixes, nodes: Int64, *, capacity: int) -> list[AnchorRow]:
     """Pack the prefixes of `nodes` (ascending) into rows of at most `capacity` tokens; each node ends in one row.
 
     Each owner becomes one trajectory as long as its longest prefix; its shorter prefixes end inside it. Groups and
@@ -140,7 +140,7 @@ def anchor_rows(prefixes: Prefixes, nodes: Int64, *, capacity: int) -> list[Anch
     return [_anchor_row(prefixes, row, nodes_of) for row in pack_rows(trie, plan)]
 
 
-def _longest_prefixes(prefixes: Prefixes, nodes_of: dict[int, Int64]) -> Iterator[Trajectory]:
+def _longest_prefixes(prefixes: NodePrefixes, nodes_of: dict[int, Int64]) -> Iterator[Trajectory]:
     """Yield the longest prefix of each owner as a trajectory, whose id is the owner's number."""
     nothing = np.zeros(0, np.int32)
     for i, tokens in enumerate(sequences_of(prefixes.trie)):
@@ -149,7 +149,7 @@ def _longest_prefixes(prefixes: Prefixes, nodes_of: dict[int, Int64]) -> Iterato
             yield Trajectory(str(i), str(i), Tokens(cut, nothing, nothing, np.zeros(0, np.float64)))
 
 
-def _anchor_row(prefixes: Prefixes, row: Row, nodes_of: dict[int, Int64]) -> AnchorRow:
+def _anchor_row(prefixes: NodePrefixes, row: Row, nodes_of: dict[int, Int64]) -> AnchorRow:
     """Return the row with the nodes that end in it and their last tokens."""
     nodes, tokens = [], []
     for name, end in zip(row.trajectory_ids, row.trajectory_ends.tolist(), strict=True):
@@ -162,7 +162,7 @@ def _anchor_row(prefixes: Prefixes, row: Row, nodes_of: dict[int, Int64]) -> Anc
     return AnchorRow(row, np.concatenate(nodes), np.concatenate(tokens))
 
 
-def _refuse_too_long(prefixes: Prefixes, nodes: Int64, capacity: int) -> None:
+def _refuse_too_long(prefixes: NodePrefixes, nodes: Int64, capacity: int) -> None:
     """Refuse prefixes that do not fit in a row.
 
     Raises:
@@ -177,6 +177,6 @@ def _refuse_too_long(prefixes: Prefixes, nodes: Int64, capacity: int) -> None:
         )
 
 
-def tokens_alone(prefixes: Prefixes, nodes: Int64) -> int:
+def tokens_alone(prefixes: NodePrefixes, nodes: Int64) -> int:
     """Return the number of tokens to compute if each prefix of `nodes` were encoded alone."""
     return int(prefixes.num_tokens[nodes].sum())

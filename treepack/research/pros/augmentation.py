@@ -72,7 +72,7 @@ class AugmentedQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class Augmentation:
+class AugmentedQueries:
     """Augmented queries in the order of their rollouts in the trie, and the number of rollouts by outcome."""
 
     queries: list[AugmentedQuery]
@@ -119,7 +119,7 @@ def augment(
     values: PerToken | None = None,
     boundary: str = "token",
     success_above: float = 0.0,
-) -> Augmentation:
+) -> AugmentedQueries:
     """Build the augmented query of every rollout with a reward above `success_above`, each prefix of a query once.
 
     `entropies[i]` and `values[i]` belong to the trained tokens of trajectory i, in order, or are None. A rollout that
@@ -155,7 +155,7 @@ def augment(
             counts["cut"] += 1
         else:
             counts["with the prefix of another"] += 1
-    return Augmentation(list(queries.values()), counts)
+    return AugmentedQueries(list(queries.values()), counts)
 
 
 @dataclass(frozen=True, slots=True)

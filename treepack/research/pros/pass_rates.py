@@ -35,7 +35,7 @@ BLOCK = 1 << 15
 
 
 @dataclass(frozen=True)
-class Prior:
+class OddsPrior:
     """The constants of the model: mean and deviation of original log-odds, and deviation of derived ones around them.
 
     With the default tau, the pass rate of a query without rollouts is almost uniform in (0, 1).
@@ -85,7 +85,7 @@ class GibbsLength:
 
 
 @dataclass(frozen=True, slots=True)
-class Conditional:
+class ConditionalOdds:
     """Distribution of psi given the Polya-Gamma variables, each float64 [n], one entry per query.
 
     `mean` and `variance` describe each query alone, with its parent integrated out. Given the psi of its parent, the
@@ -118,7 +118,7 @@ def estimate(
     passed: Float64,
     tried: Float64,
     *,
-    prior: Prior = Prior(),
+    prior: OddsPrior = OddsPrior(),
     sampling: GibbsLength = GibbsLength(),
 ) -> LogOdds:
     """Estimate the posterior log-odds of n queries that passed `passed` of `tried` times, 0 <= passed <= tried.
@@ -149,7 +149,7 @@ def estimate(
     return log_odds
 
 
-def _prior_deviation(parent: Int64, prior: Prior) -> Float64:
+def _prior_deviation(parent: Int64, prior: OddsPrior) -> Float64:
     derived = np.hypot(prior.tau, prior.sigma)
     return np.where(parent < 0, prior.tau, derived).astype(np.float64)
 
@@ -164,7 +164,7 @@ def _blocks(family: Int64) -> list[tuple[int, int]]:
 
 
 def _posterior(
-    parent: Int64, passed: Float64, tried: Float64, prior: Prior, sampling: GibbsLength, rng: np.random.Generator
+    parent: Int64, passed: Float64, tried: Float64, prior: OddsPrior, sampling: GibbsLength, rng: np.random.Generator
 ) -> tuple[Float64, Float64]:
     """Return mean and deviation of the log-odds of one block, averaged over sweeps of the sampler."""
     # Sums over sweeps of the conditional mean, its square and the conditional variance, [3, n]. Means are taken from
@@ -182,8 +182,8 @@ def _posterior(
 
 
 def sample(
-    parent: Int64, passed: Float64, tried: Float64, *, prior: Prior, rng: np.random.Generator
-) -> Iterator[tuple[Float64, Conditional]]:
+    parent: Int64, passed: Float64, tried: Float64, *, prior: OddsPrior, rng: np.random.Generator
+) -> Iterator[tuple[Float64, ConditionalOdds]]:
     """Yield sweeps of the Gibbs sampler without end: a draw of every psi, and the Gaussian of the draw."""
     kappa = passed - tried / 2
     # Queries without rollouts keep omega 0, so they carry no information.
@@ -202,7 +202,7 @@ def sample(
         yield psi, gaussian
 
 
-def conditional(parent: Int64, kappa: Float64, omega: Float64, prior: Prior) -> Conditional:
+def conditional(parent: Int64, kappa: Float64, omega: Float64, prior: OddsPrior) -> ConditionalOdds:
     """Return the distribution of all psi given their Polya-Gamma variables `omega`: the two lines of the header."""
     # parent [-1, 0], kappa [1, -1], omega [0.5, 1], mu 0, tau = sigma = 1: shrinkage [1, 0.5], precision of the parent
     # 1 + 0.5 + 1 * 0.5 = 2 -> mean [0.25, -0.375], variance [0.5, 0.625].
@@ -223,4 +223,4 @@ def conditional(parent: Int64, kappa: Float64, omega: Float64, prior: Prior) -> 
     # The parent's uncertainty adds to the variance of a derived query, reduced by the shrinkage.
     mean[derived] = pull[derived] + shrinkage[derived] * mean[above]
     variance[derived] = prior.sigma**2 * shrinkage[derived] + shrinkage[derived] ** 2 * variance[above]
-    return Conditional(mean, variance, shrinkage, pull)
+    return ConditionalOdds(mean, variance, shrinkage, pull)

@@ -40,7 +40,7 @@ MIN_ROLLOUTS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class QueryCounts:
     """Counts of n queries, sorted by id.
 
     `query_id` is an Arrow array of strings. `parent` int64 [n] is the index of the query from which each one is
@@ -66,18 +66,20 @@ class State:
         return self.query_id.take(pa.array(self.parent, mask=self.parent < 0))
 
 
-def empty_state() -> State:
+def empty_state() -> QueryCounts:
     """Return a state without queries."""
-    return State(pa.array([], pa.string()), np.zeros(0, np.int64), np.zeros(0), np.zeros(0), 0)
+    return QueryCounts(pa.array([], pa.string()), np.zeros(0, np.int64), np.zeros(0), np.zeros(0), 0)
 
 
-def indices_of(state: State, query_id: pa.Array) -> Int64:
+def indices_of(state: QueryCounts, query_id: pa.Array) -> Int64:
     """Return the index of each query of `query_id` in the state, -1 if it is not there; int64 [len(query_id)]."""
     indices: Int64 = pc.index_in(query_id, value_set=state.query_id).fill_null(-1).to_numpy().astype(np.int64)
     return indices
 
 
-def with_queries(state: State, query_id: Sequence[str], parent_id: Sequence[str | None]) -> tuple[State, int]:
+def with_queries(
+    state: QueryCounts, query_id: Sequence[str], parent_id: Sequence[str | None]
+) -> tuple[QueryCounts, int]:
     """Add queries to `state`, and return it with the number of new ones. A `parent_id` of None is an original query.
 
     Raises:
@@ -95,7 +97,7 @@ def with_queries(state: State, query_id: Sequence[str], parent_id: Sequence[str 
             raise _several_parents(names[i].as_py(), parents[i].as_py(), old_parent)
     # Append first, then look parents up: a query and its parent may arrive together.
     new = pa.array(np.flatnonzero(at < 0))
-    joined = State(
+    joined = QueryCounts(
         pa.concat_arrays([state.query_id, names.take(new)]),
         np.concatenate([state.parent, np.full(len(new), -1)]),
         np.concatenate([state.passed, np.zeros(len(new))]),
@@ -117,13 +119,13 @@ def _several_parents(query: str, parent: str | None, old: str | None) -> Treepac
     return TreepackError(f"the query {query} has the parent {parent} here and {old} before; give each query one parent")
 
 
-def _sort_by_id(state: State) -> State:
+def _sort_by_id(state: QueryCounts) -> QueryCounts:
     order: Int64 = pc.sort_indices(state.query_id).to_numpy().astype(np.int64)
     # place is the inverse of order, which renumbers parents: ids [q, q~1, a], order [2, 0, 1] -> place [1, 2, 0].
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     parent = state.parent[order]
-    return State(
+    return QueryCounts(
         state.query_id.take(pa.array(order)),
         np.where(parent < 0, -1, place[parent]),
         state.passed[order],
@@ -134,14 +136,14 @@ def _sort_by_id(state: State) -> State:
 
 
 def forget_and_add(
-    state: State,
+    state: QueryCounts,
     query: Int64,
     success: NDArray[np.bool_],
     *,
     step: Int64 | None = None,
     weight: Float64 | None = None,
     forgetting: float,
-) -> State:
+) -> QueryCounts:
     """Count the rollouts of one training step, or of several steps in order, and return the new state.
 
     At each step, the counts of every query are multiplied by `forgetting`, the lambda in (0, 1] of PROS, section 4, and
@@ -201,7 +203,7 @@ def nearest(log_odds: Float64, k: int, *, seed: int = 0) -> Int64:
     return order
 
 
-def write_state(state: State, path: AnyPath) -> None:
+def write_state(state: QueryCounts, path: AnyPath) -> None:
     """Write `state` over an old one; equal states give equal bytes, and a failed write leaves the old file.
 
     Whoever reads a state and writes it again needs its lock, or counts of another process are lost.
@@ -217,7 +219,7 @@ def write_state(state: State, path: AnyPath) -> None:
         pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
 
 
-def read_state(path: AnyPath) -> State:
+def read_state(path: AnyPath) -> QueryCounts:
     """Read a file that `write_state` wrote.
 
     Raises:
@@ -253,7 +255,7 @@ def _check_version(about: dict[str, object], path: Path) -> None:
         )
 
 
-def _state_of(table: pa.Table, num_updates: int, path: Path) -> State:
+def _state_of(table: pa.Table, num_updates: int, path: Path) -> QueryCounts:
     """Build the state from its columns and check them.
 
     Raises:
@@ -272,4 +274,4 @@ def _state_of(table: pa.Table, num_updates: int, path: Path) -> State:
     for fault, is_present in faults.items():
         if is_present:
             raise TreepackError(f"{path}: is damaged ({fault}); make it again with treepack select update")
-    return State(query_id, parent, passed, tried, num_updates)
+    return QueryCounts(query_id, parent, passed, tried, num_updates)

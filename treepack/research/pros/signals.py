@@ -37,7 +37,7 @@ PerToken = Sequence[Float64 | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Signals:
+class TokenSignals:
     """One array per trajectory of the trie, over its trained tokens, or None. A list is None if no record has it.
 
     `num_unknown` counts the records of rollouts that are not in the trie.
@@ -68,7 +68,7 @@ def entropies_of_terms(
     return entropies
 
 
-def read_signals(path: str | Path, trie: Trie) -> Signals:
+def read_signals(path: str | Path, trie: Trie) -> TokenSignals:
     """Read the entropies and values of the trajectories of `trie` from the records of `path`.
 
     Raises:
@@ -99,7 +99,7 @@ def read_signals(path: str | Path, trie: Trie) -> Signals:
         fault = f"has neither {ENTROPIES} nor {VALUES} of any rollout of the trie"
         raise TreepackError(f"{path}: {fault}; expected records with the rollout's id and lists under these names")
     entropies, values = (signals[name] if name in used else None for name in (ENTROPIES, VALUES))
-    return Signals(entropies, values, num_unknown)
+    return TokenSignals(entropies, values, num_unknown)
 
 
 def _name(record: Record) -> str:

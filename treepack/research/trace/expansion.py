@@ -29,14 +29,14 @@ from treepack.research.trace.allocation import (
     prefix_utility,
     root_utility,
 )
-from treepack.research.trace.predictions import Predictions, group_ids, prefix_values
+from treepack.research.trace.predictions import ValuePredictions, group_ids, prefix_values
 from treepack.research.trace.targets import anchors, binary_rewards
 from treepack.trie.trie import Trie
 
 SUFFIXES = (".jsonl", ".parquet")
 
 
-def root_table(predictions: Predictions, *, budget: int, max_rollouts: int | None = None) -> pa.Table:
+def root_table(predictions: ValuePredictions, *, budget: int, max_rollouts: int | None = None) -> pa.Table:
     """Allocate rollouts to every prompt by `allocate_roots`, at most `max_rollouts` each; prompts by group_id.
 
     Raises:
@@ -58,7 +58,9 @@ def root_table(predictions: Predictions, *, budget: int, max_rollouts: int | Non
     )
 
 
-def prefix_table(trie: Trie, predictions: Predictions, *, expand: int, segment: str = "turn") -> tuple[pa.Table, int]:
+def prefix_table(
+    trie: Trie, predictions: ValuePredictions, *, expand: int, segment: str = "turn"
+) -> tuple[pa.Table, int]:
     """Choose the prefixes of `trie` to continue by `allocate_prefixes`. Return them and the number of all prefixes.
 
     A group of m trajectories gets m times `expand` continuations. A continuation costs half a rollout, so if a group

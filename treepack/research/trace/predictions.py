@@ -21,14 +21,14 @@ from treepack.errors import TreepackError
 from treepack.files.address import AnyPath
 from treepack.ingest.readers.files import read_records
 from treepack.ingest.readers.records import Record
-from treepack.research.trace.targets import Anchors, Correlation, recursive_targets, spearman
+from treepack.research.trace.targets import RankCorrelation, TurnPrefixes, recursive_targets, spearman
 from treepack.rl.leaf_weights import leaf_weights
 from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)
-class Predictions:
+class ValuePredictions:
     """The content of a file of predictions; messages name the file by `path`.
 
     `group_ids` ascend, with `root_value` float64 and `max_rollouts` int64 (the largest integer if the line has none),
@@ -43,7 +43,7 @@ class Predictions:
     prefix_group: dict[tuple[str, int], str]
 
 
-def read_predictions(path: str | AnyPath) -> Predictions:
+def read_predictions(path: str | AnyPath) -> ValuePredictions:
     """Read a file of predictions, JSON lines or Parquet, also compressed.
 
     Raises:
@@ -73,7 +73,7 @@ def read_predictions(path: str | AnyPath) -> Predictions:
         if is_duplicate:
             raise TreepackError(f"{record.source}: an earlier line has the same prompt or prefix; keep one of them")
     ids = sorted(roots)
-    return Predictions(
+    return ValuePredictions(
         str(path),
         ids,
         np.array([roots[name][0] for name in ids], np.float64),
@@ -117,7 +117,7 @@ def _describe(value: Any) -> str:
     return "missing" if value is None else repr(value)[:40]
 
 
-def prefix_values(predictions: Predictions, trie: Trie, prefixes: Anchors) -> Float64:
+def prefix_values(predictions: ValuePredictions, trie: Trie, prefixes: TurnPrefixes) -> Float64:
     """Return the predicted value of every prefix of `trie`, float64 [num_anchors].
 
     Raises:
@@ -141,7 +141,7 @@ def prefix_values(predictions: Predictions, trie: Trie, prefixes: Anchors) -> Fl
     return value
 
 
-def _match(predictions: Predictions, trie: Trie, prefixes: Anchors) -> tuple[list[tuple[str, int]], Float64]:
+def _match(predictions: ValuePredictions, trie: Trie, prefixes: TurnPrefixes) -> tuple[list[tuple[str, int]], Float64]:
     """Return trajectory id and turn of every prefix, and its predicted value, NaN if there is none.
 
     Raises:
@@ -159,7 +159,7 @@ def _match(predictions: Predictions, trie: Trie, prefixes: Anchors) -> tuple[lis
     return keys, np.array([predictions.prefix_value.get(key, math.nan) for key in keys], np.float64)
 
 
-def _root_values(predictions: Predictions, trie: Trie, prefixes: Anchors) -> Float64:
+def _root_values(predictions: ValuePredictions, trie: Trie, prefixes: TurnPrefixes) -> Float64:
     """Return the predicted value of every group of `trie`, by its code, NaN if there is none; float64 [num_groups].
 
     Raises:
@@ -175,7 +175,7 @@ def _root_values(predictions: Predictions, trie: Trie, prefixes: Anchors) -> Flo
     return np.array([known.get(name, math.nan) for name in names], np.float64)
 
 
-def group_ids(trie: Trie, prefixes: Anchors) -> list[str]:
+def group_ids(trie: Trie, prefixes: TurnPrefixes) -> list[str]:
     """Return the group_id of each group of `prefixes`, by its code."""
     # The first trajectory of each code: group [0, 0, 1, 1] -> first [0, 2].
     first = np.unique(prefixes.group, return_index=True)[1]
@@ -183,7 +183,9 @@ def group_ids(trie: Trie, prefixes: Anchors) -> list[str]:
     return names
 
 
-def correlations(predictions: Predictions, trie: Trie, prefixes: Anchors, reward: Float64) -> dict[str, Correlation]:
+def correlations(
+    predictions: ValuePredictions, trie: Trie, prefixes: TurnPrefixes, reward: Float64
+) -> dict[str, RankCorrelation]:
     """Rank correlation of the predictions and the recursive targets, at each predicted level: TRACE, equation 22.
 
     "root" compares groups. "prefix" compares nodes; the prediction of a node is the mean over its occurrences. "shared
@@ -212,7 +214,7 @@ def correlations(predictions: Predictions, trie: Trie, prefixes: Anchors, reward
     return levels
 
 
-def _check_any_known(predictions: Predictions, value: Float64, what: str) -> None:
+def _check_any_known(predictions: ValuePredictions, value: Float64, what: str) -> None:
     if np.isnan(value).all():
         raise TreepackError(
             f"{predictions.path}: predicts none of the trie's {len(value):,} {what}; predict on its rollouts, with the "
@@ -230,6 +232,6 @@ def _means_of_known(value: Float64, part: Int64, num_parts: int) -> Float64:
     return mean
 
 
-def _rank_correlation(value: Float64, target: Float64) -> Correlation:
+def _rank_correlation(value: Float64, target: Float64) -> RankCorrelation:
     known = ~np.isnan(value)
     return spearman(value[known], target[known])._replace(num_unpredicted=int((~known).sum()))

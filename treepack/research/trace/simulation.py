@@ -31,7 +31,7 @@ PREDICTED_RANGE = (0.01, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
-class Experiment:
+class BudgetExperiment:
     """A budget, and the simulated steps that spend it.
 
     Of `candidates` prompts, uniform allocation rolls out `selected` at random (None: half of them, or as many as can
@@ -78,7 +78,7 @@ class Experiment:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class ExperimentArm:
     """One way to spend the budget and its results, each measure float64 [steps].
 
     root_ratio      share of the prompts rolled out that had both outcomes, equation 21
@@ -103,7 +103,7 @@ MEASURES = ("root_ratio", "rollout_ratio", "prefix_ratio", "mixed_prompts", "cos
 ARMS = tuple(itertools.product((False, True), repeat=2))
 
 
-def simulate(world: World, experiment: Experiment) -> tuple[list[Arm], float | None]:
+def simulate(world: World, experiment: BudgetExperiment) -> tuple[list[ExperimentArm], float | None]:
     """Run the four arms. Return them, uniform first, and the mean rank correlation of predicted and true chances.
 
     The correlation is over prompts, and None if it is undefined in every step. The arms of a step share its prompts and
@@ -130,7 +130,7 @@ def simulate(world: World, experiment: Experiment) -> tuple[list[Arm], float | N
             for second in (False, True):
                 arm = ARMS.index((active, second))
                 measures[arm, :, step] = _expand(bare, owner, count, experiment, second, random)
-    arms = [Arm(first, second, *values) for (first, second), values in zip(ARMS, measures, strict=True)]
+    arms = [ExperimentArm(first, second, *values) for (first, second), values in zip(ARMS, measures, strict=True)]
     known = ranks[np.isfinite(ranks)]
     return arms, float(known.mean()) if len(known) else None
 
@@ -154,7 +154,7 @@ def _rank_correlation(a: Float64, b: Float64) -> float:
     return float(pl.DataFrame({"a": a, "b": b}).select(pl.corr("a", "b", method="spearman")).item())
 
 
-def spread_rollouts(experiment: Experiment, random: np.random.Generator) -> Int64:
+def spread_rollouts(experiment: BudgetExperiment, random: np.random.Generator) -> Int64:
     """Divide the budget among prompts selected at random; the first of them get the remainder, one each."""
     # A budget of 7 for 3 of 4 prompts: each 2, rest 1 -> for example [2, 3, 2, 0].
     count = np.zeros(experiment.candidates, np.int64)
@@ -169,7 +169,7 @@ def _expand(
     bare: SimulatedRollouts,
     owner: Int64,
     count: Int64,
-    experiment: Experiment,
+    experiment: BudgetExperiment,
     active: bool,
     random: np.random.Generator,
 ) -> list[float]:

@@ -30,7 +30,7 @@ from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)
-class Anchors:
+class TurnPrefixes:
     """The prefixes of rollouts after each turn but the last: TRACE, equation 7.
 
     The arrays have one entry per occurrence, by trajectory and turn, all int64 [num_anchors]: the index of its
@@ -48,7 +48,7 @@ class Anchors:
     node: Int64
 
 
-def anchors(trie: Trie, *, segment: str = "turn") -> Anchors:
+def anchors(trie: Trie, *, segment: str = "turn") -> TurnPrefixes:
     """List the prefixes of all trajectories of `trie`; `segment` is that of `segments.segment_tree`.
 
     Raises:
@@ -67,7 +67,7 @@ def anchors(trie: Trie, *, segment: str = "turn") -> Anchors:
     followed = np.append(tree.owner[1:] == tree.owner[:-1], False)
     at = np.flatnonzero((turn > 0) & followed)
     # A prefix ends where the next segment starts, so that start is its number of tokens.
-    return Anchors(tree, group, tree.owner[at], turn[at], tree.start[at + 1], tree.node[at])
+    return TurnPrefixes(tree, group, tree.owner[at], turn[at], tree.start[at + 1], tree.node[at])
 
 
 def binary_rewards(trie: Trie) -> Float64:
@@ -168,7 +168,7 @@ def effective_ratio(anchor: Int64, reward: Float64, weight: Float64 | None = Non
     return EffectiveRatio(float(size[both].sum()) / float(size.sum()), float(both.sum()) / num_anchors, num_anchors)
 
 
-def effective_ratios(prefixes: Anchors, reward: Float64, weights: LeafWeights | None) -> dict[str, EffectiveRatio]:
+def effective_ratios(prefixes: TurnPrefixes, reward: Float64, weights: LeafWeights | None) -> dict[str, EffectiveRatio]:
     """`effective_ratio` of the prompts ("root") and of the prefixes that two or more trajectories share ("prefix").
 
     `weights` are those of `recursive_targets`, times the number of rollouts of each group, so that groups count by it.
@@ -188,7 +188,7 @@ def effective_ratios(prefixes: Anchors, reward: Float64, weights: LeafWeights | 
     }
 
 
-class Correlation(NamedTuple):
+class RankCorrelation(NamedTuple):
     """Spearman's `rho` of `num_pairs` pairs and its `p_value`; None if either side is constant.
 
     `num_unpredicted` counts the targets without a prediction, which are not among the pairs.
@@ -200,7 +200,7 @@ class Correlation(NamedTuple):
     num_unpredicted: int = 0
 
 
-def spearman(predicted: Float64, target: Float64) -> Correlation:
+def spearman(predicted: Float64, target: Float64) -> RankCorrelation:
     """Rank correlation of predicted values and targets: TRACE, equation 22.
 
     Raises:
@@ -209,10 +209,10 @@ def spearman(predicted: Float64, target: Float64) -> Correlation:
     # Two pairs always have the correlation 1 or -1, with no p-value.
     count = len(target)
     if count < 3 or np.ptp(predicted) == 0 or np.ptp(target) == 0:
-        return Correlation(None, None, count)
+        return RankCorrelation(None, None, count)
     try:
         from scipy.stats import spearmanr
     except ImportError as error:
         raise TreepackError(f"rank correlations need scipy; {install_hint('stats')}") from error
     result = spearmanr(predicted, target)
-    return Correlation(float(result.statistic), float(result.pvalue), count)
+    return RankCorrelation(float(result.statistic), float(result.pvalue), count)

@@ -149,7 +149,7 @@ class AdvantageOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimates:
+class AdvantageEstimates:
     """Advantages of the trajectories `kept` (indices into the trie's, ascending), one per trajectory or one per token.
 
     Either `advantage` is float64 [num_kept], or `per_token` is float64 [trained tokens of all kept trajectories, in
@@ -178,7 +178,7 @@ class Estimates:
         return values
 
 
-def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
+def estimate_advantages(trie: Trie, options: AdvantageOptions) -> AdvantageEstimates:
     """Estimate the advantages of every trajectory of `trie` whose group can be used.
 
     Raises:
@@ -209,7 +209,7 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
     step = np.unique(trie.step_rank[kept], return_inverse=True)[1].astype(np.int64)
     # Compare one trajectory of each rollout: rollouts [0, 0, 1] -> once [0, 2], owner [0, 0, 1].
     once, owner = np.unique(rollouts.of_trajectory[kept], return_index=True, return_inverse=True)[1:]
-    counted = Estimates(kept, None, None, rejected, int(group.max()) + 1, None, num_rollouts=len(once))
+    counted = AdvantageEstimates(kept, None, None, rejected, int(group.max()) + 1, None, num_rollouts=len(once))
     reward = reward[kept]
     if options.estimator == "gae":
         return _along_paths(trie, rollouts, reward, step if options.whiten == "batch" else group, counted, options)
@@ -235,8 +235,13 @@ _ONE_TRAJECTORY = (
 
 
 def _along_paths(
-    trie: Trie, rollouts: TrieRollouts, reward: Float64, scope: Int64, counted: Estimates, options: AdvantageOptions
-) -> Estimates:
+    trie: Trie,
+    rollouts: TrieRollouts,
+    reward: Float64,
+    scope: Int64,
+    counted: AdvantageEstimates,
+    options: AdvantageOptions,
+) -> AdvantageEstimates:
     """Fill in `counted` by gae from the `reward` of its trajectories; `scope` is that of whitening."""
     kept = counted.kept
     owner, position = _trained_tokens(trie, kept)
@@ -377,7 +382,7 @@ def _span_owners(trie: Trie, spans: SpanView, kept: Int64) -> Int64:
     return np.repeat(index, np.diff(spans.offsets))
 
 
-def with_advantages(trie: Trie, estimates: Estimates, *, rejected: str = "drop") -> Trie:
+def with_advantages(trie: Trie, estimates: AdvantageEstimates, *, rejected: str = "drop") -> Trie:
     """Replace the columns advantage, advantages and `schema.CREDIT` of `trie`; `rejected` as in `AdvantageOptions`.
 
     Columns of an earlier estimator are removed, because returns and factors belong to their advantages. If trajectories

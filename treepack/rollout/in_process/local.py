@@ -26,7 +26,7 @@ from treepack.errors import TreepackError
 from treepack.rollout.engine import LENGTH, STOP, EngineError, Sampling, Segment
 from treepack.rollout.in_process.local_model import LocalOptions as LocalOptions
 from treepack.rollout.in_process.local_model import check_transformers, failure, manager_settings, twin
-from treepack.rollout.in_process.local_sampling import Choice, Continuation
+from treepack.rollout.in_process.local_sampling import SampledContinuation, TokenChoice
 from treepack.trajectory import Int32
 
 
@@ -141,7 +141,7 @@ class LocalEngine:
         self._calls: set[asyncio.Future[Any]] = set()
         self._publishing: asyncio.Event | None = None
         self._manager: Any = None
-        self._choice = Choice(sampling)
+        self._choice = TokenChoice(sampling)
         self._start()
 
     @property
@@ -182,7 +182,7 @@ class LocalEngine:
         waits = len(tokens) > self._options.page_size
         later = starts[1:] if waits else []
         for number, name in enumerate(names):
-            choice.continuations[name] = Continuation(
+            choice.continuations[name] = SampledContinuation(
                 seed=seed,
                 number=number,
                 max_tokens=max_tokens,
@@ -288,9 +288,10 @@ class LocalEngine:
         """Start a manager with an empty cache; the random state of the process stays as it was."""
         from transformers import GenerationConfig
 
-        # Without sampling: `Choice` draws the tokens, and the manager takes the maximum of the scores that it returns.
+        # Without sampling: `TokenChoice` draws the tokens, and the manager takes the maximum of the scores that it
+        # returns.
         generation = GenerationConfig(do_sample=False, eos_token_id=-1)
-        self._choice = Choice(self._sampling)
+        self._choice = TokenChoice(self._sampling)
         device = self._model.device
         if device.type == "cuda":
             # The manager computes on a stream of its own, which does not wait for the stream that writes the weights.

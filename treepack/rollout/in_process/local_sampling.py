@@ -24,7 +24,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from treepack.rollout.engine import Sampling
 
 
-class Continuation:
+class SampledContinuation:
     """The state of one continuation while the manager samples it.
 
     `num_computed` counts the tokens of the prompt that went through the model, so the others came from the cache.
@@ -46,7 +46,7 @@ class Continuation:
             start()
 
 
-class Choice(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]  # transformers has no types
+class TokenChoice(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]  # transformers has no types
     """The list of logits processors of a manager, replaced by the choice of the tokens itself.
 
     `continuations` has the requests by their ids. The event loop adds and removes entries while the manager's thread
@@ -57,8 +57,8 @@ class Choice(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]  # tr
         super().__init__(LogitsProcessorList([]))
         # The manager calls the list only if this is set.
         self.do_processing = True
-        self.continuations: dict[str, Continuation] = {}
-        self._rows: list[Continuation | None] = []
+        self.continuations: dict[str, SampledContinuation] = {}
+        self._rows: list[SampledContinuation | None] = []
         self._cuts = LogitsProcessorList([])
         if sampling.temperature != 1:
             self._cuts.append(TemperatureLogitsWarper(float(sampling.temperature)))

@@ -31,7 +31,7 @@ LARGEST_ID = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SamplingRequest:
     """Everything that a request asks for: `count` continuations of `ids` by at most `max_tokens` tokens.
 
     `seed` is None to leave the choice to the server. `salt` keeps cached keys of other policies apart, "" for none.
@@ -53,7 +53,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ServerDialect:
     """One API: its `path`, the JSON `body` of a request, and readers of the answer.
 
     All readers raise one of `UNREADABLE` if the answer has another form. `first` returns the log-probabilities of the
@@ -64,14 +64,14 @@ class Dialect:
 
     name: str
     path: str
-    body: Callable[[Wish], Json]
+    body: Callable[[SamplingRequest], Json]
     segments: Callable[[Any], list[Segment]]
     first: Callable[[Any], dict[int, float]]
     num_prompt: Callable[[Any], int | None]
     routes: Callable[[Any], list[Any]]
 
 
-def _sampling_fields(wish: Wish) -> Json:
+def _sampling_fields(wish: SamplingRequest) -> Json:
     """Return the fields that the three APIs share. All are explicit, because a server has defaults of its own."""
     sampling = wish.sampling
     fields: Json = {
@@ -92,7 +92,7 @@ def _sampling_fields(wish: Wish) -> Json:
     return fields
 
 
-def _vllm_fields(wish: Wish) -> Json:
+def _vllm_fields(wish: SamplingRequest) -> Json:
     fields = _sampling_fields(wish) | {
         "n": wish.count,
         "max_tokens": wish.max_tokens,
@@ -104,21 +104,21 @@ def _vllm_fields(wish: Wish) -> Json:
     return fields if wish.seed is None else fields | {"seed": wish.seed}
 
 
-def _vllm_common(wish: Wish) -> Json:
+def _vllm_common(wish: SamplingRequest) -> Json:
     return ({"model": wish.model} if wish.model else {}) | ({"cache_salt": wish.salt} if wish.salt else {})
 
 
-def _generate_body(wish: Wish) -> Json:
+def _generate_body(wish: SamplingRequest) -> Json:
     fields = _vllm_fields(wish) | {"detokenize": False}
     return {"token_ids": wish.ids.tolist(), "sampling_params": fields, **_vllm_common(wish)}
 
 
-def _completions_body(wish: Wish) -> Json:
+def _completions_body(wish: SamplingRequest) -> Json:
     fields = {"return_token_ids": True, "return_tokens_as_token_ids": True}
     return {"prompt": wish.ids.tolist(), **_vllm_fields(wish), **fields, **_vllm_common(wish)}
 
 
-def _sglang_body(wish: Wish) -> Json:
+def _sglang_body(wish: SamplingRequest) -> Json:
     # ignore_eos would switch off stop_token_ids too, so the model's own end of sequence always ends a continuation.
     fields = _sampling_fields(wish) | {"max_new_tokens": wish.max_tokens}
     ids = wish.ids.tolist()
@@ -252,15 +252,17 @@ def _sglang_first(answer: Any) -> dict[int, float]:
 # In the order of the attempts. SGLang has /v1/completions too, so its own API is tried before it.
 _VLLM = (_vllm_num_prompt, _vllm_routes)
 DIALECTS = (
-    Dialect("vLLM", "/inference/v1/generate", _generate_body, _generate_segments, _generate_first, *_VLLM),
-    Dialect("SGLang", "/generate", _sglang_body, _sglang_segments, _sglang_first, _sglang_num_prompt, _sglang_routes),
-    Dialect("vLLM", "/v1/completions", _completions_body, _completions_segments, _completions_first, *_VLLM),
+    ServerDialect("vLLM", "/inference/v1/generate", _generate_body, _generate_segments, _generate_first, *_VLLM),
+    ServerDialect(
+        "SGLang", "/generate", _sglang_body, _sglang_segments, _sglang_first, _sglang_num_prompt, _sglang_routes
+    ),
+    ServerDialect("vLLM", "/v1/completions", _completions_body, _completions_segments, _completions_first, *_VLLM),
 )
 
 UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError, ArithmeticError)
 
 
-def read_continuations(dialect: Dialect, answer: Any, *, url: str) -> list[Segment]:
+def read_continuations(dialect: ServerDialect, answer: Any, *, url: str) -> list[Segment]:
     """Return the continuations of an `answer`.
 
     Raises:
@@ -275,7 +277,7 @@ def read_continuations(dialect: Dialect, answer: Any, *, url: str) -> list[Segme
         ) from error
 
 
-def read_answer_part(reader: Callable[[Any], T], dialect: Dialect, answer: Any, name: str, *, url: str) -> T:
+def read_answer_part(reader: Callable[[Any], T], dialect: ServerDialect, answer: Any, name: str, *, url: str) -> T:
     """Return `reader(answer)`, another part of an answer than its continuations.
 
     Raises:

@@ -52,7 +52,7 @@ class HttpAnswer:
         return line if len(line) <= LONGEST_MESSAGE else line[: LONGEST_MESSAGE - 3] + "..."
 
 
-class Client:
+class HttpClient:
     """A connection pool for one server."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:

@@ -21,8 +21,15 @@ from typing import Any
 import numpy as np
 
 from treepack.rollout.engine import ABORT, EngineError, Sampling, Segment, TemporaryError
-from treepack.rollout.servers.dialects import DIALECTS, UNREADABLE, Dialect, Wish, read_answer_part, read_continuations
-from treepack.rollout.servers.http_client import LONGEST_ANSWER, Client
+from treepack.rollout.servers.dialects import (
+    DIALECTS,
+    UNREADABLE,
+    SamplingRequest,
+    ServerDialect,
+    read_answer_part,
+    read_continuations,
+)
+from treepack.rollout.servers.http_client import LONGEST_ANSWER, HttpClient
 from treepack.rollout.servers.server_routes import routes_of_answer
 from treepack.trajectory import Int32
 
@@ -42,13 +49,13 @@ class SampleText:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ServerFacts:
     """The API of a server, the name of its model, and the longest sequence that it takes; None if it does not say.
 
     `route_layers` are the layers of the model, if the experts of its routers are kept and the server does not say.
     """
 
-    dialect: Dialect
+    dialect: ServerDialect
     model: str | None
     max_len: int | None
     is_seeded: bool
@@ -84,7 +91,7 @@ async def connect(
         TreepackError: the server is unreachable, has none of the APIs, answers without token ids, has another
             tokenizer or model, returns log-probabilities of another temperature, or no experts if they are to be kept.
     """
-    client = Client(url, api_key=api_key)
+    client = HttpClient(url, api_key=api_key)
     try:
         name, max_len = await _served_model(client, model)
         dialect = await _find_dialect(client, name)
@@ -98,13 +105,13 @@ async def connect(
     except BaseException:
         await client.close()
         raise
-    return ServerEngine(client, Found(dialect, name, max_len, is_seeded, keep_routes, route_layers), sampling)
+    return ServerEngine(client, ServerFacts(dialect, name, max_len, is_seeded, keep_routes, route_layers), sampling)
 
 
 class ServerEngine:
     """An engine that sends each call to a server as one request; made by `connect`."""
 
-    def __init__(self, client: Client, found: Found, sampling: Sampling) -> None:
+    def __init__(self, client: HttpClient, found: ServerFacts, sampling: Sampling) -> None:
         """Take over the open `client`."""
         self.found = found
         self._client = client
@@ -139,7 +146,7 @@ class ServerEngine:
         await self._check_ids(ids)
         # A policy that is published while the server answers did not sample the answer, or not all of it.
         version = self._version
-        wish = Wish(
+        wish = SamplingRequest(
             ids,
             count,
             max_tokens,
@@ -175,7 +182,7 @@ class ServerEngine:
             if largest <= self._largest_id:
                 return
             dialect = self.found.dialect
-            wish = Wish(ids[:1] * 0, 1, 1, Sampling(), model=self.found.model, probed_id=largest)
+            wish = SamplingRequest(ids[:1] * 0, 1, 1, Sampling(), model=self.found.model, probed_id=largest)
             answer = await self._client.post(dialect.path, dialect.body(wish))
             if answer.status in (400, 422):
                 raise EngineError(
@@ -194,7 +201,7 @@ class ServerEngine:
         await self._client.close()
 
 
-async def _served_model(client: Client, model: str | None) -> tuple[str | None, int | None]:
+async def _served_model(client: HttpClient, model: str | None) -> tuple[str | None, int | None]:
     """Return the name and the longest sequence of `model`, or of the first one that the server lists."""
     try:
         answer = await client.get("/v1/models")
@@ -230,7 +237,7 @@ def _models(value: Any, url: str) -> dict[str, int | None]:
     )
 
 
-def longest_answer(wish: Wish) -> int:
+def longest_answer(wish: SamplingRequest) -> int:
     """Return the most bytes that an answer to `wish` can need; a longer one is not read."""
     new, old = wish.count * wish.max_tokens, wish.count * len(wish.ids)
     # A server may send the prompt back with each continuation, as ids of at most 10 digits.
@@ -238,11 +245,11 @@ def longest_answer(wish: Wish) -> int:
     return size + BYTES_PER_ROUTES * (new + old) if wish.routes else size
 
 
-async def _find_dialect(client: Client, model: str | None) -> Dialect:
+async def _find_dialect(client: HttpClient, model: str | None) -> ServerDialect:
     """Return the first API that continues a prompt of token ids and answers with token ids."""
     tried = []
     for dialect in DIALECTS:
-        wish = Wish(np.array([1, 2], np.int32), 1, 1, Sampling(), model=model)
+        wish = SamplingRequest(np.array([1, 2], np.int32), 1, 1, Sampling(), model=model)
         answer = await client.post(dialect.path, dialect.body(wish))
         if answer.status == 401:
             client.checked(answer, dialect.path)
@@ -263,7 +270,7 @@ async def _find_dialect(client: Client, model: str | None) -> Dialect:
     )
 
 
-async def _check_temperature(client: Client, dialect: Dialect, model: str | None, sampling: Sampling) -> None:
+async def _check_temperature(client: HttpClient, dialect: ServerDialect, model: str | None, sampling: Sampling) -> None:
     """Check that log-probabilities change with the temperature.
 
     The difference between the log-probabilities of two tokens is d at temperature 1, d / 2 at temperature 2, and d
@@ -272,7 +279,7 @@ async def _check_temperature(client: Client, dialect: Dialect, model: str | None
     for probe in PROBES:
         at = []
         for temperature in (1.0, 2.0):
-            wish = Wish(
+            wish = SamplingRequest(
                 np.array(probe, np.int32), 1, 1, Sampling(temperature), seed=0, model=model, alternatives=ALTERNATIVES
             )
             answer = await client.post(dialect.path, dialect.body(wish))
@@ -299,7 +306,7 @@ async def _check_temperature(client: Client, dialect: Dialect, model: str | None
     )
 
 
-def _likely(dialect: Dialect) -> Callable[[Any], dict[int, float]]:
+def _likely(dialect: ServerDialect) -> Callable[[Any], dict[int, float]]:
     """Return a reader of the log-probabilities of the likely first tokens that refuses other values than numbers."""
 
     def read_first(answer: Any) -> dict[int, float]:
@@ -311,7 +318,7 @@ def _likely(dialect: Dialect) -> Callable[[Any], dict[int, float]]:
     return read_first
 
 
-async def _check_tokenizer(client: Client, model: str | None, sample: SampleText) -> None:
+async def _check_tokenizer(client: HttpClient, model: str | None, sample: SampleText) -> None:
     """Compare token ids of a text, if the server has a tokenizer and an address for it."""
     body = {"prompt": sample.text, "add_special_tokens": False} | ({"model": model} if model else {})
     answer = await client.post("/tokenize", body)
@@ -324,14 +331,14 @@ async def _check_tokenizer(client: Client, model: str | None, sample: SampleText
         )
 
 
-async def _check_routes(client: Client, dialect: Dialect, model: str | None, layers: int | None) -> None:
+async def _check_routes(client: HttpClient, dialect: ServerDialect, model: str | None, layers: int | None) -> None:
     """Check that the server returns the experts of a short request."""
-    wish = Wish(np.array([1, 2], np.int32), 1, 1, Sampling(), model=model, routes=True)
+    wish = SamplingRequest(np.array([1, 2], np.int32), 1, 1, Sampling(), model=model, routes=True)
     answer = client.checked(await client.post(dialect.path, dialect.body(wish)), dialect.path)
     routes_of_answer(dialect, answer, sizes=[2], layers=layers, url=client.url)
 
 
-async def _uses_seeds(client: Client, dialect: Dialect) -> bool:
+async def _uses_seeds(client: HttpClient, dialect: ServerDialect) -> bool:
     """Return False for an SGLang server that ignores seeds; then its `n` shares one prefill among continuations."""
     if dialect.name != "SGLang":
         return True

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from treepack.ingest.readers.route_fields import npy_array
 from treepack.rollout.engine import EngineError
-from treepack.rollout.servers.dialects import Dialect, read_answer_part
+from treepack.rollout.servers.dialects import ServerDialect, read_answer_part
 
 _START = "start the server with --enable-return-routed-experts, or sample without --keep-routes"
 
 
 def routes_of_answer(
-    dialect: Dialect, answer: Any, *, sizes: list[int], layers: int | None, url: str
+    dialect: ServerDialect, answer: Any, *, sizes: list[int], layers: int | None, url: str
 ) -> list[NDArray[np.integer[Any]]]:
     """Return the experts of each continuation in an `answer`, [sizes[i], layers, k], in the smallest unsigned type.
 
@@ -43,7 +43,7 @@ def routes_of_answer(
     return [_read_one(dialect, text, size, layers, url) for text, size in zip(texts, sizes, strict=True)]
 
 
-def _read_one(dialect: Dialect, text: str, size: int, layers: int | None, url: str) -> NDArray[np.integer[Any]]:
+def _read_one(dialect: ServerDialect, text: str, size: int, layers: int | None, url: str) -> NDArray[np.integer[Any]]:
     try:
         data = base64.b64decode(text, validate=True)
         rows = np.frombuffer(data, "<i4") if dialect.name == "SGLang" else npy_array(data)

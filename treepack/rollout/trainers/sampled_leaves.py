@@ -20,11 +20,11 @@ from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.records import path_routes, tree_records
 from treepack.rollout.sampler import sample_tree
-from treepack.rollout.tree import Node, Tree
+from treepack.rollout.tree import Tree, TreeNode
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class TrainerWorld:
     """The part of the rollouts that no engine samples: the environment, if there is one, and its tokenizer.
 
     `seed` is that of all choices and requests.
@@ -35,7 +35,7 @@ class World:
     seed: int
 
 
-async def sample_query(query: Query, engine: Engine, options: TreeOptions, world: World) -> Tree:
+async def sample_query(query: Query, engine: Engine, options: TreeOptions, world: TrainerWorld) -> Tree:
     """Sample the tree of `query`, whose prompt may get longer or come from the environment.
 
     Raises:
@@ -82,7 +82,7 @@ def read_leaves(tree: Tree) -> list[SampledLeaf]:
     return [_read_leaf(record, leaf) for record, leaf in zip(tree_records(bare), tree.leaves, strict=True)]
 
 
-def _read_leaf(record: dict[str, Any], leaf: Node) -> SampledLeaf:
+def _read_leaf(record: dict[str, Any], leaf: TreeNode) -> SampledLeaf:
     nodes = leaf.path()[1:]
     logprobs = record.get("rollout_log_probs")
     return SampledLeaf(

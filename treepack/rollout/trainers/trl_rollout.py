@@ -28,7 +28,7 @@ from treepack.rollout.environment import EnvironmentFactory
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.requests import LimitedEngine, all_or_none
-from treepack.rollout.trainers.sampled_leaves import SampledLeaf, World, check_width, read_leaves, sample_query
+from treepack.rollout.trainers.sampled_leaves import SampledLeaf, TrainerWorld, check_width, read_leaves, sample_query
 from treepack.rollout.tree import Tree
 
 Result = TypeVar("Result")
@@ -211,7 +211,7 @@ class TreeRollouts:
             self._version = version
         engine = LimitedEngine(self._engine, max_requests=self.max_requests, attempts=ATTEMPTS, timeout=TIMEOUT)
 
-        world = World(self.environment, trainer.processing_class, self.seed)
+        world = TrainerWorld(self.environment, trainer.processing_class, self.seed)
         return await all_or_none(sample_query(query, engine, options, world) for query in queries)
 
 

@@ -36,7 +36,7 @@ from treepack.rollout.engine import ABORT, LENGTH, STOP, Sampling, Segment, deri
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.requests import LimitedEngine, all_or_none
-from treepack.rollout.trainers.sampled_leaves import SampledLeaf, World, check_width, read_leaves, sample_query
+from treepack.rollout.trainers.sampled_leaves import SampledLeaf, TrainerWorld, check_width, read_leaves, sample_query
 from treepack.rollout.user_code import load_callable
 from treepack.trajectory import Int32
 
@@ -141,7 +141,7 @@ class TreeAgentLoop(AgentLoopBase):  # type: ignore[misc]
         limited = LimitedEngine(engine, max_requests=options.width, attempts=ATTEMPTS, timeout=TIMEOUT)
         start = perf_counter()
         query = Query(name, name, prompt, fields=fields, source="verl")
-        tree = await sample_query(query, limited, options, World(self._environment, self.tokenizer, self._seed))
+        tree = await sample_query(query, limited, options, TrainerWorld(self._environment, self.tokenizer, self._seed))
         seconds = perf_counter() - start
         return [_output(leaf, tree.query.prompt, engine, seconds) for leaf in read_leaves(tree)]
 

@@ -34,16 +34,16 @@ from treepack.ingest.readers.route_fields import NAMES
 from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, parts_and_job
 from treepack.ingest.tokenization import Job
 from treepack.memory.budget import usual_memory
-from treepack.processes import ReportProgress, Team, with_progress
+from treepack.processes import ProcessTeam, ReportProgress, with_progress
 from treepack.trie.builders.in_memory import build_trie, route_costs
 from treepack.trie.builders.merged import MergedRuns, RunsOfRange, merge_range, merge_runs
 from treepack.trie.builders.out_of_core import RUN_BYTES, mapped_trie, run_size, sequences_in_memory
 from treepack.trie.builders.routed_store import RoutedStore, StoredBatch, join_stored
-from treepack.trie.builders.run_merge import Merged
-from treepack.trie.builders.spool import RunStore, Spool, StoredRun, spool_disk
+from treepack.trie.builders.run_merge import MergedOrder
+from treepack.trie.builders.spool import RunStore, SpoolFiles, StoredRun, spool_disk
 from treepack.trie.builders.trie_parts import NodesPart, TrajectoriesPart, WrittenPart, part_tasks, write_part
 from treepack.trie.route_symbols import RouteCosts
-from treepack.trie.storage import Storage
+from treepack.trie.storage import ArrayStorage
 from treepack.trie.store.trie_files import write_trie, write_trie_manifest
 from treepack.trie.trie import Trie
 
@@ -54,7 +54,7 @@ MIN_RUN_BYTES = 1 << 25  # of a worker; smaller runs would make the merge slow
 class _WorkerJob:
     job: Job
     share: str
-    spools: list[Spool]  # of all workers
+    spools: list[SpoolFiles]  # of all workers
     number: int  # of this worker, and of the spool that it writes
     run_bytes: int
     keeps_routes: bool
@@ -93,7 +93,7 @@ class TrieBuilder:
         self._parts, job = parts_and_job(inputs, options, tokenizer, input_hash, as_ranges=options.workers > 1)
         self._min_bytes = min_bytes(job)
         self._stack = ExitStack()
-        self._spools = [self._stack.enter_context(Spool(folder)) for _ in range(options.workers)]
+        self._spools = [self._stack.enter_context(SpoolFiles(folder)) for _ in range(options.workers)]
         self._keeps_routes, self._conflicts = options.keep_routes, options.route_conflicts
         self.route_costs: RouteCosts | None = None
         all_bytes = min(RUN_BYTES, run_size(self._memory))
@@ -102,7 +102,7 @@ class TrieBuilder:
             _WorkerJob(job, options.share, self._spools, i, run_bytes, options.keep_routes)
             for i in range(options.workers)
         ]
-        self._team = self._stack.enter_context(Team(_worker, jobs))
+        self._team = self._stack.enter_context(ProcessTeam(_worker, jobs))
 
     def __enter__(self) -> TrieBuilder:
         return self
@@ -153,7 +153,7 @@ class TrieBuilder:
             TreepackError: no trajectory, no routes, routes of different models, or the disk fails.
         """
         stored = [batch for batches in self._team.each(_finish_routed) for batch in batches]
-        sequences, storage = join_stored(self._spools, stored, Storage(self._memory, self._folder))
+        sequences, storage = join_stored(self._spools, stored, ArrayStorage(self._memory, self._folder))
         log.count_renamed(sequences.num_renamed)
         if sequences.routes is not None:
             self.route_costs = route_costs(sequences, share=self._share, storage=storage)
@@ -178,7 +178,7 @@ class TrieBuilder:
 
     def mapped(self, trie: Trie | MergedRuns) -> Trie:
         """Return `trie` as arrays, which are mapped files if it is large."""
-        storage = Storage(self._memory, self._folder)
+        storage = ArrayStorage(self._memory, self._folder)
         if isinstance(trie, Trie):
             return replace(trie, storage=replace(storage, maps=trie.storage.maps))
         return mapped_trie(trie, storage)
@@ -235,7 +235,7 @@ def _finish_routed(worker: _Worker, _: None) -> list[StoredBatch]:
     return worker.routed.finish()
 
 
-def _merge(worker: _Worker, task: RunsOfRange) -> Merged:
+def _merge(worker: _Worker, task: RunsOfRange) -> MergedOrder:
     return merge_range(worker.spools, task)
 
 

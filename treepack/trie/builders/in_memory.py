@@ -31,7 +31,7 @@ from treepack.trajectory import Int32, Int64, Trajectory, is_recorded
 from treepack.trie.builders.route_order import ROWS_AT_ONCE, RoutedTokens, routed_order
 from treepack.trie.nodes import NodeArrays, forest_of, shared_with_previous, sorted_by_tokens
 from treepack.trie.route_symbols import RouteCosts, new_positions, shared_routes
-from treepack.trie.storage import Storage
+from treepack.trie.storage import ArrayStorage
 from treepack.trie.trie import Trie, trie_of_nodes
 
 Partition = tuple[tuple[bool, int], str]  # ((has a step, the step), the group)
@@ -42,7 +42,7 @@ def build_trie(
     *,
     share: str = "all",
     route_conflicts: str = "split",
-    storage: Storage = Storage(),  # noqa: B008 (immutable)
+    storage: ArrayStorage = ArrayStorage(),  # noqa: B008 (immutable)
 ) -> Trie:
     """Build the forest of prefix tries of tokenised `trajectories`.
 
@@ -77,7 +77,7 @@ def route_costs(
     sequences: Sequences,
     *,
     share: str,
-    storage: Storage = Storage(),  # noqa: B008 (immutable)
+    storage: ArrayStorage = ArrayStorage(),  # noqa: B008 (immutable)
 ) -> RouteCosts:
     """Return the costs of conflicts between the recorded routes of `sequences`, which have some, in a trie."""
     assert sequences.routes is not None

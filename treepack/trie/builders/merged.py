@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from treepack.columns import concatenate, is_repeated, num_changed, unique_ids
 from treepack.files import schema
 from treepack.trajectory import Int32, Int64
-from treepack.trie.builders.run_merge import Merged, Range, SortedRun, merge, read_into, split
-from treepack.trie.builders.spool import RunIndex, Spool, StoredRun, read_index, read_table, token_offsets
+from treepack.trie.builders.run_merge import MergedOrder, SequenceRange, SortedRun, merge, read_into, split
+from treepack.trie.builders.spool import RunIndex, SpoolFiles, StoredRun, read_index, read_table, token_offsets
 from treepack.trie.nodes import NodeArrays, forest_of
 
 
@@ -35,17 +35,17 @@ class RunsOfRange:
 
     runs: list[StoredRun]
     ranks: list[Int32]
-    limits: Range
+    limits: SequenceRange
     share: str
 
 
-def merge_range(spools: Sequence[Spool], task: RunsOfRange) -> Merged:
+def merge_range(spools: Sequence[SpoolFiles], task: RunsOfRange) -> MergedOrder:
     """Merge a range of the runs in `spools`."""
     runs = [sorted_run(spools, run, ranks, task.share)[0] for run, ranks in zip(task.runs, task.ranks, strict=True)]
     return merge(runs, task.limits, sharing=task.share != "none")
 
 
-def sorted_run(spools: Sequence[Spool], run: StoredRun, ranks: Int32, share: str) -> tuple[SortedRun, RunIndex]:
+def sorted_run(spools: Sequence[SpoolFiles], run: StoredRun, ranks: Int32, share: str) -> tuple[SortedRun, RunIndex]:
     """Return a run as `run_merge` needs it, and its index."""
     spool = spools[run.spool]
     index = read_index(spool, run)
@@ -69,7 +69,7 @@ class TokenPlaces:
     offset: Int64
 
 
-def read_tokens(spools: Sequence[Spool], places: TokenPlaces) -> Int32:
+def read_tokens(spools: Sequence[SpoolFiles], places: TokenPlaces) -> Int32:
     """Return the tokens at `places`."""
     tokens = np.empty(places.end - places.begin, np.int32)
     begins = np.clip(places.begins, places.begin, places.end)
@@ -97,7 +97,7 @@ class RowPlaces:
     columns: pa.Schema
 
 
-def read_merged_rows(spools: Sequence[Spool], places: RowPlaces) -> pa.Table:
+def read_merged_rows(spools: Sequence[SpoolFiles], places: RowPlaces) -> pa.Table:
     """Return the trajectories at `places`, in order."""
     index = np.zeros(len(places.row), np.int64)
     slices, before = [], 0
@@ -130,7 +130,7 @@ class MergedRuns:
     `num_renamed` of them are new. `table_schema` has the columns that any of the tables has, with those of the trie.
     """
 
-    spools: Sequence[Spool]
+    spools: Sequence[SpoolFiles]
     share: str
     nodes: NodeArrays
     lengths: Int64
@@ -166,19 +166,19 @@ class MergedRuns:
 
 
 def merge_runs(
-    spools: Sequence[Spool],
+    spools: Sequence[SpoolFiles],
     runs: list[StoredRun],
     *,
     share: str,
     num_ranges: int = 1,
-    merge_ranges: Callable[[list[RunsOfRange]], Iterable[Merged]] | None = None,
+    merge_ranges: Callable[[list[RunsOfRange]], Iterable[MergedOrder]] | None = None,
 ) -> MergedRuns:
     """Merge `runs`, at least one: `merge_ranges` does it in other processes; without it, this process."""
     keys = {key: i for i, key in enumerate(sorted({key for run in runs for key in run.partitions}))}
     ranks = [np.array([keys[key] for key in run.partitions], np.int32) for run in runs]
     opened = [sorted_run(spools, run, rank, share) for run, rank in zip(runs, ranks, strict=True)]
     tasks = [RunsOfRange(runs, ranks, each, share) for each in split([run for run, _ in opened], num_ranges)]
-    order = Merged()
+    order = MergedOrder()
     for part in (merge_range(spools, task) for task in tasks) if merge_ranges is None else merge_ranges(tasks):
         order.extend(part)
     shared, lengths = np.array(order.shared, np.int64), np.array(order.lengths, np.int64)

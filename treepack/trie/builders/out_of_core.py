@@ -31,8 +31,8 @@ from treepack.files.parts import token_slices
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie, with_places
 from treepack.trie.builders.merged import MergedRuns, merge_runs, read_merged_rows, read_tokens
-from treepack.trie.builders.spool import RunStore, Spool, spool_disk
-from treepack.trie.storage import Storage
+from treepack.trie.builders.spool import RunStore, SpoolFiles, spool_disk
+from treepack.trie.storage import ArrayStorage
 from treepack.trie.store.mapped import stored_table
 from treepack.trie.trie import Trie, trie_of_nodes
 
@@ -65,8 +65,8 @@ def build_large_trie(
     Raises:
         TreepackError: no trajectory, or the disk fails.
     """
-    storage = Storage(memory, folder)
-    with Spool(folder) as spool:
+    storage = ArrayStorage(memory, folder)
+    with SpoolFiles(folder) as spool:
         store = RunStore(spool, share=share, run_bytes=run_size(memory) if run_bytes is None else run_bytes)
         for number, batch in enumerate(batches):
             store.add(batch, number)
@@ -116,7 +116,7 @@ def sequences_in_memory(batches: list[Sequences]) -> Sequences:
     return with_unique_ids(sequences)
 
 
-def mapped_trie(merged: MergedRuns, storage: Storage) -> Trie:
+def mapped_trie(merged: MergedRuns, storage: ArrayStorage) -> Trie:
     """Copy tokens and trajectories of a trie on disk into two files in final order, and map them.
 
     Raises:

@@ -136,7 +136,7 @@ def range_of_rows(table: pa.Table, splitters: list[bytes], share: str) -> Int64:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class UniqueNames:
     """Unique ids of the trajectories whose ids repeat; `arrival` int64 [num_names], sorted."""
 
     arrival: Int64
@@ -144,7 +144,7 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class RangeEdge:
     """The first or the last trajectory of a range."""
 
     partition: Partition
@@ -161,13 +161,13 @@ class RangeSummary:
 
     lengths: Int32
     shared: Int32
-    first: Edge | None
-    last: Edge | None
+    first: RangeEdge | None
+    last: RangeEdge | None
     groups: frozenset[str]
 
 
 def sort_range(
-    table: pa.Table, *, share: str, names: Names | None = None, groups: frozenset[str] = frozenset()
+    table: pa.Table, *, share: str, names: UniqueNames | None = None, groups: frozenset[str] = frozenset()
 ) -> tuple[pa.Table, RangeSummary]:
     """Sort the trajectories of a range by partition, tokens and unique id.
 
@@ -200,15 +200,15 @@ def sort_range(
     )
     result = take_rows(sequences.table.drop_columns([ARRIVAL]), np.array(order)).append_column(TOKENS, stored)
 
-    def edge(i: int) -> Edge:
-        return Edge(distinct[ranks[i]], tokens[offsets[i] : offsets[i + 1]].copy())
+    def edge(i: int) -> RangeEdge:
+        return RangeEdge(distinct[ranks[i]], tokens[offsets[i] : offsets[i + 1]].copy())
 
     own = groups.intersection(table["group_id"].unique().to_pylist()) if groups else groups
     lengths = np.diff(offsets)[order].astype(np.int32)
     return result, RangeSummary(lengths, shared, edge(order[0]), edge(order[-1]), own)
 
 
-def _rename(table: pa.Table, names: Names | None) -> pa.Table:
+def _rename(table: pa.Table, names: UniqueNames | None) -> pa.Table:
     if names is None or not len(names.arrival):
         return table
     arrival = table[ARRIVAL].to_numpy()
@@ -258,7 +258,7 @@ def join_ranges(summaries: Sequence[RangeSummary], *, share: str) -> NodeArrays:
 
 def _shared_at_edges(summaries: Sequence[RangeSummary], *, share: str) -> Iterator[tuple[int, int]]:
     """Yield for each range the number of its first trajectory and the tokens that this shares with the one before."""
-    last: Edge | None = None
+    last: RangeEdge | None = None
     start = 0
     for each in summaries:
         if each.first is not None:

@@ -17,9 +17,9 @@ from treepack.columns import NO_TRAJECTORY, Sequences, concatenate, fill_routes,
 from treepack.errors import TreepackError
 from treepack.trajectory import Int32, Routes, missing_route
 from treepack.trie.builders.run_merge import read_into
-from treepack.trie.builders.spool import Spool, read_table, spool_disk
+from treepack.trie.builders.spool import SpoolFiles, read_table, spool_disk
 from treepack.trie.route_symbols import ROUTES_AT_ONCE
-from treepack.trie.storage import Storage
+from treepack.trie.storage import ArrayStorage
 from treepack.trie.store.table_stream import write_table
 
 
@@ -43,7 +43,7 @@ class StoredBatch:
 class RoutedStore:
     """Write batches into a spool as they arrive."""
 
-    def __init__(self, spool: Spool, *, number: int) -> None:
+    def __init__(self, spool: SpoolFiles, *, number: int) -> None:
         """Store nothing yet; `number` is that of the spool."""
         self._spool, self._number = spool, number
         self._stored: list[StoredBatch] = []
@@ -78,7 +78,9 @@ class RoutedStore:
         return self._stored
 
 
-def join_stored(spools: list[Spool], stored: list[StoredBatch], storage: Storage) -> tuple[Sequences, Storage]:
+def join_stored(
+    spools: list[SpoolFiles], stored: list[StoredBatch], storage: ArrayStorage
+) -> tuple[Sequences, ArrayStorage]:
     """Return the trajectories of all batches with unique ids, and the storage with the map of their routes.
 
     Raises:
@@ -99,15 +101,15 @@ def join_stored(spools: list[Spool], stored: list[StoredBatch], storage: Storage
     return with_unique_ids(Sequences(tokens, offsets, table, routes)), storage
 
 
-def _tokens(spool: Spool, batch: StoredBatch) -> Int32:
+def _tokens(spool: SpoolFiles, batch: StoredBatch) -> Int32:
     tokens = np.empty(batch.num_tokens, np.int32)
     read_into(tokens, spool.tokens.file.fileno(), batch.tokens_start)
     return tokens
 
 
 def _join_routes(
-    spools: list[Spool], stored: list[StoredBatch], shape: tuple[int, int, int], storage: Storage
-) -> tuple[Routes, Storage]:
+    spools: list[SpoolFiles], stored: list[StoredBatch], shape: tuple[int, int, int], storage: ArrayStorage
+) -> tuple[Routes, ArrayStorage]:
     kind = np.uint8 if all(batch.routes is None or batch.routes[2] == 1 for batch in stored) else np.uint16
     flat, storage = storage.zeros(int(np.prod(shape)), kind)
     joined = flat.reshape(shape)

@@ -93,7 +93,7 @@ def _integers() -> array[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergedOrder:
     """Sequences in order: the run and row of each, its length, and how many tokens it shares with the one before.
 
     `equal` is 1 for sequences with the same tokens and partition as the one before.
@@ -105,24 +105,24 @@ class Merged:
     shared: array[int] = field(default_factory=_integers)
     equal: array[int] = field(default_factory=lambda: array("b"))
 
-    def extend(self, other: Merged) -> None:
+    def extend(self, other: MergedOrder) -> None:
         """Append the sequences of the next range."""
-        for name in Merged.__slots__:
+        for name in MergedOrder.__slots__:
             getattr(self, name).extend(getattr(other, name))
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class SequenceRange:
     """The sequences that are not smaller than `begin`, and smaller than `end`; None has no limit."""
 
     begin: Int32 | None = None
     end: Int32 | None = None
 
 
-def split(runs: Sequence[SortedRun], count: int) -> list[Range]:
+def split(runs: Sequence[SortedRun], count: int) -> list[SequenceRange]:
     """Return at most `count` ranges that contain about the same number of stored tokens each."""
     if count == 1:
-        return [Range()]
+        return [SequenceRange()]
     total = sum(int(run.offsets[-1] - run.offsets[0]) for run in runs)
     step = max(1, total // (count * SAMPLES))  # bytes from one sample to the next
     samples: list[Int32] = []
@@ -139,17 +139,17 @@ def split(runs: Sequence[SortedRun], count: int) -> list[Range]:
     # The splitters of 32 samples and 2 ranges: number 16. The smallest sample is no splitter.
     numbers = sorted({i * len(paths) // count for i in range(1, count)} - {0})
     splitters = [paths[number] for number in numbers]
-    return [Range(*limits) for limits in zip([None, *splitters], [*splitters, None], strict=True)]
+    return [SequenceRange(*limits) for limits in zip([None, *splitters], [*splitters, None], strict=True)]
 
 
-def merge(runs: Sequence[SortedRun], limits: Range = Range(), *, sharing: bool = True) -> Merged:
+def merge(runs: Sequence[SortedRun], limits: SequenceRange = SequenceRange(), *, sharing: bool = True) -> MergedOrder:
     """Merge a range of `runs`; without `sharing`, no sequence shares a token with the one before.
 
     O(tokens of the range) steps of numpy, plus one step of Python for each sequence and run.
     """
     begins = [0 if limits.begin is None else run.lower_bound(limits.begin) for run in runs]
     ends = [len(run.lengths) if limits.end is None else run.lower_bound(limits.end) for run in runs]
-    order = Merged()
+    order = MergedOrder()
     heads = [
         _Head(number, run, begin, end)
         for number, (run, begin, end) in enumerate(zip(runs, begins, ends, strict=True))

@@ -7,7 +7,7 @@
           a b x                     of arrival of each
 
 A spool has one writer. Its files have no name, so nothing is left of them when the last process with them ends, even if
-it is killed. A process gets the files of others when it is started (`Spool.__reduce__`).
+it is killed. A process gets the files of others when it is started (`SpoolFiles.__reduce__`).
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def _received(folder: Path | None, handle: Any) -> SpoolFile:
     return spool
 
 
-class Spool:
+class SpoolFiles:
     """The files of one writer."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.tokens, self.tables, self.routes = SpoolFile(folder), SpoolFile(folder), SpoolFile(folder)
 
-    def __enter__(self) -> Spool:
+    def __enter__(self) -> SpoolFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,14 +137,14 @@ class RunIndex:
     arrival: Int32
 
 
-def read_index(spool: Spool, run: StoredRun) -> RunIndex:
+def read_index(spool: SpoolFiles, run: StoredRun) -> RunIndex:
     values = np.empty((4, run.num_rows), np.int32)
     count = os.preadv(spool.tables.file.fileno(), [values.data], run.index_start)
     assert count == values.nbytes, "the run ends too early"
     return RunIndex(*values)
 
 
-def read_table(spool: Spool, start: int, size: int) -> pa.Table:
+def read_table(spool: SpoolFiles, start: int, size: int) -> pa.Table:
     """Return the table of an Arrow stream; its columns stay in the file."""
     return pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(spool.tables.map()).slice(start, size))).read_all()
 
@@ -155,7 +155,7 @@ class RunStore:
     Without sharing, sequences are stored whole. Memory: about four times `run_bytes`.
     """
 
-    def __init__(self, spool: Spool, *, number: int = 0, share: str, run_bytes: int) -> None:
+    def __init__(self, spool: SpoolFiles, *, number: int = 0, share: str, run_bytes: int) -> None:
         """Store nothing yet; `number` is that of the spool."""
         self._spool, self._number, self._share, self._run_bytes = spool, number, share, run_bytes
         self._size = 0
@@ -199,7 +199,7 @@ class RunStore:
 
 
 def _write_run(
-    sequences: Sequences, spool: Spool, pieces: list[tuple[int, int]], *, share: str, number: int
+    sequences: Sequences, spool: SpoolFiles, pieces: list[tuple[int, int]], *, share: str, number: int
 ) -> StoredRun:
     partition, distinct = partitions(sequences.table, share=share)
     order = sorted_by_tokens(sequences.tokens, sequences.offsets, partition, range(len(partition)))

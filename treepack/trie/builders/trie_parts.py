@@ -17,7 +17,7 @@ from treepack.files.parts import PART_TOKENS, PartWriter, planned_parts
 from treepack.trajectory import Int32
 from treepack.trie.builders.in_memory import with_places
 from treepack.trie.builders.merged import MergedRuns, RowPlaces, TokenPlaces, read_merged_rows, read_tokens
-from treepack.trie.builders.spool import Spool
+from treepack.trie.builders.spool import SpoolFiles
 from treepack.trie.store.trie_files import SLICES, TRAJECTORY_SLICES, NodeRows, node_rows
 
 
@@ -64,7 +64,7 @@ def part_tasks(merged: MergedRuns, directory: Path) -> Iterator[NodesPart | Traj
         )
 
 
-def write_part(spools: Sequence[Spool], part: NodesPart | TrajectoriesPart) -> WrittenPart:
+def write_part(spools: Sequence[SpoolFiles], part: NodesPart | TrajectoriesPart) -> WrittenPart:
     """Write a part from the runs in `spools`."""
     # 0 tokens: the part is whole, whatever its size.
     max_token_id = 0

@@ -28,7 +28,7 @@ from treepack.files.parts import read_row_groups
 from treepack.files.routes import route_array, route_content
 from treepack.trajectory import Float64, Int32, Int64, Routes
 from treepack.trie.shape import check_trained
-from treepack.trie.storage import Storage, disk, map_file
+from treepack.trie.storage import ArrayStorage, disk, map_file
 from treepack.trie.store.table_stream import write_table
 
 # Bytes of a text in an Arrow column beyond those that the file stores: repeated texts are stored once there.
@@ -76,11 +76,11 @@ class ReadNodes:
     tokens: Int32
     token_values: Float64 | None
     routes: Routes | None
-    storage: Storage
+    storage: ArrayStorage
 
 
 def read_nodes(
-    directory: Path, manifest: Manifest, storage: Storage, *, in_file: bool, token_values: bool = False
+    directory: Path, manifest: Manifest, storage: ArrayStorage, *, in_file: bool, token_values: bool = False
 ) -> ReadNodes:
     """Read the nodes of a trie directory, and their tokens into memory or into a file; values only if `token_values`.
 
@@ -128,8 +128,8 @@ def read_nodes(
 
 
 def read_trajectory_table(
-    directory: Path, manifest: Manifest, storage: Storage, *, in_file: bool
-) -> tuple[pa.Table, Storage]:
+    directory: Path, manifest: Manifest, storage: ArrayStorage, *, in_file: bool
+) -> tuple[pa.Table, ArrayStorage]:
     """Read the trajectories of a trie directory into memory or into a file; return the storage with their map too.
 
     Raises:
@@ -149,7 +149,7 @@ def _checked(directory: Path, group: pa.Table) -> pa.Table:
     return group
 
 
-def stored_table(pieces: Iterable[pa.Table], storage: Storage) -> tuple[pa.Table, Storage]:
+def stored_table(pieces: Iterable[pa.Table], storage: ArrayStorage) -> tuple[pa.Table, ArrayStorage]:
     """Write the `pieces` of a table, at least one, into a file; return the mapped table, and the storage with its map.
 
     Raises:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from treepack.columns import PER_TOKEN
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.location import Location
+from treepack.files.location import DirectoryLocation
 from treepack.files.manifest import FileEntry, check_size, read_manifest
 from treepack.files.part_columns import with_types
 from treepack.files.remote.object_store import first_line
@@ -113,7 +113,7 @@ def _by_part(places: Sequence[tuple[FileEntry, int]], start: Int64, groups: Sequ
     return tuple(parts.values())
 
 
-def read_footers(location: Location) -> TrieFooters:
+def read_footers(location: DirectoryLocation) -> TrieFooters:
     """Read the footers of all parts of a trie directory.
 
     Raises:
@@ -163,7 +163,7 @@ def _columns_of(name: str) -> pa.Schema:
     return schema.TRIE["nodes" if name.startswith("nodes") else "trajectories"]
 
 
-def _footer(location: Location, entry: FileEntry) -> pq.FileMetaData:
+def _footer(location: DirectoryLocation, entry: FileEntry) -> pq.FileMetaData:
     check_size(location, entry)
     footer = location.open_parquet(entry["name"], _columns_of(entry["name"])).metadata
     if footer.num_rows != entry["rows"]:
@@ -202,7 +202,7 @@ def _starts(sizes: list[int]) -> Int64:
 
 
 def read_groups(
-    location: Location, parts: Sequence[PartGroups], columns: Sequence[str]
+    location: DirectoryLocation, parts: Sequence[PartGroups], columns: Sequence[str]
 ) -> Iterator[tuple[int, pa.Table]]:
     """Yield the first row of each row group and the `columns` of it; pages are checked by their checksums.
 

@@ -23,7 +23,7 @@ from treepack.columns import list_content, take_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.address import AnyPath
-from treepack.files.location import Location, locate
+from treepack.files.location import DirectoryLocation, locate
 from treepack.files.manifest import read_manifest
 from treepack.trajectory import Int32, Int64
 from treepack.trie.nodes import subtree_ends
@@ -203,7 +203,7 @@ class _Trajectories:
 class _Places:
     """The nodes and trajectories near a place, from single columns of single row groups."""
 
-    location: Location
+    location: DirectoryLocation
     footers: TrieFooters
     known: dict[int, tuple[Int32, Int32]] = field(default_factory=dict)  # by row group: parents and depths
     near: _Trajectories | None = None  # those of the last cut: the next one is often in the same row groups
@@ -344,7 +344,7 @@ def read_slice(directory: str | AnyPath, part: TrieSlice, *, tokens: bool = True
     return trie
 
 
-def _read_rows(location: Location, groups: Sequence[PartGroups], columns: list[str], rows: Int64) -> pa.Table:
+def _read_rows(location: DirectoryLocation, groups: Sequence[PartGroups], columns: list[str], rows: Int64) -> pa.Table:
     """Return the ascending `rows`, numbered over all parts, of the row groups that contain them."""
     pieces = []
     for start, table in read_groups(location, groups, columns):
@@ -378,5 +378,5 @@ def _renumber(table: pa.Table, parent: Int32, end_node: Int32) -> pa.Table:
     return table
 
 
-def _no_tree(location: Location) -> TreepackError:
+def _no_tree(location: DirectoryLocation) -> TreepackError:
     return TreepackError(f"{location}: its nodes and trajectories do not form trees; build the trie again")

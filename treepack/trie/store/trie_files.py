@@ -24,7 +24,7 @@ from treepack.memory.budget import usual_memory
 from treepack.trajectory import Float64, Int32
 from treepack.trie.nodes import NodeArrays, subtree_ends
 from treepack.trie.shape import check_nodes
-from treepack.trie.storage import Storage
+from treepack.trie.storage import ArrayStorage
 from treepack.trie.store.mapped import decoded_bytes, read_nodes, read_trajectory_table
 from treepack.trie.trie import Trie
 
@@ -139,7 +139,7 @@ def read_trie(
     """
     directory = local_copy(as_path(directory))
     manifest = read_manifest(directory, schema.TRIE_FORMAT)
-    storage = Storage(usual_memory() if memory is None else memory, folder)
+    storage = ArrayStorage(usual_memory() if memory is None else memory, folder)
     in_file = storage.is_large(decoded_bytes(directory, manifest))
     read = read_nodes(directory, manifest, storage, in_file=in_file, token_values=token_values)
     trajectories, storage = read_trajectory_table(directory, manifest, read.storage, in_file=in_file)

@@ -16,23 +16,23 @@ from collections.abc import Callable
 import numpy as np
 
 from treepack.pack.plan.methods.first_fit import NO_LIMIT, first_fit
-from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, path_pairs, shapes_of_trees
+from treepack.pack.plan.problem import PlanForest, PlanTree, RowLimits, path_pairs, shapes_of_trees
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
 MAX_FIRST_FIT_STEPS = 10**9  # nodes on the paths to all leaves, in methods that may do without: a few seconds
 
 
-ForestMethod = Callable[[PlanForest, Int64, Int64, Limits], Int64]
+ForestMethod = Callable[[PlanForest, Int64, Int64, RowLimits], Int64]
 
 
-def plan_first_fit(trie: Trie, limits: Limits, method: ForestMethod) -> Int64:
+def plan_first_fit(trie: Trie, limits: RowLimits, method: ForestMethod) -> Int64:
     """Return the row of each trajectory by a method of this file, int64 [num_trajectories]."""
     forest, order, steps = _arriving_leaves(trie)
     return method(forest, order, steps, limits)[forest.leaf_of]
 
 
-def greedy_online_within(trie: Trie, limits: Limits, *, max_tokens: int) -> Int64 | None:
+def greedy_online_within(trie: Trie, limits: RowLimits, *, max_tokens: int) -> Int64 | None:
     """Return the row of each trajectory by `greedy_online`, or None if all rows together need more than `max_tokens`.
 
     None as well if first fit would take too long.
@@ -53,7 +53,7 @@ def _arriving_leaves(trie: Trie) -> tuple[PlanForest, Int64, Int64]:
     return forest, forest.leaf_of[arrival_order(trie)], steps
 
 
-def greedy_online(forest: PlanForest, order: Int64, steps: Int64, limits: Limits) -> Int64:
+def greedy_online(forest: PlanForest, order: Int64, steps: Int64, limits: RowLimits) -> Int64:
     """Return the row of each leaf, int64 [num_leaves], by first fit in the `order` of arrival.
 
     `order` is a permutation of the leaves, and `steps` int64 [num_leaves] the training step of each leaf; rows never
@@ -65,7 +65,7 @@ def greedy_online(forest: PlanForest, order: Int64, steps: Int64, limits: Limits
     return fill_rows(tree, pairs, order, steps, limits)
 
 
-def sequence(forest: PlanForest, order: Int64, steps: Int64, limits: Limits) -> Int64:
+def sequence(forest: PlanForest, order: Int64, steps: Int64, limits: RowLimits) -> Int64:
     """Return the row of each leaf, int64 [num_leaves], by first fit decreasing over whole lengths: N_pack is N_flat.
 
     If the trie shares prefixes, its rows still share them. The function `unshared` makes a trie whose rows do not.
@@ -78,7 +78,7 @@ def sequence(forest: PlanForest, order: Int64, steps: Int64, limits: Limits) -> 
     return fill_rows(tree, path_pairs(length), longest_first, steps, limits)
 
 
-def fill_rows(tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: Limits) -> Int64:
+def fill_rows(tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: RowLimits) -> Int64:
     """Return the row of each leaf, int64 [num_leaves], by first fit in `order`.
 
     `pairs` int64 [nodes] is the number of score pairs of the path from the root to the end of each node.
@@ -89,7 +89,7 @@ def fill_rows(tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: 
 
 
 def rows_within(
-    tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: Limits, *, max_tokens: int
+    tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: RowLimits, *, max_tokens: int
 ) -> Int64 | None:
     """Return the rows of `fill_rows`, or None, and sooner, if all rows together need more than `max_tokens`."""
     path = tree.depth + tree.size

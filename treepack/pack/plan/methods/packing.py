@@ -23,7 +23,7 @@ _MAX_VARIABLES = 20_000  # with more, CP-SAT is too slow to be of use
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PlanTarget:
     """Plans of fewer than `tokens` tokens, or of exactly `tokens` in at most `rows` rows; all with up to `max_rows`."""
 
     tokens: int
@@ -44,7 +44,7 @@ class TraversalPacking:
     work: float
 
 
-def is_small(children: list[list[State]], target: Target) -> bool:
+def is_small(children: list[list[State]], target: PlanTarget) -> bool:
     """Return whether CP-SAT can solve the program: it has a variable for each state, and for each kind and row."""
     kinds = sum(len(_kinds(states)) for states in children)
     return kinds * target.max_rows + sum(map(len, children)) <= _MAX_VARIABLES
@@ -60,7 +60,7 @@ def _kinds(states: list[State]) -> list[tuple[int, int]]:
 
 
 def pack(
-    children: list[list[State]], room: int, size: int, target: Target, *, work: float, seconds: float
+    children: list[list[State]], room: int, size: int, target: PlanTarget, *, work: float, seconds: float
 ) -> TraversalPacking:
     """Return the best packing into rows with `room` tokens below a root of `size` tokens.
 
