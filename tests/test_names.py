@@ -14,8 +14,8 @@ ALLOWED = set(
     """
     Config Environment KeyWork Marks Piece Pointers Reads RowGroup Shared
     attributes_of backward check_attention check_temperatures cut describe extend file_of_session finish forward
-    forward_launch ids_of is_exchange is_message is_recorded key_launch outer parts_of place query_launch records_of rounds
-    row_values rows_of shown spans_of start_of store_rows temperature_of text_of view
+    forward_launch ids_of is_exchange is_message is_recorded key_launch outer parts_of place query_launch records_of
+    rounds row_values rows_of shown spans_of start_of store_rows temperature_of text_of view
     """.split()
 )
 
