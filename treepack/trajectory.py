@@ -1,6 +1,6 @@
 """The value that every reader yields and every later stage consumes: one trajectory.
 
-    reader --Trajectory(content=Chat | Text | Tokens)--> tokenization --Trajectory(content=Tokens)--> trie
+    reader --Trajectory(content=Chat | PromptCompletion | Tokens)--> tokenization --Trajectory(content=Tokens)--> trie
 
 A reader fills in the fields of the file and nothing else. Readers check values once with the functions of this file, so
 that later stages can trust them. Unusable input becomes a `Skipped` value, not an exception, so that it is counted.

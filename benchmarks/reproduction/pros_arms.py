@@ -1,6 +1,6 @@
 """PROS and its baselines: GRPO on queries of a fixed pool, which start at a prompt or at a reused prefix.
 
-    State --pros_arm(...)--> (decoded tokens, figures)         arms of curves.py; pros_tables.py makes the table
+    QueryCounts --pros_arm(...)--> (decoded tokens, figures)   arms of curves.py; pros_tables.py makes the table
 
     pool-grpo      random originals
     pool-dynamic   random originals until enough groups have both outcomes; all their tokens count (DAPO)

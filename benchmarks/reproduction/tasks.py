@@ -3,7 +3,7 @@
 task = make_task("steps", error=0.2)
 engine = DecodeEngine(policy, task.sampling)
 trees = sample_trees(task, task.queries(64, seed=1), engine, task.independent(8), seed=5)
-tree_rewards(trees[0]), leaf_weights(trees[0])[1]
+tree_rewards(trees[0]), weights_of_leaves(trees[0])[1]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Trunk tokens and operations of rows that run in pieces, as `train --carry N` runs them.
 
-    Trie | plan | packed rows, sizes of pieces --trie_trunks, plan_trunks, TrunkCounter--> Trunk of each size
+    Trie | plan | packed rows, sizes of pieces --trie_trunks, plan_trunks, TrunkCounter--> TrunkTokens of each size
     ModelShape, FlopCount --executed_in_rows, executed_in_pieces--> operations, including those that run twice
 
 A token is trunk if more than N tokens, itself included, are in its subtree: `subtree_end[i] - i > N`. Keys and values

@@ -3,8 +3,8 @@
     Trie --flat_work, turns_work, whole_work--> FlopCount     of samples one by one
     Conversations --append_only_work--> FlopCount             of one append-only sequence per rollout
     Trie --tree_work, plan_work--> FlopCount                  of their tries, or of the rows of a plan
-    packed rows --RowCounter--> Line                          rows against their trajectories one by one
-    Line, ... --verdict.report--> speed-ups, hours and a verdict, ready for JSON
+    packed rows --RowCounter--> ForecastLine                  rows against their trajectories one by one
+    ForecastLine, ... --forecast_report--> speed-ups, hours and a verdict, ready for JSON
 
 Flat is sequence packing without padding: every sequence is separate and sees only itself. Several baselines differ in
 the sequences: each sample of the trie, one append-only sequence per conversation, or one sample per turn. The speed-up

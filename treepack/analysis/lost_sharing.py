@@ -1,7 +1,7 @@
 """Reasons for every token of a trie, and the causes and the cost of lost sharing.
 
     Trie --added_tokens--> the tokens that each trajectory adds, and the number of them that it should have shared
-         --explain-------> tokens by reason, and the causes of lost sharing with an example of each
+         --explain_sharing--> tokens by reason, and the causes of lost sharing with an example of each
 
 Add the trajectories to an empty trie one after another. Each adds the tokens that no earlier one has, so the added
 tokens sum up to N_tree. The order is by group, rollout and call, so the trajectory that another one should continue

@@ -1,7 +1,7 @@
 """The report of a forecast: speed-ups, hours and one sentence on the gain, ready for JSON.
 
-    Line, ... --forecast_report--> {"lines": [...], "baselines": [...], "gain": {...}, "verdict": "tree training pays
-    1.6x ..."}
+    ForecastLine, ... --forecast_report--> {"lines": [...], "baselines": [...], "gain": {...},
+                                            "verdict": "tree training pays 1.6x ..."}
 
 Each baseline has one decisive line. The verdict compares with one append-only sequence per conversation if that is
 known, because most trainers make these, or with each sample alone if that is cheaper.

@@ -2,7 +2,7 @@
 
     this process                                tasks
     lists the input          --files-->         survey_files    ranges of each file, sha256
-    groups them into parts   --part-->          read_part       table of trajectories      summary: hashes, samples
+    groups them into parts   --part-->          read_input_part table of trajectories      summary: hashes, samples
     names, splitters         --exchange-->      one table of each range of the order
                              --range-->         sort_range      sorted table               summary: lengths, edges
     numbers all nodes        --nodes-->         write_range     parts of the output        entries

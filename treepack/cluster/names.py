@@ -1,6 +1,7 @@
 """Unique ids of the trajectories of all parts, from hashes: only ids that may repeat are looked up.
 
-    hashes of the ids of all parts --> hashes that occur twice --rows_of_hashes, in tasks--> ids, sources --> Names
+    hashes of the ids of all parts --> hashes that occur twice
+    hashes --rows_of_hashes, in tasks--> ids, sources --> UniqueNames
 
 The names are those of `columns.unique_ids` for all trajectories in their order of arrival.
 """

@@ -1,6 +1,6 @@
 """Run the tasks of `build-trie` and `pack` on a Ray cluster.
 
-    connect(address) --> RayScheduler          address: auto, local, HOST:PORT or ray://HOST:PORT
+    connected_cluster(address) --> RayScheduler  address: auto, local, HOST:PORT or ray://HOST:PORT
 
     run       one Ray task for each call, a window of them in flight     results come here in order
     keep      as run; the table stays in Ray's object store              its handle is an ObjectRef

@@ -1,7 +1,7 @@
 """Tasks that read rollouts on a cluster: survey files, read parts of them to tables.
 
     survey_files([file, ...], job)   --> SurveyedFile, ...
-    read_part(part, number, job)     --> table of `trie.builders.sequence_table.COLUMNS`, PartSummary
+    read_input_part(part, number, job)  --> table of `trie.builders.sequence_table.COLUMNS`, PartSummary
 
 The summary has what the program that runs the tasks needs of a part; no token of a part leaves it except samples.
 """

@@ -4,7 +4,7 @@
     "s3://...", "gs://...", "hf://..."           the filesystem of fsspec that `files.remote.object_store` opens
     "packed" in filesystem=...                   that filesystem of pyarrow
 
-    locate(path) -> Location --> bytes of a file, sizes, streams, Parquet files
+    locate(path) -> DirectoryLocation --> bytes of a file, sizes, streams, Parquet files
 
 Each client of a remote filesystem raises its own exceptions; here every exception becomes one sentence. `manifest` and
 `dataset` give the files their meaning; `object_store` writes.

@@ -1,7 +1,7 @@
 """Parquet parts of a directory: numbered files of bounded size, with their encodings, written and read.
 
     tables --PartWriter--> part-00000.parquet  part-00001.parquet  ...   and their entries for the manifest
-    entries of a manifest --open_part--> Part, checked against its size, its sha256 and the types of the schema
+    entries of a manifest --open_part--> OpenPart, checked against its size, its sha256 and the types of the schema
                           --read_row_groups--> tables of bounded size
 
 Equal tables give equal bytes.

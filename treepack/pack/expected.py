@@ -1,7 +1,7 @@
 """Compare packed rows with their trie: each trajectory exactly once, with its tokens, loss weights and terms.
 
     ids of the trie --IdIndex--> sorted hashes        ids of a row --find--> numbers of its trajectories
-    numbers --TableRows.take--> their columns, which are compared with the row token by token
+    numbers --ChunkedRows.take--> their columns, which are compared with the row token by token
 
 Memory: 21 bytes for each trajectory and the factor of its loss weights. Tokens and columns are read row by row, and the
 mapped pages are released in between.

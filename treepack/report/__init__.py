@@ -1,7 +1,7 @@
 """A report on the sharing of rollouts: one page to read and explore, or pictures to print.
 
-    Subject --figures--> Figures    --page--> HTML           in one file
-            --contents--> Contents  --pictures--> PNG files
+    ReportSubject --figures--> ReportFigures    --page--> HTML           in one file
+                  --contents--> PageContents    --pictures--> PNG files
 
 `parts` computes the sharing in each group and tree, `rollouts` their outcomes, `figures` the numbers of every chart,
 and `words` the same in sentences. `contents` is the part that is read from texts: `roles` and `segments` of tokens,

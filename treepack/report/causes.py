@@ -1,6 +1,6 @@
 """Lost sharing as a page shows it: tokens by reason, and causes with both texts side by side.
 
-    Trie, decode --read_sharing--> Sharing: reasons, causes with examples
+    Trie, decode --read_sharing--> LostSharing: reasons, causes with examples
 
 `lost_sharing` finds the causes. An example shows the text before a parting, and both texts after it as runs; the page
 marks the runs that differ. If the texts are equal and only their tokens differ, the runs are the tokens.

@@ -1,6 +1,6 @@
 """The charts of a page as Vega-Lite specifications, with the colours of the page's CSS variables.
 
-    Figures --charts--> Chart(name, title, wide, spec, header, lines), ...
+    ReportFigures --charts--> ReportChart(name, title, wide, spec, header, lines), ...
 
 The browser draws the charts as SVG with ARIA labels. `header` and `lines` are the same numbers as a table, for readers
 who cannot see a chart or prefer a table.

@@ -1,6 +1,6 @@
 """The parts of a page that are read from the texts of a trie: segments with roles, texts, and lost sharing.
 
-    Trie, tokenizer --read_contents--> Contents
+    Trie, tokenizer --read_contents--> PageContents
 
 Without a tokenizer, roles are unknown and token ids are shown. If the page may not contain text, the roles and the
 causes of lost sharing are still read from it.

@@ -1,6 +1,7 @@
 """The numbers of the charts of a report.
 
-    Subject --measure--> Figures: overlap by depth, lengths, groups, POR and ERR over capacities, fill, rewards
+    ReportSubject --measure--> ReportFigures: overlap by depth, lengths, groups, POR and ERR over capacities, fill,
+                               rewards
 
 Page, pictures and tables show these same numbers. Plans made here, to predict the sharing that a packing keeps, take
 little effort; docs/report.md describes them.

@@ -1,6 +1,6 @@
 """Lines and places of the nodes of some trajectories in a drawing of their tree, with the root at the left.
 
-    Trie, trajectories, Rollouts --outline--> Block, Block, ...
+    Trie, trajectories, SortedRollouts --outline--> NodeBlock, NodeBlock, ...
 
 A chain of nodes of the trie is one block if none of these trajectories branches or ends inside it. A rollout is one
 line along its last trajectory, as on the page (layout.js). Branches of its earlier trajectories that nothing continues

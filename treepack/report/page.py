@@ -1,6 +1,6 @@
 """A report as one self-contained HTML page: no network, no other file.
 
-    Subject, Figures, Contents --render_page--> page
+    ReportSubject, ReportFigures, PageContents --render_page--> page
 
 The page contains page.html, page.css and the scripts of this folder, the specifications of the charts, the blocks of
 the explorer, and Vega from the package vl-convert-python. Every text from a rollout is in a compressed block or

@@ -1,6 +1,6 @@
 """The data that the explorer of a page reads: columns of the forest, names and texts, compressed, as base64.
 
-    Trie, Figures, Contents --payload--> {name: base64 of gzip}
+    Trie, ReportFigures, PageContents --payload--> {name: base64 of gzip}
 
 Little-endian arrays: per node its length and its parent as the distance back to it, 0 at a root; per trajectory its end
 node as the distance from the previous one, its rollout, turn, part, reward and advantage, NaN if unknown; per segment

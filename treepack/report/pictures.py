@@ -1,6 +1,6 @@
 """The charts of a report as PNG files for papers, and the tree of the group that the page opens.
 
-    Subject, Figures, Contents --write_pictures--> rewards.png, overlap-by-depth.png, ..., tree.png
+    ReportSubject, ReportFigures, PageContents --write_pictures--> rewards.png, overlap-by-depth.png, ..., tree.png
 
 The same numbers as on the page, in its light colours, one file per chart; `tree_picture` draws the tree.
 The same figures give the same bytes under one version of matplotlib, which is imported only when something is drawn.

@@ -1,6 +1,6 @@
 """The role of every token of a trie: system, user, assistant or tool, by the headers that the chat template prints.
 
-    tokenizer --learn_headers--> Header, Header, ...      Trie, headers --mark_roles--> Roles
+    tokenizer --learn_headers--> MessageHeader, MessageHeader, ...      Trie, headers --mark_roles--> TokenRoles
 
 The template renders conversations whose messages are markers. The text between two markers is the end of one message
 and the header of the next. The end alone is known from a rendering that stops there.

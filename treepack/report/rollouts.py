@@ -1,6 +1,6 @@
 """The rollouts that the trajectories of a trie are samples of, their short names, and the outcomes of each group.
 
-    Trie --sorted_rollouts--> Rollouts        SharedParts, Rollouts --outcomes_of--> Outcomes
+    Trie --sorted_rollouts--> SortedRollouts      SharedParts, SortedRollouts --outcomes_of--> PartOutcomes
 
 The names `<rollout>/turn-<k>` and `<rollout>/part-<k>` mark the samples of one rollout. Rewards belong to rollouts, so
 a rollout with many turns counts as much as one with few.

@@ -1,6 +1,6 @@
 """Runs of tokens of one role, all trained or all not: the stripes of a block, and the pieces of its text.
 
-Trie, Roles --segments_of--> Segments
+Trie, TokenRoles --segments_of--> RoleSegments
 
 nodes       0             1        node 0 has segments 0 and 1, node 1 has 2 and 3
 tokens      a b c d e     f g h

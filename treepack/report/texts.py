@@ -1,6 +1,6 @@
 """The text of every node, cut at the bounds of its segments, within a limit for the page.
 
-    Trie, Segments, decode --node_texts--> Texts: chunks of JSON, each for a run of consecutive nodes
+    Trie, RoleSegments, decode --node_texts--> NodeTexts: chunks of JSON, each for a run of consecutive nodes
 
 The text of a node is a list with one piece for each segment. If the limit is too small for all tokens, every node keeps
 its first tokens, the same maximum number for all nodes; segments without a kept token are missing.

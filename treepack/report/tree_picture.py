@@ -1,6 +1,6 @@
 """The picture of the group that the page opens: one line for each rollout, with roles, trained tokens and texts.
 
-    Axes, Subject, Figures, Contents --draw_tree--> axes
+    Axes, ReportSubject, ReportFigures, PageContents --draw_tree--> axes
 
 Blocks are runs of tokens as in `outline`, coloured by role, and hatched if their tokens are trained. A common prompt
 that would take much of the width is folded. At the right are the rewards and the names of the rollouts.

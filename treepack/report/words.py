@@ -1,6 +1,6 @@
 """A report in sentences: the summary that a reader sees before any chart.
 
-Figures, Subject --headline, summary, captions--> plain text
+ReportFigures, ReportSubject --headline, report_summary, captions--> plain text
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     Trie --group_codes--> group of each trajectory, as a number
     Trie --node_paths--> NodePaths        ancestor of any node by token offset, lowest common ancestors
     Trie, group of each trajectory --group_tree--> GroupTree       end nodes and branch nodes of the group, no others
-    GroupTree, first trained tokens --find_origins--> Origins      the trajectory that each trajectory continues
+    GroupTree, first trained tokens --find_origins--> TrajectoryOrigins  the trajectory that each trajectory continues
 
         1 - 2 - 3 4 - 5 6   a, group g        The trie has 7 nodes, a node for each run of tokens between branches.
         |   |     '-- 7     b, group g        The tree of g omits the node `1`: only h leaves g there.

@@ -1,6 +1,6 @@
 """Rollouts of a trie, each of which has one trajectory or several.
 
-    Trie --rollouts_of--> Rollouts      the rollout of each trajectory; a rollout counts once in its group
+    Trie --rollouts_of--> TrieRollouts      the rollout of each trajectory; a rollout counts once in its group
 
 A conversation becomes several trajectories if the chat template rewrites its earlier turns, if each turn is a sample,
 or if a program rewrites the history between two calls of the model.

@@ -1,6 +1,6 @@
 """Starts of the segments of a group's rollouts: recorded, at turns, at branches of the trie, or every N tokens.
 
-    Trie, group of each trajectory, segment --find_cuts--> Cuts(owner, start)
+    Trie, group of each trajectory, segment --find_cuts--> SegmentCuts(owner, start)
 
         1 2 3 | 4 5 6 | 7 8       d  trained: 4 5 and 7 8, so cut at 3 and 6
         1 2 3   4 5 6 | 9         i  trained: only 9; a continuation of d, recorded with its prompt

@@ -1,6 +1,6 @@
 """Files of prompts, and the tables that other commands write, as queries.
 
-    FILE --read_queries--> Queries(kind, [Query, ...])
+    FILE --read_queries--> QueryFile(kind, [Query, ...])
 
     kind        recognised by                      a query for each                 its prompt comes from
     prompts     ids, messages or text              record                           the record

@@ -1,7 +1,7 @@
 """Prompts and prefixes of the rollouts in a trie, as queries.
 
 trie, groups --group_prompts--> GroupPrompt(ids, step, fields)       the tokens before the first trained one
-trie, places --prefix_parts--> Prefix(ids, turns, cuts, cut_ids)     the first tokens of one trajectory
+trie, places --prefix_parts--> RecordedPrefix(ids, turns, cuts, cut_ids)  the first tokens of one trajectory
 
     1 2 3 | 4 5 | 6 | 7 8        trained: 4 5 and 7 8; segments [3, 6]
     1 2 3 | 4 5 | 6              its first 6 tokens: turns [(3, 5)], cuts [3]; the query's own segment starts at 6

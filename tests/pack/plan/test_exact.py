@@ -220,9 +220,9 @@ def test_an_interrupt_after_a_solver_ran_is_still_an_exception() -> None:
     code = """
 import os, signal, numpy as np
 from treepack.pack.plan.methods.direct import direct
-from treepack.pack.plan.problem import Limits, PlanTree, Search
+from treepack.pack.plan.problem import RowLimits, PlanTree, SearchOptions
 columns = ([1, 2, 2], [0, 1, 1], [-1, 0, 0], [3, 2, 3], [1, 2], [1, 1])
-direct(PlanTree(*(np.array(column) for column in columns)), Limits(3), Search(), incumbent=np.arange(2))
+direct(PlanTree(*(np.array(column) for column in columns)), RowLimits(3), SearchOptions(), incumbent=np.arange(2))
 try:
     os.kill(os.getpid(), signal.SIGINT)
     signal.pause()

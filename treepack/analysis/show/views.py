@@ -1,6 +1,6 @@
 """The views of `treepack show`: a group's tree, a trajectory or a packed row, with facts about it, as lines or JSON.
 
-    Trie, Trajectory, Row --> View(facts, forest) --lines--> Text, Text, ...
+    Trie, Trajectory, Row --> ForestView(facts, forest) --lines--> Text, Text, ...
                                                   --view_as_json--> {"kind": ..., facts, "nodes": [...]}
 
 Facts have the names that `treepack stats --json` and the columns on disk use.

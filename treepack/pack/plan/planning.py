@@ -1,6 +1,7 @@
 """Assign every trajectory to a row: `plan_rows`, the entry point of this folder, and its table of methods.
 
-    Trie --forest_of--> PlanTree, ... --a method--> Solution, ... --merge_rows--> Plan --check_plan--> PlanTotals
+    Trie --shapes_of_trees--> PlanTree, ... --a method--> TreeSolution, ...
+    TreeSolution, ... --merge_rows--> Plan --check_plan--> PlanTotals
 
 N_pack, the tokens of all rows together, is a sum over trees, so each tree is planned alone:
 

@@ -1,7 +1,7 @@
 """Input and output of a packing method: the shape and sizes of one tree, without its tokens.
 
     Trie --shapes_of_trees--> PlanForest --trees--> PlanTree, PlanTree, ...
-    a method:  PlanTree, Limits, Search -> Solution
+    a method:  PlanTree, RowLimits, SearchOptions -> TreeSolution
 
 A method assigns the leaves to rows. A trajectory that ends inside the tree goes to the row of the first leaf below its
 end, which costs no token. A node with exactly one child is merged with this child, so every inner node branches.

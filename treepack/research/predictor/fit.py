@@ -1,7 +1,7 @@
 """Fitting of the prefix value predictor, which predicts success from a prompt or a prefix of a rollout.
 
-    trie, model, options --open_fit--> Fit     unsuitable data, models and options are refused here
-    Fit --fit--> out/                          one FitStep per optimiser step; the directory is whole or absent
+    trie, model, options --open_fit--> CheckedFit  unsuitable data, models and options are refused here
+    CheckedFit --fit--> out/                   one FitStep per optimiser step; the directory is whole or absent
 
 TRACE (arXiv 2606.11119), section 4.3: the target of a prefix is the share of successes among the rollouts below it
 (eq. 18). The loss is the mean squared error (eq. 19) over all prompts and a share of the prefixes (appendix E.6).

@@ -1,7 +1,7 @@
 """Prompts and prefixes of rollouts as packed rows; each of them ends in exactly one row.
 
-    Trie, Anchors --anchor_prefixes--> Prefixes        the end of every node of the segment tree
-    Prefixes, nodes --anchor_rows--> AnchorRow, ...    the tokens up to these ends, packed, and no later tokens
+    Trie, TurnPrefixes --anchor_prefixes--> NodePrefixes  the end of every node of the segment tree
+    NodePrefixes, nodes --anchor_rows--> AnchorRow, ...  the tokens up to these ends, packed, and no later tokens
 
     1 2 3 | 4 5 | 6 7     a    row    1 2 3 4 5 8 9     ends:  3 of the prompt, 5 of turn 1 of a and b,
     1 2 3 | 4 5 | 8 9 | 1 b                ^   ^   ^           9 of turn 2 of b; tokens after the last end,

@@ -1,6 +1,6 @@
 """Augmented queries: a task together with the valuable beginning of a rollout that solved it (PROS, section 3).
 
-    Trie, entropies --augment--> Augmentation(AugmentedQuery, ...)
+    Trie, entropies --augment--> AugmentedQueries(AugmentedQuery, ...)
 
     prompt | y of a successful rollout: its T trained tokens        entropy[t] belongs to the distribution from which
     . . .  | y0 y1 | y2 y3 y4 y5 | y6 y7                            y[t] was drawn

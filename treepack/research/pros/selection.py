@@ -1,8 +1,8 @@
 """Selection of the queries to roll out next: the k queries with a pass rate nearest to 0.5 (PROS, section 4).
 
-    State --with_queries--> State             add queries, original and derived ones
-    State, rewards --forget_and_add--> State  passed, tried <- lambda * old + new, at every training step
-    State, log-odds --nearest--> k queries
+    QueryCounts --with_queries--> QueryCounts               add queries, original and derived ones
+    QueryCounts, rewards --forget_and_add--> QueryCounts    passed, tried <- lambda * old + new, at every training step
+    QueryCounts, log-odds --nearest--> k queries
 
         A query passes 1 of 1 rollouts in step 0 and 0 of 1 in step 1. With lambda = 0.5:
 

@@ -1,7 +1,7 @@
 """Entropies and critic values of the tokens of rollouts, aligned with the trajectories of a trie.
 
     packed rows with term_entropy --entropies_of_terms--> one array per trajectory, or None
-    JSONL or Parquet of records   --read_signals-------> Signals(entropies, values, num_unknown)
+    JSONL or Parquet of records   --read_signals-------> TokenSignals(entropies, values, num_unknown)
 
 A record names its rollout by the field that rollout files use (`id`, `trajectory_id`, ...) and has `entropies`,
 `values` or both: one number per trained token, per token of the whole sequence, or per token from the first trained one

@@ -1,7 +1,7 @@
 """Allocations as tables for a rollout system: the rollouts of each prompt, and the prefixes to continue.
 
-    Predictions --root_table--> group_id, value, num_rollouts, utility                          every prompt
-    Trie, Predictions --prefix_table--> group_id, step, trajectory_id, turn, num_tokens, value, reward,
+    ValuePredictions --root_table--> group_id, value, num_rollouts, utility                     every prompt
+    Trie, ValuePredictions --prefix_table--> group_id, step, trajectory_id, turn, num_tokens, value, reward,
                                         num_continuations, utility                              prefixes to continue
 
 A prefix is the first `num_tokens` tokens of its trajectory. If a group has no prefix, its budget pays for rollouts of

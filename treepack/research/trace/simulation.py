@@ -1,6 +1,6 @@
 """Comparison of allocations on simulated training steps: the same budget, spent uniformly and by TRACE.
 
-    World, Experiment --simulate--> Arm, one for each way to spend the budget: measures by step
+    World, BudgetExperiment --simulate--> ExperimentArm, one for each way to spend the budget: measures by step
 
         stage 1, rollouts of prompts      uniform: equally many of each of some random prompts    active: allocate_roots
         stage 2, continuations            uniform: at random turns of each rollout             active: allocate_prefixes

@@ -1,6 +1,6 @@
 """Anchors of a tree of rollouts: the share of successes below each, and the anchors with both outcomes.
 
-    Trie --anchors--> Anchors                every prefix from which a rollout could be continued, and its tree
+    Trie --anchors--> TurnPrefixes           every prefix from which a rollout could be continued, and its tree
     rewards, LeafWeights --recursive_targets--> share of successes below each node of a SegmentTree (trie_targets: Trie)
     rewards --effective_ratio--> share of anchors with both outcomes below them
     predicted, target --spearman--> rank correlation of a predictor

@@ -1,7 +1,7 @@
 """Sources of simulated rollouts: a Markov model of success, or the recorded rollouts of a trie.
 
     world.draw_prompts(n) --> prompts int64 [n], their chances of success float64 [n]
-    world.roll_out(prompts) --> Rollouts: turns, reward, and the chance of success after each turn
+    world.roll_out(prompts) --> SimulatedRollouts: turns, reward, and the chance of success after each turn
 
 In both worlds, a continuation of a prefix succeeds with the prefix's chance of success. A simulation therefore needs
 nothing else of a continuation.

@@ -1,7 +1,7 @@
 """Advantages of a trie's trajectories by the name of an estimator, as columns of a new trie.
 
-    Trie, AdvantageOptions --estimate_advantages--> Estimates(kept, advantage of each trajectory or each trained token)
-    Trie, Estimates --with_advantages--> Trie      the same rollouts with the column filled in, ready for pack and train
+    Trie, AdvantageOptions --estimate_advantages--> AdvantageEstimates(kept, advantages of trajectories or of tokens)
+    Trie, AdvantageEstimates --with_advantages--> Trie     the same rollouts with the column filled in, ready for pack
 
 A group that an estimator cannot use is rejected as a whole and counted under one reason: a reward is missing or not
 finite, a single rollout has nothing to be compared with, or all rewards are equal and such groups are rejected. A group

@@ -4,7 +4,8 @@
     SGLang    POST /generate                token ids in and out
     vLLM      POST /v1/completions          a prompt of token ids; answers with token ids from version 0.10.2 on
 
-Wish --Dialect.body--> JSON of the request          JSON of the answer --Dialect.segments--> [Segment]
+SamplingRequest --ServerDialect.body--> JSON of the request
+JSON of the answer --ServerDialect.segments--> [Segment]
 
 Chat completions are never used: a server renders and tokenizes messages again, and the ids would not be those of the
 rollout. Fields are those of vLLM 0.32 and SGLang 0.5.23.

@@ -1,6 +1,6 @@
 """Trajectories with recorded routes, between the processes that read them and the one that builds their trie.
 
-    batches --RoutedStore.add--> StoredBatch in a Spool, in any process
+    batches --RoutedStore.add--> StoredBatch in a SpoolFiles, in any process
     StoredBatch, ... --join_stored--> Sequences of all, in order of arrival; routes in a mapped file if they are large
 
 Routes are some hundred bytes for each token, so they are never in memory at once. Tokens and tables are: 4 bytes for

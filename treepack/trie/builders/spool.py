@@ -1,6 +1,6 @@
 """Sorted runs of trajectories on disk, in files without names that several processes can read.
 
-    batches --RunStore.add--> as many as fit memory, sorted --> StoredRun in a Spool
+    batches --RunStore.add--> as many as fit memory, sorted --> StoredRun in a SpoolFiles
 
     run   a b c d          tokens   a b c d e x         of each sequence what it does not share with the one before
           a b c d e        tables   the trajectories as an Arrow table, then partition, shared tokens, length and number
