@@ -154,9 +154,9 @@ INTERRUPTED = """
 import multiprocessing
 from pack.plan import test_scale as here
 if __name__ == "__main__":
-    forest = here.forest_of(here.built([[0, 1], [0, 2], [9, 1], [9, 2], [9, 3]]))
+    forest = here.shapes_of_trees(here.built([[0, 1], [0, 2], [9, 1], [9, 2], [9, 3]]))
     try:
-        here.plan_trees(forest, here.Limits(24), here.interrupt, here.Search(), workers=2)
+        here.plan_trees(forest, here.RowLimits(24), here.interrupt, here.SearchOptions(), workers=2)
     except KeyboardInterrupt:
         print("interrupted", len(multiprocessing.active_children()))
 """
