@@ -197,7 +197,7 @@ def test_no_task_has_more_than_its_part_or_its_range(tmp_path: Path, inputs: Pat
     scheduler = PickledScheduler()
     files = [inputs / "a.jsonl", inputs / "b.parquet"]
     on = build_trie_on(scheduler, files, tmp_path / "on", num_ranges=8, part_bytes=999)
-    assert scheduler.num_rows["read_part"] < on.totals["num_trajectories"] / 4
+    assert scheduler.num_rows["read_input_part"] < on.totals["num_trajectories"] / 4
     assert scheduler.num_rows["_sort"] < on.totals["num_trajectories"] / 3
 
 
