@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from compilations import made_on
 
-from treepack.analysis.model_cost import PRESETS
 from treepack.carry.limit import USABLE
-from treepack.files.memory import available_memory
+from treepack.costs.model_cost import PRESETS
+from treepack.memory.budget import available_memory
 from treepack.model.layer_memory import update_bytes
 from treepack.model.layers import adapt_layers, adapted_layers
 from treepack.model.load import load_model

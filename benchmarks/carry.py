@@ -57,10 +57,10 @@ from compilations import Compilations, count_compilations
 from experts import seconds_of
 from step_profile import gaps_of, kernels_of, kinds_of, largest
 
-from treepack.analysis.model_cost import PRESETS
 from treepack.carry.backward import CarryOptions, backward_row
 from treepack.carry.limit import CarryCosts, CarryPlan, choose_limit, measure_costs
 from treepack.carry.offload import CarryBudget, CarryMemory
+from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, row_loss

@@ -43,7 +43,8 @@ from treepack.attention.flex import BLOCK
 from treepack.data.batch import Batch, make_batch
 from treepack.model.head_chunks import ChunkTargets
 from treepack.model.load import load_model
-from treepack.model.token_statistics import LogitMap, Slopes, torch_gradients, torch_statistics
+from treepack.model.logit_map import LogitMap, Slopes
+from treepack.model.token_statistics import torch_gradients, torch_statistics
 from treepack.model.verify import verify_gradients
 
 STATISTICS = "token statistics"

@@ -35,7 +35,7 @@ from train_step import DRY_RUN_MODEL, POSITIONS, timed
 from training_rows import tree_rows
 from workloads import Workload, make_workload, row_of_ends, star
 
-from treepack.analysis.model_cost import PRESETS
+from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layer_memory import fewest_recomputed, host_pages, measure_layers

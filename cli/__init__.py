@@ -87,7 +87,7 @@ def _run() -> None:
     try:
         commands()
     except TreepackError as error:
-        from treepack.files.cache import addresses_in
+        from treepack.files.remote.cache import addresses_in
 
         _stop(addresses_in(str(error)))
     except MemoryError:

@@ -100,7 +100,7 @@ def use_cache(folder: Path | None, size: str | None) -> None:
     Raises:
         TreepackError: `size` is no number of bytes.
     """
-    from treepack.files.cache_room import cache_limit
+    from treepack.files.remote.cache_room import cache_limit
 
     if folder is not None:
         os.environ["TREEPACK_CACHE"] = str(folder.absolute())
@@ -157,7 +157,7 @@ def _train_in(
     """Train in `place`, draw the curves, and return the summary."""
     from treepack.train.choices import with_recorded
     from treepack.train.division import recorded_blocks
-    from treepack.train.run import open_run
+    from treepack.train.opening import open_run
 
     if run_options.resume and options.blocks is None:
         # The order of the run that is continued, also on another number of machines.
@@ -180,8 +180,8 @@ def _is_finished(packed: tuple[str, ...], model: str, options: TrainOptions, out
     """Return True if the run in `out` needs no step, and print a note; the model is not loaded for this."""
     from treepack.train.directory import is_finished, is_same_finished_run
     from treepack.train.loop import already_finished
+    from treepack.train.opening import count_steps
     from treepack.train.ranks import find_device
-    from treepack.train.run import count_steps
 
     if not is_finished(out):
         return False

@@ -53,7 +53,10 @@ from treepack.ingest.readers.files.records import Record
 from treepack.rollout.engine import derived_seed
 from treepack.rollout.local import default_stop_tokens
 from treepack.rollout.prompts import PromptReader
-from treepack.rollout.tree import Tree, leaf_weights
+from treepack.rollout.query import Query
+from treepack.rollout.records import tree_trajectories
+from treepack.rollout.sampler import sample_tree
+from treepack.rollout.tree import Tree, weights_of_leaves
 from treepack.trajectory import Float64, Int32
 
 INDEPENDENT, TREE, TREE_GRPO = "independent", "tree", "tree-grpo"
@@ -255,7 +258,7 @@ def run_arm(
 
 def sampled_figures(trees: Sequence[Tree]) -> dict[str, float]:
     """Return figures of a step's sampling; the mean reward is that of independent rollouts, by the leaf weights."""
-    rewards = [float(leaf_weights(tree)[1] @ [leaf.reward or 0.0 for leaf in tree.leaves]) for tree in trees]
+    rewards = [float(weights_of_leaves(tree)[1] @ [leaf.reward or 0.0 for leaf in tree.leaves]) for tree in trees]
     return {
         "reward": float(np.mean(rewards)),
         "leaves": sum(len(tree.leaves) for tree in trees),

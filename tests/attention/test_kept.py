@@ -18,8 +18,9 @@ pytest.importorskip("triton")
 
 from support import interpreter  # noqa: F401
 from treepack.attention.autograd import Kept, triton_attention
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.portable import forward as portable
-from treepack.attention.schedule import Schedule, build_schedule
+from treepack.attention.schedule import Schedule
 from treepack.data.batch import make_batch
 from treepack.model.forward import row_loss
 from treepack.model.layers import checkpoint_layers

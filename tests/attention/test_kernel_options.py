@@ -25,12 +25,12 @@ pytest.importorskip("triton")
 from support import interpreter  # noqa: F401
 from treepack.attention import autograd
 from treepack.attention.autograd import Kept, backend, triton_attention
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.dispatch import tree_attention
 from treepack.attention.portable import forward as portable
 from treepack.attention.portable.forward import Config, Configs
 from treepack.attention.reach import Reach, first_visible
 from treepack.attention.reference import reference_attention
-from treepack.attention.schedule import build_schedule
 from treepack.errors import TreepackError
 from treepack.pack.plan.problem import PlanTree
 

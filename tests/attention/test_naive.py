@@ -10,9 +10,9 @@ from torch import Tensor
 
 from support.attention_trees import comb, random_tree, star
 from treepack.attention import naive as tiles
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.reach import Reach, first_visible
 from treepack.attention.reference import reference_attention, visible_pairs
-from treepack.attention.schedule import build_schedule
 
 
 def rows_of(length: int) -> Tensor:

@@ -22,10 +22,10 @@ pytest.importorskip("triton")
 from support import interpreter  # noqa: F401
 from treepack.attention import Reach, first_visible, prepare, reference_attention, tree_attention
 from treepack.attention.autograd import triton_attention
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.kernel_launch import Incoming, Inputs
 from treepack.attention.portable import forward as portable
 from treepack.attention.portable.forward import Config, Configs
-from treepack.attention.schedule import build_schedule
 from treepack.errors import TreepackError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

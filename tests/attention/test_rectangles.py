@@ -22,8 +22,9 @@ from treepack.attention import (
     tree_attention,
     visible_pairs,
 )
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.chains import find_chains
-from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedule, build_schedule
+from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedule
 from treepack.errors import TreepackError
 
 REACHES = [None, Reach("window", 40), Reach("chunk", 90)]

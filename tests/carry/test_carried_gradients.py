@@ -20,7 +20,7 @@ from treepack.data.batch import Batch, make_batch
 from treepack.model.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.forward import row_objective
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import choose_objective
+from treepack.model.objective import choose_objective
 
 CASES: list[dict[str, Any]] = [
     {"name": "ppo", "dual_clip": 1.3},

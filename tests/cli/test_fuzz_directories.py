@@ -15,7 +15,7 @@ from support.directory_damage import manifest_cases, part_cases, rewritten, with
 from support.fuzzed_commands import guarded, outcome
 from treepack.data.dataset import PackedDataset
 from treepack.model.denominators import check_columns, trajectory_table
-from treepack.model.objectives import Objective
+from treepack.model.objective import Objective
 
 SEED = 41
 TRIE_COMMANDS = [

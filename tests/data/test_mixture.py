@@ -23,10 +23,10 @@ from treepack.data.mixture import MixedDataset, mixed_blocks, mixed_rows, open_p
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
 from treepack.model.denominators import check_columns, step_factors, trajectory_table
-from treepack.model.objectives import choose_objective
+from treepack.model.objective import choose_objective
 from treepack.train.loop import train
+from treepack.train.opening import open_run
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_run
 from treepack.train.schedule import plan_steps
 from treepack.trajectory import Trajectory
 

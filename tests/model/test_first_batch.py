@@ -26,7 +26,7 @@ from treepack.errors import TreepackError
 from treepack.model.collation import batch_loss, collate
 from treepack.model.first_batch import _agree
 from treepack.model.head import logit_map_of
-from treepack.model.token_statistics import LogitMap
+from treepack.model.logit_map import LogitMap
 
 SAMPLES = [
     Sample((1, 2, 3, 4, 5), (0.0, 1.0, 0.0, 2.0, 1.0)),

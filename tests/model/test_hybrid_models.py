@@ -33,7 +33,7 @@ from treepack.model.forward import row_loss
 from treepack.model.layers import adapt_layers
 from treepack.model.load import build_empty, load_model, read_config
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import choose_objective
+from treepack.model.objective import choose_objective
 from treepack.model.verify import verify_gradients
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import find_plan

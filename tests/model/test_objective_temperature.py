@@ -22,7 +22,7 @@ from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
 from treepack.model.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.forward import row_objective
-from treepack.model.objectives import Objective, choose_objective
+from treepack.model.objective import Objective, choose_objective
 from treepack.model.temperature import check_scored_columns, temperature_of
 from treepack.model.verify import verify_gradients
 

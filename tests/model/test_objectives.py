@@ -28,9 +28,10 @@ from treepack.errors import TreepackError
 from treepack.model.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.forward import row_logprobs
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import PRESETS, Objective, choose_objective, objective_loss
+from treepack.model.objective import PRESETS, Objective, choose_objective
+from treepack.model.objectives import objective_loss
 from treepack.model.preferences import preference_pairs
-from treepack.rollout_parts import LOST_PARTS
+from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.trajectory import Trajectory
 
 TOLERANCE = 1e-9

@@ -23,7 +23,8 @@ pytest.importorskip("triton")
 from support import interpreter  # noqa: F401
 from treepack.attention import Kept, TreePass
 from treepack.attention.autograd import triton_attention
-from treepack.attention.schedule import Schedule, build_schedule
+from treepack.attention.build_schedule import build_schedule
+from treepack.attention.schedule import Schedule
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.model.adapter import LoraOptions

@@ -16,7 +16,7 @@ from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
 from treepack.model.denominators import check_columns, step_factors, trajectory_table
-from treepack.model.objectives import choose_objective
+from treepack.model.objective import choose_objective
 from treepack.model.row_factors import row_factors
 from treepack.pack.directory import pack_trie
 from treepack.pack.files import read_rows, write_packed
@@ -24,7 +24,7 @@ from treepack.pack.options import PackOptions
 from treepack.pack.packing import plan_packing
 from treepack.pack.row import Row
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 SAMPLES = rollouts()
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from treepack.model.head_chunks import ChunkTargets
-from treepack.model.token_statistics import LogitMap, Slopes, token_statistics, torch_gradients, torch_statistics
+from treepack.model.logit_map import LogitMap, Slopes
+from treepack.model.token_statistics import token_statistics, torch_gradients, torch_statistics
 
 fused = pytest.importorskip("treepack.model.fused_statistics", reason="needs triton")
 

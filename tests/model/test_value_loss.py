@@ -31,7 +31,8 @@ from treepack.model.denominators import check_columns, step_factors, trajectory_
 from treepack.model.forward import row_objective, row_values
 from treepack.model.layers import adapt_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import Objective, choose_objective, step_means
+from treepack.model.objective import Objective, choose_objective
+from treepack.model.objectives import step_means
 from treepack.model.value_head import value_head_of
 from treepack.model.verify import verify_gradients
 

@@ -22,7 +22,7 @@ from treepack.errors import TreepackError
 from treepack.model.denominators import step_factors, trajectory_table
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import choose_objective
+from treepack.model.objective import choose_objective
 from treepack.model.verify_memory import ModelSizes, model_sizes, plan_memory
 from treepack.model.verify_rows import verify_rows
 from treepack.model.verify_subset import RowPart, choose_part, path_to, restrict_row

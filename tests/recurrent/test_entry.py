@@ -22,7 +22,7 @@ from treepack.errors import TreepackError
 from treepack.model.load import load_model
 from treepack.model.observation import Observation, check_attention, observe
 from treepack.model.verify import verify_gradients
-from treepack.recurrent.entry import enter, obstacle
+from treepack.recurrent.entry import enter, model_obstacle
 from treepack.recurrent.interface import convolution, gated_delta_rule, state_space_scan
 
 pytestmark = pytest.mark.skipif(not HAS_RECURRENT, reason="this version of transformers has other recurrent layers")
@@ -135,7 +135,7 @@ def test_a_version_whose_layers_keep_the_functions_as_attributes_is_refused(monk
     module.Layer, Layer.__module__, Config.__module__ = Layer, module.__name__, "early.configuration_early"
     monkeypatch.setitem(sys.modules, "early", ModuleType("early"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    reason = obstacle(Config())
+    reason = model_obstacle(Config())
     assert reason is not None
     assert "this version of transformers offers no function for" in reason
 

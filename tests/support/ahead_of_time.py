@@ -105,9 +105,9 @@ def source(which: str, table: str, dtype: str, dims: tuple[int, int]) -> tuple[A
 
 def launches(table: str, dtype: str, dims: tuple[int, int]) -> dict[str, Any]:
     """Return the `Launch` of each pass over one row of one key head."""
+    from treepack.attention.build_schedule import build_schedule
     from treepack.attention.kernel_launch import Incoming, Inputs
     from treepack.attention.reach import Reach, first_visible
-    from treepack.attention.schedule import build_schedule
 
     width, width_v = dims
     query, dq = (torch.empty(1, GROUP, LENGTH, width, dtype=DTYPES[dtype]) for _ in range(2))

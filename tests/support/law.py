@@ -104,7 +104,7 @@ def _trained(item: Trajectory) -> Iterator[tuple[Any, Any]]:
             if weight:
                 calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
                 yield weight, (message["content"], message.get("reasoning_content"), calls)
-    elif isinstance(content, Text):
+    elif isinstance(content, PromptCompletion):
         yield 0, content.completion
     else:
         assert isinstance(content, Tokens)

@@ -16,12 +16,13 @@ from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.model.objectives import choose_objective
+from treepack.model.objective import choose_objective
 from treepack.train.choices import with_recorded
 from treepack.train.loop import train
+from treepack.train.opening import open_run
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
-from treepack.train.run import TrainingRun, open_run
+from treepack.train.run import TrainingRun
 from treepack.train.sampling_check import measure_gap
 from treepack.train.step import StepMetrics
 from treepack.trajectory import Trajectory

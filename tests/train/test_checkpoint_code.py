@@ -25,8 +25,8 @@ from treepack.errors import TreepackError
 from treepack.train.checkpoint import latest
 from treepack.train.checkpoint_files import RECORD, read_record, write_record
 from treepack.train.loop import train
+from treepack.train.opening import open_run
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_run
 
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=1, steps=3, checkpoint_every=1)
 STEP = "step-00000002"

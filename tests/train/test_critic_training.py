@@ -20,11 +20,12 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.model.adapter import LoraOptions
 from treepack.model.load import load_model
-from treepack.model.objectives import Objective, choose_objective
+from treepack.model.objective import Objective, choose_objective
 from treepack.model.value_head import VALUE_FILE, read_value_head
 from treepack.train.loop import train
+from treepack.train.opening import open_run
 from treepack.train.options import TrainOptions
-from treepack.train.run import TrainingRun, open_run
+from treepack.train.run import TrainingRun
 from treepack.train.step import StepMetrics
 from treepack.trajectory import Trajectory
 

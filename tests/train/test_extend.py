@@ -16,8 +16,8 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.train.directory import is_finished
 from treepack.train.loop import train
+from treepack.train.opening import open_run
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_run
 from treepack.train.schedule import learning_rate
 from treepack.train.step import StepMetrics
 

@@ -32,7 +32,7 @@ from treepack.model.verify import verify_gradients
 from treepack.model.verify_subset import RowPart, restrict_row
 from treepack.pack.files import read_rows
 from treepack.train.logprobs import ScoreOptions, open_scoring, scored_rows
-from treepack.train.run import open_run
+from treepack.train.opening import open_run
 from treepack.trajectory import Routes, Tokens, Trajectory
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "initializer_range": 0.5}

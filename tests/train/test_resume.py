@@ -23,8 +23,8 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.train.directory import is_finished
 from treepack.train.loop import train
+from treepack.train.opening import open_run
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_run
 from treepack.train.step import StepMetrics
 
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, epochs=3, checkpoint_every=2, warmup_steps=2)

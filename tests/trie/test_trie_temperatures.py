@@ -27,8 +27,8 @@ from treepack.trie import files as trie_files
 from treepack.trie.build import build_trie
 from treepack.trie.check import check_trie
 from treepack.trie.directory import build_trie_directory
-from treepack.trie.files import read_trie, write_trie
-from treepack.trie.out_of_core import build_large_trie
+from treepack.trie.store import trie_files
+from treepack.trie.store.trie_files import read_trie, write_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from treepack.carry.backward import CarryOptions, backward_row
 from treepack.data.batch import Batch
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import Objective
+from treepack.model.objective import Objective
 from treepack.model.verify import RowBackward
 
 

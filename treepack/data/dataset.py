@@ -118,7 +118,7 @@ class PackedDataset(Dataset[Batch]):
             blocks: blocks of neighbouring rows, shuffled one by one: usually the number of machines, so that each reads
                 only its own. The ranks must be numbered machine by machine, as torchrun does.
             filesystem: a pyarrow filesystem; by default the one that `path` names.
-            cache: folder for copies of remote parts; by default that of `files.cache`.
+            cache: folder for copies of remote parts; by default that of `files.remote.cache`.
             cache_bytes: maximum size of these copies, by default half of the disk's free space; 0 for no copies.
 
         Raises:

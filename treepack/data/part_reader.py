@@ -4,7 +4,8 @@
     remote    footers by range, once for all processes of a machine (`data.machine_tables`)
               row groups from a copy of the part (`data.part_cache`), or by range while there is none
 
-If the store does not answer after the directory was opened, reading is repeated for `files.patience.OUTAGE_SECONDS`.
+If the store does not answer after the directory was opened, reading is repeated for
+`files.remote.retries.OUTAGE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from pyarrow import parquet as pq
 from treepack.data.machine_tables import MachineTables
 from treepack.data.part_cache import PartCache
 from treepack.errors import TreepackError
-from treepack.files.location import Location
+from treepack.files.location import DirectoryLocation
 from treepack.files.manifest import FileEntry, Manifest, check_part, check_size
-from treepack.files.object_store import first_line
-from treepack.files.part_columns import check_columns, with_types
-from treepack.files.patience import OUTAGE_SECONDS, pauses
+from treepack.files.part_columns import check_part_columns, with_types
+from treepack.files.remote.object_store import first_line
+from treepack.files.remote.retries import OUTAGE_SECONDS, pauses
 from treepack.files.schema import PACKED
 
 T = TypeVar("T")
@@ -53,7 +54,9 @@ class RowGroup:
 class PartReader:
     """Reader of the parts of one directory; it can be pickled and used after a fork."""
 
-    def __init__(self, location: Location, manifest: Manifest, copies: PartCache | None, tables: MachineTables) -> None:
+    def __init__(
+        self, location: DirectoryLocation, manifest: Manifest, copies: PartCache | None, tables: MachineTables
+    ) -> None:
         """Check every part; of a remote one its size, and its footer if no process of this machine has done so.
 
         Args:
@@ -178,7 +181,7 @@ class PartReader:
             # Closed after each read: a copy that is removed while it is open would still take room.
             footer = self._footers.get(group.file)
             with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True) as file:
-                check_columns(file.schema_arrow, PACKED, str(path), _REMEDY)
+                check_part_columns(file.schema_arrow, PACKED, str(path), _REMEDY)
                 self._keep_footer(group.file, file.metadata)
                 return self._read_group(file, group, columns)
         # Removed or damaged; the store has the same values, and a new copy follows. A damaged footer is ArrowInvalid.
@@ -197,7 +200,7 @@ class PartReader:
         """Return columns of a row group from the store; wait while it does not answer.
 
         Raises:
-            TreepackError: it has not answered for `files.patience.OUTAGE_SECONDS`, or the part was altered.
+            TreepackError: it has not answered for `files.remote.retries.OUTAGE_SECONDS`, or the part was altered.
         """
         num_answers, retries = 0, None
         while True:

@@ -24,10 +24,10 @@ from treepack import __version__
 from treepack.errors import TreepackError, shown
 from treepack.files import schema
 from treepack.files.address import AnyPath
-from treepack.files.cache import addresses_in
 from treepack.files.directory import MANIFEST
-from treepack.files.location import Location, locate
+from treepack.files.location import DirectoryLocation, locate
 from treepack.files.manifest_values import check_values
+from treepack.files.remote.cache import addresses_in
 
 
 class FileEntry(TypedDict):
@@ -214,13 +214,13 @@ def _own_hash(content: bytes) -> str:
     return hashlib.sha256(b"\n".join(line for line in lines if not line.startswith(_OWN_LINE))).hexdigest()
 
 
-def read_manifest(directory: str | AnyPath | Location, kind: str | None = None) -> Manifest:
+def read_manifest(directory: str | AnyPath | DirectoryLocation, kind: str | None = None) -> Manifest:
     """Read the manifest of `directory`; if `kind` is given, it must have that format.
 
     Raises:
         TreepackError: no manifest, a damaged one, or another format or version.
     """
-    directory = directory if isinstance(directory, Location) else locate(directory)
+    directory = directory if isinstance(directory, DirectoryLocation) else locate(directory)
     path = directory.file_name(MANIFEST)
     content = directory.read(MANIFEST)
     if content is None:
@@ -254,7 +254,7 @@ def read_manifest(directory: str | AnyPath | Location, kind: str | None = None) 
     return cast(Manifest, manifest)
 
 
-def _no_manifest(directory: Location, kind: str | None) -> TreepackError:
+def _no_manifest(directory: DirectoryLocation, kind: str | None) -> TreepackError:
     """Return the error for a path without a manifest; it names the command that makes a directory of format `kind`."""
     wanted = _KINDS.get(kind or "", "trie or packed directory")
     if not directory.is_local:
@@ -273,7 +273,7 @@ def _no_manifest(directory: Location, kind: str | None) -> TreepackError:
     )
 
 
-def _other_kind(directory: Location, manifest: dict[str, Any]) -> TreepackError:
+def _other_kind(directory: DirectoryLocation, manifest: dict[str, Any]) -> TreepackError:
     """Return the error for a trie in the place of packed rows, or packed rows in the place of a trie."""
     if manifest["format"] == schema.TRIE_FORMAT:
         return TreepackError(f"{directory}: is a trie; pack it first with: treepack pack {directory} --out PACKED")
@@ -341,7 +341,7 @@ def check_part(directory: Path, entry: FileEntry) -> Path:
     return path
 
 
-def check_size(directory: Location, entry: FileEntry) -> None:
+def check_size(directory: DirectoryLocation, entry: FileEntry) -> None:
     """Check that a part is there and has the size that `entry` gives.
 
     Raises:
@@ -356,7 +356,7 @@ def check_size(directory: Location, entry: FileEntry) -> None:
         raise TreepackError(f"{path}: has {size} bytes, its manifest lists {entry['bytes']}; write it again")
 
 
-def _refuse_replaced(directory: Location, entry: FileEntry) -> None:
+def _refuse_replaced(directory: DirectoryLocation, entry: FileEntry) -> None:
     """Refuse a part that does not fit its entry because the directory was replaced after its manifest was read.
 
     Raises:

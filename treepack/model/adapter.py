@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from treepack.errors import TreepackError, install_hint
-from treepack.files.hub import is_offline
+from treepack.files.remote.hub import is_offline
 from treepack.model.adapter_targets import conv1d_class, target_names
-from treepack.model.compatibility import translate_errors
+from treepack.model.foreign_errors import translate_errors
 from treepack.model.source import local_source
 
 DEFAULT_ALPHA = 32.0  # for every rank, as in "LoRA Without Regret" (Schulman et al., 2025): the rate fits every rank

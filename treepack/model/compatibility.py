@@ -1,8 +1,7 @@
 """Refusals, each in one sentence: models that cannot be trained exactly, and data that a model cannot be trained on.
 
-    config                     --check_config-->      an error if the model cannot be trained exactly
-    LoadedModel, its data      --check_fits-->        an error if the data does not fit the model
-    exception of foreign code  --translate_errors-->  an error of one sentence
+    config                 --check_config-->  an error if the model cannot be trained exactly
+    LoadedModel, its data  --check_fits-->    an error if the data does not fit the model
 
 `check_config` finds by name the features that are known to break exactness. `probe.probe` finds the others: it runs a
 small tree through the model.
@@ -10,26 +9,20 @@ small tree through the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from treepack.attention import IMPLEMENTATIONS
 from treepack.attention.indexed import index_top_k
 from treepack.errors import TreepackError
-from treepack.model.memory import is_memory_error
-from treepack.recurrent.entry import obstacle as recurrent_obstacle
+from treepack.model.foreign_errors import REMEDY
+from treepack.model.saved_tokenizer import saved_tokenizer
+from treepack.recurrent.entry import model_obstacle as recurrent_obstacle
 
 if TYPE_CHECKING:
     from treepack.files.manifest import TokenizerEntry  # needs pyarrow, which benchmarks/check_gpu.py must run without
     from treepack.model.loaded import LoadedModel
 
-REMEDY = "docs/models.md lists the models that treepack trains"
-NO_INTERFACE = "its code does not use transformers' attention interface"
 NOT_PASSED_ON = "its code does not pass subtree_end on to its recurrent layers"
 OWN_STATE = "it carries a state from token to token in code of its own"
 
@@ -50,11 +43,8 @@ _FIELDS = {
     "indexer_budget": _POOLS,
     "index_kpool": _POOLS,
 }
-# transformers finds a tokenizer by one of these files; a directory without any of them has no tokenizer to compare.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # A learned table may have a few more entries than max_position_embeddings: OPT and BART have 2 more. 8 leaves a margin.
 _EXTRA_POSITIONS = 8
-_MAX_MESSAGE = 200  # characters of a foreign error message: enough for its first sentence, short enough for one line
 
 
 def check_config(config: Any, *, source: str) -> None:
@@ -163,28 +153,6 @@ def path_too_long(subject: str, max_position: int, limit: tuple[int, str]) -> st
     )
 
 
-def saved_tokenizer(source: str) -> Any:
-    """Return the tokenizer saved with the weights at `source`, or None if a local source has none.
-
-    An adapter without a tokenizer has that of its base.
-
-    Raises:
-        TreepackError: if a model on the hub has no tokenizer, or the tokenizer cannot be loaded.
-    """
-    from treepack.ingest.tokenization import load_tokenizer
-    from treepack.model.adapter import find_adapter
-    from treepack.model.source import local_source
-
-    source = local_source(source)
-    path = Path(source)
-    if path.suffix == ".json":
-        return None
-    if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
-        adapter = find_adapter(source)
-        return None if adapter is None else saved_tokenizer(adapter.base)
-    return load_tokenizer(source)
-
-
 def _check_tokenizer(source: str, expected: TokenizerEntry | None) -> None:
     tokenizer = saved_tokenizer(source) if expected is not None else None
     if expected is None or tokenizer is None:
@@ -197,31 +165,3 @@ def _check_tokenizer(source: str, expected: TokenizerEntry | None) -> None:
             f"{source}: its tokenizer is not the one that made the data ({expected['name']}, "
             f"{expected['vocab_size']} tokens); tokenise the data with this model's tokenizer"
         )
-
-
-@contextmanager
-def translate_errors(complaint: str, remedy: str) -> Iterator[None]:
-    """Turn any exception of foreign code into a TreepackError of one sentence, with the exception as its cause.
-
-    A lack of memory passes unchanged.
-
-    Raises:
-        TreepackError: instead of any other exception; a TreepackError raised inside passes unchanged.
-    """
-    try:
-        yield
-    except TreepackError:
-        raise
-    except Exception as error:  # code of a model may raise anything
-        if is_memory_error(error):
-            raise  # no fault of the model; the caller adds the remedy
-        remedy = REMEDY if one_line(error) == NO_INTERFACE else remedy
-        raise TreepackError(f"{complaint} ({one_line(error)}); {remedy}") from error
-
-
-def one_line(error: Exception) -> str:
-    """Return the message of `error` as one short line."""
-    # A model with a table of its own attention classes looks up our name in it: KeyError('treepack_reference').
-    if isinstance(error, KeyError) and error.args and error.args[0] in IMPLEMENTATIONS.values():
-        return NO_INTERFACE
-    return shorten(str(error), _MAX_MESSAGE, placeholder=" ...") or type(error).__name__

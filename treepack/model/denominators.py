@@ -21,10 +21,10 @@ from pyarrow import compute
 from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.errors import TreepackError
-from treepack.model.objectives import Objective
+from treepack.model.objective import Objective
 from treepack.model.preferences import preference_pairs
 from treepack.model.temperature import check_temperatures
-from treepack.rollout_parts import LOST_PARTS
+from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.trajectory import Float64, Int64
 
 # Remedy for each column that an objective may need and the directory may lack.

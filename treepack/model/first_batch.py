@@ -20,7 +20,8 @@ from torch import Tensor, distributed, nn
 from treepack.attention.indexed import skip_indexers
 from treepack.attention.interface import BadCallError
 from treepack.errors import TreepackError
-from treepack.model.compatibility import REMEDY, check_config, path_too_long, position_limit
+from treepack.model.compatibility import check_config, path_too_long, position_limit
+from treepack.model.foreign_errors import REMEDY
 from treepack.model.head import measure_logit_map
 from treepack.model.observation import Observation, check_attention, observe
 from treepack.model.probe import probe

@@ -23,9 +23,9 @@ from torch import Tensor
 from treepack.attention import IMPLEMENTATIONS, Kept, Schedules, TreePass
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
-from treepack.model.compatibility import one_line
 from treepack.model.dropout import check_dropout
 from treepack.model.first_batch import check_positions
+from treepack.model.foreign_errors import one_line
 from treepack.model.head import OutputLayer, head_replaced
 from treepack.model.layers import find_decoder, is_compiled, keeps_outside, recomputes
 from treepack.model.loaded import LoadedModel

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from treepack.model.head_chunks import ChunkTargets
-from treepack.model.token_statistics import LogitMap, Slopes, Statistics
+from treepack.model.logit_map import LogitMap, Slopes, Statistics
 
 STATISTICS_BLOCK = 4096  # words per step of a target
 GRADIENT_BLOCK = 4096  # words per program

@@ -24,7 +24,8 @@ from torch.nn.functional import linear
 from treepack.errors import TreepackError
 from treepack.model.experts.weights import cast_weight
 from treepack.model.head_chunks import ChunkTargets
-from treepack.model.token_statistics import LogitMap, Slopes, Statistics, token_statistics, turn_into_gradients
+from treepack.model.logit_map import LogitMap, Slopes, Statistics
+from treepack.model.token_statistics import token_statistics, turn_into_gradients
 
 
 class Price(NamedTuple):

@@ -28,12 +28,13 @@ from torch import Tensor
 
 from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
-from treepack.files.hub import is_offline, load_fault
+from treepack.files.remote.hub import is_offline, load_fault
 from treepack.model.adapter import LoraOptions, assign, base_of, put_adapter
-from treepack.model.compatibility import check_config, translate_errors
+from treepack.model.compatibility import check_config
 from treepack.model.dropout import disable_dropout
 from treepack.model.experts.interface import implementation_of
 from treepack.model.first_batch import mark_checked
+from treepack.model.foreign_errors import translate_errors
 from treepack.model.four_bits import quantization
 from treepack.model.loaded import LoadedModel
 from treepack.model.probe import probe

@@ -35,7 +35,7 @@ from torch.nn.functional import linear
 from treepack.errors import TreepackError
 from treepack.model.head_chunks import ChunkTargets, invert, split_targets
 from treepack.model.head_gradients import HeadOptions, Price, priced_loss, token_scores
-from treepack.model.token_statistics import LogitMap, Slopes
+from treepack.model.logit_map import LogitMap, Slopes
 from treepack.model.transfers import sent
 
 # Targets whose logits are in memory at a time: enough rows for a fast product, 1.2 GB in float32 with 151,936 words.

@@ -22,14 +22,8 @@ from torch import Tensor
 
 from treepack.attention.interface import AttentionCall
 from treepack.errors import TreepackError
-from treepack.model.compatibility import (
-    NO_INTERFACE,
-    NOT_PASSED_ON,
-    OWN_STATE,
-    REMEDY,
-    count_attention_layers,
-    count_recurrent_layers,
-)
+from treepack.model.compatibility import NOT_PASSED_ON, OWN_STATE, count_attention_layers, count_recurrent_layers
+from treepack.model.foreign_errors import NO_INTERFACE, REMEDY
 from treepack.model.head import HeadCall, find_head, head_replaced, known_logits
 from treepack.recurrent.entry import upgrade_hint
 from treepack.recurrent.interface import CONVOLUTION, RecurrentCall

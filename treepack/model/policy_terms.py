@@ -6,15 +6,12 @@ log-probabilities and entropies of tokens, terms of these tokens --term_sums--> 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from treepack.data.batch import TermTensors
-
-if TYPE_CHECKING:
-    from treepack.model.objectives import Objective
+from treepack.model.objective import Objective
 
 # Names of the sums that `objectives.objective_loss` returns besides "weight"; `term_sums` computes them in this order.
 TERM_MEANS = ("ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "kl", "entropy", "importance", "truncated")

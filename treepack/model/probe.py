@@ -23,7 +23,7 @@ from treepack.attention import IMPLEMENTATIONS
 from treepack.attention.indexed import skip_indexers
 from treepack.attention.interface import AttentionKind, BadCallError
 from treepack.errors import TreepackError
-from treepack.model.compatibility import REMEDY, translate_errors
+from treepack.model.foreign_errors import REMEDY, translate_errors
 from treepack.model.head import measure_logit_map
 from treepack.model.layers import find_decoder
 from treepack.model.observation import Observation, check_attention, observe

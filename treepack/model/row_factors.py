@@ -16,7 +16,7 @@ from torch import Tensor
 
 from treepack.errors import TreepackError
 from treepack.model.denominators import TrajectoryTable, step_factors
-from treepack.model.objectives import Objective
+from treepack.model.objective import Objective
 from treepack.pack.row import Row, term_field
 from treepack.trajectory import Float64
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from treepack.data.batch import PER_TERM, TermTensors
 from treepack.model.head_chunks import invert
 from treepack.model.head_gradients import Price
-from treepack.model.objectives import Objective
+from treepack.model.logit_map import Slopes, Statistics
+from treepack.model.objective import Objective
 from treepack.model.policy_terms import TERM_MEANS, term_sums
 from treepack.model.term_slices import TERM_CHUNK, term_slices
-from treepack.model.token_statistics import Slopes, Statistics
 
 
 def prices_of_terms(

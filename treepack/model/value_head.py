@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from treepack.errors import TreepackError
-from treepack.files.hub import is_offline
+from treepack.files.remote.hub import is_offline
 from treepack.model.head import find_head
 from treepack.model.source import local_source
 

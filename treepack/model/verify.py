@@ -36,7 +36,7 @@ from treepack.model.forward import row_loss, row_objective
 from treepack.model.layers import find_layers
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK
-from treepack.model.objectives import Objective
+from treepack.model.objective import Objective
 from treepack.model.probe import use_attention
 from treepack.model.verify_alone import PlainModel, losses_alone
 from treepack.model.verify_memory import LOGITS_CHUNK, MemoryPlan

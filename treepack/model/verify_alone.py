@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from treepack.data.batch import Batch, TermTensors
 from treepack.model.head import OutputLayer, head_replaced
-from treepack.model.objectives import Objective, objective_loss
+from treepack.model.objective import Objective
+from treepack.model.objectives import objective_loss
 from treepack.model.replay import use_routes
 from treepack.model.term_objective import Reads, Scores
 from treepack.model.value_head import value_head_of

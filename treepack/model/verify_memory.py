@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from treepack.analysis.recurrent_cost import FAMILIES, recurrent_part
 from treepack.attention.reference import QUERIES
+from treepack.costs.recurrent_cost import FAMILIES, recurrent_part
 from treepack.model.compatibility import count_attention_layers
 from treepack.model.four_bits import num_weights
 from treepack.model.layers import head_widths, layer_values

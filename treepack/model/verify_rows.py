@@ -19,7 +19,7 @@ from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.model.loaded import LoadedModel
 from treepack.model.memory import is_memory_error
-from treepack.model.objectives import Objective
+from treepack.model.objective import Objective
 from treepack.model.verify import GradientReport, RowBackward, verify_gradients
 from treepack.model.verify_memory import MAX_OPERATIONS, MemoryPlan, free_memory, model_sizes, plan_memory
 from treepack.model.verify_subset import choose_part, restrict_row

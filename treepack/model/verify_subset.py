@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from treepack.data.batch import Batch, TermTensors
-from treepack.rollout_parts import first_of_each
+from treepack.rl.rollout_parts import first_of_each
 from treepack.trajectory import Int64
 
 

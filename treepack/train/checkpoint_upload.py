@@ -5,8 +5,8 @@
     PREFIX/step-00000010/checkpoint.json     last, only if absent: without it the step is unfinished, and is not used
 
 `train.checkpoint` writes the files to the disk of each rank first, and `CheckpointUpload` uploads them in the thread of
-the save. A store that does not answer is asked again for `files.patience.OUTAGE_SECONDS`. `fetch_files` copies the
-files of a checkpoint back, once on each machine, and checks size and hash of each.
+the save. A store that does not answer is asked again for `files.remote.retries.OUTAGE_SECONDS`. `fetch_files` copies
+the files of a checkpoint back, once on each machine, and checks size and hash of each.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import RemotePath
-from treepack.files.cache_room import locked
-from treepack.files.object_store import ObjectInfo
-from treepack.files.patience import patiently
+from treepack.files.remote import object_store
+from treepack.files.remote.cache_room import locked
+from treepack.files.remote.object_store import ObjectInfo
+from treepack.files.remote.retries import patiently
 from treepack.train.checkpoint_files import RECORD, parse_record, step_of_name
 from treepack.train.place import Uploads
 
@@ -101,7 +101,7 @@ def fetch_record(prefix: RemotePath, step: str) -> dict[str, Any] | str:
     Raises:
         TreepackError: the store fails.
     """
-    content = patiently(lambda: object_store.read(prefix / f"{step}/{RECORD}"))
+    content = patiently(lambda: object_store.read_object(prefix / f"{step}/{RECORD}"))
     return f"{RECORD} is missing" if content is None else parse_record(content, step)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from treepack.files import object_store
 from treepack.files.address import AnyPath
 from treepack.files.directory import RUN
+from treepack.files.remote import object_store
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 
@@ -47,7 +47,7 @@ def with_recorded(options: TrainOptions, out: AnyPath, ranks: Ranks) -> TrainOpt
         numbers[:] = [-1] * len(names)  # other ranks keep 0, so that the sum is the number of the first one
         path = out / RUN
         local = path.read_bytes() if isinstance(path, Path) and path.exists() else None
-        content = local if isinstance(path, Path) else object_store.read(path)
+        content = local if isinstance(path, Path) else object_store.read_object(path)
         # A damaged file is refused by `directory.begin`.
         with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             recorded = json.loads(content or b"")[ENTRY]

@@ -32,7 +32,6 @@ from treepack.data.joined import check_pass_tokens, consecutive, join_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_output, as_path
-from treepack.files.cache import local_copy, naming_addresses
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
@@ -52,10 +51,9 @@ from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
 from treepack.train.logprobs import AUTO_PIECE, carry_memory, pass_size
 from treepack.train.ranks import find_device, find_dtype
-from treepack.train.run import check_attention
 from treepack.trajectory import Float64, Int64
-from treepack.trie.files import read_trie
-from treepack.trie.token_values import write_token_values
+from treepack.trie.store.token_values import write_token_values
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
 _DTYPES = ("auto", "fp32", "bf16")

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from treepack import __version__
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import AnyPath, RemotePath, as_path
 from treepack.files.directory import RUN, finished_file, refuse_existing
-from treepack.files.object_store import ExistsError, first_line
-from treepack.files.patience import patiently
+from treepack.files.remote import object_store
+from treepack.files.remote.object_store import ExistsError, first_line
+from treepack.files.remote.retries import patiently
 from treepack.model.weights.writing import SavedWeights
 from treepack.train.choices import ENTRY, chosen_numbers
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
@@ -323,7 +323,7 @@ def _remove(path: AnyPath) -> None:
 
 def _read(path: AnyPath) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_bytes() if isinstance(path, Path) else object_store.read(path) or b"")
+        record = json.loads(path.read_bytes() if isinstance(path, Path) else object_store.read_object(path) or b"")
     except (OSError, ValueError, RecursionError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); remove {path.parent} and start again") from error
     if not isinstance(record, dict):

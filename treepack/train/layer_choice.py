@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from treepack.errors import TreepackError
-from treepack.files.memory import available_memory
+from treepack.memory.budget import available_memory
 from treepack.model.layer_memory import (
     LayerBytes,
     fewest_recomputed,

@@ -37,13 +37,13 @@ from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK, filled_temperature
 from treepack.model.memory import LOADING, memory_errors
-from treepack.model.objectives import GREEDY
+from treepack.model.objective import GREEDY
 from treepack.model.temperature import refuse_temperatures, temperature_of
 from treepack.model.verify_memory import free_memory
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
+from treepack.train.opening import check_attention
 from treepack.train.ranks import find_device, find_dtype
-from treepack.train.run import check_attention
 from treepack.trajectory import Float64
 
 _SMALLER = "--dtype bf16, a smaller --loss-chunk, or rows packed with a smaller --capacity"

@@ -17,7 +17,7 @@ from treepack.data.joined import check_pass_tokens
 from treepack.errors import TreepackError
 from treepack.model.adapter import LoraOptions
 from treepack.model.loss import CHUNK
-from treepack.model.objectives import Objective
+from treepack.model.objective import Objective
 from treepack.train.ranks import find_dtype
 
 CHANGEABLE_ON_RESUME = frozenset(

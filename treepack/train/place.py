@@ -6,10 +6,10 @@
     s3://b/run/owner.json             the process that writes the run; the newest one wins, and the one before stops
               /metrics.jsonl ...      uploaded every minute, with every checkpoint and at the end, also after an error
 
-FOLDER is that of `files.cache`. A store has no locks: two processes of one machine are kept apart by a lock in FOLDER,
-and two machines by owner.json, which is compared before every upload that other objects depend on. A folder whose files
-could not be uploaded stays, and the message names it. `train.directory` and `train.checkpoint` give the files their
-meaning.
+FOLDER is that of `files.remote.cache`. A store has no locks: two processes of one machine are kept apart by a lock in
+FOLDER, and two machines by owner.json, which is compared before every upload that other objects depend on. A folder
+whose files could not be uploaded stays, and the message names it. `train.directory` and `train.checkpoint` give the
+files their meaning.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import AnyPath, RemotePath, as_output
-from treepack.files.cache_room import cache_folder
 from treepack.files.lock import lock
-from treepack.files.patience import patiently
+from treepack.files.remote import object_store
+from treepack.files.remote.cache_room import cache_folder
+from treepack.files.remote.retries import patiently
 from treepack.train.ranks import Ranks
 
 OWNER = "owner.json"
@@ -89,7 +89,7 @@ class Uploads:
             TreepackError: the store fails.
         """
         object_store.write(self.out / OWNER, self._owner)
-        content = object_store.read(self.out / METRICS)
+        content = object_store.read_object(self.out / METRICS)
         if content is not None:
             (self.folder / METRICS).write_bytes(content)
         self._thread = threading.Thread(target=self._run, name="treepack-uploads", daemon=True)
@@ -101,7 +101,7 @@ class Uploads:
         Raises:
             TreepackError: naming that process.
         """
-        content = object_store.read(self.out / OWNER)
+        content = object_store.read_object(self.out / OWNER)
         if content == self._owner:
             return
         try:
@@ -161,7 +161,7 @@ class Uploads:
         Raises:
             TreepackError: the store fails.
         """
-        if self._thread is not None and object_store.read(self.out / OWNER) == self._owner:
+        if self._thread is not None and object_store.read_object(self.out / OWNER) == self._owner:
             object_store.delete([self.out / OWNER])
 
     def stop(self) -> None:

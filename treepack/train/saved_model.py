@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from treepack.files.object_store import first_line
+from treepack.files.remote.object_store import first_line
 from treepack.model.adapter import adapter_base, is_adapted, save_adapter
 from treepack.model.load import hide_progress_bars, load_merged
 from treepack.model.value_head import without_value_head, write_value_head
 from treepack.model.weights.whole_checkpoint import copy_other_files, has_rest, save_whole
 from treepack.model.weights.writing import SavedWeights, save_settings, saved_weights
-from treepack.train.run import TrainingRun, repair_generation_config
+from treepack.train.run import TrainingRun
 
 _log = logging.getLogger("treepack")
 
@@ -84,3 +85,25 @@ def _save_weights(model: Any, source: str, directory: Path, weights: dict[str, A
         weights.write(directory)
     else:
         model.save_pretrained(directory, **({} if weights is None else {"state_dict": weights}))
+
+
+def repair_generation_config(model: Any) -> tuple[str, ...]:
+    """Repair generation settings that transformers loads but would refuse to save at the end; return notes."""
+    config = model.generation_config
+    if config is None or _is_savable(config):
+        return ()
+    config.do_sample = True  # the usual fault is a temperature or top_p without do_sample
+    if _is_savable(config):
+        return ("generation_config.json has sampling settings without do_sample, so do_sample is set",)
+    model.generation_config = type(config).from_model_config(model.config)
+    return ("generation_config.json has settings that transformers cannot save: the model gets the default settings",)
+
+
+def _is_savable(config: Any) -> bool:
+    # transformers checks the settings only when it saves them, so saving is the one way to ask.
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            config.save_pretrained(folder)
+        except ValueError:
+            return False
+    return True

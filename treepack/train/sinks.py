@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from treepack.errors import TreepackError, install_hint
-from treepack.files import object_store
 from treepack.files.directory import finished_file
+from treepack.files.remote import object_store
 from treepack.train.metrics import TensorBoardLog, scalars
 from treepack.train.place import Place
 
@@ -117,7 +117,7 @@ def tracker_id(place: Place) -> str:
     if isinstance(path, Path):
         content = path.read_bytes() if path.exists() else None
     else:
-        content = object_store.read(path)
+        content = object_store.read_object(path)
     if content is None:
         identifier = secrets.token_hex(4)
         with finished_file(place.folder / TRACKER, overwrite=True) as temporary:

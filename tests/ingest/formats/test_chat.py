@@ -138,7 +138,7 @@ def test_only_the_completion_of_a_prompt_is_trained() -> None:
 
 def test_a_prompt_and_completion_of_text_stay_text() -> None:
     trajectory = read({"prompt": "a", "completion": "b", "reward": 1, "tools": []})
-    assert (trajectory.content, trajectory.reward) == (Text("a", "b"), 1.0)
+    assert (trajectory.content, trajectory.reward) == (PromptCompletion("a", "b"), 1.0)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,11 @@ def built(value: Node) -> list[Trajectory]:
 
 
 def texts(value: Node) -> list[tuple[str, str]]:
-    return [(item.content.prompt, item.content.completion) for item in built(value) if isinstance(item.content, Text)]
+    return [
+        (item.content.prompt, item.content.completion)
+        for item in built(value)
+        if isinstance(item.content, PromptCompletion)
+    ]
 
 
 def said(value: Node) -> list[str]:

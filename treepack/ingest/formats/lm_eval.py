@@ -127,7 +127,7 @@ def _rollout(
     if messages is None:
         if not isinstance(request.prompt, str):
             raise TreepackError(f"{record.source}: has the prompt {shown(request.prompt)}; expected text or messages")
-        yield describe(record, Text(request.prompt, text), used=(), options=options, notes=notes)
+        yield describe(record, PromptCompletion(request.prompt, text), used=(), options=options, notes=notes)
     elif messages and messages[-1].get("role") == "assistant":
         yield Skipped(record.source, CONTINUED_NOTE)
     elif (reason := skip_reason(messages)) is not None:

@@ -26,7 +26,7 @@ def read_skyrl_dump(record: Record, options: ReadOptions) -> Iterator[Trajectory
     if not value["output_response"]:
         yield Skipped(record.source, "empty response")
         return
-    content = Text(value["input_prompt"], value["output_response"])
+    content = PromptCompletion(value["input_prompt"], value["output_response"])
     yield describe(record, content, used={"input_prompt", "output_response", "env_extras"}, options=options)
 
 

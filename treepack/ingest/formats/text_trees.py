@@ -201,7 +201,9 @@ def _trajectory(
         text = "".join(message["content"] for message in said)
         if said and said[-1].get("finish_reason") is not None:
             record = replace(record, value=value | {"finish_reason": said[-1]["finish_reason"]})
-        return describe(record, Text(prompt, text), used=used, options=options, notes=notes) if text else None
+        return (
+            describe(record, PromptCompletion(prompt, text), used=used, options=options, notes=notes) if text else None
+        )
     asked = _as_messages(prompt)
     messages = [*asked, *_turns(said)]
     if not any(message.get("role") == "assistant" for message in messages[len(asked) :]):

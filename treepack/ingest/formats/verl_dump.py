@@ -29,7 +29,7 @@ def read_verl_dump(record: Record, options: ReadOptions) -> Iterator[Trajectory 
     if not value["output"]:
         yield Skipped(record.source, "empty response")
         return
-    content = Text(value["input"], value["output"])
+    content = PromptCompletion(value["input"], value["output"])
     yield describe(record, content, used={"input", "output"}, options=options, notes=(DECODED_NOTE,))
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import AnyPath, RemotePath, as_path, as_remote_path, is_address
 from treepack.files.cache import borrowed_copy
 from treepack.ingest.readers.fields.read_options import ReadOptions

@@ -128,7 +128,7 @@ def _outcome(items: Items) -> list[str]:
 
 
 def _kind(item: Trajectory) -> str:
-    names = {Chat: "conversation", Text: "prompt and completion as text", Tokens: "token ids"}
+    names = {Chat: "conversation", PromptCompletion: "prompt and completion as text", Tokens: "token ids"}
     return names[type(item.content)]
 
 
@@ -193,8 +193,8 @@ def _differences(before: Items, after: Items) -> set[str]:
     return uses
 
 
-def _in_content(old: Chat | Text | Tokens, new: Chat | Text | Tokens) -> set[str]:
-    if isinstance(old, Text) and isinstance(new, Text):
+def _in_content(old: Chat | PromptCompletion | Tokens, new: Chat | PromptCompletion | Tokens) -> set[str]:
+    if isinstance(old, PromptCompletion) and isinstance(new, PromptCompletion):
         uses = {TRAINED} if old.completion != new.completion else set()
         return uses | ({PROMPT} if old.prompt != new.prompt else set())
     if isinstance(old, Chat) and isinstance(new, Chat):

@@ -12,7 +12,6 @@ from typing import Any
 
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_output, as_path
-from treepack.files.cache import local_copy, naming_addresses
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
@@ -36,7 +35,7 @@ class AdvantagesSummary:
 
     path: AnyPath
     manifest: Manifest
-    estimates: Estimates
+    estimates: AdvantageEstimates
     num_trajectories: int
     replaced: bool
 

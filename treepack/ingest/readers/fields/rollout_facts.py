@@ -49,7 +49,7 @@ NUMBER = re.compile(r"[0-9]{1,4}(\.[0-9]{1,20})?")  # a temperature as text
 
 def describe(
     record: Record,
-    content: Tokens | Chat | Text,
+    content: Tokens | Chat | PromptCompletion,
     *,
     used: Collection[str],
     options: ReadOptions,

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import as_remote_path, is_address
 from treepack.files.cache import addresses_in
 from treepack.ingest.readers.files.inputs import STDIN, displayed

@@ -23,7 +23,6 @@ import orjson
 import pyarrow as pa
 
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import RemotePath, as_path, as_remote_path, is_address
 from treepack.files.location import locate
 from treepack.ingest.readers.files.byte_streams import CHUNK, COMPRESSION, RecordLimits, num_newlines
