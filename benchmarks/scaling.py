@@ -35,7 +35,6 @@ from treepack.train.opening import open_run
 from treepack.train.optimiser import make_optimiser
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, find_device, join_ranks, leave_ranks
-from treepack.train.run import open_run
 from treepack.train.step import train_step
 
 SMALL = {**DRY_RUN_MODEL, "head_dim": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}

@@ -79,7 +79,7 @@ def num_lines(paths: Iterable[Path]) -> int:
 
 
 def module_name(path: Path) -> str:
-    """Return treepack.trie.build for treepack/trie/build.py, and treepack.trie for its __init__.py."""
+    """Return treepack.trie.trie for treepack/trie/trie.py, and treepack.trie for its __init__.py."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -102,7 +102,7 @@ def _imported(tree: ast.AST, package: str, modules: Mapping[str, Path]) -> set[s
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            # "from treepack.trie import build" imports a module, "from treepack.trie.build import build_trie" from one
+            # "from treepack.trie import trie" imports a module, "from treepack.trie.trie import Trie" from one
             named = {f"{base}.{alias.name}" for alias in node.names}
             imported |= {name for name in named if name in modules}
             if base in modules and not named <= modules.keys():

@@ -26,32 +26,18 @@ from decode import DecodeEngine
 from smollm2_sums import ADDENDS, LARGEST, MAX_TOKENS, Sum, chat_record
 from torch import Tensor
 
-from treepack import (
-    AdvantageOptions,
-    PackOptions,
-    Query,
-    Row,
-    Sampling,
-    SingleTurn,
-    TreeOptions,
-    Trie,
-    build_trie,
-    choose_objective,
-    estimate_advantages,
-    independent_options,
-    load_model,
-    make_batch,
-    objective_loss,
-    plan_packing,
-    row_factors,
-    row_logprobs,
-    sample_tree,
-    tree_trajectories,
-    with_advantages,
-)
+from treepack import AdvantageOptions, PackOptions, TreeOptions, Trie, build_trie, load_model, make_batch, plan_packing
 from treepack.ingest.readers.files.records import Record
-from treepack.rollout.engine import derived_seed
-from treepack.rollout.local import default_stop_tokens
+from treepack.model.forward import row_logprobs
+from treepack.model.objective import choose_objective
+from treepack.model.objectives import objective_loss
+from treepack.model.row_factors import row_factors
+from treepack.pack.row import Row
+from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
+from treepack.rollout.engine import Sampling, derived_seed
+from treepack.rollout.episode import SingleTurn
+from treepack.rollout.in_process.local import default_stop_tokens
+from treepack.rollout.options import independent as independent_options
 from treepack.rollout.prompts import PromptReader
 from treepack.rollout.query import Query
 from treepack.rollout.records import tree_trajectories

@@ -29,9 +29,9 @@ from treepack.files.remote.cache import local_copy
 from treepack.ingest.read_log import PREFIX
 from treepack.ingest.readers.files import ranges
 from treepack.ingest.readers.files.copies import COPY
-from treepack.trie import files as trie_files
-from treepack.trie import ranges as trie_ranges
-from treepack.trie.files import read_trie
+from treepack.trie.builders import ranges as trie_ranges
+from treepack.trie.store import trie_files
+from treepack.trie.store.trie_files import read_trie
 
 SAMPLES = Path(__file__).parents[2] / "sample_data"
 ARRAYS = ("tokens", "node_start", "node_end", "parent", "depth", "num_passing", "end_node")

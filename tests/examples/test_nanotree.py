@@ -16,7 +16,7 @@ from support.paths import ROOT
 from support.strategies import make
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 Array = np.ndarray[Any, Any]
 

@@ -21,7 +21,8 @@ from treepack.model.head import OutputLayer
 from treepack.model.head_chunks import invert, split_targets
 from treepack.model.logit_map import LogitMap
 from treepack.model.loss import priced_terms, tree_logprobs, weighted_nll
-from treepack.model.objectives import Objective, choose_objective, name_sums, objective_loss, weigh_terms
+from treepack.model.objective import Objective, choose_objective
+from treepack.model.objectives import name_sums, objective_loss, weigh_terms
 from treepack.model.term_objective import TermObjective
 from treepack.model.term_prices import prices_of_terms
 

@@ -18,7 +18,7 @@ MODULES = (
     "treepack.rollout.output",
     "treepack.train.checkpoint_files",
     "treepack.train.directory",
-    "treepack.train.predictor.model",
+    "treepack.research.predictor.model",
 )
 
 

@@ -18,7 +18,7 @@ from treepack.attention.autograd import HOPPER_TRITON
 from treepack.errors import TreepackError
 from treepack.integrations import versions
 from treepack.recurrent import entry, levels
-from treepack.rollout.local_model import OLDEST_TRANSFORMERS
+from treepack.rollout.in_process.local_model import OLDEST_TRANSFORMERS
 
 PAGE = (ROOT / "docs" / "versions.md").read_text()
 ROWS = re.findall(r"^\| `([\w-]+)` \| (\S+) \| ([\d., ]+) \| (.+) \|$", PAGE, re.MULTILINE)

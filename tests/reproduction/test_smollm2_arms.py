@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from support.paths import SAMPLE_DATA
 from treepack import Trajectory
 from treepack.errors import TreepackError
-from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.readers.reading import read_trajectories
 from treepack.ingest.tokenization import tokenize
 from treepack.trajectory import Tokens
 

@@ -27,7 +27,7 @@ from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import formats_by_name
-from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
 Path = tuple[str | int, ...]
 Item = Trajectory | Skipped

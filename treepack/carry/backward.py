@@ -31,7 +31,8 @@ from treepack.model.forward import hidden_states, run_with_head
 from treepack.model.head import OutputLayer
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK
-from treepack.model.objectives import Objective, objective_loss
+from treepack.model.objective import Objective
+from treepack.model.objectives import objective_loss
 from treepack.model.term_objective import Reads, Scores, TermObjective, loss_temperature, require_value_head, score
 from treepack.model.transfers import sent
 

@@ -25,8 +25,8 @@ from treepack.ingest.readers.file_parts import FileReading, InputFile, InputPart
 from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.stream import ColumnsWork
 from treepack.ingest.tokenization import TokenisationJob
-from treepack.trie.ranges import sample_keys
-from treepack.trie.sequence_table import (
+from treepack.trie.builders.ranges import sample_keys
+from treepack.trie.builders.sequence_table import (
     UInt64,
     empty_table,
     group_hashes,

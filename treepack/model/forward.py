@@ -30,7 +30,7 @@ from treepack.model.head import OutputLayer, head_replaced
 from treepack.model.layers import find_decoder, is_compiled, keeps_outside, recomputes
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK
-from treepack.model.objectives import Objective
+from treepack.model.objective import Objective
 from treepack.model.replay import check_routes, use_routes
 from treepack.model.term_objective import PassLoss, TermObjective, loss_temperature, require_value_head
 from treepack.model.text_half import check_text

@@ -26,8 +26,8 @@ from torch.compiler import disable
 from torch.nn.functional import linear
 
 from treepack.errors import TreepackError
+from treepack.model.logit_map import LogitMap
 from treepack.model.loss import nll_of_rows, priced_terms, tree_logprobs
-from treepack.model.token_statistics import LogitMap
 
 # Maximum relative difference between the logits that a model makes of known numbers and those of its `LogitMap`, if the
 # model computes them in float32 or float64. In bfloat16 and float16 its own rounding is larger.

@@ -22,7 +22,8 @@ from treepack.model.head import OutputLayer
 from treepack.model.head_gradients import is_float16
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import filled_temperature
-from treepack.model.objectives import Objective, name_sums, objective_loss, weigh_terms
+from treepack.model.objective import Objective
+from treepack.model.objectives import name_sums, objective_loss, weigh_terms
 from treepack.model.policy_terms import TERM_MEANS
 from treepack.model.term_prices import prices_of_terms
 from treepack.model.transfers import sent

@@ -27,7 +27,7 @@ from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.files.metadata import parse_metadata
 from treepack.ingest.readers.fields.rollout_facts import METADATA_DICTS, SEGMENT_IDS, SEGMENTS
-from treepack.rl.group_tree import NodePaths, Origins, find_origins, group_tree
+from treepack.rl.group_tree import NodePaths, TrajectoryOrigins, find_origins, group_tree
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 

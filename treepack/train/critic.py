@@ -35,6 +35,7 @@ from treepack.files.address import AnyPath, as_output, as_path
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
+from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.ingest.readers.files.inputs import displayed
 from treepack.model.adapter import base_of
 from treepack.model.compatibility import check_fits
@@ -50,6 +51,7 @@ from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
 from treepack.train.logprobs import AUTO_PIECE, carry_memory, pass_size
+from treepack.train.opening import check_attention
 from treepack.train.ranks import find_device, find_dtype
 from treepack.trajectory import Float64, Int64
 from treepack.trie.store.token_values import write_token_values

@@ -11,7 +11,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.formats.lm_eval import read_lm_eval
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
-from treepack.trajectory import Chat, Skipped, Text, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 
 def read(*values: dict[str, Any], **options: Any) -> list[Any]:

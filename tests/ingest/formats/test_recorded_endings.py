@@ -37,7 +37,7 @@ from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.normal_form import normalise_messages
-from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
 ASK = {"role": "user", "content": "How many screws?"}
 SAID = {"role": "assistant", "content": "There are fo"}

@@ -15,7 +15,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.formats import skyrl, skyrl_dump
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
-from treepack.trajectory import Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS / "skyrl"
 

@@ -17,7 +17,7 @@ from treepack.ingest.formats.trl_labels import STEPS_NOTE
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
 USER = {"role": "user", "content": "2+2?"}
 GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}

@@ -19,7 +19,7 @@ from treepack.ingest.formats.verl_dump import DECODED_NOTE
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 ROW = {"prompts": [0, 7], "responses": [8, 0], "attention_mask": [0, 1, 1, 0], "response_mask": [1, 0]}

@@ -33,7 +33,7 @@ from treepack.ingest.readers.files.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, LIST, ValueKind
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason
-from treepack.trajectory import Skipped, Text, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 LIKELIHOOD_NOTE = "loglikelihood sample, in which the model has written nothing"
 FILTER_NOTE = "sample under another filter, read with the first one"

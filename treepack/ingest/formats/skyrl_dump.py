@@ -16,7 +16,7 @@ from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import TEXT
-from treepack.trajectory import Skipped, Text, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 
 def read_skyrl_dump(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:

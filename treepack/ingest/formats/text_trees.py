@@ -37,7 +37,7 @@ from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, FILLED, OBJECT, no
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.conversation_settings import normalise_template_kwargs
-from treepack.trajectory import Chat, Skipped, Text, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 ROOTS = ("tree", "root")  # fields that may have the root, if it is not the record itself
 ASKED = ("prompt", "messages", "question", "problem", "query", "instruction")  # the prompt, in this order

@@ -16,7 +16,7 @@ from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, TEXT
-from treepack.trajectory import Skipped, Text, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 # Counted once per record, so that a user notices that a better source may exist.
 DECODED_NOTE = "text of verl's dump, decoded without special tokens"

@@ -32,7 +32,7 @@ from treepack.ingest.readers.messages.conversation_settings import (
     tools_of,
 )
 from treepack.ingest.readers.messages.normal_form import has_media, normalise_messages
-from treepack.trajectory import Chat, Skipped, Text, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 # Fields of AReaL's dumps, whose texts were decoded with their special tokens.
 AREAL = frozenset({"seqlen", "prompt_len", "head_version", "tail_version"})

@@ -28,7 +28,7 @@ from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages.containers import with_containers
 from treepack.ingest.readers.reading import recognised_file
 from treepack.ingest.readers.registry import all_formats
-from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
 MAX_TRIED = 20  # values of one field, in elements of lists, that are changed
 MAX_READ = 64  # records of a file whose records belong together

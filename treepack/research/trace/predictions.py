@@ -21,6 +21,7 @@ from treepack.errors import TreepackError
 from treepack.files.address import AnyPath
 from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.files.records import Record
+from treepack.research.trace.targets import RankCorrelation, TurnPrefixes, recursive_targets, spearman
 from treepack.rl.leaf_weights import leaf_weights
 from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.ingest.readers.tokens.route_fields import npy_array
-from treepack.rollout.dialects import Dialect, read_part
 from treepack.rollout.engine import EngineError
 from treepack.rollout.servers.dialects import ServerDialect, read_answer_part
 

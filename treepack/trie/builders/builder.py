@@ -33,12 +33,15 @@ from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.readers.tokens.route_fields import NAMES
 from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, parts_and_job
 from treepack.ingest.tokenization import TokenisationJob
-from treepack.processes import ReportProgress, Team, with_progress
-from treepack.trie.build import build_trie, route_costs
-from treepack.trie.files import write_trie, write_trie_manifest
-from treepack.trie.merged import MergedRuns, RunsOfRange, merge_range, merge_runs
-from treepack.trie.out_of_core import RUN_BYTES, mapped_trie, run_size, sequences_in_memory
-from treepack.trie.parts import NodesPart, TrajectoriesPart, WrittenPart, part_tasks, write_part
+from treepack.memory.budget import usual_memory
+from treepack.processes import ProcessTeam, ReportProgress, with_progress
+from treepack.trie.builders.in_memory import build_trie, route_costs
+from treepack.trie.builders.merged import MergedRuns, RunsOfRange, merge_range, merge_runs
+from treepack.trie.builders.out_of_core import RUN_BYTES, mapped_trie, run_size, sequences_in_memory
+from treepack.trie.builders.routed_store import RoutedStore, StoredBatch, join_stored
+from treepack.trie.builders.run_merge import MergedOrder
+from treepack.trie.builders.spool import RunStore, SpoolFiles, StoredRun, spool_disk
+from treepack.trie.builders.trie_parts import NodesPart, TrajectoriesPart, WrittenPart, part_tasks, write_part
 from treepack.trie.route_symbols import RouteCosts
 from treepack.trie.storage import ArrayStorage
 from treepack.trie.store.trie_files import write_trie, write_trie_manifest

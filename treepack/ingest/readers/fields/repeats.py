@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from treepack.ingest.readers.fields.unread import is_prose
-from treepack.trajectory import Chat, Text, Tokens
+from treepack.trajectory import Chat, PromptCompletion, Tokens
 
 NAMES = frozenset({"role", "from", "type", "name", "id", "speaker"})  # fields of a message that are not text
 

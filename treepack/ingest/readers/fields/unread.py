@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from treepack.ingest.readers.files.json_text import parsed_json
-from treepack.trajectory import Chat, Skipped, Text, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 Declared = dict[str, Any]  # name -> Declared; an empty one covers everything under the name
 MAX_WORD = 64  # characters of a single word; a longer one is text, for example in a language without spaces

@@ -25,6 +25,7 @@ import pyarrow as pa
 from treepack.errors import TreepackError
 from treepack.files.address import RemotePath, as_path, as_remote_path, is_address
 from treepack.files.location import locate
+from treepack.files.remote import object_store
 from treepack.ingest.readers.files.byte_streams import CHUNK, COMPRESSION, RecordLimits, num_newlines
 from treepack.ingest.readers.files.inputs import STDIN, FileHash, InputHash, displayed, unreadable
 from treepack.ingest.readers.files.json_files import (
