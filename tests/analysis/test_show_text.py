@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from support import byte_tokenizer
 from treepack.analysis.show.decoding import TokenDecoder
-from treepack.analysis.show.wrapping import ESCAPE, TextChunk, escape, escape_text, wrap
+from treepack.analysis.show.wrapping import ESCAPE, TokenText, escape, escape_text, wrap
 from treepack.ingest.tokenization import load_tokenizer
 
 
@@ -67,7 +67,7 @@ def test_bytes_that_are_no_character_do_not_delay_the_rest(tokenizer: Any) -> No
 
 @given(st.lists(st.text(max_size=12), max_size=8), st.integers(24, 60))
 def test_wrapped_text_is_printable_and_complete_and_fits_the_width(parts: list[str], width: int) -> None:
-    rows = list(wrap([TextChunk(i, part) for i, part in enumerate(parts)], width=width, trained=True))
+    rows = list(wrap([TokenText(i, part) for i, part in enumerate(parts)], width=width, trained=True))
     joined = "".join(row.text.plain for row in rows)
     expected = escape_text("".join(parts))
     assert joined.isprintable()
@@ -80,9 +80,9 @@ def test_wrapped_text_is_printable_and_complete_and_fits_the_width(parts: list[s
 
 
 def test_wide_characters_take_two_columns_and_combining_ones_none() -> None:
-    wide = wrap([TextChunk(0, "\u4f60" * 40)], width=20, trained=False)
+    wide = wrap([TokenText(0, "\u4f60" * 40)], width=20, trained=False)
     assert [len(row.text) for row in wide] == [10, 10, 10, 10]
-    combined = list(wrap([TextChunk(0, "e\u0301" * 40)], width=20, trained=False))
+    combined = list(wrap([TokenText(0, "e\u0301" * 40)], width=20, trained=False))
     assert [row.text.plain for row in combined] == ["e\u0301" * 20] * 2
 
 
@@ -93,7 +93,7 @@ def test_characters_that_could_drive_a_terminal_are_escaped(character: str) -> N
 
 def test_blanks_at_a_break_and_markup_stay_text() -> None:
     text = "[bold]a[/bold]" + " " * 300 + ":smile: \\x1b"
-    rows = list(wrap([TextChunk(0, text)], width=30, trained=False))
+    rows = list(wrap([TokenText(0, text)], width=30, trained=False))
     assert "".join(row.text.plain for row in rows) == text
     assert max(row.text.cell_len for row in rows) == 30
     assert {span.style for row in rows for span in row.text.spans} <= {""}
@@ -101,6 +101,6 @@ def test_blanks_at_a_break_and_markup_stay_text() -> None:
 
 @given(st.text(alphabet="ab \n\x1b", max_size=200), st.integers(24, 40), st.booleans())
 def test_escapes_have_a_style_of_their_own_unless_the_text_is_trained(text: str, width: int, trained: bool) -> None:
-    for row in wrap([TextChunk(0, text)], width=width, trained=trained):
+    for row in wrap([TokenText(0, text)], width=width, trained=trained):
         styled = "".join(row.text.plain[span.start : span.end] for span in row.text.spans if span.style == ESCAPE)
         assert styled == ("" if trained else "".join(re.findall(r"\\(?:n|x[0-9a-f]{2})", row.text.plain)))

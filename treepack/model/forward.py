@@ -27,7 +27,7 @@ from treepack.model.dropout import check_dropout
 from treepack.model.first_batch import check_positions
 from treepack.model.foreign_errors import one_line
 from treepack.model.head import OutputLayer, head_replaced
-from treepack.model.layers import find_decoder, is_compiled, keeps_outside, recomputes
+from treepack.model.layers import find_decoder, has_compiled_layers, keeps_outside, recomputes
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK
 from treepack.model.objective import Objective
@@ -53,7 +53,7 @@ def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
         kind.reach: schedules.of(loaded.attention, kind.reach, varlen=loaded.varlen and kind.is_plain)[1]
         for kind in sorted(set(loaded.kinds), key=str)
     }
-    if is_compiled(loaded.causal):
+    if has_compiled_layers(loaded.causal):
         schedules.pack(made)
     return replace(batch.to(loaded.device), schedule=schedules)
 

@@ -107,7 +107,7 @@ def compile_layers(model: Any) -> None:
     setattr(model, _COMPILED, True)
 
 
-def is_compiled(model: Any) -> bool:
+def has_compiled_layers(model: Any) -> bool:
     """Return True if `compile_layers` has compiled the layers of a model."""
     return bool(getattr(model, _COMPILED, False))
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from treepack.analysis.show.decoding import CONTEXT, TokenDecoder
 from treepack.analysis.show.forest import DrawnForest
-from treepack.analysis.show.wrapping import ESCAPE, FAINT, SPECIAL, TRAINED, TextChunk, TextRow, wrap
+from treepack.analysis.show.wrapping import ESCAPE, FAINT, SPECIAL, TRAINED, TokenText, TextRow, wrap
 
 # Tokens drawn at the head and the tail of a stretch of text without special tokens: some four rows and some two. A
 # stretch that would lose FEW tokens or fewer is drawn whole, because the line about the rest takes a row itself.
@@ -108,7 +108,7 @@ def _add_mark(row: TextRow, segment: WeightSegment) -> TextRow:
     return TextRow(row.place, Text.assemble(mark, row.text))
 
 
-def _chunks(forest: DrawnForest, node: int, segment: WeightSegment, look: DrawingOptions) -> Iterator[TextChunk]:
+def _chunks(forest: DrawnForest, node: int, segment: WeightSegment, look: DrawingOptions) -> Iterator[TokenText]:
     """Yield the decoded text of a segment, and a chunk for each stretch that is left out."""
     assert look.decoder is not None
     node_start = int(forest.start[node])
@@ -117,11 +117,11 @@ def _chunks(forest: DrawnForest, node: int, segment: WeightSegment, look: Drawin
     done = 0
     for first, stop in _ranges(ids[offset:], look):
         if first > done:
-            yield TextChunk(0, f"... {first - done:,} tokens ...", FAINT, whole=True)
+            yield TokenText(0, f"... {first - done:,} tokens ...", FAINT, whole=True)
         context = (before + ids[: offset + first])[-CONTEXT:]
         for piece in look.decoder.pieces(ids[offset + first : offset + stop], context):
             style = SPECIAL if piece.special else ESCAPE if piece.unknown else ""
-            yield TextChunk(segment.first + first + piece.index, piece.text, style)
+            yield TokenText(segment.first + first + piece.index, piece.text, style)
         done = stop
 
 

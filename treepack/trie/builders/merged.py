@@ -1,7 +1,7 @@
 """The trie of sorted runs on disk: which tokens and trajectories of the runs follow each other, and in which nodes.
 
     runs --merge, in ranges--> order --forest_of--> nodes              MergedRuns, in the first process
-    TokenPlaces --read_tokens--> tokens    RowPlaces --read_merged_rows--> table       in any process that has the
+    TokenPlaces --read_merged_tokens--> tokens    RowPlaces --read_merged_rows--> table       in any process that has the
     spools
 
 The tokens of the trie are not copied: a sequence shares at least as many tokens with the one before it in the order as
@@ -69,7 +69,7 @@ class TokenPlaces:
     offset: Int64
 
 
-def read_tokens(spools: Sequence[SpoolFiles], places: TokenPlaces) -> Int32:
+def read_merged_tokens(spools: Sequence[SpoolFiles], places: TokenPlaces) -> Int32:
     """Return the tokens at `places`."""
     tokens = np.empty(places.end - places.begin, np.int32)
     begins = np.clip(places.begins, places.begin, places.end)

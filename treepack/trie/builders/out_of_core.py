@@ -30,7 +30,7 @@ from treepack.errors import TreepackError
 from treepack.files.parts import token_slices
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie, with_places
-from treepack.trie.builders.merged import MergedRuns, merge_runs, read_merged_rows, read_tokens
+from treepack.trie.builders.merged import MergedRuns, merge_runs, read_merged_rows, read_merged_tokens
 from treepack.trie.builders.spool import RunStore, SpoolFiles, spool_disk
 from treepack.trie.storage import ArrayStorage
 from treepack.trie.store.mapped import stored_table
@@ -125,7 +125,7 @@ def mapped_trie(merged: MergedRuns, storage: ArrayStorage) -> Trie:
     growing = storage.growing_array(np.int32, in_file=True)
     size = int(merged.begins[-1])
     for begin in range(0, size, COPY_TOKENS):
-        growing.append(read_tokens(merged.spools, merged.token_places(begin, min(begin + COPY_TOKENS, size))))
+        growing.append(read_merged_tokens(merged.spools, merged.token_places(begin, min(begin + COPY_TOKENS, size))))
     tokens, storage = growing.finish()
     table, storage = stored_table(_tables(merged), storage)
     return replace(trie_of_nodes(merged.nodes, tokens, table, share=merged.share), storage=storage)

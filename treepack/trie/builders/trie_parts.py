@@ -16,7 +16,7 @@ from treepack.files.manifest import FileEntry
 from treepack.files.parts import PART_TOKENS, PartWriter, planned_parts
 from treepack.trajectory import Int32
 from treepack.trie.builders.in_memory import with_places
-from treepack.trie.builders.merged import MergedRuns, RowPlaces, TokenPlaces, read_merged_rows, read_tokens
+from treepack.trie.builders.merged import MergedRuns, RowPlaces, TokenPlaces, read_merged_rows, read_merged_tokens
 from treepack.trie.builders.spool import SpoolFiles
 from treepack.trie.store.trie_files import SLICES, TRAJECTORY_SLICES, NodeRows, node_rows
 
@@ -71,7 +71,7 @@ def write_part(spools: Sequence[SpoolFiles], part: NodesPart | TrajectoriesPart)
     if isinstance(part, NodesPart):
         writer = PartWriter(part.directory, "nodes", schema.NODES, first=part.number)
         for rows, places in part.slices:
-            tokens = read_tokens(spools, places)
+            tokens = read_merged_tokens(spools, places)
             max_token_id = max(max_token_id, int(tokens.max()))
             writer.write(rows.table(tokens), tokens=0)
     else:
