@@ -44,7 +44,7 @@ from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK
 from treepack.model.offload import PAGE, Offload
-from treepack.train.layer_choice import describe, layer_room
+from treepack.train.layer_choice import describe_layers, layer_room
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def auto_count(loaded: LoadedModel, row: Batch, num_layers: int) -> int:
     layer = measure_layers(loaded, row, lower=True)
     torch.cuda.empty_cache()
     room = layer_room(loaded, row.num_tokens, chunk=CHUNK, states=8)
-    print(describe(layer, room))
+    print(describe_layers(layer, room))
     return fewest_recomputed(layer, num_layers, row.num_tokens, room)
 
 

@@ -32,8 +32,8 @@ def test_tiles_are_the_reference_in_output_and_every_gradient(end: Tensor, granu
     expected = reference_attention(q, k, v, end, scale=scale)
     gradients = torch.autograd.grad(expected, (q, k, v), do)
     with torch.no_grad():
-        out, lse = tiles.forward(q, k, v, schedule, scale, granules=granules)
-        results = tiles.backward(q, k, v, out, lse, do, schedule, scale, granules=granules)
+        out, lse = tiles.naive_forward(q, k, v, schedule, scale, granules=granules)
+        results = tiles.naive_backward(q, k, v, out, lse, do, schedule, scale, granules=granules)
         # [B, 4, T, D] @ [B, 4, D, T] -> [B, 4, T, T]
         scores = q @ k.repeat_interleave(2, dim=1).mT * scale
         scores = scores.masked_fill(~visible_pairs(end)[:, None], -torch.inf)
@@ -61,8 +61,8 @@ def test_windows_sinks_caps_and_narrow_values(reach: Reach | None, sinks: bool, 
     gradients = torch.autograd.grad(expected, leaves, do)
     schedule = build_schedule(end, start)
     with torch.no_grad():
-        out, lse = tiles.forward(q, k, v, schedule, scale, **options)  # type: ignore[arg-type]
-        results = tiles.backward(q, k, v, out, lse, do, schedule, scale, **options)  # type: ignore[arg-type]
+        out, lse = tiles.naive_forward(q, k, v, schedule, scale, **options)  # type: ignore[arg-type]
+        results = tiles.naive_backward(q, k, v, out, lse, do, schedule, scale, **options)  # type: ignore[arg-type]
     for ours, theirs in zip((out, *results), (expected.detach(), *gradients), strict=False):
         assert ours is not None
         assert (ours - theirs).norm() <= 1e-13 * max(float(theirs.norm()), 1.0)

@@ -25,18 +25,18 @@ from treepack.attention.autograd import triton_attention
 from treepack.attention.build_schedule import build_schedule
 from treepack.attention.kernel_launch import Incoming, Inputs
 from treepack.attention.portable import forward as portable
-from treepack.attention.portable.forward import Config, Configs
+from treepack.attention.portable.forward import PortableConfig, Configs
 from treepack.errors import TreepackError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WIDE = Config(128, 128, 8, 1)  # few programs and steps, because each costs the interpreter about the same time
+WIDE = PortableConfig(128, 128, 8, 1)  # few programs and steps, because each costs the interpreter about the same time
 
 
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned_empty())
     if DEVICE == "cpu":
-        monkeypatch.setitem(portable.FLOAT32, 64, Configs(WIDE, WIDE, Config(128, 64, 8, 1)))
+        monkeypatch.setitem(portable.FLOAT32, 64, Configs(WIDE, WIDE, PortableConfig(128, 64, 8, 1)))
 
 
 def check(
@@ -114,8 +114,8 @@ def test_several_rows_grouped_heads_and_all_options(reach: Reach | None) -> None
 
 @pytest.mark.parametrize("block", [32, pytest.param(64, marks=pytest.mark.slow)])
 def test_blocks_and_tiles_smaller_than_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    config = Config(block, 32, 4, 1)
-    monkeypatch.setitem(portable.FLOAT32, 64, Configs(config, config, Config(block, 16, 4, 1)))
+    config = PortableConfig(block, 32, 4, 1)
+    monkeypatch.setitem(portable.FLOAT32, 64, Configs(config, config, PortableConfig(block, 16, 4, 1)))
     check(random_tree(200, seed=33), 128, Reach("window", 60) if block == 32 else None, heads=(1, 1))
 
 

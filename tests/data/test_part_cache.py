@@ -324,7 +324,7 @@ def test_the_share_of_a_row_group_is_part_of_its_file(packed: Path) -> None:
     groups = PackedDataset(packed)._reader.groups
     assert len(groups) == 20
     assert {group.share for group in groups} == {1 / 4}
-    assert part_reader.RowGroup("part-00001.parquet", 2, 6, 1 / 4) in groups
+    assert part_reader.StoredGroup("part-00001.parquet", 2, 6, 1 / 4) in groups
 
 
 def test_only_the_first_process_reads_footers_and_scalar_columns(

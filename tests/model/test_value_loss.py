@@ -23,7 +23,7 @@ from support.packed_objectives import opened, rollouts
 from support.value_models import critic, plain, valued, with_head
 from treepack.attention import register
 from treepack.carry.backward import CarryOptions, backward_row, row_value
-from treepack.carry.backward import row_values as row_values_in_pieces
+from treepack.carry.backward import values_in_pieces as row_values_in_pieces
 from treepack.carry.verify import in_pieces
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError

@@ -125,9 +125,9 @@ def launches(table: str, dtype: str, dims: tuple[int, int]) -> dict[str, Any]:
         from treepack.attention.hopper import launch as hopper
 
         return {
-            "forward": hopper.forward_launch(inputs, out, lse),
-            "query": hopper.query_launch(inputs, incoming, dq),
-            "key": hopper.key_launch(inputs, incoming, dk, dv),
+            "forward": hopper.hopper_forward_launch(inputs, out, lse),
+            "query": hopper.hopper_query_launch(inputs, incoming, dq),
+            "key": hopper.hopper_key_launch(inputs, incoming, dk, dv),
         }
     from treepack.attention.portable import backward as portable_backward
     from treepack.attention.portable import forward as portable

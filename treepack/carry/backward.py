@@ -211,7 +211,7 @@ def row_scores(
 
 
 @torch.no_grad()
-def row_values(loaded: LoadedModel, batch: Batch, options: CarryOptions) -> Tensor:
+def values_in_pieces(loaded: LoadedModel, batch: Batch, options: CarryOptions) -> Tensor:
     """Return the values of the states after all tokens of a row [num_tokens], without gradients.
 
     Raises:

@@ -42,7 +42,7 @@ _REMEDY = "the file was truncated or altered, so pack the trie again"
 
 
 @dataclass(frozen=True)
-class RowGroup:
+class StoredGroup:
     """Row group `number` of the part `file`, of which it is the `share`; its first row is row `first` of all parts."""
 
     file: str
@@ -84,7 +84,7 @@ class PartReader:
         """Return the state for another process, without open files."""
         return {**self.__dict__, "_process": None, "_files": {}, "_footers": OrderedDict()}
 
-    def read(self, group: RowGroup, columns: list[str], *, soon: bool = False) -> pa.Table:
+    def read(self, group: StoredGroup, columns: list[str], *, soon: bool = False) -> pa.Table:
         """Return columns of a row group.
 
         Args:
@@ -112,18 +112,18 @@ class PartReader:
         """
         if self.location.is_local:
             return (self.read(group, columns) for group in self.groups)
-        files: dict[str, list[RowGroup]] = {}
+        files: dict[str, list[StoredGroup]] = {}
         for group in self.groups:
             files.setdefault(group.file, []).append(group)
         tables = self._map(lambda groups: [self.read(group, columns) for group in groups], [*files.values()])
         return (table for each in tables for table in each)
 
-    def claim(self, groups: Sequence[RowGroup]) -> None:
+    def claim(self, groups: Sequence[StoredGroup]) -> None:
         """Take into account that the processes of this machine read only these row groups."""
         if self._copies is not None:
             self._copies.claim(dict.fromkeys(group.file for group in groups))
 
-    def expect(self, groups: Sequence[RowGroup]) -> None:
+    def expect(self, groups: Sequence[StoredGroup]) -> None:
         """Copy the remote parts of `groups`, which will be read in this order; return at once."""
         if self._copies is not None:
             # Of a part with 64 row groups, of which 16 are read, the share is 1/4.
@@ -172,7 +172,7 @@ class PartReader:
         table = pa.table({"file": [*self._entries], "rows": pa.array(sizes, pa.list_(pa.int64()))})
         return table.replace_schema_metadata({"columns": columns})
 
-    def _read_copy(self, group: RowGroup, columns: list[str]) -> pa.Table | None:
+    def _read_copy(self, group: StoredGroup, columns: list[str]) -> pa.Table | None:
         """Return columns of a row group from the copy of its part, or None if there is no copy."""
         path = self._copies.find(group.file) if self._copies is not None else None
         if path is None or self._copies is None:
@@ -196,7 +196,7 @@ class PartReader:
         while len(self._footers) > _FOOTERS:
             self._footers.popitem(last=False)
 
-    def _read_range(self, group: RowGroup, columns: list[str]) -> pa.Table:
+    def _read_range(self, group: StoredGroup, columns: list[str]) -> pa.Table:
         """Return columns of a row group from the store; wait while it does not answer.
 
         Raises:
@@ -234,7 +234,7 @@ class PartReader:
         check_size(self.location, self._entries[file])
         return True
 
-    def _read_group(self, file: pq.ParquetFile, group: RowGroup, columns: list[str]) -> pa.Table:
+    def _read_group(self, file: pq.ParquetFile, group: StoredGroup, columns: list[str]) -> pa.Table:
         path = self.location.file_name(group.file)
         try:
             table = file.read_row_group(group.number, columns=columns)
@@ -258,11 +258,11 @@ class PartReader:
         return self._files[file]
 
 
-def _list_groups(layout: pa.Table) -> list[RowGroup]:
+def _list_groups(layout: pa.Table) -> list[StoredGroup]:
     """Return all row groups from the table of `PartReader._read_layout`."""
     groups, first = [], 0
     for file, sizes in zip(layout["file"].to_pylist(), layout["rows"].to_pylist(), strict=True):
         for number, num_rows in enumerate(sizes):
-            groups.append(RowGroup(file, number, first, 1 / len(sizes)))
+            groups.append(StoredGroup(file, number, first, 1 / len(sizes)))
             first += num_rows
     return groups

@@ -23,7 +23,7 @@ from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.errors import TreepackError
 from treepack.model.objective import Objective
 from treepack.model.preferences import preference_pairs
-from treepack.model.temperature import check_temperatures
+from treepack.model.temperature import check_term_temperatures
 from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.trajectory import Float64, Int64
 
@@ -84,7 +84,7 @@ def check_columns(dataset: AnyDataset, objective: Objective) -> None:
                 f"{sources[old.index(False)].path}: has no {column} and {sources[old.index(True)].path} has it; "
                 f"{_REMEDIES[column]}"
             )
-    check_temperatures(sources, objective)
+    check_term_temperatures(sources, objective)
 
 
 def _check_source(dataset: PackedDataset, objective: Objective) -> None:

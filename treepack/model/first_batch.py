@@ -23,7 +23,7 @@ from treepack.errors import TreepackError
 from treepack.model.compatibility import check_config, path_too_long, position_limit
 from treepack.model.foreign_errors import REMEDY
 from treepack.model.head import measure_logit_map
-from treepack.model.observation import Observation, check_attention, observe
+from treepack.model.observation import Observation, check_observed_attention, observe
 from treepack.model.probe import probe
 from treepack.recurrent.entry import enter
 
@@ -96,7 +96,7 @@ def _complaint(seen: Observation, causal: Any, source: str) -> TreepackError | N
     """Return the reason to refuse the model whose forward pass was observed, None if there is none."""
     assert seen.logits is not None
     try:
-        check_attention(seen, causal, source=source)
+        check_observed_attention(seen, causal, source=source)
         measure_logit_map(causal, seen.logits, source=source)
     except TreepackError as error:
         return error

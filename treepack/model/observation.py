@@ -81,7 +81,7 @@ def observe(causal: Any) -> Iterator[Observation]:
         yield Observation(call)
 
 
-def check_attention(seen: Observation, causal: Any, *, source: str) -> None:
+def check_observed_attention(seen: Observation, causal: Any, *, source: str) -> None:
     """Refuse a model unless each of its layers that mix tokens called a function on trees.
 
     Raises:

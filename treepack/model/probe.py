@@ -26,7 +26,7 @@ from treepack.errors import TreepackError
 from treepack.model.foreign_errors import REMEDY, translate_errors
 from treepack.model.head import measure_logit_map
 from treepack.model.layers import find_decoder
-from treepack.model.observation import Observation, check_attention, observe
+from treepack.model.observation import Observation, check_observed_attention, observe
 from treepack.recurrent.entry import enter, plain_functions
 
 # Maximum relative difference of a branch in the tree from the branch alone. float64 gets only 1e-5 because the eager
@@ -148,7 +148,7 @@ def _run_tree(model: Any, ids: Tensor, source: str) -> Observation:
         raise TreepackError(f"{source}: {error.code}; {REMEDY}") from error
     except TreepackError as error:
         raise TreepackError(f"{source}: {error}") from error
-    check_attention(seen, model, source=source)
+    check_observed_attention(seen, model, source=source)
     assert seen.logits is not None
     measure_logit_map(model, seen.logits, source=source)
     return seen

@@ -1,7 +1,7 @@
 """The temperature at which the log-probabilities of a packed directory are computed, and the refusal of contradictions.
 
-    column term_temperature, option --temperature --check_temperatures--> one temperature for every term, or a refusal
-    the same                                      --temperature_of--> 0.7, "data", "data, 1 where missing"
+    column term_temperature, option --temperature --check_term_temperatures--> one temperature for every term, or a refusal
+    the same                                      --temperature_of_terms--> 0.7, "data", "data, 1 where missing"
 
 Losses of reinforcement learning are about the distribution that was sampled, softmax(logits / temperature). sft and dpo
 have nothing to do with the sampler and compute at 1. A column of old or reference log-probabilities is of use only if
@@ -21,7 +21,7 @@ from treepack.errors import TreepackError
 from treepack.model.objective import Objective
 
 
-def check_temperatures(datasets: Sequence[PackedDataset], objective: Objective) -> None:
+def check_term_temperatures(datasets: Sequence[PackedDataset], objective: Objective) -> None:
     """Refuse temperatures that the loss cannot train, and columns of log-probabilities at other temperatures.
 
     Raises:
@@ -71,7 +71,7 @@ def refuse_temperatures(datasets: Sequence[PackedDataset], temperature: float | 
 _GAPS = "give the sampler's temperature for them as --temperature"
 
 
-def temperature_of(dataset: PackedDataset, temperature: float | None) -> float | str:
+def temperature_of_terms(dataset: PackedDataset, temperature: float | None) -> float | str:
     """Return the temperature of all terms, or a phrase if it varies; equal results mean equal temperatures."""
     found = temperature_range(dataset)
     fill = 1.0 if temperature is None else temperature
@@ -93,7 +93,7 @@ def check_scored_columns(dataset: PackedDataset, objective: Objective) -> None:
     used = [column for column in ("old", "ref") if column in entries and _reads(objective, column)]
     if not used:
         return
-    expected = 1.0 if objective.loss == "dpo" else temperature_of(dataset, objective.temperature)
+    expected = 1.0 if objective.loss == "dpo" else temperature_of_terms(dataset, objective.temperature)
     for column in used:
         recorded = entries[column].get("temperature", 1.0)
         if recorded != expected:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from treepack.attention import row_multiple
 from treepack.carry.backward import CarryOptions
-from treepack.carry.backward import row_values as row_values_in_pieces
+from treepack.carry.backward import values_in_pieces as row_values_in_pieces
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
 from treepack.data.batch import Batch, make_batch

@@ -167,7 +167,7 @@ def is_same_finished_run(out: AnyPath, packed: Packed, model: str, options: Trai
     return same and (record["packed"], record["model"]) == (", ".join(str(as_path(path)) for path in paths), model)
 
 
-def extend(run: TrainingRun, out: AnyPath, done: int) -> str | None:
+def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:
     """Record that the run in `out`, of which `done` steps are done, now has another number of steps; return a note.
 
     Only the first rank writes. None if the number of steps is the same as before.
@@ -198,7 +198,7 @@ def extend(run: TrainingRun, out: AnyPath, done: int) -> str | None:
     )
 
 
-def finish(
+def finish_run(
     run: TrainingRun,
     place: Place,
     weights: dict[str, Any] | SavedWeights | None,

@@ -169,7 +169,7 @@ def _measured_count(run: TrainingRun, longest: int) -> int:
         return len(adapted.modules)
     torch.cuda.empty_cache()
     room = layer_room(loaded, longest, chunk=options.loss_chunk, states=state_bytes(options))
-    _log.info("%s", describe(layer, room))
+    _log.info("%s", describe_layers(layer, room))
     return fewest_recomputed(layer, len(adapted.modules), longest, room)
 
 
@@ -186,7 +186,7 @@ def layer_room(loaded: LoadedModel, num_tokens: int, *, chunk: int, states: int)
     return free - _MARGIN * total - update - head_bytes(loaded.causal, chunk=chunk, num_tokens=num_tokens)
 
 
-def describe(layer: LayerBytes, room: float) -> str:
+def describe_layers(layer: LayerBytes, room: float) -> str:
     """Return the measured bytes as a line of the log."""
     kept, recomputed, working = (value / 1024 for value in (layer.kept, layer.recomputed, layer.working))
     return (

@@ -38,7 +38,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK, filled_temperature
 from treepack.model.memory import LOADING, memory_errors
 from treepack.model.objective import GREEDY
-from treepack.model.temperature import refuse_temperatures, temperature_of
+from treepack.model.temperature import refuse_temperatures, temperature_of_terms
 from treepack.model.verify_memory import free_memory
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
@@ -112,7 +112,7 @@ class ScoreOptions:
 class Scoring:
     """Rows, model and options that fit together; `notes` are for the user.
 
-    `temperature` is that of all terms, or a phrase, see `model.temperature.temperature_of`. `memory` is the budget of
+    `temperature` is that of all terms, or a phrase, see `model.temperature.temperature_of_terms`. `memory` is the budget of
     what rows in pieces carry, on a GPU.
     """
 
@@ -141,7 +141,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
         )
     if not options.ignore_temperature:
         refuse_temperatures([dataset], options.temperature)
-    temperature = 1.0 if options.ignore_temperature else temperature_of(dataset, options.temperature)
+    temperature = 1.0 if options.ignore_temperature else temperature_of_terms(dataset, options.temperature)
     lora = None if options.quantize is None else LoraOptions(quantize=options.quantize)
     with memory_errors(*LOADING):
         loaded = load_model(

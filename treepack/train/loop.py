@@ -34,7 +34,7 @@ from treepack.model.weights.writing import saved_weights
 from treepack.train.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
 from treepack.train.checkpoint_files import CHECKPOINTS
 from treepack.train.checkpoint_upload import CheckpointUpload
-from treepack.train.directory import begin, extend, finish, is_complete, is_finished
+from treepack.train.directory import begin, extend_run, finish_run, is_complete, is_finished
 from treepack.train.evaluation import Score, evaluate
 from treepack.train.metrics import MetricsLog
 from treepack.train.optimiser import make_optimiser
@@ -161,18 +161,18 @@ def _write_model(run: TrainingRun, place: Place, outcome: dict[str, int]) -> Non
     loaded, ranks = run.loaded, run.ranks
     head = whole_value_head(loaded.causal)
     if not ranks.grouped:
-        finish(run, place, None, outcome, value_head=head)
+        finish_run(run, place, None, outcome, value_head=head)
         return
     with without_value_head(loaded.causal):
         weights = None if has_rest(loaded.causal, loaded.source) else saved_weights(loaded.model)
     if weights is None:
         state = whole_state(loaded)
-        ranks.lead(lambda: finish(run, place, state, outcome, value_head=head))
+        ranks.lead(lambda: finish_run(run, place, state, outcome, value_head=head))
         return
 
     def write() -> None:
         try:
-            finish(run, place, weights, outcome, value_head=head)
+            finish_run(run, place, weights, outcome, value_head=head)
         finally:
             weights.gather()  # the other ranks wait in it, also if the disk is full
 
@@ -256,7 +256,7 @@ def _restore_position(
             raise TreepackError(
                 f"{out}: has no checkpoint of the finished run to continue from; train the model in it with a new --out"
             )
-        extend(run, out, 0)
+        extend_run(run, out, 0)
         return 0, 0, Score()
     if checkpoint.step > num_steps:
         raise TreepackError(
@@ -266,7 +266,7 @@ def _restore_position(
     _log.info("reading the checkpoint of step %d", checkpoint.step)
     with step_memory_errors():
         position = restore(checkpoint, run.loaded.model, optimiser)
-    change = extend(run, out, position["step"])
+    change = extend_run(run, out, position["step"])
     run.ranks.any(False)  # no rank continues before the first one has recorded the change and all have read the files
     if isinstance(out, RemotePath):
         shutil.rmtree(checkpoint.path.parent, ignore_errors=True)
