@@ -37,13 +37,13 @@ from workloads import Workload, make_workload, row_of_ends, star
 
 from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
+from treepack.memory.offload import PAGE, Offload
 from treepack.model.forward import prepare_batch, row_loss
+from treepack.model.head.token_loss import CHUNK
 from treepack.model.layer_memory import fewest_recomputed, host_pages, measure_layers
 from treepack.model.layers import AdaptedLayers, adapt_layers, adapted_layers, recomputed_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.loss import CHUNK
-from treepack.model.offload import PAGE, Offload
 from treepack.train.layer_choice import describe_layers, layer_room
 
 

@@ -14,7 +14,7 @@ r"""The idea of treepack in one file: train on a tree of rollouts, with the grad
    A shared token is trained once, with the sum of the weights of the rollouts that train it.
 
 Nothing else is needed: autograd adds the gradients of all rollouts in the tokens that they share. The library has
-these steps in `treepack/trie`, `treepack/pack`, `treepack/attention` and `treepack/model/loss.py`.
+these steps in `treepack/trie`, `treepack/pack`, `treepack/attention` and `treepack/model/head/token_loss.py`.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _HOME = {
     "Progress": "processes",
     "make_batch": "data.batch",
     "load_model": "model.load",
-    "LoraOptions": "model.adapter",
+    "LoraOptions": "model.adapters.adapter",
     "row_loss": "model.forward",
     "TreeOptions": "rollout.options",
     "RolloutOptions": "rollout.run",

@@ -29,8 +29,8 @@ from torch import Tensor
 
 import treepack
 from treepack.model.forward import row_objective
-from treepack.model.objective import Objective, choose_objective
-from treepack.model.row_factors import row_factors
+from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.model.objectives.row_factors import row_factors
 from treepack.rl.advantages.estimate import AdvantageEstimates, estimate_advantages, with_advantages
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Float64

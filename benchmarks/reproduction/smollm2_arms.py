@@ -29,9 +29,9 @@ from torch import Tensor
 from treepack import AdvantageOptions, PackOptions, TreeOptions, Trie, build_trie, load_model, make_batch, plan_packing
 from treepack.ingest.readers.files.records import Record
 from treepack.model.forward import row_logprobs
-from treepack.model.objective import choose_objective
-from treepack.model.objectives import objective_loss
-from treepack.model.row_factors import row_factors
+from treepack.model.objectives.losses import objective_loss
+from treepack.model.objectives.objective import choose_objective
+from treepack.model.objectives.row_factors import row_factors
 from treepack.pack.row import Row
 from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
 from treepack.rollout.engine import Sampling, derived_seed

@@ -28,7 +28,7 @@ from treepack.attention.autograd import Kept, backend, triton_attention
 from treepack.attention.build_schedule import build_schedule
 from treepack.attention.dispatch import tree_attention
 from treepack.attention.portable import forward as portable
-from treepack.attention.portable.forward import PortableConfig, Configs
+from treepack.attention.portable.forward import Configs, PortableConfig
 from treepack.attention.reach import Reach, first_visible
 from treepack.attention.reference import reference_attention
 from treepack.errors import TreepackError

@@ -25,7 +25,7 @@ from support import interpreter  # noqa: F401
 from treepack.attention.autograd import triton_attention
 from treepack.attention.build_schedule import build_schedule
 from treepack.attention.portable import forward as portable
-from treepack.attention.portable.forward import PortableConfig, Configs
+from treepack.attention.portable.forward import Configs, PortableConfig
 from treepack.attention.reference import reference_attention
 from treepack.errors import TreepackError
 from treepack.pack.plan.problem import PlanTree

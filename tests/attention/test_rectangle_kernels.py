@@ -25,7 +25,7 @@ from treepack.attention.autograd import triton_attention
 from treepack.attention.build_schedule import build_schedule
 from treepack.attention.kernel_launch import Incoming, Inputs
 from treepack.attention.portable import forward as portable
-from treepack.attention.portable.forward import PortableConfig, Configs
+from treepack.attention.portable.forward import Configs, PortableConfig
 from treepack.errors import TreepackError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

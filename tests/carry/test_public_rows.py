@@ -21,15 +21,15 @@ from treepack.carry.backward import CarryOptions, backward_row, row_scores, row_
 from treepack.carry.verify import in_pieces
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
-from treepack.model.adapter import LoraOptions
+from treepack.model.adapters.adapter import LoraOptions
 from treepack.model.forward import row_logprobs
 from treepack.model.layers import adapt_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.objective import choose_objective
-from treepack.model.verify import verify_gradients
-from treepack.model.verify_memory import MemoryPlan
-from treepack.train.opening import open_verification
+from treepack.model.objectives.objective import choose_objective
+from treepack.model.verify.gradients import verify_gradients
+from treepack.model.verify.verify_memory import MemoryPlan
 from treepack.train.options import TrainOptions
+from treepack.train.setup.opening import open_verification
 from treepack.trajectory import Trajectory
 
 CPU = TrainOptions(device="cpu")

@@ -15,7 +15,7 @@ from support.oracle_model import write_rows
 from support.strategies import make
 from treepack.data.blocks import cut_blocks, interleave, turns
 from treepack.data.dataset import PackedDataset
-from treepack.data.epochs import block_of_rows, epoch_order, file_order, epoch_rounds
+from treepack.data.epochs import block_of_rows, epoch_order, epoch_rounds, file_order
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest, write_manifest
 

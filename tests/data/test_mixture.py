@@ -22,12 +22,12 @@ from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import MixedDataset, mixed_blocks, mixed_rows, open_packed, source_names
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
-from treepack.model.denominators import check_columns, step_factors, trajectory_table
-from treepack.model.objective import choose_objective
+from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.model.objectives.objective import choose_objective
 from treepack.train.loop import train
-from treepack.train.opening import open_run
 from treepack.train.options import TrainOptions
 from treepack.train.schedule import plan_steps
+from treepack.train.setup.opening import open_run
 from treepack.trajectory import Trajectory
 
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=4, steps=3)

@@ -26,8 +26,8 @@ from treepack.errors import TreepackError
 from treepack.files import parts
 from treepack.files.location import DirectoryLocation
 from treepack.files.remote import retries as patience
-from treepack.model.denominators import check_columns, trajectory_table
-from treepack.model.objective import choose_objective
+from treepack.model.objectives.denominators import check_columns, trajectory_table
+from treepack.model.objectives.objective import choose_objective
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.train.loop import train
-from treepack.train.opening import open_run
 from treepack.train.optimiser import make_optimiser
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
+from treepack.train.setup.opening import open_run
 
 pytestmark = pytest.mark.integrations
 

@@ -20,7 +20,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.array_rollouts import trajectories_from_arrays
 from treepack.model.collation import batch_logprobs, batch_loss, collate
 from treepack.model.load import load_model, read_config
-from treepack.model.verify import verify_gradients
+from treepack.model.verify.gradients import verify_gradients
 from treepack.pack.options import PackOptions
 from treepack.pack.packing import plan_packing
 from treepack.trie.builders.in_memory import build_trie

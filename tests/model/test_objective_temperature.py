@@ -20,11 +20,11 @@ from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import MixedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
-from treepack.model.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.forward import row_objective
-from treepack.model.objective import Objective, choose_objective
-from treepack.model.temperature import check_scored_columns, temperature_of_terms
-from treepack.model.verify import verify_gradients
+from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.model.objectives.temperature import check_scored_columns, temperature_of_terms
+from treepack.model.verify.gradients import verify_gradients
 
 TOLERANCE = 1e-9
 T = float(np.float32(0.7))

@@ -27,7 +27,8 @@ from treepack.attention.build_schedule import build_schedule
 from treepack.attention.schedule import Schedule
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
-from treepack.model.adapter import LoraOptions
+from treepack.memory.offload import Offload, Pages, copy_back, copy_out
+from treepack.model.adapters.adapter import LoraOptions
 from treepack.model.forward import row_loss
 from treepack.model.layers import (
     AdaptedLayers,
@@ -39,7 +40,6 @@ from treepack.model.layers import (
 )
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.offload import Offload, Pages, copy_back, copy_out
 
 CPU = torch.device("cpu")
 LAYERS = 5

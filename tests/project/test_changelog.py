@@ -16,8 +16,8 @@ SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", CHANGELOG, re.MULTILI
 MODULES = (
     "treepack.pack.plan.files",
     "treepack.rollout.output",
-    "treepack.train.checkpoint_files",
-    "treepack.train.directory",
+    "treepack.train.saving.checkpoint_files",
+    "treepack.train.saving.run_directory",
     "treepack.research.predictor.model",
 )
 

@@ -19,9 +19,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from support.hybrid_models import HARD, load_hybrid, write_config
 from support.tiny_families import HAS_RECURRENT, family_config
 from treepack.errors import TreepackError
+from treepack.model.accept.observation import Observation, check_observed_attention, observe
 from treepack.model.load import load_model
-from treepack.model.observation import Observation, check_observed_attention, observe
-from treepack.model.verify import verify_gradients
+from treepack.model.verify.gradients import verify_gradients
 from treepack.recurrent.entry import enter, model_obstacle
 from treepack.recurrent.interface import convolution, gated_delta_rule, state_space_scan
 

@@ -22,8 +22,8 @@ from support.value_models import critic, plain, with_head
 from treepack.attention import IMPLEMENTATIONS, register
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
+from treepack.model.head.value_head import add_value_head, value_head_of, write_value_head
 from treepack.model.loaded import LoadedModel
-from treepack.model.value_head import add_value_head, value_head_of, write_value_head
 from treepack.pack.plan.planning import plan_rows
 from treepack.train.critic import Critic, CriticOptions, critic_values, write_values
 from treepack.trajectory import Float64

@@ -14,8 +14,8 @@ from treepack.files.address import RemotePath
 from treepack.files.remote import object_store
 from treepack.files.remote import retries as patience
 from treepack.files.remote.object_store import UnavailableError
-from treepack.train.place import Place, open_place
 from treepack.train.ranks import Ranks
+from treepack.train.saving.place import Place, open_place
 
 OUT = RemotePath("memory", "bucket/run")
 

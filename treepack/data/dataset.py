@@ -30,7 +30,7 @@ from torch.utils.data import Dataset
 
 from treepack.data.batch import Batch, empty_batch, make_batch
 from treepack.data.blocks import BALANCED, is_balanced
-from treepack.data.epochs import block_of_rows, epoch_order, file_order, epoch_rounds
+from treepack.data.epochs import block_of_rows, epoch_order, epoch_rounds, file_order
 from treepack.data.machine_tables import MachineTables
 from treepack.data.part_cache import PartCache
 from treepack.data.part_reader import PartReader, StoredGroup

@@ -22,7 +22,7 @@ from treepack.errors import TreepackError
 from treepack.integrations.tree_model import check_model, find_causal, use_tree_attention
 from treepack.integrations.trl_checks import check_trainer, trainer_dtype
 from treepack.integrations.versions import check_program
-from treepack.model.first_batch import check_positions
+from treepack.model.accept.first_batch import check_positions
 from treepack.model.layers import find_decoder
 from treepack.online import OnlineBatch, OnlineOptions, plan_batch
 

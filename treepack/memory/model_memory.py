@@ -29,7 +29,8 @@ from treepack.costs.model_fields import RECURRENT, Config, list_layers, read_fie
 
 # Float32 weight, gradient, and two moments of AdamW.
 PARAMETER_BYTES = 16
-# Targets of a chunk of the loss, whose logits and their gradients are in memory, in bfloat16: `model.loss.CHUNK`.
+# Targets of a chunk of the loss, whose logits and their gradients are in memory, in bfloat16:
+# `model.head.token_loss.CHUNK`.
 LOSS_CHUNK, LOGIT_BYTES = 2048, 4
 
 

@@ -11,7 +11,7 @@ from textwrap import shorten
 
 from treepack.attention import IMPLEMENTATIONS
 from treepack.errors import TreepackError
-from treepack.model.memory import is_memory_error
+from treepack.memory.shortage import is_memory_error
 
 REMEDY = "docs/models.md lists the models that treepack trains"
 NO_INTERFACE = "its code does not use transformers' attention interface"

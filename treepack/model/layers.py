@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from treepack.attention import TreePass
 from treepack.attention.operator import keep_attention
 from treepack.errors import TreepackError
-from treepack.model.offload import Offload
+from treepack.memory.offload import Offload
 
 # Attributes of a model, which the flags of transformers do not show: its `AdaptedLayers`, and True if it is compiled.
 _LAYERS = "_treepack_layers"

@@ -15,6 +15,8 @@ import torch
 
 from treepack.errors import TreepackError
 from treepack.memory.budget import available_memory
+from treepack.memory.offload import PAGE, Offload
+from treepack.memory.shortage import is_memory_error
 from treepack.model.layer_memory import (
     LayerBytes,
     fewest_recomputed,
@@ -24,9 +26,7 @@ from treepack.model.layer_memory import (
     update_bytes,
 )
 from treepack.model.layers import adapt_layers, adapted_layers, set_recomputed
-from treepack.model.memory import is_memory_error
-from treepack.model.offload import PAGE, Offload
-from treepack.model.verify_memory import free_memory
+from treepack.model.verify.verify_memory import free_memory
 from treepack.train.options import TrainOptions
 
 if TYPE_CHECKING:

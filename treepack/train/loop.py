@@ -5,13 +5,14 @@
 
 The loss of an optimiser step is the sum over its rows of weight * nll, divided by the sum of all their weights. It is
 one global mean: it does not depend on how trajectories are packed into rows, on the ranks that compute the rows, or on
-the order of accumulation. The losses of reinforcement learning and preferences are in `model.objectives` and follow
-the same rule. Rows are shuffled by seed and epoch. Rows of one training step (the `step` column) stay together, these
-steps keep their order, and an optimiser step never mixes two of them.
+the order of accumulation. The losses of reinforcement learning and preferences are in `model.objectives.losses` and
+follow the same rule. Rows are shuffled by seed and epoch. Rows of one training step (the `step` column) stay together,
+these steps keep their order, and an optimiser step never mixes two of them.
 
 A step whose loss or gradient is not finite changes no weights and is counted. `train.step` carries out one step,
-`train.directory` defines the files of a run, and `train.checkpoint` saves and restores its state. The library prints
-nothing: notes are in `TrainingRun.notes`, and the logger `treepack` names each part of a run that takes long.
+`train.saving.run_directory` defines the files of a run, and `train.saving.checkpoint` saves and restores its state. The
+library prints nothing: notes are in `TrainingRun.notes`, and the logger `treepack` names each part of a run that takes
+long.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ import torch
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath
-from treepack.model.value_head import whole_value_head, without_value_head
+from treepack.model.head.value_head import whole_value_head, without_value_head
 from treepack.model.weights.whole_checkpoint import has_rest
 from treepack.model.weights.writing import saved_weights
-from treepack.train.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
-from treepack.train.checkpoint_files import CHECKPOINTS
-from treepack.train.checkpoint_upload import CheckpointUpload
-from treepack.train.directory import begin, extend_run, finish_run, is_complete, is_finished
 from treepack.train.evaluation import Score, evaluate
-from treepack.train.metrics import MetricsLog
 from treepack.train.optimiser import make_optimiser
 from treepack.train.passes import Pass
-from treepack.train.place import METRICS, Place, open_place
 from treepack.train.run import TrainingRun
 from treepack.train.sampling_check import compare_sampling
+from treepack.train.saving.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
+from treepack.train.saving.checkpoint_files import CHECKPOINTS
+from treepack.train.saving.checkpoint_upload import CheckpointUpload
+from treepack.train.saving.place import METRICS, Place, open_place
+from treepack.train.saving.run_directory import begin, extend_run, finish_run, is_complete, is_finished
 from treepack.train.sharding import whole_state
 from treepack.train.step import StepMetrics, step_memory_errors, train_step
+from treepack.train.watch.metrics import MetricsLog
 
 _log = logging.getLogger("treepack")
 
@@ -63,11 +64,11 @@ def train(
 
     Args:
         run: from `open_run`.
-        out: the directory of the run, see `train.directory`: a path, an address, or a place that the caller has opened.
-        overwrite: replace an existing `out`.
-        resume: continue from the newest whole checkpoint in `out`, or start from the first step if it has none.
-        stop: called after every step; if it returns true on any rank, a checkpoint is written and the iterator ends.
-        note: called with a sentence about the step from which the run continues, about each damaged checkpoint, and
+        out: the directory of the run, see `train.saving.run_directory`: a path, an address, or a place that the caller
+        has opened. overwrite: replace an existing `out`. resume: continue from the newest whole checkpoint in `out`, or
+        start from the first step if it has none. stop: called after every step; if it returns true on any rank, a
+        checkpoint is written and the iterator ends. note: called with a sentence about the step from which the run
+        continues, about each damaged checkpoint, and
             about recorded log-probabilities that are of another distribution; see `sampling_check`.
 
     Raises:

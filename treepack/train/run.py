@@ -17,10 +17,10 @@ from torch import Tensor
 from treepack.carry.offload import CarryMemory
 from treepack.costs.recurrent_cost import count_scans
 from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
-from treepack.model.denominators import TrajectoryTable, step_factors, trainable_rows
 from treepack.model.experts.active import num_active_weights
+from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.loaded import LoadedModel
-from treepack.model.router_balance import RouterBalance
+from treepack.model.objectives.denominators import TrajectoryTable, step_factors, trainable_rows
 from treepack.train.division import Division
 from treepack.train.options import TrainOptions
 from treepack.train.passes import Joining, Pass, deal

@@ -20,8 +20,8 @@ from treepack.research.predictor.model import load_values, node_values
 from treepack.research.predictor.rows import anchor_prefixes, anchor_rows, draw_nodes
 from treepack.research.trace.predictions import read_predictions
 from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets, spearman
-from treepack.train.metrics import read_metrics
 from treepack.train.options import TrainOptions
+from treepack.train.watch.metrics import read_metrics
 from treepack.trie.store.trie_files import read_trie
 
 

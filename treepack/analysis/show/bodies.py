@@ -20,7 +20,7 @@ from rich.text import Text
 
 from treepack.analysis.show.decoding import CONTEXT, TokenDecoder
 from treepack.analysis.show.forest import DrawnForest
-from treepack.analysis.show.wrapping import ESCAPE, FAINT, SPECIAL, TRAINED, TokenText, TextRow, wrap
+from treepack.analysis.show.wrapping import ESCAPE, FAINT, SPECIAL, TRAINED, TextRow, TokenText, wrap
 
 # Tokens drawn at the head and the tail of a stretch of text without special tokens: some four rows and some two. A
 # stretch that would lose FEW tokens or fewer is drawn whole, because the line about the rest takes a row itself.

@@ -65,7 +65,9 @@ def _delta_kernel(
     m_q = o_q < length
     # [BLOCK, BLOCK_D]
     b_o = load_portable_rows(o + row * o_strides[0] + head * o_strides[1], o_q, m_q, o_strides[2], D, BLOCK_D, True)
-    b_do = load_portable_rows(do + row * do_strides[0] + head * do_strides[1], o_q, m_q, do_strides[2], D, BLOCK_D, True)
+    b_do = load_portable_rows(
+        do + row * do_strides[0] + head * do_strides[1], o_q, m_q, do_strides[2], D, BLOCK_D, True
+    )
     # [BLOCK, BLOCK_D] -> [BLOCK]
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
     # [BLOCK]
@@ -144,7 +146,9 @@ def _query_kernel(
     b_delta = tl.load(delta + at + o_row, mask=m_q, other=0.0)
     # [BLOCK, BLOCK_D] and [BLOCK, BLOCK_V]
     b_q = load_portable_rows(q + row * q_strides[0] + head * q_strides[1], o_row, m_q, q_strides[2], D, BLOCK_D, True)
-    b_do = load_portable_rows(do + row * do_strides[0] + head * do_strides[1], o_row, m_q, do_strides[2], D_V, BLOCK_V, True)
+    b_do = load_portable_rows(
+        do + row * do_strides[0] + head * do_strides[1], o_row, m_q, do_strides[2], D_V, BLOCK_V, True
+    )
     b_dq = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
     b_dq = _query_section(
         b_dq, b_q, b_do, b_lse, b_delta, o_q, b_start, p_k, p_v, p_end, granules, first, middle, k_strides[2],
@@ -280,7 +284,9 @@ def _key_kernel(
         GROUP, TILE, D, D_V, BLOCK_D, BLOCK_V, False, WINDOWED, CAPPED, PRECISION,
     )  # fmt: skip
     # [BLOCK, BLOCK_D] and [BLOCK, BLOCK_V]
-    store_portable_rows(dk + row * dk_strides[0] + head * dk_strides[1], o_k, m_k, dk_strides[2], b_dk * scale, D, BLOCK_D)
+    store_portable_rows(
+        dk + row * dk_strides[0] + head * dk_strides[1], o_k, m_k, dk_strides[2], b_dk * scale, D, BLOCK_D
+    )
     store_portable_rows(dv + row * dv_strides[0] + head * dv_strides[1], o_k, m_k, dv_strides[2], b_dv, D_V, BLOCK_V)
 
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treepack.model.adapter import base_name
+from treepack.model.adapters.adapter import base_name
 from treepack.model.weights.conversion import stored_tensors, trace_loading
 from treepack.model.weights.files import DTYPES, translate_read_errors
-from treepack.model.weights.traced import TracedBox, Ranges, Traced
+from treepack.model.weights.traced import Ranges, Traced, TracedBox
 
 
 def find_plan(model: Any, files: Mapping[str, Path], source: str) -> dict[str, Traced] | None:

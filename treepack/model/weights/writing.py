@@ -24,10 +24,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from treepack.model.adapter import is_adapted
+from treepack.model.adapters.adapter import is_adapted
 from treepack.model.weights.conversion import stored_tensors, trace_saving
 from treepack.model.weights.files import DTYPES, INDEX_FILE, SINGLE_FILE
-from treepack.model.weights.traced import TracedBox, Traced
+from treepack.model.weights.traced import Traced, TracedBox
 
 MAX_FILE_BYTES = 50_000_000_000  # the default of transformers
 

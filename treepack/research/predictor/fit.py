@@ -28,8 +28,8 @@ from treepack.files import schema
 from treepack.files.address import AnyPath, as_output
 from treepack.files.directory import MANIFEST, finished_directory
 from treepack.files.manifest import file_sha256, read_manifest
+from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.layers import adapt_layers, find_decoder
-from treepack.model.memory import LOADING, memory_errors
 from treepack.research.predictor.model import (
     METRICS,
     ValueModel,
@@ -43,10 +43,10 @@ from treepack.research.predictor.model import (
 from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, draw_nodes, tokens_alone
 from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.rl.leaf_weights import leaf_weights
-from treepack.train.metrics import MetricsLog
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import find_device
 from treepack.train.schedule import OptimiserStep, learning_rate
+from treepack.train.watch.metrics import MetricsLog
 from treepack.trajectory import Float64
 from treepack.trie.store.trie_files import read_trie
 

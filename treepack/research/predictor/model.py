@@ -33,12 +33,12 @@ from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import TokenizerEntry, check_part, file_sha256, read_manifest
-from treepack.model.adapter import is_adapted
-from treepack.model.compatibility import check_fits
+from treepack.memory.shortage import memory_errors
+from treepack.model.accept.compatibility import check_fits
+from treepack.model.adapters.adapter import is_adapted
 from treepack.model.forward import hidden_states, prepare_batch
 from treepack.model.load import hide_progress_bars, load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.memory import memory_errors
 from treepack.model.source import local_source
 from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone
 from treepack.research.trace.predictions import group_ids
@@ -104,7 +104,7 @@ def check_rows(model: ValueModel, rows: Sequence[AnchorRow], tokenizer: Tokenize
     """Refuse rows of `trie` that the model cannot compute exactly, and another `tokenizer` than that of the fit.
 
     Raises:
-        TreepackError: as `model.compatibility.check_fits`, and if the tokenizers differ.
+        TreepackError: as `model.accept.compatibility.check_fits`, and if the tokenizers differ.
     """
     fit_tokenizer = model.record.get("tokenizer")
     if fit_tokenizer is not None and tokenizer is not None and fit_tokenizer["sha256"] != tokenizer["sha256"]:

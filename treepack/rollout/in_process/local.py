@@ -53,7 +53,7 @@ def load_engine(
     Raises:
         TreepackError: the model cannot be loaded, or transformers cannot batch it.
     """
-    from treepack.model.adapter import base_of
+    from treepack.model.adapters.adapter import base_of
     from treepack.model.load import build_model, hide_progress_bars, load_merged, read_config, translate_load_errors
 
     base, adapter = base_of(name, None)
@@ -78,7 +78,7 @@ def default_stop_tokens(name: str | Path) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
     from treepack.files.remote.hub import is_offline
-    from treepack.model.adapter import base_of
+    from treepack.model.adapters.adapter import base_of
     from treepack.model.load import read_config
     from treepack.model.source import local_source
 

@@ -14,7 +14,7 @@ import torch
 from packaging.version import Version
 
 from treepack.errors import TreepackError
-from treepack.model.compatibility import count_recurrent_layers
+from treepack.model.accept.compatibility import count_recurrent_layers
 from treepack.model.layers import head_widths
 from treepack.rollout.in_process import local_attention
 
