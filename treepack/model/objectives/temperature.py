@@ -1,7 +1,7 @@
 """The temperature at which the log-probabilities of a packed directory are computed, and the refusal of contradictions.
 
-    column term_temperature, option --temperature --check_term_temperatures--> one temperature for every term, or a
-    refusal the same                                      --temperature_of_terms--> 0.7, "data", "data, 1 where missing"
+    column term_temperature, option --temperature --check_term_temperatures--> one temperature for all, or a refusal
+    the same                                      --temperature_of_terms--> 0.7, "data", "data, 1 where missing"
 
 Losses of reinforcement learning are about the distribution that was sampled, softmax(logits / temperature). sft and dpo
 have nothing to do with the sampler and compute at 1. A column of old or reference log-probabilities is of use only if

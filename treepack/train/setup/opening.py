@@ -129,7 +129,7 @@ def open_run(
 
 
 def open_verification(packed: Packed, model: str | Path, options: TrainOptions) -> TrainingRun:
-    """Open a run for `model.verify.gradients.verify_gradients`: in float64, or in float32 if a fused kernel has no float64.
+    """Open a run for `verify_gradients`: in float64, or in float32 if a fused kernel has no float64.
 
     Raises:
         TreepackError: as `open_run`.

@@ -1,8 +1,7 @@
 """The trie of sorted runs on disk: which tokens and trajectories of the runs follow each other, and in which nodes.
 
-    runs --merge, in ranges--> order --forest_of--> nodes              MergedRuns, in the first process
-    TokenPlaces --read_merged_tokens--> tokens    RowPlaces --read_merged_rows--> table       in any process that has
-    the spools
+    runs --merge, in ranges--> order --forest_of--> nodes                            MergedRuns, in the first process
+    TokenPlaces --read_merged_tokens--> tokens   RowPlaces --read_merged_rows--> table    in any process with the spools
 
 The tokens of the trie are not copied: a sequence shares at least as many tokens with the one before it in the order as
 with the one before it in its run, so its new tokens are stored one after the other.
