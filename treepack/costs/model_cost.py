@@ -31,7 +31,7 @@ from treepack.costs.model_fields import (
     read_field,
 )
 from treepack.costs.recurrent_cost import FAMILIES, count_scans, recurrent_part
-from treepack.errors import TreepackError, shown
+from treepack.errors import TreepackError, quoted_value
 
 Count = Any  # an integer, or an array of them
 
@@ -272,8 +272,8 @@ def _check_layers(config: Config, kinds: list[str], name: str) -> None:
     known = {*SOFTMAX, *FEED_FORWARD, *(RECURRENT if model_type in FAMILIES else ())}
     for layer, kind in enumerate(kinds):
         if kind not in known:
-            of_type = f" of type {shown(model_type)}" if model_type else ""
-            raise TreepackError(f"{name}: layer {layer} is {shown(kind)}{of_type}; {_COUNTED}")
+            of_type = f" of type {quoted_value(model_type)}" if model_type else ""
+            raise TreepackError(f"{name}: layer {layer} is {quoted_value(kind)}{of_type}; {_COUNTED}")
 
 
 def _attention(config: Config, hidden: int, heads: int, name: str) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from treepack.errors import TreepackError, shown
+from treepack.errors import TreepackError, quoted_value
 
 Config = dict[str, Any]
 
@@ -50,15 +50,17 @@ def check_fields(config: Config, name: str) -> None:
     for key, of in _LISTS.items():
         value = config.get(key)
         if value is not None and not (isinstance(value, list) and all(type(each) is of for each in value)):
-            raise TreepackError(f"{name}: has {key} {shown(value)}; expected a list of {of.__name__} in config.json")
+            raise TreepackError(
+                f"{name}: has {key} {quoted_value(value)}; expected a list of {of.__name__} in config.json"
+            )
     model_type = config.get("model_type")
     if not isinstance(model_type, str | None):
-        raise TreepackError(f"{name}: has model_type {shown(model_type)}; expected a text in config.json")
+        raise TreepackError(f"{name}: has model_type {quoted_value(model_type)}; expected a text in config.json")
     for key in _OPTIONAL:
         value = config.get(key)
         if value is not None and (type(value) is not int or not 0 <= value <= MAX_SIZE):
             raise TreepackError(
-                f"{name}: has {key} {shown(value)}; expected an integer from 0 to {MAX_SIZE} in config.json"
+                f"{name}: has {key} {quoted_value(value)}; expected an integer from 0 to {MAX_SIZE} in config.json"
             )
 
 
@@ -71,7 +73,7 @@ def read_field(config: Config, key: str, name: str, default: int | None = None) 
     value = config.get(key)
     value = config.get(_OLD_NAMES.get(key, ""), default) if value is None else value
     if type(value) is not int or not 1 <= value <= MAX_SIZE:
-        actual = "no" if value is None else shown(value)
+        actual = "no" if value is None else quoted_value(value)
         raise TreepackError(f"{name}: has {actual} {key}; expected the config.json of a language model")
     return value
 

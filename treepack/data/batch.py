@@ -241,7 +241,7 @@ def route_tensor(routes: Routes, padding: int = 0) -> Tensor:
     return torch.from_numpy(joined if joined.dtype == np.uint8 else joined.view(np.int16))
 
 
-def is_recorded(routes: Tensor) -> Tensor:
+def is_route_recorded(routes: Tensor) -> Tensor:
     """Return True where `routes` [..., k] has experts, and not k times `missing_expert`; bool [..., 1]."""
     # uint8 [3 255] -> True, because the experts of a token differ.
     return (routes != missing_expert(routes.dtype)).any(dim=-1, keepdim=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
 from treepack import __version__
-from treepack.errors import TreepackError, shown
+from treepack.errors import TreepackError, quoted_value
 from treepack.files import schema
 from treepack.files.address import AnyPath
 from treepack.files.directory import MANIFEST
@@ -231,13 +231,15 @@ def read_manifest(directory: str | AnyPath | DirectoryLocation, kind: str | None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); write the directory again") from error
     if format_name not in _REQUIRED:
-        raise TreepackError(f"{path}: has the format {shown(format_name)}; expected {kind or ' or '.join(_REQUIRED)}")
+        raise TreepackError(
+            f"{path}: has the format {quoted_value(format_name)}; expected {kind or ' or '.join(_REQUIRED)}"
+        )
     if kind not in (None, format_name):
         raise _other_kind(directory, manifest)
     if version != schema.FORMAT_VERSION:
         raise TreepackError(
-            f"{path}: has {format_name} version {shown(version)}; this treepack reads version {schema.FORMAT_VERSION}, "
-            "so use the treepack that wrote it or write it again"
+            f"{path}: has {format_name} version {quoted_value(version)}; this treepack reads version "
+            f"{schema.FORMAT_VERSION}, so use the treepack that wrote it or write it again"
         )
     _check_entries(manifest, _REQUIRED[format_name], path, "")
     if manifest[_OWN_HASH] != _own_hash(content):
@@ -305,7 +307,7 @@ def _check_name(name: str, path: str) -> None:
         size = MAX_NAME + 1
     if name in ("", ".", "..") or any(character in name for character in "/\\\0") or size > MAX_NAME:
         raise TreepackError(
-            f"{path}: names the part {shown(name)}, which is not a file name of its directory; write it again"
+            f"{path}: names the part {quoted_value(name)}, which is not a file name of its directory; write it again"
         )
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from treepack.data.batch import is_recorded
+from treepack.data.batch import is_route_recorded
 from treepack.errors import TreepackError
 from treepack.model.experts.active import experts_per_token
 from treepack.model.experts.routers import TOPK, Switch, chooses_one_by_one, follow_routers, has_experts, scores_of
@@ -86,7 +86,7 @@ def check_routes(causal: Any, source: str, routes: Tensor) -> None:
         raise TreepackError(
             f"{source}: chooses {chosen} experts per token, but the recorded routes have {routes.shape[2]}; {_REMEDY}"
         )
-    known = routes[is_recorded(routes).expand_as(routes)]
+    known = routes[is_route_recorded(routes).expand_as(routes)]
     if known.numel() and (last := int(known.max())) >= replay.num_experts:
         raise TreepackError(
             f"{source}: has {replay.num_experts} experts in a layer, but the recorded routes name expert {last}; "
@@ -147,7 +147,7 @@ class _ReplayMode(TorchFunctionMode):
     def __init__(self, replay: _Replay, routes: Tensor) -> None:
         super().__init__()
         self._replay = replay
-        self._is_recorded = is_recorded(routes)  # [T, 1]
+        self._is_recorded = is_route_recorded(routes)  # [T, 1]
         self._experts = routes.long()  # [T, k]
         self._chosen = 0
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from treepack.errors import TreepackError, shown
+from treepack.errors import TreepackError, quoted_value
 from treepack.files.address import AnyPath
 from treepack.files.remote.cache import local_copy
 from treepack.pack.options import MAX_BUDGET, MAX_CAPACITY
@@ -114,18 +114,18 @@ def _check_header(path: Path, number: int, header: dict[str, Any]) -> None:
         )
     if header.get("version") != VERSION:
         raise TreepackError(
-            f"{path}:{number}: has version {shown(header.get('version'))}; this treepack reads version {VERSION}"
+            f"{path}:{number}: has version {quoted_value(header.get('version'))}; this treepack reads version {VERSION}"
         )
     for name, value in header.items():
         # `type` and not isinstance, because True is an int; lower_bound may be 0, all other counts are at least 1.
         if name in _COUNTS and (type(value) is not int or value < (name != "lower_bound")):
-            raise TreepackError(f"{path}:{number}: {name} is {shown(value)}; expected a positive integer")
+            raise TreepackError(f"{path}:{number}: {name} is {quoted_value(value)}; expected a positive integer")
         if name in _COUNTS and value > (maximum := MAX_CAPACITY if name == "capacity" else MAX_BUDGET):
-            raise TreepackError(f"{path}:{number}: {name} is {shown(value)}; expected at most {maximum}")
+            raise TreepackError(f"{path}:{number}: {name} is {quoted_value(value)}; expected at most {maximum}")
         if name in _NAMES and not isinstance(value, str):
-            raise TreepackError(f"{path}:{number}: {name} is {shown(value)}; expected a string")
+            raise TreepackError(f"{path}:{number}: {name} is {quoted_value(value)}; expected a string")
         if name not in (*_COUNTS, *_NAMES, "format", "version"):
-            raise TreepackError(f"{path}:{number}: has the unknown key {shown(name)}; remove it")
+            raise TreepackError(f"{path}:{number}: has the unknown key {quoted_value(name)}; remove it")
 
 
 def rows_of_plan_file(file: PlanFile, trie: Trie) -> Int64:
@@ -142,7 +142,7 @@ def rows_of_plan_file(file: PlanFile, trie: Trie) -> Int64:
             i = index.get(name, -1)
             if i < 0:
                 raise TreepackError(
-                    f"{file.path}:{number}: the trie has no trajectory {shown(name)} to pack; remove it"
+                    f"{file.path}:{number}: the trie has no trajectory {quoted_value(name)} to pack; remove it"
                 )
             if row_of[i] >= 0:
                 where = f"line {file.lines[row_of[i]]}" if row_of[i] != row else "the same line"
