@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Titles of the columns of `_line`.
 HEADER = ("roots", "prefixes", "effective ratio, %", "above uniform", "mixed prompts", "flipped prefixes, %", "cost")
-# Fields of Experiment, in the order of the options and of the JSON report.
+# Fields of BudgetExperiment, in the order of the options and of the JSON report.
 EXPERIMENT_FIELDS = "budget expand candidates selected root_noise prefix_noise steps seed".split()
 # Fields of MarkovWorld; a recorded world has only the last.
 WORLD_FIELDS = "max_turns success spread persistence".split()

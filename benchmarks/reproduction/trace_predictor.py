@@ -2,7 +2,7 @@
 
     folder of the policy --start_predictor--> Predictor
     Predictor, prompts --prompt_values--> values            before any rollout of them exists
-    Predictor, trie --predictions--> Predictions            of the prompts and of all prefixes of its rollouts
+    Predictor, trie --predictions--> ValuePredictions            of the prompts and of all prefixes of its rollouts
     Predictor, trie --refit--> loss                         two epochs on this round's targets, equation 19
 
 The model and its rows are those of `treepack values`: the weights of the warmed-up policy with a scalar head, separate

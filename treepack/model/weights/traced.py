@@ -3,8 +3,8 @@
     a = Traced.whole("a", (2, 3), torch.float32)
     b = Traced.whole("b", (2, 3), torch.float32)
     torch.cat([a, b])[1:3].pieces
-        Piece("a", source=((1, 2), (0, 3)), axes=(0, 1), start=(0, 0))    row 1 of a is row 0
-        Piece("b", source=((0, 1), (0, 3)), axes=(0, 1), start=(1, 0))    row 0 of b is row 1
+        TracedBox("a", source=((1, 2), (0, 3)), axes=(0, 1), start=(0, 0))    row 1 of a is row 0
+        TracedBox("b", source=((0, 1), (0, 3)), axes=(0, 1), start=(1, 0))    row 0 of b is row 1
 
 A function that only cuts, joins, permutes and casts tensors, such as the conversion of a checkpoint, runs on them as on
 real ones. Every other operation makes the elements of its results unknown. `weights.conversion` runs transformers' own
