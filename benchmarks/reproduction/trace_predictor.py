@@ -1,9 +1,9 @@
 """TRACE's predictor of success in memory: fitted on the rollouts of a moving policy, and asked before the next ones.
 
     folder of the policy --start_predictor--> Predictor
-    Predictor, prompts --prompt_values--> values            before any rollout of them exists
-    Predictor, trie --predictions--> ValuePredictions            of the prompts and of all prefixes of its rollouts
-    Predictor, trie --refit--> loss                         two epochs on this round's targets, equation 19
+    Predictor, prompts --prompt_values--> values         before any rollout of them exists
+    Predictor, trie --predictions--> ValuePredictions    of the prompts and of all prefixes of its rollouts
+    Predictor, trie --refit--> loss                      two epochs on this round's targets, equation 19
 
 The model and its rows are those of `treepack values`: the weights of the warmed-up policy with a scalar head, separate
 from the policy that is trained. Its optimiser lives as long as the arm, as in TRACE (arXiv 2606.11119), appendix E.6.

@@ -40,7 +40,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(1)
         return forward(*args)
 
-    monkeypatch.setattr(portable, "forward", counted)
+    monkeypatch.setattr(portable, "portable_forward", counted)
     return seen
 
 

@@ -8,7 +8,7 @@ same `Launch` values that the library runs, built here from tensors on the CPU.
 
 Nothing is compiled under TRITON_INTERPRET, so tests start this file as a process of its own, without that variable.
 `table` is hopper for the Gluon kernels, hopper+window for those with a window and sinks, or HOPPER, PORTABLE or
-FLOAT32, the shapes in `portable.forward`.
+FLOAT32, the shapes in `portable_forward`.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def naive_forward(
     """Return output [B, H, T - first, D_v] in the dtype of `query` and base-2 log-sum-exp [B, H, T - first].
 
     Args:
-        query, key, value, schedule, scale, sinks, softcap: as in `portable.forward`.
+        query, key, value, schedule, scale, sinks, softcap: as in `portable_forward`.
         granules: granules per tile of keys: 1, 2 or 4.
     """
     # Tensors of queries and of keys, all with H heads from here on: one key head per query head.

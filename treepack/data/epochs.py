@@ -1,7 +1,7 @@
 """The order of rows in an epoch, and the share of each rank.
 
-    steps, seed, epoch --epoch_order--> parts       one part per training step (column `step`), shuffled within it
-    parts, world       --epoch_rounds-> [R, world]  one row per rank and round
+    steps, seed, epoch --epoch_order---> parts       one part per training step (column `step`), shuffled within it
+    parts, world       --epoch_rounds--> [R, world]  one row per rank and round
 
     world 2, rows by step   5 5 5 | 6 6      ranks 0 1
                                              round 5 5

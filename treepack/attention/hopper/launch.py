@@ -49,7 +49,7 @@ def hopper_forward(
     """Return output [B, H, T - first, D_v] in the dtype of `query`, and lse, float32 [B, H, T_pad - first].
 
     Args:
-        query, key, value, schedule, scale: as in `portable.forward`.
+        query, key, value, schedule, scale: as in `portable_forward`.
         sinks: float32 [H], one more score per head, without a value.
     """
     out = token_major(query, value.shape[-1])

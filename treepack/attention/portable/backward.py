@@ -1,4 +1,4 @@
-"""Backward of `portable.forward`: three kernels, one for each line below.
+"""Backward of `portable_forward`: three kernels, one for each line below.
 
 delta       sum(o * do) per query, which the other two kernels read
 dq          one program per block of queries and head, over the same list of key tiles as the forward

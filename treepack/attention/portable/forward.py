@@ -1,6 +1,6 @@
 """Tree attention in Triton for any GPU: the forward kernel, and the functions that it shares with `backward`.
 
-One program computes one block of queries of one head, as `naive.forward` does: first the partial section of the block's
+One program computes one block of queries of one head, as `naive_forward` does: first the partial section of the block's
 list, under the mask, then the full section, without a mask. A tile of keys is gathered from 1, 2 or 4 granules:
 
     key token = granules[entry + i // 32] * 32 + i % 32        i = 0 ... tile - 1; negative if there is no granule

@@ -32,7 +32,7 @@ def save_model(
     *,
     value_head: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write model, value head and tokenizer into the directory, which is replaced; arguments as in `directory.finish`.
+    """Write model, value head and tokenizer into the directory, which is replaced; arguments as in `finish_run`.
 
     Raises:
         OSError: the disk fails.
