@@ -238,9 +238,7 @@ async def evaluate(actors: Actors, problems: list[Problem], settings: Settings) 
 
 def figures(trees: Sequence[Tree]) -> dict[str, float]:
     """Return figures of a step's sampling; the mean reward is that of independent rollouts, by the leaf weights."""
-    rewards = [
-        float(np.dot(weights_of_leaves(tree)[1], [leaf.reward or 0.0 for leaf in tree.leaves])) for tree in trees
-    ]
+    rewards = [np.dot(weights_of_leaves(tree)[1], [leaf.reward or 0.0 for leaf in tree.leaves]) for tree in trees]
     return {
         "reward": float(np.mean(rewards)),
         "leaves": sum(len(tree.leaves) for tree in trees),
