@@ -141,3 +141,19 @@ def test_a_compiled_layer_is_one_graph_and_keeps_its_attention(
     before = len(graphs)
     losses_and_gradients(loaded, [LONGER, SAMPLES])
     assert len(graphs) == before, "other rows compile nothing"
+
+
+def test_a_head_dimension_that_is_a_symbol_of_the_compiler_is_traced() -> None:
+    made = schedules_of(70)
+    packed = pack_schedules(made)
+
+    def attend(x: Tensor, width: int) -> Tensor:
+        heads = x.view(1, 70, -1, width).transpose(1, 2)
+        return kernel_attention(heads, heads, heads, packed, None, scale=None, sinks=None, softcap=None)
+
+    compiled = torch.compile(attend, backend="eager", dynamic=True)
+    generator = torch.Generator().manual_seed(0)
+    for width in (16, 32, 16):
+        x = torch.randn(1, 70, 64, generator=generator).to(DEVICE)
+        assert torch.equal(compiled(x, width), attend(x, width))
+    torch._dynamo.reset()

@@ -141,7 +141,8 @@ def backend(query: Tensor, value: Tensor | None = None, *, capped: bool = False)
         value: [B, H_kv, T, D_v]; if None, D_v is D.
         capped: whether the layer has a cap of scores, which only the portable kernels compute.
     """
-    head_dims = (query.shape[-1], (query if value is None else value).shape[-1])
+    # Numbers, also while torch.compile traces a layer whose head dimension is a symbol there, which has no hash.
+    head_dims = (int(query.shape[-1]), int((query if value is None else value).shape[-1]))
     runs = runs_hopper(query.device, query.dtype, head_dims)
     return "hopper" if runs and not capped else "portable"
 
