@@ -1,4 +1,5 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`. Both install into .venv.
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both install into .venv. `make help` lists
+# the others from the comments after `##`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,10 +13,28 @@ TASKS := .venv-verifiers
 CLUSTER := .venv-ray
 # The environment of flash-linear-attention, whose kernels run in Triton's interpreter there.
 RECURRENT := .venv-fla
+# The data half without torch; these rooms run in it. Their tests that import torch are skipped there. Of trl, which needs
+# torch, they read the chat templates.
+DATA := .venv-data
+DATA_ROOMS := analysis cluster costs files ingest memory native pack report research rl trie
+# The environment of the documentation site, and the one in which `make constraints` resolves all versions again.
+PAGES := .venv-site
+RESOLVED := .venv-resolved
 # Pinned, so that an index or wheel folder with the CPU build of this version serves it; a looser range takes the newest,
 # with gigabytes of CUDA libraries. Any torch from 2.11 on works: make TORCH='torch --index-url URL' ...
 TORCH ?= torch==2.13.0
 DEMO := demo_out
+# The other packages of .venv have exact versions too; torch is only in TORCH, because a file cannot name its build.
+LOCKED := --constraint constraints.txt
+# Rooms are the folders of tests/: `make trie` runs tests/trie.
+ROOMS := $(sort $(foreach path,$(wildcard tests/*/test_*.py tests/*/*/test_*.py),$(word 2,$(subst /, ,$(path)))))
+# The core from files to gradients, in about 80 seconds of processor time; other files of tests would import too much.
+QUICK := $(addprefix tests/,files/test_lock.py files/test_manifest_values.py ingest/test_tokenization.py trie/test_build.py \
+	trie/test_directory.py pack/test_packing.py pack/test_rows.py attention/test_reference.py model/test_collation.py \
+	model/test_loss.py data/test_dataset.py carry/test_carry_plan.py train/test_loop.py cli/test_prepare.py cli/test_sizes.py \
+	examples/test_nanotree.py project)
+# Python files with changes that are not committed, also new ones; a deleted file is none.
+CHANGED = { git diff --name-only --diff-filter=d HEAD; git ls-files --others --exclude-standard; } | grep '\.pyi\?$$' | sort -u
 # An editable install finds treepack after all folders of sys.path. A script in the folder that holds a clone named
 # treepack would import the clone, which is no package. A line with the clone's path makes Python see the package first.
 define CHECKOUT_PTH
@@ -30,22 +49,32 @@ export CHECKOUT_PTH
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 install = install() { $(1)/bin/uv pip install --quiet --python $(1)/bin/python "$$@" || $(1)/bin/python $(PIP) "$$@"; }; install
 
-.PHONY: demo test test-slow test-s3 test-integrations test-verifiers test-vllm test-ray test-fla lint types imports schemas docs clean
+.PHONY: help demo quick test test-slow test-data test-s3 test-integrations test-verifiers test-vllm test-ray test-fla lint types imports \
+	schemas docs site dist constraints clean $(ROOMS)
+.DEFAULT_GOAL := help
 
-$(VENV)/run.stamp: pyproject.toml $(wildcard treepack/native/*.c)
+$(VENV)/run.stamp: pyproject.toml constraints.txt $(wildcard treepack/native/*.c)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP) $(TORCH)
 	-$(BIN)/python $(PIP) uv
-	$(call install,$(VENV)) -e '.[train,report]'
+	$(call install,$(VENV)) $(LOCKED) -e '.[train,report]'
 	$(BIN)/python -c "$$CHECKOUT_PTH"
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
-	$(call install,$(VENV)) -e '.[train,report,dev]'
+	$(call install,$(VENV)) $(LOCKED) -e '.[train,report,dev]'
 	touch $@
 
 $(VENV)/s3.stamp: $(VENV)/dev.stamp
-	$(call install,$(VENV)) -e '.[test-s3]'
+	$(call install,$(VENV)) $(LOCKED) -e '.[test-s3]'
+	touch $@
+
+$(DATA)/stamp: pyproject.toml constraints.txt $(wildcard treepack/native/*.c)
+	$(PYTHON) -m venv $(DATA)
+	-$(DATA)/bin/python $(PIP) uv
+	$(call install,$(DATA)) $(LOCKED) -e '.[report,stats]' pytest pytest-xdist hypothesis selenium
+	$(call install,$(DATA)) $(LOCKED) --no-deps trl
+	$(DATA)/bin/python -c "$$CHECKOUT_PTH"
 	touch $@
 
 # All pinned, so there is nothing to resolve.
@@ -80,6 +109,12 @@ $(CLUSTER)/stamp: tests/cluster/ray_requirements.txt pyproject.toml
 	$(CLUSTER)/bin/python -c "$$CHECKOUT_PTH"
 	touch $@
 
+$(PAGES)/stamp: docs/site_requirements.txt
+	$(PYTHON) -m venv $(PAGES)
+	-$(PAGES)/bin/python $(PIP) uv
+	$(call install,$(PAGES)) --requirement docs/site_requirements.txt
+	touch $@
+
 $(RECURRENT)/stamp: tests/recurrent/fla_requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(RECURRENT)
 	$(RECURRENT)/bin/python $(PIP) --no-deps $(TORCH)
@@ -89,7 +124,11 @@ $(RECURRENT)/stamp: tests/recurrent/fla_requirements.txt pyproject.toml
 	$(RECURRENT)/bin/python -c "$$CHECKOUT_PTH"
 	touch $@
 
-demo: $(VENV)/run.stamp
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@printf 'make %-18s %s\n' ROOM "the tests of one room: $(ROOMS)" | fold -s -w 120
+
+demo: $(VENV)/run.stamp  ## the five commands of the README on sample_data, into demo_out
 	rm -rf $(DEMO)
 	$(BIN)/treepack build-trie sample_data/chat.jsonl --tokenizer sample_data/tokenizer --expand turns --out $(DEMO)/trie
 	$(BIN)/treepack pack $(DEMO)/trie --capacity 4096 --out $(DEMO)/packed
@@ -98,14 +137,25 @@ demo: $(VENV)/run.stamp
 	$(BIN)/treepack report $(DEMO)/packed --out $(DEMO)/report.html
 	@echo "open $(DEMO)/report.html in a browser"
 
-test: lint types imports
+quick: $(VENV)/dev.stamp  ## lint of changed files and the core tests, in about a minute
+	@$(CHANGED) | xargs -r $(BIN)/ruff check --force-exclude
+	@$(CHANGED) | xargs -r $(BIN)/ruff format --check --force-exclude
+	$(BIN)/python -m pytest -n 2 $(QUICK)
+
+$(ROOMS): $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -n auto tests/$@
+
+test: lint types imports  ## lint, types, import contracts and all tests that need no further packages
 	$(BIN)/python -m pytest -n auto
 
-test-slow: $(VENV)/dev.stamp
+test-slow: $(VENV)/dev.stamp  ## the tests marked slow, and every property with more examples
 	$(BIN)/python -m pytest -n auto -m "slow or hypothesis" --hypothesis-profile thorough
 
+test-data: $(DATA)/stamp  ## the data half, without torch
+	$(DATA)/bin/python -m pytest -n auto $(addprefix tests/,$(DATA_ROOMS))
+
 # Against a real S3 server on this machine; without its packages these tests fail.
-test-s3: $(VENV)/s3.stamp
+test-s3: $(VENV)/s3.stamp  ## against a real S3 server on this machine
 	$(BIN)/python -m pytest -n auto -m s3
 
 # The wheel of verl installs a package `tests`, and spawned processes look for the module of this test there.
@@ -115,42 +165,60 @@ NOT_BESIDE_VERL := tests/model/test_first_batch.py::test_sharded_models_are_exac
 NOT_OF_TRANSFORMERS := --ignore tests/model/test_loss.py --ignore tests/model/test_token_statistics.py
 
 # Inside the trainers themselves, and treepack's own model tests with the transformers that verl needs.
-test-integrations: $(TRAINERS)/stamp
+test-integrations: $(TRAINERS)/stamp  ## inside TRL and verl themselves
 	$(TRAINERS)/bin/python -m pytest -n auto --dist loadfile -m "not slow and not s3" tests/integrations tests/model \
 		tests/attention/test_generation.py tests/attention/test_reference.py \
 		--deselect $(NOT_BESIDE_VERL) $(NOT_OF_TRANSFORMERS)
 
-test-verifiers: $(TASKS)/stamp
+test-verifiers: $(TASKS)/stamp  ## prompts and rewards of verifiers' tasksets
 	$(TASKS)/bin/python -m pytest -m verifiers tests/integrations/test_verifiers_tasks.py
 
 # On a real Ray cluster of two workers, against a real S3 server; both run on this machine.
-test-ray: $(CLUSTER)/stamp
+test-ray: $(CLUSTER)/stamp  ## build-trie and pack on a real Ray cluster of two workers
 	$(CLUSTER)/bin/python -m pytest -m ray tests/cluster
 
 # Recurrent layers with flash-linear-attention and kernels installed.
-test-fla: $(RECURRENT)/stamp
+test-fla: $(RECURRENT)/stamp  ## recurrent layers with flash-linear-attention installed
 	$(RECURRENT)/bin/python -m pytest -n 0 -m fla tests/recurrent/test_with_packages.py
 
 # Starts two real servers of a tiny model; the tests themselves run in the usual environment.
-test-vllm: $(VENV)/dev.stamp $(SERVER)/stamp
+test-vllm: $(VENV)/dev.stamp $(SERVER)/stamp  ## rollouts from a real vLLM server on the CPU
 	$(BIN)/python -m pytest -n 0 -m vllm tests/rollout
 
-lint: $(VENV)/dev.stamp
+lint: $(VENV)/dev.stamp  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/dev.stamp
+types: $(VENV)/dev.stamp  ## mypy, strict
 	$(BIN)/mypy
 
-imports: $(VENV)/dev.stamp
+imports: $(VENV)/dev.stamp  ## the import contracts
 	$(BIN)/lint-imports
 
-schemas: $(VENV)/dev.stamp
+schemas: $(VENV)/dev.stamp  ## write schemas/ again
 	$(BIN)/python -m treepack.files.schema schemas
 
-docs: $(VENV)/dev.stamp
+docs: $(VENV)/dev.stamp  ## write the generated pages of docs/ again
 	$(BIN)/python docs/generate.py
 
-clean:
-	rm -rf $(VENV) $(TRAINERS) $(TASKS) $(SERVER) $(CLUSTER) $(RECURRENT) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+site: $(PAGES)/stamp  ## the docs as a site, into site/; a link to nothing is an error
+	NO_MKDOCS_2_WARNING=1 $(PAGES)/bin/mkdocs build --strict --quiet
+
+# A wheel for every Python from 3.11 on, and the sources, installed and run without a compiler.
+dist: $(VENV)/dev.stamp  ## build the wheel and the sdist, and run the demo from them in fresh environments
+	rm -rf dist build
+	$(BIN)/python tools/check_dist.py --torch '$(TORCH)'
+
+constraints:  ## choose the versions of constraints.txt again, the newest that fit pyproject.toml
+	rm -rf $(RESOLVED)
+	$(PYTHON) -m venv $(RESOLVED)
+	$(RESOLVED)/bin/python $(PIP) $(TORCH)
+	$(RESOLVED)/bin/python $(PIP) '.[train,report,dev,test-s3]'
+	{ sed '/^[^#]/,$$d' constraints.txt; \
+	  $(RESOLVED)/bin/python -m pip freeze | grep -v -i -E '^(torch|treepack|nvidia-[a-z0-9-]+)( @|==)'; } > $(RESOLVED)/constraints.txt
+	mv $(RESOLVED)/constraints.txt constraints.txt
+	rm -rf $(RESOLVED)
+
+clean:  ## remove environments, caches and outputs
+	rm -rf $(VENV) $(TRAINERS) $(TASKS) $(SERVER) $(CLUSTER) $(RECURRENT) $(DATA) $(PAGES) $(RESOLVED) $(DEMO) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -36,7 +36,7 @@ from torch import Tensor
 from workloads import WORKLOADS, Workload, agent_tree, caterpillar, chains, make_workload, packed_workloads, star
 
 from treepack.attention import build_block_mask
-from treepack.attention.schedule import build_schedule
+from treepack.attention.build_schedule import build_schedule
 
 DEFAULT = ("flex", "triton", "flash", "flat-fa2", "flat-fa4")
 BASELINES = ("flex", "flex-autotune", "flash", "flat-fa2", "flat-fa4")

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 
-from treepack.analysis.model_cost import pairs_of_token, read_shape
+from treepack.costs.model_cost import pairs_of_token, read_shape
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.totals import totals_of_rows
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
 

@@ -30,9 +30,9 @@ from treepack.carry.backward import CarryOptions, backward_row
 from treepack.carry.offload import CarryBudget, CarryMemory, LayerShape
 from treepack.carry.pieces import plan_row
 from treepack.data.batch import Batch
+from treepack.memory.offload import HostCopies
 from treepack.model.layers import adapt_layers, set_recomputed
 from treepack.model.loaded import LoadedModel
-from treepack.model.offload import HostCopies
 
 # Of each copy's delay, some 0.5 ms: a piece makes a copy for each layer, column and direction.
 CYCLES = 1_000_000

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from compilations import made_on
 
-from treepack.analysis.model_cost import PRESETS
 from treepack.carry.limit import USABLE
-from treepack.files.memory import available_memory
+from treepack.costs.model_cost import PRESETS
+from treepack.memory.budget import available_memory
+from treepack.memory.offload import Offload
 from treepack.model.layer_memory import update_bytes
 from treepack.model.layers import adapt_layers, adapted_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.offload import Offload
 
 TINY: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,

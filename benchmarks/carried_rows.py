@@ -30,7 +30,7 @@ from treepack.native.library import is_compiled
 from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.methods.anneal import anneal
 from treepack.pack.plan.methods.contiguous import contiguous
-from treepack.pack.plan.problem import Limits, PlanTree, Search
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions
 from treepack.pack.plan.unions import RowSizes
 
 STEPS_PER_LEAF = 300
@@ -226,7 +226,7 @@ def cut_rows(rows: list[Batch], capacity: int, *, plans: Path | None = None) -> 
         np.savez_compressed(plans, *made_plans)
     tokens = np.array([piece.tokens for piece in pieces])
     sizes = RowSizes(tokens, tokens, np.ones_like(tokens))
-    row_of = merge_rows(sizes, np.zeros(len(pieces), np.int64), Limits(capacity))
+    row_of = merge_rows(sizes, np.zeros(len(pieces), np.int64), RowLimits(capacity))
     made = []
     for number in range(int(row_of.max()) + 1):
         mine = [piece for piece, row in zip(pieces, row_of.tolist(), strict=True) if row == number]
@@ -254,8 +254,8 @@ def _pieces(number: int, row: Batch, capacity: int, known: Iterator[Int64], plan
         plan = next(known, None)
         if plan is None:
             tree = _plan_tree(row, first)
-            plan = contiguous(tree, Limits(capacity), Search()).row_of_leaf
-            plan = anneal(tree, Limits(capacity), plan, steps_per_leaf=STEPS_PER_LEAF)
+            plan = contiguous(tree, RowLimits(capacity), SearchOptions()).row_of_leaf
+            plan = anneal(tree, RowLimits(capacity), plan, steps_per_leaf=STEPS_PER_LEAF)
         assert len(plan) == len(mine), "the plan is one of another tree; delete its file"
         plans.append(plan)
         for each in range(int(plan.max()) + 1):

@@ -57,17 +57,17 @@ from compilations import Compilations, count_compilations
 from experts import seconds_of
 from step_profile import gaps_of, kernels_of, kinds_of, largest
 
-from treepack.analysis.model_cost import PRESETS
 from treepack.carry.backward import CarryOptions, backward_row
 from treepack.carry.limit import CarryCosts, CarryPlan, choose_limit, measure_costs
 from treepack.carry.offload import CarryBudget, CarryMemory
+from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
+from treepack.memory.offload import Offload
+from treepack.memory.shortage import is_memory_error
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, row_loss
+from treepack.model.head.token_loss import CHUNK
 from treepack.model.layer_memory import fewest_recomputed, head_bytes, host_pages, measure_layers
-from treepack.model.loss import CHUNK
-from treepack.model.memory import is_memory_error
-from treepack.model.offload import Offload
 
 WAYS = "recomputed:65536,offload:262144,auto:65536,carry:auto"
 # bfloat16 rounds a logit by 0.4 %, and a loss is a mean over many.

@@ -41,10 +41,11 @@ from recurrent_checks import RECURRENT_CHECKS
 
 from treepack.attention.flex import BLOCK
 from treepack.data.batch import Batch, make_batch
-from treepack.model.head_chunks import ChunkTargets
+from treepack.model.head.head_chunks import ChunkTargets
+from treepack.model.head.logit_map import LogitMap, Slopes
+from treepack.model.head.token_statistics import torch_gradients, torch_statistics
 from treepack.model.load import load_model
-from treepack.model.token_statistics import LogitMap, Slopes, torch_gradients, torch_statistics
-from treepack.model.verify import verify_gradients
+from treepack.model.verify.gradients import verify_gradients
 
 STATISTICS = "token statistics"
 HOST_CHECKS = {**OFFLOAD_CHECKS, **CARRIED_CHECKS}
@@ -137,7 +138,7 @@ def check_model(name: str, device: torch.device) -> list[Result]:
 
 def check_statistics(device: torch.device, *, quick: bool) -> list[Result]:
     """Check log-probabilities, entropies and their gradients of a vocabulary against torch in float64."""
-    from treepack.model.fused_statistics import fused_gradients, fused_statistics
+    from treepack.model.head.fused_statistics import fused_gradients, fused_statistics
 
     results = []
     generator = torch.Generator(device).manual_seed(0)

@@ -30,7 +30,7 @@ from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Int32, Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import oracle

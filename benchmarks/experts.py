@@ -5,7 +5,7 @@
 
 The model has the shape of Qwen3-30B-A3B with fewer layers and random weights; the row is the agent tree of 32,239
 tokens of `workloads`. Every step recomputes its layers and counts head and loss. TFLOP/s are floating-point operations
-of the active experts, nothing recomputed counted (`analysis.model_cost`), per second of forward and backward; AdamW
+of the active experts, nothing recomputed counted (`costs.model_cost`), per second of forward and backward; AdamW
 is a column of its own. Needs only torch, triton, numpy and transformers.
 
     float32 experts   transformers' grouped products, float32 weights under bfloat16 autocast
@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 from workloads import Workload, make_workload, star
 
-from treepack.analysis.model_cost import PRESETS, FlopCount, operations, shape_of
 from treepack.attention import IMPLEMENTATIONS, row_multiple
+from treepack.costs.model_cost import PRESETS, FlopCount, operations, shape_of
 from treepack.data.batch import Batch, make_batch
 from treepack.model.experts.interface import compute_experts, implementation_of
 from treepack.model.experts.weights import cast_once

@@ -31,9 +31,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from treepack.attention import dispatch
 from treepack.attention.chains import Chains
 from treepack.data.batch import Batch
-from treepack.model.head import head_replaced
+from treepack.model.head.output_head import head_replaced
+from treepack.model.head.token_loss import CHUNK
 from treepack.model.loaded import LoadedModel
-from treepack.model.loss import CHUNK
 
 ATTENTION = "flat_sequences"  # its name in transformers
 

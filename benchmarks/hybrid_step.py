@@ -10,7 +10,7 @@ treepack. Flat, every root-to-leaf path is a sequence of its own, in rows of at 
 own layers call flash-linear-attention (its convolution too) and varlen FlashAttention (`flat_sequences`). The two
 losses and gradients must agree, or the run fails. `training_rows.py` writes ROWS.npz from a packed directory.
 
-ideal        floating-point operations of the model on the row, flat over tree (analysis.model_cost)
+ideal        floating-point operations of the model on the row, flat over tree (costs.model_cost)
 efficiency   measured speed-up over the ideal one
 MFU          operations of forward and backward, nothing recomputed counted, per second of the step, over the measured
              rate of 8192 x 8192 x 8192 bfloat16 products
@@ -50,7 +50,7 @@ from training_rows import count_work, flat_rows, load_rows, tree_rows
 from workloads import WORKLOADS, make_workload, star
 
 from attention import matmul_rate
-from treepack.analysis.model_cost import PRESETS, ModelShape, operations, shape_of
+from treepack.costs.model_cost import PRESETS, ModelShape, operations, shape_of
 from treepack.data.batch import Batch
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layers import adapt_layers

@@ -36,11 +36,11 @@ from treepack.attention import register
 from treepack.attention.interface import AttentionKind
 from treepack.data.batch import Batch, make_batch
 from treepack.ingest.array_rollouts import trajectories_from_arrays
-from treepack.model.compatibility import check_fits
+from treepack.model.accept.compatibility import check_fits
 from treepack.model.load import load_model
-from treepack.model.verify import verify_gradients
+from treepack.model.verify.gradients import verify_gradients
 from treepack.pack.packing import plan_packing
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 SIZE = 16  # tokens of windows and chunks
 LONGEST = 66  # tokens of the longest trajectory

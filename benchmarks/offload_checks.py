@@ -23,12 +23,12 @@ from torch import Tensor
 from training_rows import make_row
 
 from treepack.data.batch import Batch
+from treepack.memory.offload import HostCopies, Offload, Pages, StreamCopies
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layer_memory import measure_layers
 from treepack.model.layers import adapt_layers, adapted_layers, set_recomputed
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.offload import HostCopies, Offload, Pages, StreamCopies
 
 LAYERS, VOCABULARY = 5, 320
 CONFIG: dict[str, Any] = {

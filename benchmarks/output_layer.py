@@ -27,10 +27,11 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from treepack.model.experts.weights import cast_once
-from treepack.model.head_chunks import split_targets
-from treepack.model.head_gradients import adds_in_float32
-from treepack.model.loss import tree_logprobs, weighted_nll
-from treepack.model.token_statistics import LogitMap, Slopes, token_statistics, turn_into_gradients
+from treepack.model.head.head_chunks import split_targets
+from treepack.model.head.head_gradients import adds_in_float32
+from treepack.model.head.logit_map import LogitMap, Slopes
+from treepack.model.head.token_loss import tree_logprobs, weighted_nll
+from treepack.model.head.token_statistics import token_statistics, turn_into_gradients
 
 Targets = tuple[Tensor, Tensor, Tensor]  # input_ids, parent and loss_weight of a row
 Way = Callable[[Tensor, Tensor, Targets, int], Tensor]

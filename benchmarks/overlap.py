@@ -39,7 +39,7 @@ from train_step import as_chains, counted_rows
 from training_rows import flat_rows, load_rows, make_row
 from workloads import Int64
 
-from treepack.analysis.model_cost import PRESETS, operations, shape_of
+from treepack.costs.model_cost import PRESETS, operations, shape_of
 from treepack.data.batch import Batch
 from treepack.model.forward import prepare_batch
 from treepack.pack.plan.methods.contiguous import cut_in_order

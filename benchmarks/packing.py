@@ -39,9 +39,9 @@ from treepack.pack.options import EFFORTS
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import FOREST_METHODS, METHODS, plan_rows
-from treepack.pack.plan.problem import Search
+from treepack.pack.plan.problem import SearchOptions
 from treepack.trajectory import Int64
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
 ALL = [*METHODS, *FOREST_METHODS]
@@ -72,7 +72,7 @@ class Outcome:
     memory: int = 0
 
 
-def solve(problem: Problem, method: str, *, search: Search, workers: int) -> Outcome:
+def solve(problem: Problem, method: str, *, search: SearchOptions, workers: int) -> Outcome:
     """Plan a problem, time it and check the plan."""
     began = time.perf_counter()
     plan = plan_rows(problem.trie, capacity=problem.capacity, method=method, search=search, workers=workers)
@@ -120,7 +120,9 @@ def warm_up(method: str) -> None:
     for leaves in (12, 40):
         tree = made.make_tree(family, leaves)
         trie = trie_of(forest_of_trees([tree]))
-        plan_rows(trie, capacity=int(1.3 * tree.length.max()), method=method, search=Search("low", time_limit=1.0))
+        plan_rows(
+            trie, capacity=int(1.3 * tree.length.max()), method=method, search=SearchOptions("low", time_limit=1.0)
+        )
 
 
 def problems(options: argparse.Namespace) -> Iterator[Problem]:
@@ -157,7 +159,9 @@ def is_chosen(name: str, parts: list[str]) -> bool:
     return not parts or any(part in name for part in parts)
 
 
-def print_table(every_problem: Iterable[Problem], methods: list[str], *, search: Search, workers: int = 1) -> None:
+def print_table(
+    every_problem: Iterable[Problem], methods: list[str], *, search: SearchOptions, workers: int = 1
+) -> None:
     """Run all methods on all problems; print a line for each problem, then means and maxima."""
     print_header(methods)
     over: dict[str, list[tuple[str, float]]] = {method: [] for method in methods}
@@ -244,7 +248,7 @@ LARGE = ("star, long prompt", "random turns", "sub-agents", "one-token branches"
 
 
 def solve_large(
-    name: str, size: int, seed: int, method: str, search: Search, workers: int
+    name: str, size: int, seed: int, method: str, search: SearchOptions, workers: int
 ) -> tuple[list[str], Outcome]:
     """Return the facts of a problem and the outcome of `method`, with the peak memory of this process."""
     warm_up(method)
@@ -256,7 +260,7 @@ def solve_large(
     return facts_of(problem), replace(outcome, memory=memory)
 
 
-def print_large(options: argparse.Namespace, search: Search) -> None:
+def print_large(options: argparse.Namespace, search: SearchOptions) -> None:
     """Print the table of large problems. The peak memory includes the problem and the check of its plan."""
     print_header(options.methods)
     # A new process for every job, so that the peak memory is of this job alone.
@@ -274,7 +278,7 @@ def print_large(options: argparse.Namespace, search: Search) -> None:
             print_line([*facts, f"{bound:,}", *cells, never_worse(outcomes)])
 
 
-def print_real(options: argparse.Namespace, search: Search) -> None:
+def print_real(options: argparse.Namespace, search: SearchOptions) -> None:
     """Print the table of real tries."""
     methods = options.methods
     names = ["trie", "samples", "POR %", "C", "truncated", *methods, "gap of auto", "never worse"]
@@ -332,7 +336,7 @@ def main() -> None:
     options.methods = options.methods or [
         method for method in ALL if method != "exact" or not (options.large or options.real)
     ]
-    search = Search(options.effort, time_limit=EXACT_SECONDS)
+    search = SearchOptions(options.effort, time_limit=EXACT_SECONDS)
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     print(f"{os.cpu_count()} cores, Python {platform.python_version()}, commit {commit.stdout.strip()}\n")
     if options.large:

@@ -5,7 +5,7 @@
 The timed pool has one original query in ten; twelve training steps have rolled out a fifth of it eight times each.
 
 Then 30 steps roll out 64 queries eight times each, of 500 original queries whose true log-odds are drawn from the model
-of `rl/pros/pass_rates.py` and change by a deviation of 0.1 a step. In the growing pool, every original query that
+of `research/pros/pass_rates.py` and change by a deviation of 0.1 a step. In the growing pool, every original query that
 passed at a step, or whose augmented query did, gets a new augmented query; in the fixed pool, none does. Queries are
 selected at random, by the remembered share of successes (0.5 if there is none), or by `treepack select`. The benchmark
 prints the true pass rates of the last 20 steps.
@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from treepack.rl.pros.pass_rates import Prior, Sampling, estimate
-from treepack.rl.pros.selection import (
-    State,
+from treepack.research.pros.pass_rates import GibbsLength, OddsPrior, estimate
+from treepack.research.pros.selection import (
+    QueryCounts,
     empty_state,
     forget_and_add,
     indices_of,
@@ -37,10 +37,10 @@ from treepack.rl.pros.selection import (
 from treepack.trajectory import Float64, Int64
 
 FORGETTING = 0.9
-Choice = Callable[[State, int], Int64]
+Choice = Callable[[QueryCounts, int], Int64]
 
 
-def pool(num_original: int, num_queries: int) -> State:
+def pool(num_original: int, num_queries: int) -> QueryCounts:
     """A state of queries that nobody tried, the augmented ones spread evenly over the original ones."""
     originals = [f"q{i:07d}" for i in range(num_original)]
     parents = [originals[i % num_original] for i in range(num_queries - num_original)]
@@ -48,27 +48,27 @@ def pool(num_original: int, num_queries: int) -> State:
     return with_queries(empty_state(), [*originals, *derived], [*[None] * num_original, *parents])[0]
 
 
-def true_log_odds(state: State, rng: np.random.Generator) -> Float64:
-    prior, noise = Prior(), rng.standard_normal(state.num_queries)
+def true_log_odds(state: QueryCounts, rng: np.random.Generator) -> Float64:
+    prior, noise = OddsPrior(), rng.standard_normal(state.num_queries)
     original = prior.mu + prior.tau * noise
     return np.where(state.parent < 0, original, original[state.parent] + prior.sigma * noise)
 
 
-def rolled_out(state: State, query: Int64, psi: Float64, rng: np.random.Generator) -> State:
+def rolled_out(state: QueryCounts, query: Int64, psi: Float64, rng: np.random.Generator) -> QueryCounts:
     """The state after eight rollouts of each query."""
     eight = np.repeat(query, 8)
     success = rng.random(len(eight)) < 1 / (1 + np.exp(-psi[eight]))
     return forget_and_add(state, eight, success, forgetting=FORGETTING)
 
 
-def timed(name: str, run: Callable[[], State]) -> State:
+def timed(name: str, run: Callable[[], QueryCounts]) -> QueryCounts:
     began = time.perf_counter()
     state = run()
     print(f"{name:<44}{time.perf_counter() - began:8.2f} s")
     return state
 
 
-def written_and_read(state: State, path: Path) -> State:
+def written_and_read(state: QueryCounts, path: Path) -> QueryCounts:
     write_state(state, path)
     return read_state(path)
 
@@ -88,7 +88,7 @@ def speed(num_queries: int, workers: int) -> None:
     estimates = []
     for seed in range(2):
         began = time.perf_counter()
-        how = Sampling(seed=seed, workers=workers)
+        how = GibbsLength(seed=seed, workers=workers)
         estimates.append(estimate(state.parent, state.passed, state.tried, sampling=how))
         print(
             f"{f'pass rates, {how.burn_in + how.sweeps} sweeps, seed {seed}':<44}{time.perf_counter() - began:8.2f} s"
@@ -119,8 +119,8 @@ def simulated(choose: Choice, *, growing: bool) -> str:
 
 
 def with_children(
-    state: State, psi: Float64, query: Int64, suffix: str, rng: np.random.Generator
-) -> tuple[State, Float64]:
+    state: QueryCounts, psi: Float64, query: Int64, suffix: str, rng: np.random.Generator
+) -> tuple[QueryCounts, Float64]:
     """The pool with a new augmented query of the original one of each of `query`, and the true log-odds of all."""
     original = np.unique(np.where(state.parent[query] < 0, query, state.parent[query]))
     names = state.query_id.take(pa.array(original)).to_pylist()
@@ -128,21 +128,21 @@ def with_children(
     log_odds = np.zeros(grown.num_queries)
     log_odds[indices_of(grown, state.query_id)] = psi
     new = indices_of(grown, pa.array([name + suffix for name in names], pa.string()))
-    log_odds[new] = psi[original] + Prior().sigma * rng.standard_normal(len(new))
+    log_odds[new] = psi[original] + OddsPrior().sigma * rng.standard_normal(len(new))
     return grown, log_odds
 
 
-def at_random(state: State, step: int) -> Int64:
+def at_random(state: QueryCounts, step: int) -> Int64:
     return np.random.default_rng(step).choice(state.num_queries, 64, replace=False).astype(np.int64)
 
 
-def by_share(state: State, step: int) -> Int64:
+def by_share(state: QueryCounts, step: int) -> Int64:
     share = np.divide(state.passed, state.tried, out=np.full(state.num_queries, 0.5), where=state.tried > 0)
     return nearest(share - 0.5, 64, seed=step)
 
 
-def by_pass_rate(state: State, step: int) -> Int64:
-    rates = estimate(state.parent, state.passed, state.tried, sampling=Sampling(seed=step))
+def by_pass_rate(state: QueryCounts, step: int) -> Int64:
+    rates = estimate(state.parent, state.passed, state.tried, sampling=GibbsLength(seed=step))
     return nearest(rates.mean, 64, seed=step)
 
 

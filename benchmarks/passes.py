@@ -35,7 +35,7 @@ from train_step import as_chains, counted_rows
 from training_rows import flat_rows, make_row
 from workloads import star
 
-from treepack.analysis.model_cost import PRESETS, operations, shape_of
+from treepack.costs.model_cost import PRESETS, operations, shape_of
 from treepack.data.batch import Batch
 from treepack.data.joined import join_rows
 from treepack.model.experts.weights import cast_once

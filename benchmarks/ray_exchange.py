@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from treepack.cluster.ray import RayScheduler, connect
+from treepack.cluster.ray import RayScheduler, connected_cluster
 from treepack.trajectory import Int64
 
 STRATEGIES = ("sort_shuffle_pull_based", "sort_shuffle_push_based", "hash_shuffle", "shuffle_v2")
@@ -92,7 +92,7 @@ def main() -> None:
     print(f"commit {commit.stdout.strip()}, {platform.machine()}, {os.cpu_count()} cores; {' '.join(sys.argv)}\n")
     print("| exchange | s |\n|---|---|")
     number, num_rows = parsed.ranges, parsed.tables * parsed.rows
-    with connect("local", workers=2) as scheduler:
+    with connected_cluster("local", workers=2) as scheduler:
         kept = [table for table, _ in scheduler.keep(make, [(seed, parsed.rows) for seed in range(parsed.tables)])]
         own = seconds_of(scheduler, lambda: scheduler.exchange(kept, assign, (number,), number), number, num_rows)
         print(f"| RayScheduler | {own:.2f} |", flush=True)

@@ -39,7 +39,7 @@ from reading import FORKS, token_groups
 from treepack import build_trie_directory, pack_trie
 from treepack.cluster.build import PART_BYTES, RANGE_BYTES, build_trie_on
 from treepack.cluster.pack import SLICE_TOKENS, pack_trie_on
-from treepack.cluster.ray import RayScheduler, connect, tables_per_split
+from treepack.cluster.ray import RayScheduler, connected_cluster, tables_per_split
 from treepack.ingest.options import BuildOptions
 from treepack.pack.options import PackOptions
 from treepack.trajectory import Int64
@@ -92,7 +92,7 @@ def meter(function: Callable[..., Any], num_returns: int, *call: Any) -> tuple[A
 @contextmanager
 def scheduler_of(workers: int) -> Iterator[MeteredScheduler]:
     """Start a cluster of `workers` CPUs whose processes have imported the stages."""
-    with connect("local", workers=workers):
+    with connected_cluster("local", workers=workers):
         scheduler = MeteredScheduler()
         list(scheduler.run(warm_up, [(i,) for i in range(4 * workers)]))
         scheduler.seconds()

@@ -58,11 +58,13 @@ def check_layer(index: int, check: str, device: torch.device, *, quick: bool) ->
 def _compare(check: str, sizes: Sizes, dtype: torch.dtype, end: Tensor, device: torch.device) -> Iterator[Result]:
     arguments, weight = _draw(sizes, dtype, end, device)
     exact = [x.double() for x in arguments]
-    expected = _run(partial(twin.scan, chunks=build_chunks(end).to(device)), exact, weight.double())
-    layer = dispatch.Layer(device, dtype, sizes.keys, sizes.values, sizes.rule != "mamba2", sizes.rule == "kda")
+    expected = _run(partial(twin.scan_plainly, chunks=build_chunks(end).to(device)), exact, weight.double())
+    layer = dispatch.LayerProperties(
+        device, dtype, sizes.keys, sizes.values, sizes.rule != "mamba2", sizes.rule == "kda"
+    )
     case = f"{len(end)} x {end.shape[1]} tokens"
     for name in IMPLEMENTATIONS:
-        reason = dispatch.obstacle(name, layer)
+        reason = dispatch.scan_obstacle(name, layer)
         if reason is not None:
             yield Result(check, case, name, (), (), f"not run: {reason}")
             continue

@@ -25,15 +25,15 @@ from layer_sizes import LAYERS, Layer
 from torch import Tensor
 
 from treepack.attention.kernel_launch import Launch
-from treepack.recurrent.chunks import CHUNK, Chunks, build_chunks
+from treepack.recurrent.chunks import CHUNK, TokenChunks, build_chunks
 from treepack.recurrent.kernels.outputs import (
-    Config,
-    Operands,
-    configs_of,
+    OutputConfig,
+    OutputOperands,
     count_key_tiles,
+    gradient_products_launch,
     local_launch,
+    output_configs,
     outputs_launch,
-    products_launch,
 )
 
 TINY = {"tiny": Layer(1, 2, 32, 16, is_delta=True)}
@@ -41,7 +41,7 @@ TINY = {"tiny": Layer(1, 2, 32, 16, is_delta=True)}
 Tensors = dict[str, Tensor]
 
 
-def draw_tensors(layer: Layer, chunks: Chunks, device: torch.device) -> Tensors:
+def draw_tensors(layer: Layer, chunks: TokenChunks, device: torch.device) -> Tensors:
     """Return random operands and gradients, and empty results, in bfloat16; a and da float32."""
     generator = torch.Generator(device).manual_seed(0)
     count, states = len(chunks.end), len(chunks.begin)
@@ -59,10 +59,10 @@ def draw_tensors(layer: Layer, chunks: Chunks, device: torch.device) -> Tensors:
 
 
 def build_launch(
-    kernel: str, config: Config, tensors: Tensors, layer: Layer, chunks: Chunks
+    kernel: str, config: OutputConfig, tensors: Tensors, layer: Layer, chunks: TokenChunks
 ) -> tuple[Launch, Tensors, list[Tensor]]:
     """Return the launch of a kernel in a shape, its results, and the other tensors that it reads."""
-    operands = Operands(tensors["q"], tensors["k"], tensors["a"], chunks)
+    operands = OutputOperands(tensors["q"], tensors["k"], tensors["a"], chunks)
     shared = [operands.q, operands.k, operands.a]
     if kernel == "outputs":
         launch = outputs_launch(operands, tensors["new"], tensors["h"], tensors["o"], config)
@@ -74,22 +74,26 @@ def build_launch(
     incoming = {name: tensors[name] for name in ("do", "dh", "du")}
     results = {name: tensors[name] for name in ("dq", "dk", "dw")}
     results["da"] = torch.empty(*operands.a.shape, tiles, device=operands.a.device)
-    launch = products_launch(operands, tensors["new"], tensors["h"], incoming, results, config, delta=layer.is_delta)
+    launch = gradient_products_launch(
+        operands, tensors["new"], tensors["h"], incoming, results, config, delta=layer.is_delta
+    )
     if not layer.is_delta:
         del results["dw"], incoming["du"]
     return launch, results, [*shared, tensors["new"], tensors["h"], *incoming.values()]
 
 
-def list_shapes(used: Config, options: argparse.Namespace) -> list[Config]:
+def list_shapes(used: OutputConfig, options: argparse.Namespace) -> list[OutputConfig]:
     """Return the shape in use, then all combinations of the options."""
     others = product(options.tile_k, options.tile_v, options.warps, options.stages)
-    return list(dict.fromkeys([used, *(Config(*each) for each in others)]))
+    return list(dict.fromkeys([used, *(OutputConfig(*each) for each in others)]))
 
 
-def compare_shapes(layer: Layer, chunks: Chunks, options: argparse.Namespace, device: torch.device) -> Iterator[str]:
+def compare_shapes(
+    layer: Layer, chunks: TokenChunks, options: argparse.Namespace, device: torch.device
+) -> Iterator[str]:
     """Yield a row of the table for every kernel and shape."""
     tensors = draw_tensors(layer, chunks, device)
-    for kernel, used in configs_of(tensors["q"])._asdict().items():
+    for kernel, used in output_configs(tensors["q"])._asdict().items():
         expected: Tensors = {}
         for config in list_shapes(used, options):
             launch, results, operands = build_launch(kernel, config, tensors, layer, chunks)

@@ -22,13 +22,13 @@ from pathlib import Path
 import numpy as np
 from selenium.webdriver.chrome.webdriver import WebDriver
 
-from treepack.analysis.model_cost import read_shape
-from treepack.analysis.report.contents import read_contents
-from treepack.analysis.report.figures import Subject, measure
-from treepack.analysis.report.page import render
+from treepack.costs.model_cost import read_shape
 from treepack.ingest.tokenization import load_tokenizer
+from treepack.report.contents import read_contents
+from treepack.report.figures import ReportSubject, measure
+from treepack.report.page import render_page
 from treepack.trajectory import Int32, Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -98,10 +98,10 @@ def visit(driver: WebDriver, url: str) -> dict[str, float]:
 def page_of(trie: Trie, path: Path) -> None:
     """Write the page of `trie`."""
     tokenizer = load_tokenizer(str(ROOT / "sample_data" / "tokenizer"))
-    subject = Subject("made", trie)
+    subject = ReportSubject("made", trie)
     figures = measure(subject, read_shape("qwen3-8b"))
     contents = read_contents(trie, tokenizer, limit=TEXT_LIMIT)
-    path.write_text(render(subject, figures, contents), encoding="utf-8")
+    path.write_text(render_page(subject, figures, contents), encoding="utf-8")
 
 
 def main() -> None:

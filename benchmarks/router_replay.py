@@ -22,11 +22,11 @@ from experts import TINY, WAYS, Way, forward_and_backward, load, make_row, secon
 from torch import Tensor
 from workloads import make_workload, star
 
-from treepack.analysis.model_cost import PRESETS
 from treepack.attention import row_multiple
+from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
+from treepack.model.experts.routers import follow_routers
 from treepack.model.loaded import LoadedModel
-from treepack.model.routers import follow_routers
 
 
 def routes_of(loaded: LoadedModel, row: Batch, way: Way) -> Tensor:

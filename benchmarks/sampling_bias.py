@@ -25,7 +25,7 @@ from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.simulated import LengthLaw, SimulatedEngine, log_normal_lengths
-from treepack.rollout.tree import Node, Tree, leaf_weights
+from treepack.rollout.tree import Tree, TreeNode, weights_of_leaves
 from treepack.trajectory import Float64, Int32
 
 LONGEST = 7168
@@ -135,12 +135,12 @@ def lengths(case: Case) -> Float64:
     return log_normal_lengths(mean=case.mean, sigma=0.6, longest=LONGEST)
 
 
-def length(leaf: Node) -> float:
+def length(leaf: TreeNode) -> float:
     """Return the number of tokens after the prompt."""
     return float(leaf.end - len(PROMPT))
 
 
-def reward(leaf: Node) -> float:
+def reward(leaf: TreeNode) -> float:
     """Return 1 for a success and 0 otherwise."""
     assert leaf.reward is not None
     return leaf.reward
@@ -153,19 +153,19 @@ def equal(tree: Tree) -> Float64:
 
 def equal_before(tree: Tree) -> Float64:
     """Weights of a plain mean over the leaves of the tree without fallback."""
-    there = leaf_weights(tree)[1] > 0
+    there = weights_of_leaves(tree)[1] > 0
     shares: Float64 = there / there.sum()
     return shares
 
 
 def weighted(tree: Tree) -> Float64:
     """Leaf weights with the leaves of the fallback."""
-    return leaf_weights(tree)[0]
+    return weights_of_leaves(tree)[0]
 
 
 def weighted_before(tree: Tree) -> Float64:
     """Leaf weights before the fallback."""
-    return leaf_weights(tree)[1]
+    return weights_of_leaves(tree)[1]
 
 
 ESTIMATORS = (equal_before, weighted_before, equal, weighted)
@@ -186,7 +186,7 @@ def estimate_row(case: Case, trees: list[Figures], *, of_length: bool) -> str:
     return f"| {case.name} | {shown} | {' | '.join(cells)} | {effective[1]:.1f}, {effective[3]:.1f} |"
 
 
-def without_fallback(tree: Tree) -> Iterable[Node]:
+def without_fallback(tree: Tree) -> Iterable[TreeNode]:
     """Yield the nodes that are in the tree without its fallback."""
     waiting = [tree.root]
     while waiting:

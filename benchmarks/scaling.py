@@ -26,15 +26,15 @@ from typing import Any
 import torch
 from train_step import DRY_RUN_MODEL, POSITIONS
 
-from treepack.analysis.model_cost import PRESETS
+from treepack.costs.model_cost import PRESETS
 from treepack.data.prefetch import Prefetch
 from treepack.files.manifest import read_manifest
-from treepack.train.checkpoint import Checkpoints
 from treepack.train.loop import train
 from treepack.train.optimiser import make_optimiser
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, find_device, join_ranks, leave_ranks
-from treepack.train.run import open_run
+from treepack.train.saving.checkpoint import Checkpoints
+from treepack.train.setup.opening import open_run
 from treepack.train.step import train_step
 
 SMALL = {**DRY_RUN_MODEL, "head_dim": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}

@@ -38,11 +38,11 @@ from torch import Tensor
 from training_rows import count_work, tree_rows
 from workloads import make_workload, star
 
-from treepack.analysis.model_cost import PRESETS, operations, shape_of
+from treepack.costs.model_cost import PRESETS, operations, shape_of
 from treepack.data.batch import Batch
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, run_with_head
-from treepack.model.head import OutputLayer
+from treepack.model.head.output_head import OutputLayer
 from treepack.model.layers import set_recomputed
 from treepack.model.loaded import LoadedModel
 

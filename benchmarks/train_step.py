@@ -9,7 +9,7 @@ the same checkpointing and autocast, the same loss, AdamW. Flat, every root-to-l
 Sequences share rows of at most `--flat-row` tokens and attend through varlen FlashAttention: FlashAttention-4 if it is
 installed, else torch's. The two losses must agree, or the run fails.
 
-ideal        floating-point operations of the measured rows, flat over tree (analysis.model_cost)
+ideal        floating-point operations of the measured rows, flat over tree (costs.model_cost)
 efficiency   measured speed-up over the ideal one
 forecast     the speed-up that `treepack stats` forecasts; for a packed directory, from all of its rows
 measured/f.  measured speed-up over the forecast
@@ -35,9 +35,9 @@ from flat_sequences import flash_attention_4
 from training_rows import flat_rows, make_row, tree_rows
 from workloads import WORKLOADS, chains, make_workload, star
 
-from treepack.analysis.forecast import Line, row_work
-from treepack.analysis.model_cost import PRESETS, FlopCount, ModelShape, operations, shape_of
+from treepack.analysis.forecast import ForecastLine, row_work
 from treepack.attention.chains import Chains
+from treepack.costs.model_cost import PRESETS, FlopCount, ModelShape, operations, shape_of
 from treepack.data.batch import Batch
 from treepack.data.dataset import PackedDataset
 from treepack.files.manifest import read_manifest
@@ -75,7 +75,7 @@ class Result:
         return self.flat / self.tree
 
 
-def packed_rows(path: Path, count: int, shape: ModelShape) -> tuple[list[Batch], Line]:
+def packed_rows(path: Path, count: int, shape: ModelShape) -> tuple[list[Batch], ForecastLine]:
     """Rows of a packed directory, spread evenly over what each of them gains, and a forecast's work of all of them."""
     dataset = PackedDataset(path)
     rows = [dataset[i] for i in range(len(dataset))]
@@ -90,17 +90,17 @@ def packed_rows(path: Path, count: int, shape: ModelShape) -> tuple[list[Batch],
     return made, counted
 
 
-def speedup(line: Line, shape: ModelShape) -> float:
+def speedup(line: ForecastLine, shape: ModelShape) -> float:
     """Operations of flat training divided by the operations of the rows."""
     return operations(shape, line.flat) / operations(shape, line.packed)
 
 
-def counted_rows(rows: list[Batch], tokens_trained: int | None = None) -> Line:
+def counted_rows(rows: list[Batch], tokens_trained: int | None = None) -> ForecastLine:
     """The work of `rows` and of their trajectories one by one, which have `tokens_trained` targets if that is known."""
     columns = [(row.position_ids, row.scale, row.loss_weight, row.trajectory_ends) for row in rows]
     works = [row_work(*(values.numpy() for values in each)) for each in columns]
     packed, flat = (sum(each, FlopCount(0, 0, 0)) for each in zip(*works, strict=True))
-    return Line("rows", None, flat if tokens_trained is None else replace(flat, targets=tokens_trained), packed)
+    return ForecastLine("rows", None, flat if tokens_trained is None else replace(flat, targets=tokens_trained), packed)
 
 
 def as_chains(loaded: LoadedModel, row: Batch) -> Batch:
@@ -154,7 +154,11 @@ def step(
 
 
 def measure(
-    loaded: LoadedModel, shape: ModelShape, name: str, case: tuple[list[Batch], Line], arguments: argparse.Namespace
+    loaded: LoadedModel,
+    shape: ModelShape,
+    name: str,
+    case: tuple[list[Batch], ForecastLine],
+    arguments: argparse.Namespace,
 ) -> Result:
     """Both ways over one workload, in turns."""
     rows, counted = case

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from workloads import Int64, Workload
 
-from treepack.analysis.model_cost import FlopCount
+from treepack.costs.model_cost import FlopCount
 from treepack.data.batch import Batch
 
 _COLUMNS = ("ids", "subtree_end", "ends", "weight")  # of each row, in this order

@@ -34,13 +34,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from treepack.rollout.engine import STOP, Engine, Sampling, Segment
 from treepack.rollout.episode import SingleTurn
-from treepack.rollout.local import LocalEngine, LocalOptions
+from treepack.rollout.in_process.local import LocalEngine, LocalOptions
 from treepack.rollout.options import TreeOptions, independent
 from treepack.rollout.query import Query
 from treepack.rollout.requests import LimitedEngine
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.simulated import LengthLaw, log_normal_lengths
-from treepack.rollout.tree import Tree, leaf_weights, mean_decoded
+from treepack.rollout.tree import Tree, mean_decoded, weights_of_leaves
 from treepack.trajectory import Int32
 
 LONGEST = 7168
@@ -200,7 +200,7 @@ class Outcome:
         fallback = sum(leaf.is_fallback for tree in self.trees for leaf in tree.leaves)
         plain = np.mean([leaf.end - tree.root.end for tree in self.trees for leaf in tree.leaves])
         weighted = np.mean([mean_decoded(tree) for tree in self.trees])
-        assert all(abs(leaf_weights(tree)[0].sum() - 1) < 1e-9 for tree in self.trees)
+        assert all(abs(weights_of_leaves(tree)[0].sum() - 1) < 1e-9 for tree in self.trees)
         per_leaf, seconds = decoded / leaves, self.seconds / leaves
         relative = "" if base is None else f"{per_leaf / base.decoded_per_leaf - 1:+.0%}"
         clock = "" if base is None else f"{seconds / (base.seconds / base.num_leaves) - 1:+.0%}"

@@ -15,7 +15,7 @@ begin to the end of the optimiser's step, with TRL's rewards, loss and metrics.
         \\       \\ - turn - turn        after one of its turns with probability --fork, else it shares the prompt only
          turn - turn - turn
 
-operations   floating-point operations of forward and backward, flat over tree (analysis.model_cost)
+operations   floating-point operations of forward and backward, flat over tree (costs.model_cost)
 speed-up     seconds of a step, TRL over treepack, medians over --steps
 efficiency   speed-up over operations
 """
@@ -41,7 +41,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from treepack.analysis.model_cost import PRESETS, FlopCount, operations, shape_of
+from treepack.costs.model_cost import PRESETS, FlopCount, operations, shape_of
 from treepack.integrations.trl import tree_trainer
 from treepack.online import OnlineOptions
 

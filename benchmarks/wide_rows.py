@@ -35,16 +35,16 @@ from train_step import DRY_RUN_MODEL, POSITIONS, timed
 from training_rows import tree_rows
 from workloads import Workload, make_workload, row_of_ends, star
 
-from treepack.analysis.model_cost import PRESETS
+from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
+from treepack.memory.offload import PAGE, Offload
 from treepack.model.forward import prepare_batch, row_loss
+from treepack.model.head.token_loss import CHUNK
 from treepack.model.layer_memory import fewest_recomputed, host_pages, measure_layers
 from treepack.model.layers import AdaptedLayers, adapt_layers, adapted_layers, recomputed_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.loss import CHUNK
-from treepack.model.offload import PAGE, Offload
-from treepack.train.layer_choice import describe, layer_room
+from treepack.train.layer_choice import describe_layers, layer_room
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def auto_count(loaded: LoadedModel, row: Batch, num_layers: int) -> int:
     layer = measure_layers(loaded, row, lower=True)
     torch.cuda.empty_cache()
     room = layer_room(loaded, row.num_tokens, chunk=CHUNK, states=8)
-    print(describe(layer, room))
+    print(describe_layers(layer, room))
     return fewest_recomputed(layer, num_layers, row.num_tokens, room)
 
 

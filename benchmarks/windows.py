@@ -22,7 +22,7 @@ from workloads import Workload, make_workload
 
 from attention import measure_times, median_ms, run_once, tiny_workloads
 from treepack.attention import Reach, first_visible
-from treepack.attention.schedule import build_schedule
+from treepack.attention.build_schedule import build_schedule
 
 LAYERS = "full,full+sinks,window-128,window-128+sinks,window-1024,chunk-8192"
 Times = dict[str, dict[str, float]]

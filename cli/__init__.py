@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import click
 
+from treepack import __version__
 from treepack.errors import TreepackError
 
 from .streams import printable, standard_streams
@@ -62,7 +63,7 @@ class LazyCommands(click.Group):
 
 
 @click.group(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="treepack")
+@click.version_option(__version__)
 def commands() -> None:
     """Train on trees of agent rollouts, computing every shared prefix once.
 
@@ -86,7 +87,7 @@ def _run() -> None:
     try:
         commands()
     except TreepackError as error:
-        from treepack.files.cache import addresses_in
+        from treepack.files.remote.cache import addresses_in
 
         _stop(addresses_in(str(error)))
     except MemoryError:

@@ -1,6 +1,6 @@
 """`treepack allocate`: the number of rollouts of each prompt, and the prefixes of rollouts to continue.
 
-The computation is `treepack.rl.trace`. This file reads options, writes the tables and prints a summary.
+The computation is `treepack.research.trace`. This file reads options, writes the tables and prints a summary.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def roots(predictions: AnyPath, budget: int, max_rollouts: int | None, out: AnyP
     PREDICTIONS is JSON lines or Parquet with the group_id of each prompt and its value, the chance that a rollout
     succeeds. The counts maximise the expected number of prompts with both successful and failed rollouts.
     """
-    from treepack.rl.trace.expansion import refuse_name, root_table, write_table
-    from treepack.rl.trace.predictions import read_predictions
+    from treepack.research.trace.expansion import refuse_name, root_table, write_prefix_table
+    from treepack.research.trace.predictions import read_predictions
 
     refuse_name(out)
     reserve_table(out, [predictions], columns={"group_id", "value", "num_rollouts", "utility"}, overwrite=overwrite)
     table = root_table(read_predictions(predictions), budget=budget, max_rollouts=max_rollouts)
-    write_table(table, out, overwrite=overwrite)
+    write_prefix_table(table, out, overwrite=overwrite)
     count = table["num_rollouts"].to_numpy()
     # A budget is 2 or more, so active is never 0.
     active = int((count > 0).sum())
@@ -83,9 +83,9 @@ def prefixes(trie: AnyPath, predictions: AnyPath, expand: int, segment: str, out
     turn. The value is the chance of success of a rollout that continues after this turn. In each group, the counts
     maximise the expected number of prefixes with a continuation whose outcome differs from the outcome of the rollout.
     """
-    from treepack.rl.trace.expansion import prefix_table, refuse_name, write_table
-    from treepack.rl.trace.predictions import read_predictions
-    from treepack.trie.files import read_trie
+    from treepack.research.trace.expansion import prefix_table, refuse_name, write_prefix_table
+    from treepack.research.trace.predictions import read_predictions
+    from treepack.trie.store.trie_files import read_trie
 
     refuse_name(out)
     reserve_table(
@@ -93,7 +93,7 @@ def prefixes(trie: AnyPath, predictions: AnyPath, expand: int, segment: str, out
     )
     read = read_trie(trie)
     table, num_prefixes = prefix_table(read, read_predictions(predictions), expand=expand, segment=segment)
-    write_table(table, out, overwrite=overwrite)
+    write_prefix_table(table, out, overwrite=overwrite)
     count = table["num_continuations"].to_numpy()
     # Groups without prefixes have a row without a trajectory: further rollouts of the prompt instead.
     is_prompt = table["trajectory_id"].is_null().to_numpy()

@@ -1,7 +1,7 @@
 """`treepack augment`: queries for a rollout system that start inside successful rollouts.
 
-The cut of a rollout is `treepack.rl.pros.augmentation`. This file reads entropies and values from their sources, writes
-the queries with their text and prints a summary.
+The cut of a rollout is `treepack.research.pros.augmentation`. This file reads entropies and values from their sources,
+writes the queries with their text and prints a summary.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .progress import progress, quiet_option
 if TYPE_CHECKING:
     from treepack.files.address import AnyPath
     from treepack.files.manifest import Manifest
-    from treepack.rl.pros.augmentation import AugmentedQuery
-    from treepack.rl.pros.signals import PerToken, Signals
+    from treepack.research.pros.augmentation import AugmentedQuery
+    from treepack.research.pros.signals import PerToken, TokenSignals
     from treepack.trie.trie import Trie
 
 # A copy of the library's tuple, because a help page must not import numpy.
@@ -76,12 +76,12 @@ def augment(
 
     from treepack.errors import TreepackError
     from treepack.files import schema
-    from treepack.files.cache import local_copy
     from treepack.files.directory import finished_file
     from treepack.files.manifest import read_manifest
-    from treepack.rl.pros import augmentation
-    from treepack.rl.pros.signals import read_signals
-    from treepack.trie.files import read_trie
+    from treepack.files.remote.cache import local_copy
+    from treepack.research.pros import augmentation
+    from treepack.research.pros.signals import read_signals
+    from treepack.trie.store.trie_files import read_trie
 
     refuse_suffix(out)
     # A file with these columns is an output of this command, so --overwrite may replace it.
@@ -110,7 +110,9 @@ def augment(
     _show(read, result.counts, result.queries, None if tokenizer is None else num_exact)
 
 
-def _inputs(trie: Path, read: Trie, packed: Path | None, recorded: Signals | None) -> tuple[PerToken, PerToken | None]:
+def _inputs(
+    trie: Path, read: Trie, packed: Path | None, recorded: TokenSignals | None
+) -> tuple[PerToken, PerToken | None]:
     """Return entropies and values by trajectory, from the packed rows or the recorded signals.
 
     Raises:
@@ -121,7 +123,7 @@ def _inputs(trie: Path, read: Trie, packed: Path | None, recorded: Signals | Non
     from treepack.files.directory import MANIFEST
     from treepack.files.manifest import file_sha256, read_manifest
     from treepack.pack.files import read_rows
-    from treepack.rl.pros.signals import entropies_of_terms
+    from treepack.research.pros.signals import entropies_of_terms
 
     values = None if recorded is None else recorded.values
     entropies = None if recorded is None else recorded.entropies

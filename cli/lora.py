@@ -9,7 +9,7 @@ import click
 from .option_groups import as_usage, option_group
 
 if TYPE_CHECKING:
-    from treepack.model.adapter import LoraOptions
+    from treepack.model.adapters.adapter import LoraOptions
 
 
 @as_usage
@@ -18,7 +18,7 @@ def _make(**options: Any) -> LoraOptions | None:
     options = {name.removeprefix("lora_"): value for name, value in options.items()}
     if options == {"rank": None, "alpha": None, "targets": "auto", "dropout": 0.0, "quantize": None, "merge": False}:
         return None
-    from treepack.model.adapter import LoraOptions
+    from treepack.model.adapters.adapter import LoraOptions
 
     return LoraOptions(**options)
 

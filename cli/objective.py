@@ -8,7 +8,8 @@ import click
 
 from .option_groups import option_group
 
-# `model.objectives.PRESETS` in the same order, repeated because that module imports torch; a test compares them.
+# `model.objectives.objective.PRESETS` in the same order, repeated because that module imports torch; a test compares
+# them.
 LOSSES = tuple("sft ppo grpo dapo dr_grpo gspo cispo dpo value".split())
 
 _NOT_NEGATIVE = click.FloatRange(min=0)
@@ -68,7 +69,7 @@ def _make_objective(loss: str, **changes: float | str | None) -> Any:
     from .training import stage_lines
 
     with stage_lines("importing torch"):
-        from treepack.model.objectives import choose_objective
+        from treepack.model.objectives.objective import choose_objective
 
     return choose_objective(loss, **changes)
 

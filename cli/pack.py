@@ -93,9 +93,9 @@ def _pack_parts(
     with ExitStack() as stack:
         if ray is None:
             refuse_given(unsuitable, "{} has no meaning with --partitions")
-            from treepack.cluster.scheduler import Here
+            from treepack.cluster.scheduler import LocalScheduler
 
-            scheduler: Scheduler = Here()
+            scheduler: Scheduler = LocalScheduler()
         else:
             scheduler = stack.enter_context(ray_cluster(ray, workers=options.workers, unsuitable=unsuitable))
         from treepack.cluster.pack import pack_trie_on

@@ -35,7 +35,7 @@ def _finite(context: click.Context, option: click.Parameter, value: float | None
 def _token_pairs(_: click.Context, __: click.Parameter, model: str | None) -> int:
     if model is None:
         return USUAL.token_pairs
-    from treepack.analysis.model_cost import pairs_of_token, read_shape
+    from treepack.costs.model_cost import pairs_of_token, read_shape
 
     return pairs_of_token(read_shape(model))
 

@@ -35,13 +35,13 @@ def ray_cluster(address: str, *, workers: int, unsuitable: Sequence[str] = ()) -
 
     Raises:
         UsageError: the user gave one of them, or --workers for a cluster that is not started here.
-        TreepackError: see `treepack.cluster.ray.connect`.
+        TreepackError: see `treepack.cluster.ray.connected_cluster`.
     """
     refuse_given(unsuitable, "{} has no meaning with --ray")
     if address != "local":
         refuse_given(["workers"], f"{{}} has no meaning with --ray {address}")
-    from treepack.cluster.ray import connect
+    from treepack.cluster.ray import connected_cluster
 
     # Ray prints notes about workers that died to stdout, where the results of a command go.
-    with contextlib.redirect_stdout(sys.stderr), connect(address, workers=workers) as scheduler:
+    with contextlib.redirect_stdout(sys.stderr), connected_cluster(address, workers=workers) as scheduler:
         yield scheduler

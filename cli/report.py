@@ -16,10 +16,10 @@ from .reading import reading_options
 from .sizes import TokenCounts
 
 if TYPE_CHECKING:
-    from treepack.analysis.report.write import ReportSummary
     from treepack.files.address import AnyPath
     from treepack.ingest.options import BuildOptions
     from treepack.pack.options import PackOptions
+    from treepack.report.write import ReportSummary
 
 USUAL = ReportOptions()
 
@@ -78,7 +78,7 @@ def report(
     network. Texts are decoded by the tokenizer that the trie was built with, or --tokenizer; without one, token ids are
     shown. Everyone who gets the page can read the texts: leave them out with --no-text.
     """
-    from treepack.analysis.report.write import report as write_report
+    from treepack.report.write import write_report
 
     if out is None and png is None:
         raise click.UsageError("give --out for a page, --png for pictures, or both")

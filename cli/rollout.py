@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from treepack.rollout.engine import Engine, Sampling
     from treepack.rollout.episode import Episode
     from treepack.rollout.options import TreeOptions
-    from treepack.rollout.queries import Queries
+    from treepack.rollout.queries import QueryFile
     from treepack.rollout.query import Query
     from treepack.rollout.run import RolloutOptions, StartEpisode
-    from treepack.rollout.server import SampleText
-    from treepack.rollout.summary import Means, RolloutSummary
+    from treepack.rollout.servers.server import SampleText
+    from treepack.rollout.summary import RolloutMeans, RolloutSummary
     from treepack.trajectory import Int32
 
 SAMPLE_TEXT = "A tree of rollouts, 3 of 16 leaves."  # to compare two tokenizers
@@ -135,7 +135,7 @@ def _tokenizer(name: str | None, engine: EngineOptions) -> Any:
     return own if given is None else given
 
 
-def _queries(path: AnyPath, prompt: PromptOptions, world: WorldOptions, tokenizer: Any, sampler: str) -> Queries:
+def _queries(path: AnyPath, prompt: PromptOptions, world: WorldOptions, tokenizer: Any, sampler: str) -> QueryFile:
     """Read the queries, and refuse a sampler that does not suit them.
 
     Raises:
@@ -217,7 +217,7 @@ def _with_stop_tokens(sampling: Sampling, engine: EngineOptions, tokenizer: Any)
         # The server ends a response with its model's own tokens too, so none may be known here.
         end = getattr(tokenizer, "eos_token_id", None)
         return sampling if end is None else replace(sampling, stop_token_ids=(end,))
-    from treepack.rollout.local import default_stop_tokens
+    from treepack.rollout.in_process.local import default_stop_tokens
 
     found = default_stop_tokens(engine.engine)
     if not found:
@@ -232,7 +232,7 @@ async def _open(options: EngineOptions, sampling: Sampling, tokenizer: Any) -> t
         TreepackError: the server or the model cannot be used.
     """
     if options.is_server:
-        from treepack.rollout.server import connect
+        from treepack.rollout.servers.server import connect
 
         server = await connect(
             options.engine,
@@ -247,7 +247,7 @@ async def _open(options: EngineOptions, sampling: Sampling, tokenizer: Any) -> t
         return server, server.found.model or options.engine
     import torch
 
-    from treepack.rollout.local import load_engine
+    from treepack.rollout.in_process.local import load_engine
     from treepack.train.ranks import find_device, find_dtype
 
     device = find_device(options.device)
@@ -267,7 +267,7 @@ def _api_key(name: str | None) -> str | None:
 
 def _sample_text(tokenizer: Any) -> SampleText | None:
     from treepack.ingest.encoder import Encoder
-    from treepack.rollout.server import SampleText
+    from treepack.rollout.servers.server import SampleText
 
     if tokenizer is None:
         return None
@@ -305,7 +305,7 @@ def _show(summary: RolloutSummary, num_unused: int) -> None:
     show({**rows, "seconds": summary.seconds})
 
 
-def _mean_rows(name: str, means: Means) -> dict[str, float]:
+def _mean_rows(name: str, means: RolloutMeans) -> dict[str, float]:
     """Return a row for the estimate, and rows for biased means if they are others."""
     rows = {f"mean {name}": means.before_fallback}
     # Without forks after the prompt all three are one number, up to rounding.

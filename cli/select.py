@@ -1,7 +1,7 @@
 """`treepack select`: the queries to roll out next, chosen by pass rate; `select update` maintains the counts.
 
-The state and the choice are `treepack.rl.pros.selection`, the estimate is `treepack.rl.pros.pass_rates`. This file
-reads options and files, and prints a summary.
+The state and the choice are `treepack.research.pros.selection`, the estimate is `treepack.research.pros.pass_rates`.
+This file reads options and files, and prints a summary.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .paths import READ, WRITE
 
 if TYPE_CHECKING:
     from treepack.files.address import AnyPath
-    from treepack.rl.pros.pass_rates import Prior, Sampling
-    from treepack.rl.pros.selection import State
+    from treepack.research.pros.pass_rates import GibbsLength, OddsPrior
+    from treepack.research.pros.selection import QueryCounts
     from treepack.trie.trie import Trie
 
 
@@ -32,16 +32,16 @@ class _Select(click.Group):
         return super().resolve_command(ctx, args if is_subcommand else ["nearest", *args])
 
 
-def _prior(mu: float, tau: float, sigma: float) -> Prior:
-    from treepack.rl.pros.pass_rates import Prior
+def _prior(mu: float, tau: float, sigma: float) -> OddsPrior:
+    from treepack.research.pros.pass_rates import OddsPrior
 
-    return Prior(mu, tau, sigma)
+    return OddsPrior(mu, tau, sigma)
 
 
-def _sampling(sweeps: int, burn_in: int, seed: int, workers: int) -> Sampling:
-    from treepack.rl.pros.pass_rates import Sampling
+def _sampling(sweeps: int, burn_in: int, seed: int, workers: int) -> GibbsLength:
+    from treepack.research.pros.pass_rates import GibbsLength
 
-    return Sampling(sweeps, burn_in, seed, workers)
+    return GibbsLength(sweeps, burn_in, seed, workers)
 
 
 PRIOR_OPTIONS = [
@@ -90,7 +90,9 @@ def select() -> None:
 @option_group("prior", PRIOR_OPTIONS, _prior)
 @option_group("sampling", SAMPLING_OPTIONS, _sampling)
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-def nearest(state: AnyPath, k: int, out: AnyPath | None, prior: Prior, sampling: Sampling, overwrite: bool) -> None:
+def nearest(
+    state: AnyPath, k: int, out: AnyPath | None, prior: OddsPrior, sampling: GibbsLength, overwrite: bool
+) -> None:
     """Estimate the pass rate of every query and write the K nearest to 0.5, nearest first.
 
     Each line has query_id, parent_id (null for an original query), pass_rate, log_odds, deviation (of the log-odds)
@@ -99,7 +101,7 @@ def nearest(state: AnyPath, k: int, out: AnyPath | None, prior: Prior, sampling:
     import orjson
 
     from treepack.files.directory import finished_file
-    from treepack.rl.pros import pass_rates, selection
+    from treepack.research.pros import pass_rates, selection
 
     if out is not None:
         refuse_suffix(out)
@@ -185,8 +187,8 @@ def update(
 
     from treepack.errors import TreepackError
     from treepack.files.directory import exists
-    from treepack.rl.pros import selection
-    from treepack.trie.files import read_trie
+    from treepack.research.pros import selection
+    from treepack.trie.store.trie_files import read_trie
 
     if not math.isfinite(success_above):
         raise TreepackError(f"success_above is {success_above}; expected a finite reward")
@@ -227,7 +229,7 @@ def update(
     show(_figures(read, num_added, counts))
 
 
-def _figures(state: State, num_added: int, counts: dict[str, Any]) -> dict[str, Any]:
+def _figures(state: QueryCounts, num_added: int, counts: dict[str, Any]) -> dict[str, Any]:
     return {
         "queries": state.num_queries,
         "queries added": num_added,
@@ -276,7 +278,7 @@ def _queries_of(path: AnyPath) -> Iterator[tuple[str, str | None]]:
 
 def _groups(trie: Trie) -> list[tuple[str, str | None]]:
     """Return query and parent of each rollout: its group without a parent, unless it names an augmented query."""
-    from treepack.rl.pros.augmentation import marks_of
+    from treepack.research.pros.augmentation import marks_of
 
     queries: list[tuple[str, str | None]] = [(name, None) for name in trie.trajectories["group_id"].to_pylist()]
     # Rollouts of augmented queries have the id of the query and of its parent among their fields.
@@ -286,8 +288,8 @@ def _groups(trie: Trie) -> list[tuple[str, str | None]]:
 
 
 def _count_rollouts(
-    read: State, trie: Trie, path: str, names: list[str], *, forgetting: float, success_above: float
-) -> tuple[State, dict[str, Any]]:
+    read: QueryCounts, trie: Trie, path: str, names: list[str], *, forgetting: float, success_above: float
+) -> tuple[QueryCounts, dict[str, Any]]:
     """Count the rewards of `trie`, whose rollouts belong to the queries `names`. Return the state and a summary.
 
     Raises:
@@ -297,9 +299,9 @@ def _count_rollouts(
     import pyarrow as pa
 
     from treepack.errors import TreepackError
+    from treepack.research.pros import selection
     from treepack.rl.group_tree import group_codes
     from treepack.rl.leaf_weights import leaf_weights
-    from treepack.rl.pros import selection
     from treepack.rl.rollouts import refuse_split, rollouts_of
 
     query = selection.indices_of(read, pa.array(names, pa.string()))

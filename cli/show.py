@@ -18,9 +18,9 @@ from .reading import reading_options
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from treepack.analysis.show.decoding import Decoder
+    from treepack.analysis.show.decoding import TokenDecoder
     from treepack.analysis.show.selection import SelectedGroup
-    from treepack.analysis.show.views import View
+    from treepack.analysis.show.views import ForestView
     from treepack.files.manifest import Manifest
     from treepack.ingest.options import BuildOptions
     from treepack.trie.trie import Trie
@@ -78,9 +78,9 @@ class _Wanted:
 class _Chosen:
     """The views to print, the groups to choose from if the user chose none, and the decoder of ids to text."""
 
-    views: Iterator[View]
+    views: Iterator[ForestView]
     groups: list[SelectedGroup]
-    decoder: Decoder | None
+    decoder: TokenDecoder | None
 
 
 def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *, text: bool) -> _Chosen:
@@ -98,14 +98,14 @@ def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *, text:
     if wanted.row is not None:
         raise TreepackError(f"{directory}: is not packed; give --row with a packed directory")
     if manifest:
-        from treepack.trie.files import read_trie
+        from treepack.trie.store.trie_files import read_trie
 
         decoder = _decoder(directory, manifest, build.tokenizer, text=text)
         return _of_trie(read_trie(directory), wanted, decoder, where=str(directory))
     return _of_rollouts(paths, build, wanted, text=text)
 
 
-def _of_packed(directory: Path, manifest: Manifest, wanted: _Wanted) -> Iterator[View]:
+def _of_packed(directory: Path, manifest: Manifest, wanted: _Wanted) -> Iterator[ForestView]:
     from treepack.analysis.show import selection, views
 
     if wanted.trajectory is not None:
@@ -114,7 +114,7 @@ def _of_packed(directory: Path, manifest: Manifest, wanted: _Wanted) -> Iterator
         yield views.row_view(selection.read_row(directory, manifest, wanted.row or 0), manifest)
 
 
-def _of_trie(trie: Trie, wanted: _Wanted, decoder: Decoder | None, *, where: str) -> _Chosen:
+def _of_trie(trie: Trie, wanted: _Wanted, decoder: TokenDecoder | None, *, where: str) -> _Chosen:
     from treepack.analysis.show import selection, views
 
     if wanted.trajectory is not None:
@@ -129,7 +129,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *
     from collections import Counter
 
     from treepack.analysis.show import selection, views
-    from treepack.analysis.show.decoding import Decoder
+    from treepack.analysis.show.decoding import TokenDecoder
     from treepack.ingest import stream as ingest
     from treepack.ingest.read_log import refuse_nothing
     from treepack.ingest.tokenization import read_tokenizer
@@ -138,7 +138,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *
     if text and not build.tokenizer:
         raise _no_tokenizer(where)
     tokenizer = read_tokenizer(build.tokenizer) if build.tokenizer else None
-    decoder = Decoder(tokenizer) if text else None
+    decoder = TokenDecoder(tokenizer) if text else None
     counts: Counter[str] = Counter()
     stream = ingest.usable(ingest.read(paths, build, tokenizer=tokenizer), counts)
     stream = iter(token_progress(stream, description="reading"))
@@ -148,7 +148,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *
         return _Chosen((views.rollout_view(rollout) for rollout in rollouts), [], decoder)
 
     from treepack.columns import collect
-    from treepack.trie.build import build_trie
+    from treepack.trie.builders.in_memory import build_trie
 
     trie = build_trie(collect(refuse_nothing(stream, counts)), share=build.share)
     for reason, count in sorted(counts.items()):
@@ -156,9 +156,9 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *
     return _of_trie(trie, wanted, decoder, where=where)
 
 
-def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text: bool) -> Decoder | None:
+def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text: bool) -> TokenDecoder | None:
     """Return the decoder of a directory's tokens: by `tokenizer`, or by the one that the directory was made with."""
-    from treepack.analysis.show.decoding import Decoder
+    from treepack.analysis.show.decoding import TokenDecoder
     from treepack.ingest.tokenization import fingerprint, read_tokenizer
 
     if not text:
@@ -175,7 +175,7 @@ def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text
         raise TreepackError(f"{directory}: its tokenizer {name} cannot be loaded; give it with --tokenizer") from error
     if entry and entry["sha256"] != fingerprint(loaded)["sha256"]:
         raise TreepackError(f"{name}: is another tokenizer than {entry['name']}, which {directory} was made with")
-    return Decoder(loaded)
+    return TokenDecoder(loaded)
 
 
 def _no_tokenizer(where: str) -> TreepackError:
@@ -186,9 +186,9 @@ def _print_json(chosen: _Chosen) -> None:
     """Print one object; it lists several samples of a conversation under `samples`."""
     import json
 
-    from treepack.analysis.show.views import as_json
+    from treepack.analysis.show.views import view_as_json
 
-    objects = [as_json(view, chosen.decoder) for view in chosen.views]
+    objects = [view_as_json(view, chosen.decoder) for view in chosen.views]
     # ASCII, because JSON escapes only part of what could drive a terminal.
     click.echo(json.dumps(objects[0] if len(objects) == 1 else {"kind": "samples", "samples": objects}))
 
@@ -199,9 +199,9 @@ def _lines(chosen: _Chosen, *, full: bool) -> Iterator[Text]:
     from rich.text import Text
 
     from treepack.analysis.show import views
-    from treepack.analysis.show.bodies import Look
+    from treepack.analysis.show.bodies import DrawingOptions
 
-    look = Look(width=get_terminal_size((WIDTH, 0)).columns, full=full, decoder=chosen.decoder)
+    look = DrawingOptions(width=get_terminal_size((WIDTH, 0)).columns, full=full, decoder=chosen.decoder)
     for number, view in enumerate(chosen.views):
         if number:
             yield Text()

@@ -1,6 +1,6 @@
 """`treepack simulate`: comparison of ways to spend rollouts, before any model is run.
 
-The simulation is `treepack.rl.trace.simulation`. This file reads options and prints a table or JSON.
+The simulation is `treepack.research.trace.simulation`. This file reads options and prints a table or JSON.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from .paths import READ
 
 if TYPE_CHECKING:
     from treepack.files.address import AnyPath
-    from treepack.rl.trace.simulation import Arm, Experiment
-    from treepack.rl.trace.worlds import World
+    from treepack.research.trace.simulation import BudgetExperiment, ExperimentArm
+    from treepack.research.trace.worlds import World
 
 # Titles of the columns of `_line`.
 HEADER = ("roots", "prefixes", "effective ratio, %", "above uniform", "mixed prompts", "flipped prefixes, %", "cost")
-# Fields of Experiment, in the order of the options and of the JSON report.
+# Fields of BudgetExperiment, in the order of the options and of the JSON report.
 EXPERIMENT_FIELDS = "budget expand candidates selected root_noise prefix_noise steps seed".split()
 # Fields of MarkovWorld; a recorded world has only the last.
 WORLD_FIELDS = "max_turns success spread persistence".split()
@@ -35,10 +35,10 @@ def _experiment(
     prefix_noise: float,
     steps: int,
     seed: int,
-) -> Experiment:
-    from treepack.rl.trace.simulation import Experiment
+) -> BudgetExperiment:
+    from treepack.research.trace.simulation import BudgetExperiment
 
-    return Experiment(candidates, budget, expand, selected, root_noise, prefix_noise, steps, seed)
+    return BudgetExperiment(candidates, budget, expand, selected, root_noise, prefix_noise, steps, seed)
 
 
 def _world_fields(
@@ -102,7 +102,7 @@ def simulate() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def allocation(
-    trie: AnyPath | None, experiment: Experiment, world_fields: dict[str, float], segment: str, as_json: bool
+    trie: AnyPath | None, experiment: BudgetExperiment, world_fields: dict[str, float], segment: str, as_json: bool
 ) -> None:
     """Compare uniform and TRACE allocation of rollouts and continuations under one budget.
 
@@ -112,7 +112,7 @@ def allocation(
     import json
 
     # The group of this file is named simulate too.
-    from treepack.rl.trace.simulation import simulate as run
+    from treepack.research.trace.simulation import simulate as run
 
     arms, rank_correlation = run(_world(trie, segment, world_fields), experiment)
     report = _report(arms)
@@ -138,8 +138,8 @@ def _world(trie: AnyPath | None, segment: str, fields: dict[str, Any]) -> World:
         TreepackError: a field of the Markov model with a trie, or any error of the worlds.
     """
     from treepack.errors import TreepackError
-    from treepack.rl.trace.worlds import MarkovWorld, recorded_world
-    from treepack.trie.files import read_trie
+    from treepack.research.trace.worlds import MarkovWorld, recorded_world
+    from treepack.trie.store.trie_files import read_trie
 
     if trie is None:
         return MarkovWorld(**fields)
@@ -149,12 +149,12 @@ def _world(trie: AnyPath | None, segment: str, fields: dict[str, Any]) -> World:
     return recorded_world(read_trie(trie), segment=segment, **fields)
 
 
-def _report(arms: list[Arm]) -> list[dict[str, Any]]:
+def _report(arms: list[ExperimentArm]) -> list[dict[str, Any]]:
     """Return mean and half width of the interval of every measure of every arm.
 
     "above_uniform" is the gain of root_ratio over the first arm, which is uniform.
     """
-    from treepack.rl.trace.simulation import MEASURES, interval
+    from treepack.research.trace.simulation import MEASURES, interval
 
     report = []
     for arm in arms:

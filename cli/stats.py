@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -47,7 +48,7 @@ USUAL = StatsOptions()
 @click.option(
     "--segment",
     metavar="turn|recorded|node|N",
-    default=USUAL.segment,
+    default="turn",
     show_default=True,
     help="For --effective-ratio and --predictions: end of a prefix; the same values as in treepack advantages.",
 )
@@ -118,12 +119,14 @@ def stats(
         carry=carry,
         check=check,
         trie=trie_path,
-        effective_ratio=effective_ratio,
-        predictions=predictions,
-        segment=segment,
     )
+    contrast = None
+    if effective_ratio or predictions:
+        from treepack.research.contrast import contrast_entries
+
+        contrast = partial(contrast_entries, predictions=predictions, segment=segment)
     with progress_bars() as progress:
-        report = measure(paths, options, memory=memory, progress=progress)
+        report = measure(paths, options, memory=memory, contrast=contrast, progress=progress)
     if as_json:
         click.echo(json.dumps(report, ensure_ascii=False))
     else:

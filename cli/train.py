@@ -24,8 +24,8 @@ from .training import stage_lines, train_model, use_cache
 
 if TYPE_CHECKING:
     from treepack.data.batch import Batch
-    from treepack.model.adapter import LoraOptions
-    from treepack.model.objectives import Objective
+    from treepack.model.adapters.adapter import LoraOptions
+    from treepack.model.objectives.objective import Objective
     from treepack.train.options import TrainOptions
 
 
@@ -260,9 +260,9 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     """
     from treepack.carry.verify import in_pieces
     from treepack.errors import TreepackError
-    from treepack.model.verify_rows import verify_rows
+    from treepack.model.verify.verify_rows import verify_rows
     from treepack.train.ranks import refuse_ranks
-    from treepack.train.run import open_verification
+    from treepack.train.setup.opening import open_verification
 
     refuse_ranks("--verify")
     with stage_lines():

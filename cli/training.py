@@ -29,11 +29,11 @@ from .streams import printable
 
 if TYPE_CHECKING:
     from treepack.train.options import TrainOptions
-    from treepack.train.place import Place
     from treepack.train.ranks import Ranks
     from treepack.train.run import TrainingRun
-    from treepack.train.sinks import Sinks
+    from treepack.train.saving.place import Place
     from treepack.train.step import StepMetrics
+    from treepack.train.watch.sinks import Sinks
 
 
 _START = "treepack.start"  # time of the first line of the command, in its context
@@ -100,7 +100,7 @@ def use_cache(folder: Path | None, size: str | None) -> None:
     Raises:
         TreepackError: `size` is no number of bytes.
     """
-    from treepack.files.cache_room import cache_limit
+    from treepack.files.remote.cache_room import cache_limit
 
     if folder is not None:
         os.environ["TREEPACK_CACHE"] = str(folder.absolute())
@@ -123,9 +123,9 @@ def train_model(
     Raises:
         TreepackError: an option, the data, the model or `out` cannot be used, or training fails.
     """
-    from treepack.train.directory import check_out
-    from treepack.train.place import open_place
     from treepack.train.ranks import find_device, join_ranks, leave_ranks
+    from treepack.train.saving.place import open_place
+    from treepack.train.saving.run_directory import check_out
 
     # All checks that do not need the model come first, because a large model takes minutes to load.
     held_out = () if run_options.held_out is None else (run_options.held_out,)
@@ -155,9 +155,9 @@ def _train_in(
     overwrite: bool,
 ) -> dict[str, Any]:
     """Train in `place`, draw the curves, and return the summary."""
-    from treepack.train.choices import with_recorded
     from treepack.train.division import recorded_blocks
-    from treepack.train.run import open_run
+    from treepack.train.saving.choices import with_recorded
+    from treepack.train.setup.opening import open_run
 
     if run_options.resume and options.blocks is None:
         # The order of the run that is continued, also on another number of machines.
@@ -178,10 +178,10 @@ def _train_in(
 
 def _is_finished(packed: tuple[str, ...], model: str, options: TrainOptions, out: AnyPath, ranks: Ranks) -> bool:
     """Return True if the run in `out` needs no step, and print a note; the model is not loaded for this."""
-    from treepack.train.directory import is_finished, is_same_finished_run
     from treepack.train.loop import already_finished
     from treepack.train.ranks import find_device
-    from treepack.train.run import count_steps
+    from treepack.train.saving.run_directory import is_finished, is_same_finished_run
+    from treepack.train.setup.opening import count_steps
 
     if not is_finished(out):
         return False
@@ -228,7 +228,7 @@ def _run_steps(
 
 def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, *, done: int) -> Sinks:
     """Open the trackers for the steps after `done`."""
-    from treepack.train.sinks import SinkRun, Sinks, tracker_id
+    from treepack.train.watch.sinks import SinkRun, Sinks, tracker_id
 
     config = {**run.options.as_record(), "packed": [str(path) for path in run.paths], "model": run.loaded.source}
     name = run_options.run_name or place.out.name or "run"  # Path(".") has no name
@@ -259,7 +259,7 @@ def _require_extras(run_options: RunOptions) -> None:
     from importlib.util import find_spec
 
     from treepack.errors import TreepackError, install_hint
-    from treepack.train.sinks import check_sinks
+    from treepack.train.watch.sinks import check_sinks
 
     check_sinks(run_options.sinks)
     if run_options.plot and find_spec("matplotlib") is None:
@@ -285,7 +285,7 @@ def _catch_sigterm() -> Iterator[Callable[[], bool]]:
 
 def _summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dict[str, Any]:
     """Return the lines of the summary."""
-    from treepack.train.directory import is_finished
+    from treepack.train.saving.run_directory import is_finished
 
     record: dict[str, Any] = {"steps": len(steps), "attention": run.loaded.attention}
     if run.ranks.grouped:
@@ -343,12 +343,12 @@ def _peaks(run: TrainingRun) -> dict[str, int]:
 
 def _draw(place: Place, run_options: RunOptions, ranks: Ranks) -> dict[str, str]:
     """Draw the curves on the first rank if they are wanted, and return their line of the summary."""
-    from treepack.train.place import METRICS
+    from treepack.train.saving.place import METRICS
 
     metrics = place.folder / METRICS
     if not run_options.plot or not ranks.leads or not metrics.exists():
         return {}
-    from treepack.train.plot import draw_curves
+    from treepack.train.watch.plot import draw_curves
 
     draw_curves(metrics, place.folder / "metrics.png")
     return {"curves": str(place.out / "metrics.png")}

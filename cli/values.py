@@ -18,7 +18,7 @@ from .sizes import TokenCount
 
 if TYPE_CHECKING:
     from treepack.files.address import AnyPath
-    from treepack.train.predictor.fit import FitStep
+    from treepack.research.predictor.fit import FitStep
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ def fit(
     A linear head on the hidden state at the end of a prompt or prefix learns the share of successes among the rollouts
     that continue from there, by the mean squared error. Prefixes are packed into rows, so each is encoded once.
     """
-    from treepack.files.cache import local_copy
+    from treepack.files.remote.cache import local_copy
+    from treepack.research.predictor.fit import FitOptions, open_fit
+    from treepack.research.predictor.fit import fit as fit_steps
     from treepack.train.options import TrainOptions
-    from treepack.train.predictor.fit import FitOptions, open_fit
-    from treepack.train.predictor.fit import fit as fit_steps
     from treepack.train.ranks import refuse_ranks
 
     # All checks that do not need the model come first, because a large model takes minutes to load.
@@ -188,9 +188,9 @@ def predict(
 
     Rewards are not needed. Prefixes are packed into rows, so each is encoded once.
     """
-    from treepack.files.cache import local_copy
-    from treepack.rl.trace.expansion import refuse_name, write_table
-    from treepack.train.predictor import model as value_model
+    from treepack.files.remote.cache import local_copy
+    from treepack.research.predictor import model as value_model
+    from treepack.research.trace.expansion import refuse_name, write_prefix_table
     from treepack.train.ranks import refuse_ranks
 
     refuse_ranks("treepack values predict")
@@ -200,9 +200,11 @@ def predict(
     model = value_model.load_values(local_copy(predictor), **asdict(compute))
     for note in model.loaded.notes:
         click.echo(f"note: {note}", err=True)
-    predictions = value_model.predict(model, local_copy(trie), segment=segment, capacity=capacity, dtype=compute.dtype)
+    predictions = value_model.predict_values(
+        model, local_copy(trie), segment=segment, capacity=capacity, dtype=compute.dtype
+    )
     # Written at the end and at once, because allocate and stats refuse a file that lacks prefixes.
-    write_table(predictions.table, out, overwrite=overwrite)
+    write_prefix_table(predictions.table, out, overwrite=overwrite)
     column = predictions.table["value"].to_numpy()
     show(
         {

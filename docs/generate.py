@@ -1,7 +1,7 @@
 """Write the generated parts of the documentation; `--check` only compares.
 
     docs/cli.md                       `--help` of every command
-    docs/api.md                       signature and docstring of every public name
+    docs/api.md                       signature and docstring of every name that `treepack` offers
     the other PAGES                   the blocks between `<!-- generated: NAME -->` and `<!-- end -->`
 
 The six-token example is built, packed, written and read back here, so what the page shows is what the files hold.
@@ -25,7 +25,7 @@ import pyarrow as pa
 import support_table
 
 import treepack
-from treepack.analysis import model_cost as shapes
+from treepack.costs import model_cost as shapes
 from treepack.files import schema
 from treepack.files.manifest import Provenance
 from treepack.ingest.readers.fields import rollout_facts as fields
@@ -33,12 +33,12 @@ from treepack.ingest.readers.fields import token_fields
 from treepack.ingest.readers.fields.rewards import REWARDS
 from treepack.ingest.readers.format import KEEPS
 from treepack.ingest.readers.registry import all_formats
-from treepack.model import objectives
+from treepack.model.objectives import objective
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 OPTIONS = {"method": "auto", "semantics": "branch", "normalize": "token", "too_long": "error"}
 DOCS = Path(__file__).parent
@@ -59,9 +59,10 @@ def cli_page() -> str:
 
 
 def api_page() -> str:
-    """Return the signature and the docstring of every public name, as a Markdown page."""
+    """Return signature and docstring of every name that `treepack` offers, as a Markdown page."""
     parts = [
-        "# API\n\nWritten by `make docs` from the docstrings. Every name is imported as `from treepack import NAME`.\n"
+        "# API\n\nWritten by `make docs` from the docstrings. Every name is imported as `from treepack import NAME`. "
+        "All other names are imported from their rooms.\n"
     ]
     for name in sorted(treepack.__all__, key=str.casefold):
         value = getattr(treepack, name)
@@ -145,8 +146,8 @@ def _kept() -> str:
 
 def _objectives() -> str:
     lines = ["| `--loss` | clip low | clip high | denominator |", "|---|---|---|---|"]
-    for name in objectives.PRESETS:
-        chosen = objectives.choose_objective(name)
+    for name in objective.PRESETS:
+        chosen = objective.choose_objective(name)
         clips = [f"{chosen.clip_low:g}", f"{chosen.clip_high:g}"] if name not in ("sft", "dpo", "value") else ["-", "-"]
         values = [*clips, "-" if name in ("sft", "dpo") else chosen.denominator]
         note = {

@@ -1,6 +1,6 @@
 """Count phrases that a reader must read twice, and comment lines.
 
-    python docs/plain_english.py                   a table for this project
+    python docs/plain_english.py                   a table for this project, and its groups of files
     python docs/plain_english.py --list PATH ...   every occurrence in some files or folders
     python docs/plain_english.py PATH ...          a table for any Python package, to compare with
 
@@ -24,7 +24,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ("treepack", "cli", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 CODE = ("treepack", "cli")
-MAX_PER_10_000_WORDS = 25.0
+# The number of today: lower it whenever the count falls, until it is 10.
+MAX_PER_10_000_WORDS = 30.4
 MIN_COMMENT_SHARE = 0.035
 MIN_MESSAGE_WORDS = 4
 
@@ -47,6 +48,13 @@ PATTERNS = {
     "what, without a noun": rf"\b[Ww]hat (?:{_WHAT}|\w+ed|[a-z]+s)\b(?![^.]*\?)",
     "those that": r"\bthose (?:that|which|who|whose|of|in|with|where|for|from|to|on|at)\b",
     "things that speak, stand or lie": r"\b(?:says?|tells?|told|knows?|stands?|stood|lies|lie|lay|lain|laid)\b",
+    "is no (is not a)": r"(?<!\b[Tt]here )\b(?:is|are|was|were) no\b(?! (?:longer|more|less|one))",
+    "nobody": r"\bnobody\b",
+    "of another (from a different)": r"\bof another\b",
+    "as many as, as few as": r"\bas (?:many|much|few|little) as\b",
+    "at one time (at once)": r"\bat one time\b",
+    "also if (even if)": r"\balso (?:if|where|when)\b",
+    "by itself (alone)": r"\bby (?:itself|themselves)\b",
     "archaic": r"\b(?:begun|of late|of old|is of|are of|in the way|at hand|thus|whereby|therein|save for|lest|ere)\b"
     r"|\bhand(?:s|ed)? on\b|\bbe(?:ing)? asked\b",
 }
@@ -131,11 +139,11 @@ def density(paths: Iterable[Path]) -> tuple[float, Counter[str], int]:
     return 1e4 * counts.total() / num_words, counts, num_words
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Print the table, or with --list every occurrence."""
-    arguments = [argument for argument in sys.argv[1:] if argument != "--list"]
+    arguments = [argument for argument in argv if argument != "--list"]
     paths = [Path(argument) for argument in arguments] or [ROOT / name for name in OWN]
-    if "--list" in sys.argv:
+    if "--list" in argv:
         for path in files_of(paths):
             for hit in hits(path)[0]:
                 print(f"{path}:{hit.line}: {hit.kind}: ..{hit.words}..")
@@ -143,9 +151,12 @@ def main() -> None:
     for kind, count in counts.most_common():
         print(f"{kind:<38} {count:>5}  {1e4 * count / num_words:>6.1f}")
     print(f"{'phrases in 10,000 words':<38} {counts.total():>5}  {total:>6.1f}")
+    for name in () if arguments else OWN:
+        group, of_group, _ = density([ROOT / name])
+        print(f"    in {name:<31} {of_group.total():>5}  {group:>6.1f}")
     share = comment_share(paths if arguments else [ROOT / name for name in CODE])
     print(f"lines with a comment: {100 * share:.2f} %")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

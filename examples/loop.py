@@ -9,9 +9,8 @@
         --held-out 64 --eval-problems 64 --problems 32 --width 16 --segment 4 --max-tokens 16 --save trained
 
 A step samples a tree of rollouts for each of a few problems, turns the rewards of the leaves into advantages, packs the
-trees into rows that contain every common prefix once, and takes one optimiser step. Its gradient is that of each
-rollout trained alone. The engine samples from the trained weights themselves, so publishing them copies nothing. Each
-step prints one JSON line.
+trees into rows that contain every common prefix once, takes one optimiser step, and prints one JSON line. Its gradient
+is that of each rollout trained alone. The engine samples from the trained weights, so publishing them copies nothing.
 
 The task is to write the sum of two numbers. For a task of your own, replace the section "The task". For several turns
 with tools, give `sample_tree` an episode with an environment (docs/environments.md). Rows longer than memory run
@@ -23,23 +22,32 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
 import torch
+from transformers import AutoTokenizer
 
 import treepack
-from treepack.rollout.engine import derived_seed
-from treepack.rollout.local import LocalOptions, default_stop_tokens
-from treepack.rollout.options import TreeOptions
-from treepack.rollout.tree import Tree, leaf_weights
+from treepack.model.forward import row_logprobs
+from treepack.model.objectives.losses import objective_loss
+from treepack.model.objectives.objective import choose_objective
+from treepack.model.objectives.row_factors import row_factors
+from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
+from treepack.rollout.engine import Sampling, derived_seed
+from treepack.rollout.episode import SingleTurn
+from treepack.rollout.in_process.local import LocalEngine, LocalOptions, default_stop_tokens
+from treepack.rollout.options import TreeOptions, independent
+from treepack.rollout.query import Query
+from treepack.rollout.records import tree_trajectories
+from treepack.rollout.sampler import sample_tree
+from treepack.rollout.tree import Tree, weights_of_leaves
 
 
 @dataclass(frozen=True)
@@ -84,8 +92,7 @@ class Problem:
 
 def make_problems(largest: int) -> list[Problem]:
     """Return all sums of two numbers from 0 to `largest`; a line break ends an answer."""
-    numbers = range(largest + 1)
-    return [Problem(f"{a}+{b}=", f"{a + b}\n") for a in numbers for b in numbers]
+    return [Problem(f"{a}+{b}=", f"{a + b}\n") for a, b in product(range(largest + 1), repeat=2)]
 
 
 def reward(text: str, answer: str) -> float:
@@ -115,7 +122,7 @@ class Actors:
 
     policy: Any
     sampler: torch.nn.Module
-    engine: treepack.LocalEngine
+    engine: LocalEngine
     optimiser: torch.optim.Optimizer
     tokenizer: Any
 
@@ -123,19 +130,14 @@ class Actors:
 def start(settings: Settings) -> Actors:
     """Load the model and its tokenizer, and start an engine on the weights that will be trained."""
     options: dict[str, Any] = {"device": settings.device, "seed": settings.seed}
-    low = torch.bfloat16 if settings.bf16 else None
-    policy = treepack.load_model(settings.model, autocast=low, **options)
+    name, low = settings.model, torch.bfloat16 if settings.bf16 else None
+    policy = treepack.load_model(name, autocast=low, **options)
     # In float32, trained weights and sampled weights are the same tensors. A copy in bfloat16 samples faster on a GPU.
-    sampler = policy.causal if low is None else treepack.load_model(settings.model, dtype=low, **options).causal
-    if settings.model.endswith(".json"):
-        tokenizer: Any = Characters()
-    else:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    stops = {tokenizer.encode("\n")[-1], *default_stop_tokens(settings.model)}
-    sampling = treepack.Sampling(settings.temperature, stop_token_ids=tuple(sorted(stops)))
-    engine = treepack.LocalEngine(sampler, sampling, options=LocalOptions(memory_share=settings.engine_memory))
+    sampler = policy.causal if low is None else treepack.load_model(name, dtype=low, **options).causal
+    tokenizer: Any = Characters() if name.endswith(".json") else AutoTokenizer.from_pretrained(name)
+    stops = {tokenizer.encode("\n")[-1], *default_stop_tokens(name)}
+    sampling = Sampling(settings.temperature, stop_token_ids=tuple(sorted(stops)))
+    engine = LocalEngine(sampler, sampling, options=LocalOptions(memory_share=settings.engine_memory))
     optimiser = torch.optim.AdamW(policy.model.parameters(), lr=settings.lr, weight_decay=0.0)
     return Actors(policy, sampler, engine, optimiser, tokenizer)
 
@@ -166,18 +168,17 @@ async def sample(actors: Actors, problems: list[Problem], shape: TreeOptions, *,
             return reward(actors.tokenizer.decode(response.tolist()), problem.answer)
 
         ids = np.array(actors.tokenizer.encode(problem.prompt), np.int32)
-        query = treepack.Query(key=problem.prompt, group_id=problem.prompt, prompt=ids, step=step)
-        episode = treepack.SingleTurn(score)
-        return await treepack.sample_tree(query, actors.engine, shape, episode=episode, seed=derived_seed(seed, step))
+        query = Query(key=problem.prompt, group_id=problem.prompt, prompt=ids, step=step)
+        return await sample_tree(query, actors.engine, shape, episode=SingleTurn(score), seed=derived_seed(seed, step))
 
     return list(await asyncio.gather(*map(grow, problems)))
 
 
 def credit(trees: Sequence[Tree], settings: Settings) -> treepack.Trie:
     """Return the rollouts of `trees` as one prefix trie with the advantage of every rollout, or of every token."""
-    trie = treepack.build_trie([rollout for tree in trees for rollout in treepack.tree_trajectories(tree)])
-    options = treepack.AdvantageOptions(settings.estimator, leaf_weights=settings.leaf_weights)
-    return treepack.with_advantages(trie, treepack.estimate_advantages(trie, options))
+    trie = treepack.build_trie([rollout for tree in trees for rollout in tree_trajectories(tree)])
+    estimator = treepack.AdvantageOptions(settings.estimator, leaf_weights=settings.leaf_weights)
+    return with_advantages(trie, estimate_advantages(trie, estimator))
 
 
 def accumulate(policy: Any, trie: treepack.Trie, settings: Settings) -> dict[str, float]:
@@ -186,19 +187,19 @@ def accumulate(policy: Any, trie: treepack.Trie, settings: Settings) -> dict[str
     Every (rollout, sampled token) pair is a term of the loss. `factors` divide by the denominator of the whole step, so
     the cut into rows changes nothing.
     """
-    objective = treepack.choose_objective(settings.loss)
+    objective = choose_objective(settings.loss)
     options = treepack.PackOptions(capacity=settings.capacity, leaf_weights=settings.leaf_weights)
     rows = list(treepack.plan_packing(trie, options))
     sums, gap = Counter[str](), 0.0
-    for row, factors in zip(rows, treepack.row_factors(rows, objective), strict=True):
+    for row, factors in zip(rows, row_factors(rows, objective), strict=True):
         batch = treepack.make_batch(row).to(policy.device)
         terms = batch.terms
         assert terms is not None
         assert terms.sampling_logprob is not None
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=settings.bf16):
             # At the temperature of the sampler; once for each token of the row, however many rollouts share it.
-            scores = treepack.row_logprobs(policy, batch, terms.tokens, temperature=settings.temperature)
-            loss, means = treepack.objective_loss(*scores, terms, factors.to(policy.device), objective)
+            scores = row_logprobs(policy, batch, terms.tokens, temperature=settings.temperature)
+            loss, means = objective_loss(*scores, terms, factors.to(policy.device), objective)
         torch.autograd.backward(loss)
         sums.update({"loss": loss.item(), **{name: value.item() for name, value in means.items()}})
         gap = max(gap, (scores[0].detach()[terms.index] - terms.sampling_logprob).abs().max().item())
@@ -230,14 +231,14 @@ async def publish(actors: Actors, version: int) -> None:
 
 async def evaluate(actors: Actors, problems: list[Problem], settings: Settings) -> float:
     """Return the pass rate of independent rollouts of `problems`, which have the same random numbers every time."""
-    shape = treepack.independent_options(width=settings.eval_samples, max_tokens=settings.max_tokens)
+    shape = independent(width=settings.eval_samples, max_tokens=settings.max_tokens)
     trees = await sample(actors, problems, shape, step=0, seed=settings.seed)
     return float(np.mean([leaf.reward == 1 for tree in trees for leaf in tree.leaves]))
 
 
 def figures(trees: Sequence[Tree]) -> dict[str, float]:
     """Return figures of a step's sampling; the mean reward is that of independent rollouts, by the leaf weights."""
-    rewards = [float(np.dot(leaf_weights(tree)[1], [leaf.reward or 0.0 for leaf in tree.leaves])) for tree in trees]
+    rewards = [np.dot(weights_of_leaves(tree)[1], [leaf.reward or 0.0 for leaf in tree.leaves]) for tree in trees]
     return {
         "reward": float(np.mean(rewards)),
         "leaves": sum(len(tree.leaves) for tree in trees),
@@ -279,8 +280,8 @@ async def train(settings: Settings) -> AsyncIterator[dict[str, Any]]:
         await actors.engine.close()
 
 
-def read_settings(arguments: Sequence[str]) -> Settings:
-    """Return the settings of the command line: an option for each field."""
+def read_settings(arguments: Sequence[str] | None = None) -> Settings:
+    """Return the settings of the command line, or of `arguments`: an option for each field."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     types = get_type_hints(Settings)
     for field in fields(Settings):
@@ -296,4 +297,4 @@ async def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_settings(sys.argv[1:])))
+    asyncio.run(main(read_settings()))

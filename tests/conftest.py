@@ -16,8 +16,9 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import settings
@@ -30,6 +31,9 @@ settings.register_profile("treepack", deadline=None, derandomize=True, max_examp
 settings.register_profile("thorough", settings.get_profile("treepack"), max_examples=80)
 settings.load_profile("treepack")
 
+# The environment of `make test-data` has no torch, and macOS has no triton.
+MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out of a thorough run the properties that try as many examples under every profile."""
@@ -38,6 +42,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     repeated = [item for item in items if has_own_number(item) and item.get_closest_marker("slow") is None]
     config.hook.pytest_deselected(items=repeated)
     items[:] = [item for item in items if item not in repeated]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip the files that import torch or triton if it is not installed."""
+    report = yield
+    for name in MISSING:
+        if report.outcome == "failed" and f"No module named '{name}" in str(report.longrepr):
+            report.outcome = "skipped"
+            report.longrepr = (str(collector.path), 0, f"Skipped: needs {name}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Skip the tests that import torch or triton while they run if it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").split(".")[0]
+        if name not in MISSING:
+            raise
+        pytest.skip(f"needs {name}")
 
 
 def has_own_number(item: pytest.Item) -> bool:

@@ -14,7 +14,7 @@ import pytest
 
 from support.paths import TESTS
 from treepack.errors import TreepackError
-from treepack.processes import WINDOW, Team, in_order, unordered
+from treepack.processes import WINDOW, ProcessTeam, in_order, unordered
 
 
 class Divide:
@@ -159,7 +159,7 @@ def value(state: Sum, _: None) -> int:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_team_keeps_its_states_between_rounds(workers: int) -> None:
-    with Team(Sum, [1000] * workers) as team:
+    with ProcessTeam(Sum, [1000] * workers) as team:
         assert list(team.in_order(add, range(10))) == list(range(10))
         assert sorted(number for _, number in team.unordered(add, range(10, 20))) == list(range(10, 20))
         assert sum(team.each(value)) == 1000 * team.size + sum(range(20))
@@ -167,7 +167,7 @@ def test_a_team_keeps_its_states_between_rounds(workers: int) -> None:
 
 
 def test_a_small_first_round_makes_this_process_the_team() -> None:
-    with Team(Sum, [0, 0]) as team:
+    with ProcessTeam(Sum, [0, 0]) as team:
         assert list(team.in_order(add, [1, 2], min_size=10, size=lambda number: number)) == [1, 2]
         assert list(team.in_order(add, [100])) == [100]
         assert team.here is not None

@@ -17,7 +17,7 @@ def install_hint(extra: str) -> str:
 MAX_SHOWN = 60  # characters of a value in an error
 
 
-def shown(value: object) -> str:
+def quoted_value(value: object) -> str:
     """Return a value of a file for an error, cut if it is long."""
     try:
         text = repr(value[: MAX_SHOWN + 1]) if isinstance(value, str) else repr(value)

@@ -2,7 +2,7 @@
 
     pieces --unordered--> worker, worker, ... --> (number of the piece, result), as soon as each piece is finished
     pieces --in_order-->  worker, worker, ... --> result, each one held back until all earlier ones are yielded
-    pieces --Team-->      workers that keep a state between pieces, for several rounds of pieces
+    pieces --ProcessTeam-->      workers that keep a state between pieces, for several rounds of pieces
 
 A worker is a fresh interpreter (the start method "spawn" is safe with threads and works the same on Linux and macOS).
 A worker ignores Ctrl-C, never imports torch, and ends at once when this process ends, even if this process is killed.
@@ -56,7 +56,7 @@ def in_order(
     Raises:
         TreepackError: a worker died.
     """
-    with Team(prepare, [job] * workers) as team:
+    with ProcessTeam(prepare, [job] * workers) as team:
         yield from team.in_order(_call, pieces, min_size=min_pieces)
 
 
@@ -71,7 +71,7 @@ def unordered(
     Raises:
         TreepackError: a worker died.
     """
-    with Team(prepare, [job] * workers) as team:
+    with ProcessTeam(prepare, [job] * workers) as team:
         yield from team.unordered(_call, pieces)
 
 
@@ -111,7 +111,7 @@ def _value(result: Any) -> Any:
     return result
 
 
-class Team(Generic[State]):
+class ProcessTeam(Generic[State]):
     """Processes with a state each, which they keep from one piece to the next, and between several rounds of pieces.
 
     `jobs` has the argument of `prepare` for each worker, and `prepare` returns the state. Workers start when there is
@@ -126,7 +126,7 @@ class Team(Generic[State]):
         self._queues: dict[Connection, deque[int]] = {}
         self._processes = contextlib.ExitStack()
 
-    def __enter__(self) -> Team[State]:
+    def __enter__(self) -> ProcessTeam[State]:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,6 +1,6 @@
 """The value that every reader yields and every later stage consumes: one trajectory.
 
-    reader --Trajectory(content=Chat | Text | Tokens)--> tokenization --Trajectory(content=Tokens)--> trie
+    reader --Trajectory(content=Chat | PromptCompletion | Tokens)--> tokenization --Trajectory(content=Tokens)--> trie
 
 A reader fills in the fields of the file and nothing else. Readers check values once with the functions of this file, so
 that later stages can trust them. Unusable input becomes a `Skipped` value, not an exception, so that it is counted.
@@ -88,7 +88,7 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class PromptCompletion:
     """A plain prompt and its completion; the completion and an end-of-sequence token after it are trained.
 
     No end token is added if `is_cut`, because a limit or a filter cut the completion, or if `has_special`: then the
@@ -119,7 +119,7 @@ class Trajectory:
 
     trajectory_id: str
     source: str
-    content: Tokens | Chat | Text
+    content: Tokens | Chat | PromptCompletion
     group_id: str | None = None
     step: int | None = None
     weight: float = 1.0

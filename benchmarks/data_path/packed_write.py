@@ -29,7 +29,7 @@ def write(trie: str, out: str) -> None:
     from treepack.pack.files import write_packed
     from treepack.pack.options import PackOptions
     from treepack.pack.packing import plan_packing
-    from treepack.trie.files import read_trie
+    from treepack.trie.store.trie_files import read_trie
 
     packing = plan_packing(read_trie(Path(trie)), PackOptions(capacity=CAPACITY, method="contiguous"))
     Path(out).mkdir(parents=True)

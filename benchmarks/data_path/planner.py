@@ -30,7 +30,7 @@ def plan(leaves: int, effort: str) -> None:
 
     from treepack.pack.plan.check import check_plan
     from treepack.pack.plan.planning import plan_rows
-    from treepack.pack.plan.problem import Search
+    from treepack.pack.plan.problem import SearchOptions
 
     results: dict[str, dict[str, list[float]]] = {}
     problems = [(family, leaves) for family in made.families()]
@@ -44,7 +44,7 @@ def plan(leaves: int, effort: str) -> None:
             seconds = []
             for _ in range(2):  # the second run has all code loaded, and compiled before
                 start = time.process_time()
-                rows = plan_rows(trie, capacity=capacity, method=method, search=Search(effort))
+                rows = plan_rows(trie, capacity=capacity, method=method, search=SearchOptions(effort))
                 seconds.append(time.process_time() - start)
             result[method] = [check_plan(trie, rows).tokens_packed, rows.lower_bound, seconds[-1]]
     print(json.dumps(results))

@@ -28,14 +28,16 @@ from tasks import pass_rates
 from torch import Tensor
 
 import treepack
-from treepack.model.objectives import Objective
-from treepack.rl.advantages.estimate import Estimates
+from treepack.model.forward import row_objective
+from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.model.objectives.row_factors import row_factors
+from treepack.rl.advantages.estimate import AdvantageEstimates, estimate_advantages, with_advantages
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Float64
 from treepack.trie.trie import Trie
 
-SUM = treepack.choose_objective("dr_grpo", response_length=1)  # 1/N sum_i sum_t: no division by lengths
-EDGES = treepack.choose_objective("grpo", denominator="edge")
+SUM = choose_objective("dr_grpo", response_length=1)  # 1/N sum_i sum_t: no division by lengths
+EDGES = choose_objective("grpo", denominator="edge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ def _minus_baseline(trees: Sequence[Tree], baseline: Float64) -> Trie:
     groups = trie.trajectories["group_id"].to_pylist()
     advantage = trie.trajectories["reward"].to_numpy() - np.array([of_group[group] for group in groups])
     kept = np.arange(trie.num_trajectories)
-    return treepack.with_advantages(trie, Estimates(kept, advantage, None, Counter(), len(trees), None))
+    return with_advantages(trie, AdvantageEstimates(kept, advantage, None, Counter(), len(trees), None))
 
 
 def trie_of(trees: Sequence[Tree]) -> Trie:
@@ -138,7 +140,7 @@ def estimator_gradient(policy: Any, trie: Trie, estimator: Estimator, *, segment
         return torch.zeros_like(_flat(policy))
     more: dict[str, Any] = {} if estimator.options["estimator"] in ("grpo", "dr-grpo") else {"segment": segment}
     options = treepack.AdvantageOptions(**estimator.options, **more, rejected="zero", reject_equal=False)
-    trie = treepack.with_advantages(trie, treepack.estimate_advantages(trie, options), rejected="zero")
+    trie = with_advantages(trie, estimate_advantages(trie, options), rejected="zero")
     weighted = options.leaf_weights
     return trie_gradient(policy, trie, estimator.objective, capacity=capacity, leaf_weights=weighted)
 
@@ -151,9 +153,9 @@ def trie_gradient(
     packing = treepack.PackOptions(capacity=capacity, effort="low", leaf_weights=leaf_weights)
     rows = list(treepack.plan_packing(trie, packing))
     policy.model.zero_grad(set_to_none=False)
-    for row, factors in zip(rows, treepack.row_factors(rows, objective), strict=True):
+    for row, factors in zip(rows, row_factors(rows, objective), strict=True):
         batch = treepack.make_batch(row).to(policy.device)
-        loss, _ = treepack.row_objective(policy, batch, factors.to(policy.device), objective)
+        loss, _ = row_objective(policy, batch, factors.to(policy.device), objective)
         torch.autograd.backward(loss)
     gradient = _flat(policy).neg_()
     policy.model.zero_grad(set_to_none=True)

@@ -23,7 +23,13 @@ from tasks import Task, pass_rates, sample_trees
 from warm_up import EVALUATION_SEED, load_task
 
 import treepack
+from treepack.model.forward import row_logprobs
+from treepack.model.objectives.losses import objective_loss
+from treepack.model.objectives.objective import choose_objective
+from treepack.model.objectives.row_factors import row_factors
+from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
 from treepack.rollout.query import Query
+from treepack.rollout.records import tree_trajectories
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Float64, Trajectory
 
@@ -85,7 +91,7 @@ def evaluate(learner: Learner, queries: Sequence[Query], *, samples: int) -> Flo
 
 def trajectories_of(trees: Sequence[Tree]) -> list[Trajectory]:
     """Return the rollouts of trees, which may share groups."""
-    return [rollout for tree in trees for rollout in treepack.tree_trajectories(tree)]
+    return [rollout for tree in trees for rollout in tree_trajectories(tree)]
 
 
 def is_mixed(rewards: Sequence[float]) -> bool:
@@ -119,20 +125,18 @@ def learn(learner: Learner, rollouts: Sequence[Trajectory], estimator: str) -> d
     trie = treepack.build_trie(chosen)
     is_edge = estimator == "treerpo"
     segment = learner.segment if estimator.startswith("tree") else "auto"
-    advantages = treepack.estimate_advantages(
-        trie, treepack.AdvantageOptions(estimator, segment=segment, edges=is_edge)
-    )
-    objective = treepack.choose_objective("grpo" if is_edge else "dapo", denominator="edge" if is_edge else "token")
+    advantages = estimate_advantages(trie, treepack.AdvantageOptions(estimator, segment=segment, edges=is_edge))
+    objective = choose_objective("grpo" if is_edge else "dapo", denominator="edge" if is_edge else "token")
     # A search for a better plan would take longer than the passes of so small a model.
     packing = treepack.PackOptions(capacity=learner.capacity, effort="low")
-    rows = list(treepack.plan_packing(treepack.with_advantages(trie, advantages), packing))
+    rows = list(treepack.plan_packing(with_advantages(trie, advantages), packing))
     loss = gap = terms = 0.0
-    for row, factors in zip(rows, treepack.row_factors(rows, objective), strict=True):
+    for row, factors in zip(rows, row_factors(rows, objective), strict=True):
         batch = treepack.make_batch(row).to(learner.policy.device)
         assert batch.terms is not None
         assert batch.terms.sampling_logprob is not None
-        scores = treepack.row_logprobs(learner.policy, batch, batch.terms.tokens)
-        value, _ = treepack.objective_loss(*scores, batch.terms, factors.to(learner.policy.device), objective)
+        scores = row_logprobs(learner.policy, batch, batch.terms.tokens)
+        value, _ = objective_loss(*scores, batch.terms, factors.to(learner.policy.device), objective)
         torch.autograd.backward(value)
         gaps = (scores[0].detach()[batch.terms.index] - batch.terms.sampling_logprob).abs()
         loss, gap, terms = loss + value.item(), gap + gaps.sum().item(), terms + len(gaps)

@@ -1,6 +1,6 @@
 """PROS and its baselines: GRPO on queries of a fixed pool, which start at a prompt or at a reused prefix.
 
-    State --pros_arm(...)--> (decoded tokens, figures)         arms of curves.py; pros_tables.py makes the table
+    QueryCounts --pros_arm(...)--> (decoded tokens, figures)   arms of curves.py; pros_tables.py makes the table
 
     pool-grpo      random originals
     pool-dynamic   random originals until enough groups have both outcomes; all their tokens count (DAPO)
@@ -31,10 +31,11 @@ from tasks import sample_trees
 
 import treepack
 from treepack.columns import SpanView
-from treepack.rl.pros import selection
-from treepack.rl.pros.augmentation import augment
-from treepack.rl.pros.pass_rates import LogOdds, Sampling, estimate
-from treepack.rl.pros.signals import entropies_of_terms
+from treepack.model.forward import row_logprobs
+from treepack.research.pros import selection
+from treepack.research.pros.augmentation import augment
+from treepack.research.pros.pass_rates import GibbsLength, LogOdds, estimate
+from treepack.research.pros.signals import entropies_of_terms
 from treepack.rollout.query import Query
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Float64, Int32, Trajectory
@@ -52,7 +53,7 @@ class Pool:
     """Queries by id, and the counts of their rollouts."""
 
     queries: dict[str, Query]
-    counts: selection.State
+    counts: selection.QueryCounts
 
     def add(self, queries: Sequence[Query]) -> None:
         """Add queries that the pool does not have yet; the parent of an augmented one is a field."""
@@ -106,7 +107,7 @@ def pros_arm(choose: Choose, *, is_augmented: bool, max_batches: int = 1) -> Arm
         learner, num = state.learner, state.sizes.prompts
         pool: Pool = state.memory.setdefault("pool", None) or start_pool(state)
         state.memory["pool"] = pool
-        counts, sampling = pool.counts, Sampling(SWEEPS, BURN_IN, state.step_seed("estimate"))
+        counts, sampling = pool.counts, GibbsLength(SWEEPS, BURN_IN, state.step_seed("estimate"))
         log_odds = estimate(counts.parent, counts.passed, counts.tried, sampling=sampling)
         names = choose(pool, log_odds, num * max_batches, state.step_seed("choice"))
         trees: list[Tree] = []
@@ -216,7 +217,7 @@ def entropies_of(learner: Learner, trie: Trie) -> list[Float64 | None]:
         batch = treepack.make_batch(row).to(learner.policy.device)
         assert batch.terms is not None
         assert row.terms is not None
-        _, entropies = treepack.row_logprobs(learner.policy, batch, batch.terms.tokens)
+        _, entropies = row_logprobs(learner.policy, batch, batch.terms.tokens)
         scored.append((row.trajectory_ids, row.terms.trajectory, entropies[batch.terms.index].cpu().numpy()))
     return entropies_of_terms(trie, scored)
 

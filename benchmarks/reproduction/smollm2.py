@@ -49,8 +49,9 @@ from smollm2_sums import Sum, problems
 from smollm2_tables import arm_table, curve_table, difference_line, speed_table, warm_up_table
 from smollm2_warm_up import WarmUp, choose_checkpoint, train_checkpoints
 
-from treepack import PackOptions, Trie, build_trie, plan_packing, tree_trajectories
+from treepack import PackOptions, Trie, build_trie, plan_packing
 from treepack.errors import TreepackError
+from treepack.rollout.records import tree_trajectories
 from treepack.rollout.tree import Tree
 
 HELD_OUT_SEED = 1_000_003

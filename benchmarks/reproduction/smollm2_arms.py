@@ -26,34 +26,23 @@ from decode import DecodeEngine
 from smollm2_sums import ADDENDS, LARGEST, MAX_TOKENS, Sum, chat_record
 from torch import Tensor
 
-from treepack import (
-    AdvantageOptions,
-    PackOptions,
-    Query,
-    Row,
-    Sampling,
-    SingleTurn,
-    TreeOptions,
-    Trie,
-    build_trie,
-    choose_objective,
-    estimate_advantages,
-    independent_options,
-    load_model,
-    make_batch,
-    objective_loss,
-    plan_packing,
-    row_factors,
-    row_logprobs,
-    sample_tree,
-    tree_trajectories,
-    with_advantages,
-)
+from treepack import AdvantageOptions, PackOptions, TreeOptions, Trie, build_trie, load_model, make_batch, plan_packing
 from treepack.ingest.readers.files.records import Record
-from treepack.rollout.engine import derived_seed
-from treepack.rollout.local import default_stop_tokens
+from treepack.model.forward import row_logprobs
+from treepack.model.objectives.losses import objective_loss
+from treepack.model.objectives.objective import choose_objective
+from treepack.model.objectives.row_factors import row_factors
+from treepack.pack.row import Row
+from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
+from treepack.rollout.engine import Sampling, derived_seed
+from treepack.rollout.episode import SingleTurn
+from treepack.rollout.in_process.local import default_stop_tokens
+from treepack.rollout.options import independent as independent_options
 from treepack.rollout.prompts import PromptReader
-from treepack.rollout.tree import Tree, leaf_weights
+from treepack.rollout.query import Query
+from treepack.rollout.records import tree_trajectories
+from treepack.rollout.sampler import sample_tree
+from treepack.rollout.tree import Tree, weights_of_leaves
 from treepack.trajectory import Float64, Int32
 
 INDEPENDENT, TREE, TREE_GRPO = "independent", "tree", "tree-grpo"
@@ -255,7 +244,7 @@ def run_arm(
 
 def sampled_figures(trees: Sequence[Tree]) -> dict[str, float]:
     """Return figures of a step's sampling; the mean reward is that of independent rollouts, by the leaf weights."""
-    rewards = [float(leaf_weights(tree)[1] @ [leaf.reward or 0.0 for leaf in tree.leaves]) for tree in trees]
+    rewards = [float(weights_of_leaves(tree)[1] @ [leaf.reward or 0.0 for leaf in tree.leaves]) for tree in trees]
     return {
         "reward": float(np.mean(rewards)),
         "leaves": sum(len(tree.leaves) for tree in trees),

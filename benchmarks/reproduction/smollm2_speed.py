@@ -19,9 +19,12 @@ import torch
 from smollm2_arms import accumulate
 from torch import Tensor
 
-from treepack import PackOptions, Plan, Row, Trie, pack_rows, plan_packing
+from treepack import PackOptions, Trie, plan_packing
+from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import packed_trie
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
+from treepack.pack.row import Row
+from treepack.pack.rows import pack_rows
 
 LONG = 10.0  # seconds of steps after which a packing is not repeated
 TREES, FLAT, ALONE = "trees", "flat", "alone"
@@ -29,7 +32,7 @@ TREES, FLAT, ALONE = "trees", "flat", "alone"
 
 def packings(trie: Trie, capacity: int) -> dict[str, list[Row]]:
     """Return the rows of `trie` in each of the three ways."""
-    alone = Plan("sequence", Limits(capacity), np.arange(trie.num_trajectories))
+    alone = Plan("sequence", RowLimits(capacity), np.arange(trie.num_trajectories))
     return {
         ALONE: list(pack_rows(packed_trie(trie, "sequence"), alone)),
         FLAT: list(plan_packing(trie, PackOptions(capacity=capacity, method="sequence"))),

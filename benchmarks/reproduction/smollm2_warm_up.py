@@ -21,8 +21,8 @@ from typing import Any
 from smollm2_sums import Sum, chat_record, problems
 
 from treepack.errors import TreepackError
-from treepack.train.checkpoint_files import CHECKPOINTS, list_steps, step_of
-from treepack.train.initial_weights import find_weights
+from treepack.train.saving.checkpoint_files import CHECKPOINTS, list_steps, step_of
+from treepack.train.setup.initial_weights import find_weights
 
 TREEPACK = (sys.executable, "-c", "import treepack_cli; treepack_cli.main()")
 

@@ -3,7 +3,7 @@
 task = make_task("steps", error=0.2)
 engine = DecodeEngine(policy, task.sampling)
 trees = sample_trees(task, task.queries(64, seed=1), engine, task.independent(8), seed=5)
-tree_rewards(trees[0]), leaf_weights(trees[0])[1]
+tree_rewards(trees[0]), weights_of_leaves(trees[0])[1]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from treepack.rollout.options import TreeOptions, independent
 from treepack.rollout.query import Query
 from treepack.rollout.requests import run_queries
 from treepack.rollout.sampler import sample_tree
-from treepack.rollout.tree import Tree, leaf_weights
+from treepack.rollout.tree import Tree, weights_of_leaves
 from treepack.trajectory import Float64, Int32
 
 TASKS = ("steps", "maze")
@@ -129,7 +129,7 @@ def tree_rewards(tree: Tree) -> Float64:
 
 def pass_rates(trees: Sequence[Tree]) -> Float64:
     """Return the mean reward of an independent rollout of each tree's query, float64 [num_trees], without bias."""
-    return np.array([tree_rewards(tree) @ leaf_weights(tree)[1] for tree in trees])
+    return np.array([tree_rewards(tree) @ weights_of_leaves(tree)[1] for tree in trees])
 
 
 def level_rates(task: Task, engine: Engine, *, num: int, width: int, seed: int) -> dict[int, float]:

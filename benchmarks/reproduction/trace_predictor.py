@@ -1,9 +1,9 @@
 """TRACE's predictor of success in memory: fitted on the rollouts of a moving policy, and asked before the next ones.
 
     folder of the policy --start_predictor--> Predictor
-    Predictor, prompts --prompt_values--> values            before any rollout of them exists
-    Predictor, trie --predictions--> Predictions            of the prompts and of all prefixes of its rollouts
-    Predictor, trie --refit--> loss                         two epochs on this round's targets, equation 19
+    Predictor, prompts --prompt_values--> values         before any rollout of them exists
+    Predictor, trie --predictions--> ValuePredictions    of the prompts and of all prefixes of its rollouts
+    Predictor, trie --refit--> loss                      two epochs on this round's targets, equation 19
 
 The model and its rows are those of `treepack values`: the weights of the warmed-up policy with a scalar head, separate
 from the policy that is trained. Its optimiser lives as long as the arm, as in TRACE (arXiv 2606.11119), appendix E.6.
@@ -19,19 +19,19 @@ import numpy as np
 import torch
 
 import treepack
-from treepack.rl.leaf_weights import leaf_weights
-from treepack.rl.trace.predictions import Predictions
-from treepack.rl.trace.targets import anchors, binary_rewards, recursive_targets
-from treepack.rollout.query import Query
-from treepack.train.predictor.fit import accumulate
-from treepack.train.predictor.model import (
+from treepack.research.predictor.fit import accumulate
+from treepack.research.predictor.model import (
     ValueModel,
     end_states,
     node_values,
     prediction_table,
     start_values,
 )
-from treepack.train.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, draw_nodes
+from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, draw_nodes
+from treepack.research.trace.predictions import ValuePredictions
+from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets
+from treepack.rl.leaf_weights import leaf_weights
+from treepack.rollout.query import Query
 from treepack.trajectory import Float64
 from treepack.trie.trie import Trie
 
@@ -88,7 +88,7 @@ def prompt_values(predictor: Predictor, queries: Sequence[Query]) -> Float64:
     return node_values(predictor.model, ends, num_inner=len(queries))
 
 
-def predictions(predictor: Predictor, trie: Trie) -> Predictions:
+def predictions(predictor: Predictor, trie: Trie) -> ValuePredictions:
     """Return the predicted values of the prompts of `trie` and of every prefix of its rollouts."""
     ends = anchors(trie, segment=predictor.segment)
     prefixes = anchor_prefixes(trie, ends)
@@ -98,7 +98,7 @@ def predictions(predictor: Predictor, trie: Trie) -> Predictions:
     roots = sorted((line["group_id"], line["value"]) for line in lines if line["turn"] is None)
     keys = [(line["trajectory_id"], line["turn"]) for line in lines]
     below = [(key, line) for key, line in zip(keys, lines, strict=True) if line["turn"] is not None]
-    return Predictions(
+    return ValuePredictions(
         path=SOURCE,
         group_ids=[name for name, _ in roots],
         root_value=np.array([value for _, value in roots]),

@@ -24,11 +24,11 @@ from tasks import sample_trees
 from trace_predictor import SOURCE, Predictor, predictions, prompt_values, refit
 
 import treepack
-from treepack.rl.trace.allocation import allocate_roots
-from treepack.rl.trace.expansion import prefix_table
-from treepack.rl.trace.predictions import Predictions, correlations, group_ids
-from treepack.rl.trace.simulation import Experiment, spread_continuations, spread_rollouts
-from treepack.rl.trace.targets import anchors, binary_rewards, effective_ratio
+from treepack.research.trace.allocation import allocate_roots
+from treepack.research.trace.expansion import prefix_table
+from treepack.research.trace.predictions import ValuePredictions, correlations, group_ids
+from treepack.research.trace.simulation import BudgetExperiment, spread_continuations, spread_rollouts
+from treepack.research.trace.targets import anchors, binary_rewards, effective_ratio
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.recorded import prefix_parts
@@ -45,9 +45,9 @@ class Budget:
     rollouts: int = 512
     expand: int = 2
 
-    def experiment(self) -> Experiment:
+    def experiment(self) -> BudgetExperiment:
         """Return the budget of the simulated rounds, which the uniform stages use too."""
-        return Experiment(candidates=self.candidates, budget=self.rollouts, expand=self.expand)
+        return BudgetExperiment(candidates=self.candidates, budget=self.rollouts, expand=self.expand)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def play_round(
     return record
 
 
-def active_lines(trie: Trie, predicted: Predictions, expand: int, segment: str) -> list[Continuations]:
+def active_lines(trie: Trie, predicted: ValuePredictions, expand: int, segment: str) -> list[Continuations]:
     """Return the continuations that `treepack trace` would choose for the rollouts of `trie`."""
     table, _ = prefix_table(trie, predicted, expand=expand, segment=segment)
     return [
@@ -201,7 +201,7 @@ def _names(tree: Tree) -> list[str]:
     return [f"{tree.query.key}/{number}" for number in range(len(tree.leaves))]
 
 
-def correlation_figures(predicted: Predictions, whole: Trie, segment: str) -> dict[str, float | None]:
+def correlation_figures(predicted: ValuePredictions, whole: Trie, segment: str) -> dict[str, float | None]:
     """Return Spearman's correlation of the predictions with the shares of successes below prompts and prefixes."""
     levels = correlations(predicted, whole, anchors(whole, segment=segment), binary_rewards(whole))
     return {f"spearman_{name.replace(' ', '_')}": levels[name].rho for name in levels}

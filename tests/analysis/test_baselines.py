@@ -17,24 +17,24 @@ from treepack.analysis.forecast import (
     SAMPLES,
     TRAJECTORIES,
     TURNS,
-    Device,
-    Line,
+    ForecastLine,
+    TrainingDevice,
     flat_work,
     once_work,
     turns_work,
 )
-from treepack.analysis.model_cost import FlopCount, ModelShape, operations
 from treepack.analysis.turns import turns_of
-from treepack.analysis.verdict import baseline_notes, report
+from treepack.analysis.verdict import baseline_notes, forecast_report
+from treepack.costs.model_cost import FlopCount, ModelShape, operations
 from treepack.ingest.conversations import AppendOnly, Conversations
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie, trajectories_of
 
 # Small primes, so that a wrong factor or a swapped pair changes every result.
 SHAPE = ModelShape("made", weights=7, output=11, scores=3)
-DEVICE = Device("made", 1e12)
+DEVICE = TrainingDevice("made", 1e12)
 
 
 @given(rollouts=strategies.trajectories(steps=False), num_records=st.integers(1, 4))
@@ -108,7 +108,7 @@ def test_notes_mention_equal_baselines_and_equal_expansions() -> None:
 
 def test_the_report_follows_from_the_lines() -> None:
     flat, packed = FlopCount(1000, 9000, 100), FlopCount(200, 3000, 90)
-    result = report([Line("turns", 64, flat, packed, 2, TURNS)], SHAPE, DEVICE, ["a note"])
+    result = forecast_report([ForecastLine("turns", 64, flat, packed, 2, TURNS)], SHAPE, DEVICE, ["a note"])
     (line,) = result["lines"]
     assert line["flops_flat"] == 6 * (7 * 1000 + 11 * 100 + 3 * 9000) == operations(SHAPE, flat)
     assert line["speedup"] == pytest.approx(operations(SHAPE, flat) / operations(SHAPE, packed))
@@ -120,10 +120,10 @@ def test_the_report_follows_from_the_lines() -> None:
     assert json.loads(json.dumps(result)) == result
 
 
-def line_of(baseline: str, saved: float, capacity: int | None = None, left_out: int = 0) -> Line:
+def line_of(baseline: str, saved: float, capacity: int | None = None, left_out: int = 0) -> ForecastLine:
     """Return a line without attention and output layer, whose speed-up is 1 / (1 - saved)."""
     flat, packed = FlopCount(1000, 0, 0), FlopCount(round(1000 * (1 - saved)), 0, 0)
-    return Line("trajectories", capacity, flat, packed, left_out, baseline)
+    return ForecastLine("trajectories", capacity, flat, packed, left_out, baseline)
 
 
 SEQUENCE = "one append-only sequence per conversation"
@@ -161,8 +161,8 @@ SEQUENCE = "one append-only sequence per conversation"
         ),
     ],
 )
-def test_the_verdict_is_one_plain_line(lines: list[Line], expected: str) -> None:
-    result = report(lines, SHAPE, DEVICE)
+def test_the_verdict_is_one_plain_line(lines: list[ForecastLine], expected: str) -> None:
+    result = forecast_report(lines, SHAPE, DEVICE)
     assert result["verdict"] == expected
     assert result["pays"] == ("not pay" not in expected)
 
@@ -172,7 +172,7 @@ saved = st.floats(-0.5, 0.95)
 
 @given(st.dictionaries(st.sampled_from([APPEND_ONLY, SAMPLES, TRAJECTORIES, TURNS]), saved, min_size=1))
 def test_the_verdict_is_never_larger_than_against_each_sample_alone(shares: dict[str, float]) -> None:
-    result = report([line_of(name, share) for name, share in shares.items()], SHAPE, DEVICE)
+    result = forecast_report([line_of(name, share) for name, share in shares.items()], SHAPE, DEVICE)
     speedups = {entry["baseline"]: entry["speedup"] for entry in result["baselines"]}
     alone = next((speedups[name] for name in (SAMPLES, TRAJECTORIES, TURNS) if name in speedups), None)
     assert result["gain"]["speedup"] == speedups[result["gain"]["baseline"]]

@@ -11,26 +11,26 @@ from support import strategies
 from support.oracle import path_of
 from support.strategies import make
 from treepack.analysis.carried_cost import (
-    Trunk,
     TrunkCounter,
+    TrunkTokens,
     executed_in_pieces,
     executed_in_rows,
     plan_trunks,
     trie_trunks,
 )
-from treepack.analysis.model_cost import FlopCount, ModelShape
 from treepack.carry.pieces import plan_row
+from treepack.costs.model_cost import FlopCount, ModelShape
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 PIECES = (1, 2, 3, 5, 8, 1000)
 SHAPE = ModelShape("made", weights=90, output=11, scores=3, scans=10)
 
 
-def slow_trunks(rows: list[Row]) -> tuple[Trunk, ...]:
+def slow_trunks(rows: list[Row]) -> tuple[TrunkTokens, ...]:
     """Return the trunk by its definition: every token counts the tokens whose path it is on."""
     counted = []
     for row in rows:
@@ -40,7 +40,7 @@ def slow_trunks(rows: list[Row]) -> tuple[Trunk, ...]:
     for piece in PIECES:
         tokens = sum(size > piece for _, sizes in counted for size in sizes)
         longest = max(sum(sizes[token] > piece for token in path) for paths, sizes in counted for path in paths)
-        trunks.append(Trunk(piece, tokens, longest))
+        trunks.append(TrunkTokens(piece, tokens, longest))
     return tuple(trunks)
 
 
@@ -94,14 +94,14 @@ def test_the_trainer_computes_the_tokens_that_are_forecast(
 def test_trunk_ends_inside_a_node() -> None:
     trie = build_trie([make("a", [0, 1, 2, 3, 4]), make("b", [0, 1, 2, 5, 6, 7])])
     # Subtrees of 0, 1, 2: 8, 7 and 6 tokens. Of 3, 4: 2 and 1. Of 5, 6, 7: 3, 2 and 1.
-    assert trie_trunks(trie, (6, 2)) == (Trunk(6, 2, 2), Trunk(2, 4, 4))
+    assert trie_trunks(trie, (6, 2)) == (TrunkTokens(6, 2, 2), TrunkTokens(2, 4, 4))
 
 
 def test_a_large_trie_needs_no_column_of_tokens() -> None:
     trie = build_trie([make(f"t{i}", [1] * 4000 + [i] * 10) for i in range(3)])
     trunks = trie_trunks(trie, (30, 16))
     # 4,030 tokens: 30 below the prompt. Pieces of 16: the prompt, and nothing of the answers of 10.
-    assert trunks == (Trunk(30, 4000, 4000), Trunk(16, 4000, 4000))
+    assert trunks == (TrunkTokens(30, 4000, 4000), TrunkTokens(16, 4000, 4000))
 
 
 def test_operations_of_pieces_lie_between_rows_that_recompute_all_layers_and_none() -> None:
@@ -109,12 +109,12 @@ def test_operations_of_pieces_lie_between_rows_that_recompute_all_layers_and_non
     attention, output = 7 * 3 * 50_000, 8 * 11 * 400
     assert executed_in_rows(SHAPE, work, 1) == 8 * 100 * 1000 + attention + output
     assert executed_in_rows(SHAPE, work, 0.25) == 6.5 * 100 * 1000 + attention + output
-    assert executed_in_pieces(SHAPE, work, Trunk(10, 300, 50)) == (6 * 1000 + 2 * 300) * 100 + attention + output
+    assert executed_in_pieces(SHAPE, work, TrunkTokens(10, 300, 50)) == (6 * 1000 + 2 * 300) * 100 + attention + output
     for trunk, share in ((0, 0), (1000, 1)):
-        assert executed_in_pieces(SHAPE, work, Trunk(10, trunk, 0)) == executed_in_rows(SHAPE, work, share)
+        assert executed_in_pieces(SHAPE, work, TrunkTokens(10, trunk, 0)) == executed_in_rows(SHAPE, work, share)
 
 
 def test_windows_bound_the_pairs_of_pieces() -> None:
     windows = ModelShape("windows", weights=100, output=0, scores=0, windows=((8, 3),))
     work = FlopCount(tokens=10, pairs=1000, targets=0)
-    assert executed_in_pieces(windows, work, Trunk(1, 0, 0)) == pytest.approx(6 * 100 * 10 + 7 * 3 * 80)
+    assert executed_in_pieces(windows, work, TrunkTokens(1, 0, 0)) == pytest.approx(6 * 100 * 10 + 7 * 3 * 80)

@@ -13,15 +13,15 @@ from support.command_line import Run
 from support.paths import SAMPLE_DATA
 from support.strategies import make
 from treepack.analysis.capacities import forecast_lines, plan_capacities
-from treepack.analysis.carried_cost import Trunk
-from treepack.analysis.carried_report import PIECES, USABLE, RowsToCarry, report, rows_of_plans, sizes_of_pieces
-from treepack.analysis.forecast import Device, read_device
-from treepack.analysis.model_cost import FlopCount, operations, read_shape
-from treepack.analysis.model_memory import ModelMemory, NoPieces, read_memory
-from treepack.analysis.report.figures import Subject, measure
-from treepack.analysis.report.words import summary
+from treepack.analysis.carried_cost import TrunkTokens
+from treepack.analysis.carried_report import PIECES, USABLE, RowsToCarry, carried_report, rows_of_plans, sizes_of_pieces
+from treepack.analysis.forecast import TrainingDevice, read_device
+from treepack.costs.model_cost import FlopCount, operations, read_shape
 from treepack.errors import TreepackError
-from treepack.trie.build import build_trie
+from treepack.memory.model_memory import ModelMemory, NoPieces, read_memory
+from treepack.report.figures import ReportSubject, measure
+from treepack.report.words import report_summary
+from treepack.trie.builders.in_memory import build_trie
 
 GIB = 1 << 30
 MODEL = "qwen3-1.7b"
@@ -40,12 +40,14 @@ MEMORY = memory_of_model()
 def rows(capacity: int | None, size: int, trunk: int, *, left_out: int = 0) -> RowsToCarry:
     """Return ten rows of `size` tokens, `trunk` of each on one path for every size of a piece."""
     work = FlopCount(10 * size, 10 * size * size // 4, 5 * size)
-    trunks = tuple(Trunk(piece, 10 * trunk, trunk) if piece < size else Trunk(piece, 0, 0) for piece in PIECES)
+    trunks = tuple(
+        TrunkTokens(piece, 10 * trunk, trunk) if piece < size else TrunkTokens(piece, 0, 0) for piece in PIECES
+    )
     return RowsToCarry(capacity, left_out, work, size, size // 2, trunks)
 
 
 def report_of(lines: list[RowsToCarry], device: str = "h200") -> dict[str, Any]:
-    found = report(lines, SHAPE, MEMORY, read_device(device))
+    found = carried_report(lines, SHAPE, MEMORY, read_device(device))
     assert json.loads(json.dumps(found)) == found
     return found
 
@@ -85,9 +87,9 @@ def test_without_a_known_memory_pieces_have_the_usual_size() -> None:
 
 
 def test_hours_without_pieces_are_those_of_the_forecast_if_all_layers_are_recomputed() -> None:
-    device = Device("made", 1e14, 10 * GIB)
+    device = TrainingDevice("made", 1e14, 10 * GIB)
     lines = [rows(None, 10**6, 50_000)]
-    (line,) = report(lines, SHAPE, MEMORY, device)["lines"]
+    (line,) = carried_report(lines, SHAPE, MEMORY, device)["lines"]
     assert line["recomputed_layers"] == 28
     assert line["hours_rows"] == pytest.approx(operations(SHAPE, lines[0].work) / 0.5e14 / 3600)
     assert line["hours_carry"] == pytest.approx(line["hours_rows"] / line["speedup"])
@@ -120,13 +122,15 @@ def test_rows_shorter_than_a_piece_need_no_pieces() -> None:
 
 
 def test_a_model_that_is_too_large_for_the_device_needs_several() -> None:
-    found = report([rows(None, 10**5, 20_000)], read_shape("qwen3-8b"), read_memory("qwen3-8b"), read_device("h100"))
+    found = carried_report(
+        [rows(None, 10**5, 20_000)], read_shape("qwen3-8b"), read_memory("qwen3-8b"), read_device("h100")
+    )
     assert found["lines"][0]["carry"] == PIECES[0]
     assert "more than the device has: 122.0 GiB of it are weights, gradients and AdamW" in found["verdict"]
 
 
 def test_a_model_without_a_forecast_has_a_reason_and_no_numbers() -> None:
-    found = report([rows(None, 10**5, 20_000)], SHAPE, NoPieces("it is made up"), read_device("h200"))
+    found = carried_report([rows(None, 10**5, 20_000)], SHAPE, NoPieces("it is made up"), read_device("h200"))
     assert (found["lines"], found["obstacle"]) == ([], "it is made up")
     assert found["verdict"] == "train --carry has no forecast for qwen3-1.7b: it is made up"
 
@@ -144,9 +148,9 @@ def test_whole_trees_come_first_and_then_the_rows_of_each_plan() -> None:
     # The first tree has 8 tokens, of which 0, 1, 2 and 5 are trunk. In rows of 6 tokens, a and b are apart: 3 and 4 are
     # trunk, of 5 and 6 tokens. One row of 16 tokens contains everything.
     assert [(each.capacity, each.row_tokens, each.longest, each.trunks) for each in found] == [
-        (None, 8, 6, (Trunk(2, 4, 4),)),
-        (6, 6, 6, (Trunk(2, 7, 4),)),
-        (16, 10, 6, (Trunk(2, 4, 4),)),
+        (None, 8, 6, (TrunkTokens(2, 4, 4),)),
+        (6, 6, 6, (TrunkTokens(2, 7, 4),)),
+        (16, 10, 6, (TrunkTokens(2, 4, 4),)),
     ]
 
 
@@ -173,7 +177,7 @@ def test_stats_and_the_page_have_the_sentence(treepack: Run) -> None:
     assert "- path: GiB of the longest carried path; memory is estimated, for one GPU" in done.out
     hybrid = treepack("stats", SAMPLE_DATA / "tokens.jsonl", "--model", "qwen3.5-4b")
     assert "\ntrain --carry has no forecast for qwen3.5-4b: layer 0 is recurrent" in hybrid.out
-    subject = Subject("made", build_trie([make("a", [0, 1, 2, 3, 4]), make("b", [0, 1, 2, 5])]))
+    subject = ReportSubject("made", build_trie([make("a", [0, 1, 2, 3, 4]), make("b", [0, 1, 2, 5])]))
     sentences: tuple[tuple[ModelMemory | NoPieces, str], ...] = (
         (
             MEMORY,
@@ -182,6 +186,6 @@ def test_stats_and_the_page_have_the_sentence(treepack: Run) -> None:
         (NoPieces("it is made up"), "Long rows: train --carry has no forecast for qwen3-1.7b: it is made up."),
     )
     for memory, sentence in sentences:
-        text = summary(subject, measure(subject, SHAPE, memory=memory))
+        text = report_summary(subject, measure(subject, SHAPE, memory=memory))
         assert len([line for line in text if line.startswith(sentence)]) == 1
-    assert not [line for line in summary(subject, measure(subject, SHAPE)) if line.startswith("Long rows")]
+    assert not [line for line in report_summary(subject, measure(subject, SHAPE)) if line.startswith("Long rows")]

@@ -23,7 +23,7 @@ from treepack.analysis import forecast
 from treepack.analysis.capacities import forecast_lines, plan_capacities
 from treepack.analysis.forecast import (
     APPEND_ONLY,
-    Line,
+    ForecastLine,
     RowCounter,
     flat_work,
     trained_of,
@@ -31,15 +31,15 @@ from treepack.analysis.forecast import (
     turns_work,
     whole_work,
 )
-from treepack.analysis.model_cost import FlopCount
 from treepack.analysis.turns import cut_to_turns, turns_of
+from treepack.costs.model_cost import FlopCount
 from treepack.errors import TreepackError
 from treepack.pack.capacity import usual_capacities
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie, trajectories_of
 
@@ -168,7 +168,7 @@ def test_single_turns_that_share_a_prompt_have_one_line() -> None:
     trie = build_trie([make(f"t{i}", [1, 2, i], spans=[(2, 3, 1.0)]) for i in range(4)])
     # Flat: 4 samples of 3 tokens, 6 pairs each. Tree: prompt of 2 tokens (3 pairs), 4 tokens that see 3 each.
     (line,) = forecast_lines(trie, [], method="contiguous")
-    assert line == Line("trajectories", None, FlopCount(12, 24, 4), FlopCount(6, 3 + 12, 4))
+    assert line == ForecastLine("trajectories", None, FlopCount(12, 24, 4), FlopCount(6, 3 + 12, 4))
 
 
 def test_samples_that_no_other_continues_train_the_trained_tokens_of_their_path() -> None:

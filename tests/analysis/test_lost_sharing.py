@@ -13,18 +13,18 @@ from support.byte_tokenizer import PLAIN, STRIPPING, save
 from support.command_line import Run
 from support.paths import ROOT
 from support.strategies import make, trajectories
-from treepack.analysis.lost_sharing import added_tokens, explain
-from treepack.analysis.text_differences import classify
+from treepack.analysis.lost_sharing import added_tokens, explain_sharing
+from treepack.analysis.text_differences import classify_difference
 from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Chat, Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 # Without a tokenizer a cause only names the part that differs.
 CAUSE = {"prompt": "prompt differs", "history": "history differs"}
 
 
 def report_of(*rollouts: Trajectory, **options: Any) -> dict[str, Any]:
-    return explain(build_trie(rollouts), **options)
+    return explain_sharing(build_trie(rollouts), **options)
 
 
 def tokens_lost(report: dict[str, Any]) -> dict[str, int]:
@@ -34,7 +34,7 @@ def tokens_lost(report: dict[str, Any]) -> dict[str, int]:
 @given(trajectories())
 def test_the_reasons_sum_up_to_the_tokens_of_the_trie(rollouts: list[Trajectory]) -> None:
     trie = build_trie(rollouts)
-    report = explain(trie)
+    report = explain_sharing(trie)
     assert sum(report["laid_down"].values()) == trie.tokens_tree
     assert sum(tokens_lost(report).values()) == report["laid_down"]["lost"]
     assert min(report["laid_down"].values()) >= 0
@@ -42,7 +42,7 @@ def test_the_reasons_sum_up_to_the_tokens_of_the_trie(rollouts: list[Trajectory]
 
 @given(trajectories())
 def test_the_order_of_trajectories_changes_nothing(rollouts: list[Trajectory]) -> None:
-    assert explain(build_trie(rollouts)) == explain(build_trie(rollouts[::-1]))
+    assert explain_sharing(build_trie(rollouts)) == explain_sharing(build_trie(rollouts[::-1]))
 
 
 @given(trajectories(steps=False))
@@ -169,11 +169,11 @@ TODAY, HELPER = "\u4eca\u5929\u662f", "\u6709\u7528\u7684\u52a9\u624b"
     ],
 )  # fmt: skip
 def test_a_cause_is_named_if_it_is_the_only_difference(expected: str, actual: str, is_call: bool, cause: str) -> None:
-    assert classify(expected, actual, is_call=is_call, whole=(True, True)).cause == cause
+    assert classify_difference(expected, actual, is_call=is_call, whole=(True, True)).cause == cause
 
 
 def test_a_difference_shows_the_words_on_both_sides() -> None:
-    difference = classify(
+    difference = classify_difference(
         "code that is not idented well", "code that is not indented well", is_call=False, whole=(True,) * 2
     )
     assert (difference.before, difference.expected, difference.actual) == (
@@ -186,9 +186,9 @@ def test_a_difference_shows_the_words_on_both_sides() -> None:
 def test_characters_before_a_cut_are_ignored() -> None:
     text = "word " * 40
     # "abc" and "ab" differ only in a character before the cut; of whole texts it is a difference besides the id.
-    cut = classify(f"call_1111111 {text}abc", f"call_2222222 {text}ab", is_call=False, whole=(False, False))
+    cut = classify_difference(f"call_1111111 {text}abc", f"call_2222222 {text}ab", is_call=False, whole=(False, False))
     assert cut.cause == "random ids"
-    whole = classify(f"call_1111111 {text}abc", f"call_2222222 {text}ab", is_call=False, whole=(True, True))
+    whole = classify_difference(f"call_1111111 {text}abc", f"call_2222222 {text}ab", is_call=False, whole=(True, True))
     assert whole.cause == "prompt edit"
 
 
@@ -214,7 +214,7 @@ def chat(name: str, *, system: str = "You help.", reply: str = "Yes.", reasoning
 def causes_of(folder: Path, *chats: Trajectory, template: str = "plain", expand: str = "trajectory") -> dict[str, int]:
     tokenizer = load_tokenizer(str(folder / template))
     done = [item for item in tokenize(chats, tokenizer=tokenizer, expand=expand) if isinstance(item, Trajectory)]
-    return tokens_lost(explain(build_trie(done), tokenizer.batch_decode))
+    return tokens_lost(explain_sharing(build_trie(done), tokenizer.batch_decode))
 
 
 def test_the_text_of_a_prompt_gives_the_cause(folder: Path) -> None:
@@ -242,7 +242,7 @@ def test_other_ids_of_the_same_text_are_retokenisation(folder: Path) -> None:
     rollouts = [
         make(name, [*ids, 5], spans=[(len(ids), len(ids) + 1, 1.0)]) for name, ids in (("a", whole), ("b", apart))
     ]
-    report = explain(build_trie(rollouts), tokenizer.batch_decode)
+    report = explain_sharing(build_trie(rollouts), tokenizer.batch_decode)
     assert list(tokens_lost(report)) == ["retokenisation"]
     # All tokens from the first different id on are lost; argmin finds the first False.
     assert report["laid_down"]["lost"] == len(apart) - np.argmin(np.array(whole[:6]) == np.array(apart[:6]))
@@ -252,7 +252,7 @@ def test_partings_beyond_the_most_are_counted_as_not_read(folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder / "plain"))
     chats = [chat("a"), chat("b", system="You helps you now."), chat("c", system="They help.")]
     done = [item for item in tokenize(chats, tokenizer=tokenizer) if isinstance(item, Trajectory)]
-    report = explain(build_trie(done), tokenizer.batch_decode, most=1)
+    report = explain_sharing(build_trie(done), tokenizer.batch_decode, most=1)
     assert sorted(cause["num_partings"] for cause in report["lost"]) == [1, 1]
     assert "not read" in tokens_lost(report)
 

@@ -26,11 +26,11 @@ from treepack.analysis import forecast, turns
 from treepack.analysis.forecast import trained_of, whole_work
 from treepack.analysis.lost_sharing import added_tokens
 from treepack.pack import expected
-from treepack.pack.expected import IdIndex, TableRows
+from treepack.pack.expected import ChunkedRows, IdIndex
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie import pieces, storage
-from treepack.trie.build import build_trie
-from treepack.trie.files import read_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import read_trie
 
 EXAMPLES = max(3, settings().max_examples // 20)  # each packs, and reads everything six times
 MEMORY = 1 << 20  # enough for the nodes and trajectories of the small tries of these tests
@@ -145,7 +145,7 @@ def test_rows_of_a_table_of_many_chunks_are_those_of_the_whole_table(sizes: list
     numbers = iter(range(sum(sizes)))
     table = pa.table({"n": pa.chunked_array([[next(numbers) for _ in range(size)] for size in sizes], pa.int64())})
     rows = data.draw(st.lists(st.integers(0, sum(sizes) - 1))) if sum(sizes) else []
-    assert TableRows(table).take(np.array(rows, np.int64))["n"].to_pylist() == rows
+    assert ChunkedRows(table).take(np.array(rows, np.int64))["n"].to_pylist() == rows
 
 
 @given(st.lists(st.integers(1, 9), min_size=1), st.integers(1, 20))

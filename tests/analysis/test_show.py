@@ -16,8 +16,8 @@ from rich.text import Text
 from support import strategies
 from support.strategies import make
 from treepack.analysis.show import selection, views
-from treepack.analysis.show.bodies import Look
-from treepack.analysis.show.drawing import row_lines, tree_lines
+from treepack.analysis.show.bodies import DrawingOptions
+from treepack.analysis.show.drawing import draw_trees, row_lines
 from treepack.analysis.show.forest import forest_of_row, forest_of_trajectory, forest_of_trie, path_of_row
 from treepack.analysis.show.nodes import ENDINGS, NODES
 from treepack.errors import TreepackError
@@ -25,9 +25,9 @@ from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory, positions
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
-FULL = Look(full=True)
+FULL = DrawingOptions(full=True)
 # "[7" -> begins, 7; "9]*0.5" -> 9, ends, weight 0.5; "8" -> 8
 WORD = re.compile(r"(\[?)(\d+)(\](?:\*([\d.e+-]+))?)?")
 
@@ -71,7 +71,7 @@ def weights_of(trajectory: Trajectory) -> list[float]:
 @given(strategies.trajectories())
 def test_a_tree_shows_every_token_once_with_its_weight_and_every_trajectory(rollouts: list[Trajectory]) -> None:
     forest = forest_of_trie(build_trie(rollouts))
-    drawn = list(tree_lines(forest, FULL))
+    drawn = list(draw_trees(forest, FULL))
     expected = Counter(zip(forest.tokens.tolist(), forest.loss_weight.tolist(), strict=True))
     assert Counter(shown(iter(drawn))) == expected
     names = [re.findall(r"= (t\d)", text) for text in texts(iter(drawn))]
@@ -117,7 +117,7 @@ def test_branches_are_drawn_off_a_trunk() -> None:
             make("e", [7, 8, 9, 3, 4], spans=[(3, 5, 1.0)], weight=2.0),
         ]
     )
-    assert texts(tree_lines(forest_of_trie(trie), Look())) == [
+    assert texts(draw_trees(forest_of_trie(trie), DrawingOptions())) == [
         "0  * 3 tokens x5",
         "   | 7 8 9",
         "3  |-* 2 tokens, 2 trained  = a  reward 1",
@@ -139,7 +139,7 @@ def test_turns_of_a_trajectory_show_weights_and_the_first_token_untrained() -> N
     rollout = make(
         "a", [1, 2, 3, 4, 5, 6, 7], spans=[(1, 3, 1.0), (4, 6, 0.5), (6, 7, 1.0)], advantages=[1.0, 3.0, 0.0, 0.0, 6.0]
     )
-    assert texts(views.lines(views.rollout_view(rollout), Look())) == [
+    assert texts(views.lines(views.rollout_view(rollout), DrawingOptions())) == [
         "trajectory_id a   group_id g   num_tokens 7   tokens_trained 5   num_turns 2   source made:a",
         "",
         "0    1",
@@ -155,17 +155,17 @@ def test_turns_of_a_trajectory_show_weights_and_the_first_token_untrained() -> N
 
 def test_a_weight_for_every_token_does_not_cut_a_turn_to_pieces() -> None:
     rollout = make("a", [1, *range(2, 40)], spans=[(i, i + 1, 1 + i / 100) for i in range(1, 39)])
-    first, label, turn = texts(views.lines(views.rollout_view(rollout), Look()))[2:]
+    first, label, turn = texts(views.lines(views.rollout_view(rollout), DrawingOptions()))[2:]
     assert (first, label) == (" 0    1", "    + (turn 1: 38 tokens, loss weights 1.01 to 1.38)")
     assert turn.startswith(" 1  + 2 3 4 ")
-    assert [len(node["segments"]) for node in views.as_json(views.rollout_view(rollout), None)["nodes"]] == [39]
+    assert [len(node["segments"]) for node in views.view_as_json(views.rollout_view(rollout), None)["nodes"]] == [39]
 
 
 @pytest.mark.slow
 def test_ten_thousand_branches_are_counted_where_they_are_left_out() -> None:
     # One trunk of 3 tokens and 10,000 branches of 1 to 7 tokens, of which the 99 largest are drawn.
     trie = build_trie([make(f"r{i}", [1, 2, 3, 10 + i] + [4] * (i % 7), reward=float(i % 2)) for i in range(10_000)])
-    drawn = texts(tree_lines(forest_of_trie(trie), Look()))
+    drawn = texts(draw_trees(forest_of_trie(trie), DrawingOptions()))
     assert len(drawn) < 3 * NODES
     sizes = [int(match[1]) for text in drawn if (match := re.search(r"-\* (\d+) tokens?", text))]
     (left_out,) = [text for text in drawn if "more branches" in text]
@@ -175,14 +175,14 @@ def test_ten_thousand_branches_are_counted_where_they_are_left_out() -> None:
     assert branches == trajectories == 10_000 - len(sizes)
     assert tokens == trie.tokens_tree - 3 - sum(sizes)
     assert "rewards 0 to 1, mean 0.5" in left_out
-    assert len(texts(tree_lines(forest_of_trie(trie), FULL))) > 20_000
+    assert len(texts(draw_trees(forest_of_trie(trie), FULL))) > 20_000
 
 
 def test_a_comb_of_any_depth_stays_at_the_left() -> None:
     """The depth of nesting is at most log2 of the number of tokens."""
     # 1 2, 1 1 2, 1 1 1 2, ...: at every node of a chain of 300, one branch.
     comb = [make(f"t{i}", [1] * (i + 1) + [2]) for i in range(300)]
-    drawn = texts(tree_lines(forest_of_trie(build_trie(comb)), FULL))
+    drawn = texts(draw_trees(forest_of_trie(build_trie(comb)), FULL))
     assert sum("= t" in text for text in drawn) == 300
     # 4 columns of gutter and two for each of a few levels, where 300 nested levels would need 600.
     assert max(len(text) - len(text.lstrip("0123456789 |'-*")) for text in drawn if "*" in text) < 14
@@ -190,15 +190,15 @@ def test_a_comb_of_any_depth_stays_at_the_left() -> None:
 
 def test_many_duplicates_are_named_in_part() -> None:
     trie = build_trie([make(f"r{i:03}", [1, 2], reward=1.0) for i in range(100)])
-    named = [text.strip() for text in texts(tree_lines(forest_of_trie(trie), Look())) if "=" in text]
+    named = [text.strip() for text in texts(draw_trees(forest_of_trie(trie), DrawingOptions())) if "=" in text]
     assert named == [*(f"= r{i:03}  reward 1" for i in range(ENDINGS - 1)), "= 97 more  reward 1 each"]
 
 
 def test_trees_of_several_training_steps_name_them() -> None:
     one = build_trie([make("a", [1, 2]), make("b", [1, 3])])
     two = build_trie([make("a", [1, 2], step=4), make("b", [1, 2], step=5)])
-    assert not any("step" in text for text in texts(tree_lines(forest_of_trie(one), Look())))
-    headers = [text for text in texts(tree_lines(forest_of_trie(two), Look())) if "*" in text]
+    assert not any("step" in text for text in texts(draw_trees(forest_of_trie(one), DrawingOptions())))
+    headers = [text for text in texts(draw_trees(forest_of_trie(two), DrawingOptions())) if "*" in text]
     assert headers == ["0  * 2 tokens, 1 trained, step 4  = a", "0  * 2 tokens, 1 trained, step 5  = b"]
 
 
@@ -208,8 +208,8 @@ def test_ids_are_never_shortened() -> None:
     (of_trie,) = views.trajectory_views(trie, "r" * 300, where="trie")
     tree = views.group_view(trie, "g" * 300, where="trie")
     for drawn in (
-        *(views.lines(view, Look()) for view in (of_trie, tree)),
-        views.group_lines([*selection.groups(trie)], Look()),
+        *(views.lines(view, DrawingOptions()) for view in (of_trie, tree)),
+        views.group_lines([*selection.groups(trie)], DrawingOptions()),
     ):
         text = "\n".join(texts(drawn))
         assert "r" * 300 in text or "g" * 300 in text
@@ -221,8 +221,8 @@ def test_lines_fit_the_width() -> None:
         (row,) = pack_rows(trie, plan_rows(trie, capacity=2000))
         (alone,) = views.trajectory_views(trie, "1" * 20, where="trie")
         for view in (views.group_view(trie, "g", where="trie"), alone):
-            assert all(len(text) <= width for text in texts(views.lines(view, Look(width=width))))
-        assert all(len(text) <= width for text in texts(row_lines(forest_of_row(row), Look(width=width))))
+            assert all(len(text) <= width for text in texts(views.lines(view, DrawingOptions(width=width))))
+        assert all(len(text) <= width for text in texts(row_lines(forest_of_row(row), DrawingOptions(width=width))))
 
 
 @given(strategies.trajectories(steps=False))

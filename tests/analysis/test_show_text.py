@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from support import byte_tokenizer
-from treepack.analysis.show.decoding import Decoder
-from treepack.analysis.show.wrapping import ESCAPE, Chunk, escape, escape_text, wrap
+from treepack.analysis.show.decoding import TokenDecoder
+from treepack.analysis.show.wrapping import ESCAPE, TokenText, escape, escape_text, wrap
 from treepack.ingest.tokenization import load_tokenizer
 
 
@@ -24,7 +24,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("text", ["", "plain words", "\u4f60\u597d, \U0001f6b2 e\u0301!", "\u20ac" * 9])
 def test_characters_split_over_tokens_are_whole_wherever_a_run_begins(tokenizer: Any, text: str) -> None:
-    decoder = Decoder(tokenizer)
+    decoder = TokenDecoder(tokenizer)
     ids = tokenizer.encode(f"<|im_start|>{text}", add_special_tokens=False)
     # A cut inside a character leaves a replacement character before it, and the whole character after it.
     for cut in range(1, len(ids) + 1):
@@ -39,7 +39,7 @@ def test_blanks_that_belong_to_words_are_kept_after_special_tokens() -> None:
     bpe = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True))
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     bpe.decoder = decoders.Sequence(steps)
-    decoder = Decoder(PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>"))
+    decoder = TokenDecoder(PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>"))
     euro = [4 + byte for byte in "\u20ac".encode()]
     assert [(piece.index, piece.text) for piece in decoder.pieces([0, 2, *euro, 3], [])] == [
         (0, "<s>"),
@@ -52,7 +52,7 @@ def test_blanks_that_belong_to_words_are_kept_after_special_tokens() -> None:
 
 
 def test_ids_without_text_are_named(tokenizer: Any) -> None:
-    pieces = list(Decoder(tokenizer).pieces([70, 99_999, 71], []))
+    pieces = list(TokenDecoder(tokenizer).pieces([70, 99_999, 71], []))
     assert [piece.unknown for piece in pieces] == [False, True, False]
     assert "99999" in pieces[1].text
 
@@ -60,14 +60,14 @@ def test_ids_without_text_are_named(tokenizer: Any) -> None:
 def test_bytes_that_are_no_character_do_not_delay_the_rest(tokenizer: Any) -> None:
     # The first of three bytes of a character, a thousand times: no text is ever complete.
     lone = tokenizer.encode("\u4f60", add_special_tokens=False)[0]
-    pieces = list(Decoder(tokenizer).pieces([lone] * 1000, []))
+    pieces = list(TokenDecoder(tokenizer).pieces([lone] * 1000, []))
     assert len(pieces) > 50  # at most 8 tokens wait, so at least 1000 / 9 pieces come
     assert set("".join(piece.text for piece in pieces)) == {"\ufffd"}
 
 
 @given(st.lists(st.text(max_size=12), max_size=8), st.integers(24, 60))
 def test_wrapped_text_is_printable_and_complete_and_fits_the_width(parts: list[str], width: int) -> None:
-    rows = list(wrap([Chunk(i, part) for i, part in enumerate(parts)], width=width, trained=True))
+    rows = list(wrap([TokenText(i, part) for i, part in enumerate(parts)], width=width, trained=True))
     joined = "".join(row.text.plain for row in rows)
     expected = escape_text("".join(parts))
     assert joined.isprintable()
@@ -80,9 +80,9 @@ def test_wrapped_text_is_printable_and_complete_and_fits_the_width(parts: list[s
 
 
 def test_wide_characters_take_two_columns_and_combining_ones_none() -> None:
-    wide = wrap([Chunk(0, "\u4f60" * 40)], width=20, trained=False)
+    wide = wrap([TokenText(0, "\u4f60" * 40)], width=20, trained=False)
     assert [len(row.text) for row in wide] == [10, 10, 10, 10]
-    combined = list(wrap([Chunk(0, "e\u0301" * 40)], width=20, trained=False))
+    combined = list(wrap([TokenText(0, "e\u0301" * 40)], width=20, trained=False))
     assert [row.text.plain for row in combined] == ["e\u0301" * 20] * 2
 
 
@@ -93,7 +93,7 @@ def test_characters_that_could_drive_a_terminal_are_escaped(character: str) -> N
 
 def test_blanks_at_a_break_and_markup_stay_text() -> None:
     text = "[bold]a[/bold]" + " " * 300 + ":smile: \\x1b"
-    rows = list(wrap([Chunk(0, text)], width=30, trained=False))
+    rows = list(wrap([TokenText(0, text)], width=30, trained=False))
     assert "".join(row.text.plain for row in rows) == text
     assert max(row.text.cell_len for row in rows) == 30
     assert {span.style for row in rows for span in row.text.spans} <= {""}
@@ -101,6 +101,6 @@ def test_blanks_at_a_break_and_markup_stay_text() -> None:
 
 @given(st.text(alphabet="ab \n\x1b", max_size=200), st.integers(24, 40), st.booleans())
 def test_escapes_have_a_style_of_their_own_unless_the_text_is_trained(text: str, width: int, trained: bool) -> None:
-    for row in wrap([Chunk(0, text)], width=width, trained=trained):
+    for row in wrap([TokenText(0, text)], width=width, trained=trained):
         styled = "".join(row.text.plain[span.start : span.end] for span in row.text.spans if span.style == ESCAPE)
         assert styled == ("" if trained else "".join(re.findall(r"\\(?:n|x[0-9a-f]{2})", row.text.plain)))

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from support import oracle, strategies
 from support.strategies import make
 from treepack.analysis import describe as describe_module
-from treepack.analysis.capacities import plan_capacities, predict
-from treepack.analysis.describe import describe, describe_rows, por_by_depth, quantiles
+from treepack.analysis.capacities import plan_capacities, predicted_totals
+from treepack.analysis.describe import describe_rows, describe_trie, por_by_depth, quantiles
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.totals import trie_totals
 
 
@@ -54,7 +54,7 @@ def test_overlap_lies_where_it_is() -> None:
 def test_predictions_are_what_packing_gives(trajectories: list[Trajectory], capacity: int) -> None:
     trie = build_trie(trajectories)
     rows = list(pack_rows(trie, plan_rows(trie, capacity=capacity)))
-    (predicted,) = predict(plan_capacities(trie, [capacity], method="auto", too_long="error"))
+    (predicted,) = predicted_totals(plan_capacities(trie, [capacity], method="auto", too_long="error"))
     tokens = sum(row.num_tokens for row in rows)
     assert (predicted["num_rows"], predicted["tokens_packed"]) == (len(rows), tokens)
     assert predicted["err"] == pytest.approx(1 - tokens / trie.tokens_flat)
@@ -65,7 +65,7 @@ def test_predictions_are_what_packing_gives(trajectories: list[Trajectory], capa
 
 def test_predictions_count_what_does_not_fit() -> None:
     trie = build_trie([make("a", [1, 2]), make("b", [1, 2, 3, 4, 5])])
-    (predicted,) = predict(plan_capacities(trie, [3], method="contiguous", too_long="drop"))
+    (predicted,) = predicted_totals(plan_capacities(trie, [3], method="contiguous", too_long="drop"))
     assert (predicted["num_too_long"], predicted["tokens_packed"]) == (1, 2)
 
 
@@ -83,5 +83,5 @@ def test_rows_are_described_by_their_own_columns(trajectories: list[Trajectory],
 def test_reports_are_plain_json() -> None:
     trie = build_trie([make("a", [1, 2]), make("b", [1, 3], group="h")])
     planned = plan_capacities(trie, [8], method="heuristic", too_long="drop")
-    report = describe(trie) | {"predicted": predict(planned)}
+    report = describe_trie(trie) | {"predicted": predicted_totals(planned)}
     assert json.loads(json.dumps(report)) == report

@@ -18,8 +18,9 @@ pytest.importorskip("triton")
 
 from support import interpreter  # noqa: F401
 from treepack.attention.autograd import Kept, triton_attention
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.portable import forward as portable
-from treepack.attention.schedule import Schedule, build_schedule
+from treepack.attention.schedule import Schedule
 from treepack.data.batch import make_batch
 from treepack.model.forward import row_loss
 from treepack.model.layers import checkpoint_layers
@@ -33,13 +34,13 @@ SAMPLES = [Sample((1, 2, 3, 4), (0.0, 1.0, 1.0, 1.0)), Sample((1, 2, 5), (0.0, 1
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for every run of the forward kernel."""
     seen: list[int] = []
-    forward = portable.forward
+    forward = portable.portable_forward
 
     def counted(*args: Any) -> tuple[Tensor, Tensor]:
         seen.append(1)
         return forward(*args)
 
-    monkeypatch.setattr(portable, "forward", counted)
+    monkeypatch.setattr(portable, "portable_forward", counted)
     return seen
 
 

@@ -25,17 +25,17 @@ pytest.importorskip("triton")
 from support import interpreter  # noqa: F401
 from treepack.attention import autograd
 from treepack.attention.autograd import Kept, backend, triton_attention
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.dispatch import tree_attention
 from treepack.attention.portable import forward as portable
-from treepack.attention.portable.forward import Config, Configs
+from treepack.attention.portable.forward import Configs, PortableConfig
 from treepack.attention.reach import Reach, first_visible
 from treepack.attention.reference import reference_attention
-from treepack.attention.schedule import build_schedule
 from treepack.errors import TreepackError
 from treepack.pack.plan.problem import PlanTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WIDE = Config(128, 128, 8, 1)  # few programs and steps, because each costs the interpreter about the same time
+WIDE = PortableConfig(128, 128, 8, 1)  # few programs and steps, because each costs the interpreter about the same time
 FOREST = torch.cat([random_tree(210, seed=21), comb(70, 70, 2), torch.arange(1, 211)[None].int()])
 
 
@@ -43,7 +43,7 @@ FOREST = torch.cat([random_tree(210, seed=21), comb(70, 70, 2), torch.arange(1, 
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned_empty())
     if DEVICE == "cpu":
-        monkeypatch.setitem(portable.FLOAT32, 64, Configs(WIDE, WIDE, Config(128, 64, 8, 1)))
+        monkeypatch.setitem(portable.FLOAT32, 64, Configs(WIDE, WIDE, PortableConfig(128, 64, 8, 1)))
 
 
 def draw(
@@ -148,8 +148,8 @@ def test_windows_that_begin_inside_and_at_the_edges_of_blocks(end: Tensor, reach
 def test_windows_in_every_size_of_block_and_tile(
     monkeypatch: pytest.MonkeyPatch, block: int, tile: int, queries: int
 ) -> None:
-    config = Config(block, tile, 4, 1)
-    monkeypatch.setitem(portable.FLOAT32, 64, Configs(config, config, Config(block, queries, 4, 1)))
+    config = PortableConfig(block, tile, 4, 1)
+    monkeypatch.setitem(portable.FLOAT32, 64, Configs(config, config, PortableConfig(block, queries, 4, 1)))
     check(random_tree(150, seed=3), Reach("window", 40), sinks=True)
 
 
@@ -222,13 +222,13 @@ def test_sinks_keep_their_dtype_and_recomputation_skips_the_kernel(monkeypatch: 
     (q, k, v, sinks), do = draw(end, (2, 1), (16, 16))
     half = sinks.detach().bfloat16().requires_grad_()
     schedule = build_schedule(end, first_visible(end, Reach("window", 20))).to(DEVICE)
-    forward, calls = portable.forward, []
+    forward, calls = portable.portable_forward, []
 
     def counted(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         calls.append(1)
         return forward(*args, **options)
 
-    monkeypatch.setattr(portable, "forward", counted)
+    monkeypatch.setattr(portable, "portable_forward", counted)
     plain = torch.autograd.grad(triton_attention(q, k, v, schedule, sinks=half), (q, k, v, half), do)
     assert plain[3].dtype == torch.bfloat16
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from support.attention_trees import chain, random_tree, star
 from support.kernel_inputs import surrounded
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.key_shares import MIN_TILES, PARTS_OF_A_ROW
 from treepack.attention.reach import Reach, first_visible
-from treepack.attention.schedule import QUERY_TILE, KeyShares, Schedule, build_schedule
+from treepack.attention.schedule import QUERY_TILE, KeyShares, Schedule
 
 
 @st.composite

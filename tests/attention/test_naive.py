@@ -10,9 +10,9 @@ from torch import Tensor
 
 from support.attention_trees import comb, random_tree, star
 from treepack.attention import naive as tiles
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.reach import Reach, first_visible
 from treepack.attention.reference import reference_attention, visible_pairs
-from treepack.attention.schedule import build_schedule
 
 
 def rows_of(length: int) -> Tensor:
@@ -32,8 +32,8 @@ def test_tiles_are_the_reference_in_output_and_every_gradient(end: Tensor, granu
     expected = reference_attention(q, k, v, end, scale=scale)
     gradients = torch.autograd.grad(expected, (q, k, v), do)
     with torch.no_grad():
-        out, lse = tiles.forward(q, k, v, schedule, scale, granules=granules)
-        results = tiles.backward(q, k, v, out, lse, do, schedule, scale, granules=granules)
+        out, lse = tiles.naive_forward(q, k, v, schedule, scale, granules=granules)
+        results = tiles.naive_backward(q, k, v, out, lse, do, schedule, scale, granules=granules)
         # [B, 4, T, D] @ [B, 4, D, T] -> [B, 4, T, T]
         scores = q @ k.repeat_interleave(2, dim=1).mT * scale
         scores = scores.masked_fill(~visible_pairs(end)[:, None], -torch.inf)
@@ -61,8 +61,8 @@ def test_windows_sinks_caps_and_narrow_values(reach: Reach | None, sinks: bool, 
     gradients = torch.autograd.grad(expected, leaves, do)
     schedule = build_schedule(end, start)
     with torch.no_grad():
-        out, lse = tiles.forward(q, k, v, schedule, scale, **options)  # type: ignore[arg-type]
-        results = tiles.backward(q, k, v, out, lse, do, schedule, scale, **options)  # type: ignore[arg-type]
+        out, lse = tiles.naive_forward(q, k, v, schedule, scale, **options)  # type: ignore[arg-type]
+        results = tiles.naive_backward(q, k, v, out, lse, do, schedule, scale, **options)  # type: ignore[arg-type]
     for ours, theirs in zip((out, *results), (expected.detach(), *gradients), strict=False):
         assert ours is not None
         assert (ours - theirs).norm() <= 1e-13 * max(float(theirs.norm()), 1.0)

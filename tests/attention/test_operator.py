@@ -19,9 +19,10 @@ pytest.importorskip("triton")
 from support import interpreter  # noqa: F401
 from treepack.attention import operator
 from treepack.attention.autograd import triton_attention
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.operator import kernel_attention, pack_schedules
 from treepack.attention.reach import Reach, first_visible
-from treepack.attention.schedule import Schedule, build_schedule
+from treepack.attention.schedule import Schedule
 from treepack.data.batch import make_batch
 from treepack.model.forward import row_loss
 from treepack.model.layers import adapt_layers, set_recomputed

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from support.attention_trees import chain, comb, random_tree, star
 from support.strategies import trees
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.reach import Reach, depths, first_visible
 from treepack.attention.reference import visible_pairs
-from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedule, build_schedule
+from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedule
 from treepack.errors import TreepackError
 from treepack.pack.plan.problem import PlanTree
 

@@ -22,21 +22,21 @@ pytest.importorskip("triton")
 from support import interpreter  # noqa: F401
 from treepack.attention import Reach, first_visible, prepare, reference_attention, tree_attention
 from treepack.attention.autograd import triton_attention
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.kernel_launch import Incoming, Inputs
 from treepack.attention.portable import forward as portable
-from treepack.attention.portable.forward import Config, Configs
-from treepack.attention.schedule import build_schedule
+from treepack.attention.portable.forward import Configs, PortableConfig
 from treepack.errors import TreepackError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WIDE = Config(128, 128, 8, 1)  # few programs and steps, because each costs the interpreter about the same time
+WIDE = PortableConfig(128, 128, 8, 1)  # few programs and steps, because each costs the interpreter about the same time
 
 
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned_empty())
     if DEVICE == "cpu":
-        monkeypatch.setitem(portable.FLOAT32, 64, Configs(WIDE, WIDE, Config(128, 64, 8, 1)))
+        monkeypatch.setitem(portable.FLOAT32, 64, Configs(WIDE, WIDE, PortableConfig(128, 64, 8, 1)))
 
 
 def check(
@@ -114,8 +114,8 @@ def test_several_rows_grouped_heads_and_all_options(reach: Reach | None) -> None
 
 @pytest.mark.parametrize("block", [32, pytest.param(64, marks=pytest.mark.slow)])
 def test_blocks_and_tiles_smaller_than_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    config = Config(block, 32, 4, 1)
-    monkeypatch.setitem(portable.FLOAT32, 64, Configs(config, config, Config(block, 16, 4, 1)))
+    config = PortableConfig(block, 32, 4, 1)
+    monkeypatch.setitem(portable.FLOAT32, 64, Configs(config, config, PortableConfig(block, 16, 4, 1)))
     check(random_tree(200, seed=33), 128, Reach("window", 60) if block == 32 else None, heads=(1, 1))
 
 
@@ -165,9 +165,9 @@ def test_launches_on_hopper_have_programs_for_the_query_blocks_from_the_first_to
     key, value = (torch.zeros(2, 2, 300, d, dtype=torch.bfloat16) for d in dims)
     lse = torch.zeros(2, 4, 256)
     inputs, incoming = Inputs(query, key, value, schedule, 1.0), Incoming(grad, lse, lse)
-    launches = [hopper.forward_launch(inputs, out, lse), hopper.query_launch(inputs, incoming, query)]
+    launches = [hopper.hopper_forward_launch(inputs, out, lse), hopper.hopper_query_launch(inputs, incoming, query)]
     assert [launch.programs for launch in launches] == [2 * 4 * 2] * 2
-    for launch in (*launches, hopper.key_launch(inputs, incoming, key, value)):
+    for launch in (*launches, hopper.hopper_key_launch(inputs, incoming, key, value)):
         assert [launch.arguments[name] for name in ("length", "origin", "padded")] == [300, 128, 384]
 
 
@@ -176,7 +176,7 @@ def test_hopper_reads_keys_in_a_longer_buffer_without_a_copy() -> None:
     # [1, places, H_kv, D] -> [1, H_kv, T, D], tokens before heads in memory
     key, value = (torch.zeros(1, 400, 2, 128, dtype=torch.bfloat16)[:, :300].transpose(1, 2) for _ in range(2))
     query = torch.zeros(1, 4, 172, 128, dtype=torch.bfloat16)
-    launch = hopper.forward_launch(Inputs(query, key, value, build_schedule(ROW, first=128), 1.0), query, query)
+    launch = hopper.hopper_forward_launch(Inputs(query, key, value, build_schedule(ROW, first=128), 1.0), query, query)
     for name, tensor in (("k_descriptor", key), ("v_descriptor", value)):
         assert launch.arguments[name].base.data_ptr() == tensor.data_ptr()
         assert launch.arguments[name].shape[0] == 300, "the copy engine reads zeros after the last token"

@@ -22,8 +22,9 @@ from treepack.attention import (
     tree_attention,
     visible_pairs,
 )
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.chains import find_chains
-from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedule, build_schedule
+from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedule
 from treepack.errors import TreepackError
 
 REACHES = [None, Reach("window", 40), Reach("chunk", 90)]
@@ -127,8 +128,8 @@ def test_the_tiles_of_a_rectangle_are_the_reference_in_output_and_every_gradient
     expected = by_square(leaves, do, end, first, start=start, sinks=leaves[3], scale=0.3)
     q, k, v, sinks = (x.detach() for x in leaves)
     schedule, options = build_schedule(end, start, first=first), {"sinks": sinks}
-    out, lse = naive.forward(q[:, :, first:], k, v, schedule, 0.3, **options)  # type: ignore[arg-type]
-    results = naive.backward(q[:, :, first:], k, v, out, lse, do[:, :, first:], schedule, 0.3, **options)  # type: ignore[arg-type]
+    out, lse = naive.naive_forward(q[:, :, first:], k, v, schedule, 0.3, **options)  # type: ignore[arg-type]
+    results = naive.naive_backward(q[:, :, first:], k, v, out, lse, do[:, :, first:], schedule, 0.3, **options)  # type: ignore[arg-type]
     assert results[3] is not None
     assert lse.shape == out.shape[:3]
     assert_equal([out, *results[:3], results[3]], expected, do)

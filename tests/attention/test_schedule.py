@@ -14,8 +14,9 @@ from torch import Tensor
 
 from support.attention_trees import caterpillar, chain, ends_of, star
 from support.strategies import trees
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.reference import visible_pairs
-from treepack.attention.schedule import GRANULE, KEY_BLOCK, QUERY_BLOCK, QUERY_TILE, Schedule, build_schedule
+from treepack.attention.schedule import GRANULE, KEY_BLOCK, QUERY_BLOCK, QUERY_TILE, Schedule
 from treepack.pack.plan.problem import PlanTree
 
 MASKED = 0.25  # work that a mask adds to a tile, as a share of the tile

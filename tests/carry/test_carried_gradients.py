@@ -17,10 +17,10 @@ from support.packed_objectives import opened, packed_model, rollouts
 from support.packed_objectives import plain as plain_of_rollouts
 from treepack.carry.backward import CarryOptions, backward_row, row_value
 from treepack.data.batch import Batch, make_batch
-from treepack.model.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.forward import row_objective
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import choose_objective
+from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.model.objectives.objective import choose_objective
 
 CASES: list[dict[str, Any]] = [
     {"name": "ppo", "dual_clip": 1.3},

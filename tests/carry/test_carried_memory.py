@@ -21,9 +21,9 @@ from treepack.carry.outputs import PieceOutputs
 from treepack.carry.pieces import Pass, local_ends, plan_row
 from treepack.carry.stack import Stack, num_offloaded
 from treepack.data.batch import Batch, make_batch
+from treepack.memory.offload import Copies, HostCopies, Pages, copy_back, copy_out
 from treepack.model.layers import checkpoint_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.offload import Copies, HostCopies, Pages, copy_back, copy_out
 
 LAYERS = 4
 LIMIT = 16

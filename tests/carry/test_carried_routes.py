@@ -20,10 +20,10 @@ from treepack.carry.pieces import Pass, RowPlan
 from treepack.carry.routes import Routes
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
+from treepack.model.experts.routers import follow_routers
 from treepack.model.layers import checkpoint_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.routers import follow_routers
 
 PUSH, POP = (Pass(kind, 0, 6, 0, ()) for kind in ("push", "pop"))
 PLAN = RowPlan((PUSH, POP), np.arange(6), 128, 128)

@@ -16,17 +16,20 @@ from support.oracle_model import gradients, packed_directory, tiny_config, worst
 from support.packed_objectives import as_trajectories, packed_model, rollouts
 from support.paths import ROOT
 from support.strategies import make
-from treepack import CarryOptions, backward_row, in_pieces, row_loss, row_scores, row_value, verify_gradients
+from treepack import row_loss
+from treepack.carry.backward import CarryOptions, backward_row, row_scores, row_value
+from treepack.carry.verify import in_pieces
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
-from treepack.model.adapter import LoraOptions
+from treepack.model.adapters.adapter import LoraOptions
 from treepack.model.forward import row_logprobs
 from treepack.model.layers import adapt_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import choose_objective
-from treepack.model.verify_memory import MemoryPlan
+from treepack.model.objectives.objective import choose_objective
+from treepack.model.verify.gradients import verify_gradients
+from treepack.model.verify.verify_memory import MemoryPlan
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_verification
+from treepack.train.setup.opening import open_verification
 from treepack.trajectory import Trajectory
 
 CPU = TrainOptions(device="cpu")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treepack.carry import pieces
-from treepack.carry.pieces import ALIGNMENT, Pass, Piece, cut_row, local_ends, plan_row
+from treepack.carry.pieces import ALIGNMENT, Pass, RowPiece, cut_row, local_ends, plan_row
 from treepack.trajectory import Int64
 
 # Parents of a forest in depth-first order: each token hangs on the path of the one before it, or is a root.
@@ -90,7 +90,7 @@ def test_pieces_cover_a_row_once_within_their_limit(steps: list[int], limit: int
             assert len(piece.ranges) == 1
 
 
-def tokens_of(piece: Piece) -> list[int]:
+def tokens_of(piece: RowPiece) -> list[int]:
     return [token for begin, end in piece.ranges for token in range(begin, end)]
 
 

@@ -16,9 +16,9 @@ from support.s3 import Store
 from treepack import build_trie_directory
 from treepack.cluster.build import build_trie_on
 from treepack.files.address import as_path
-from treepack.files.cache import local_copy
+from treepack.files.remote.cache import local_copy
 from treepack.ingest.readers.files import ranges
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 
 pytestmark = pytest.mark.s3
 

@@ -24,14 +24,14 @@ from treepack import BuildOptions, TreepackError, build_trie_directory
 from treepack.cluster.build import build_trie_on
 from treepack.files import parts as file_parts
 from treepack.files.address import as_path
-from treepack.files.cache import local_copy
 from treepack.files.manifest import read_manifest
+from treepack.files.remote.cache import local_copy
 from treepack.ingest.read_log import PREFIX
 from treepack.ingest.readers.files import ranges
 from treepack.ingest.readers.files.copies import COPY
-from treepack.trie import files as trie_files
-from treepack.trie import ranges as trie_ranges
-from treepack.trie.files import read_trie
+from treepack.trie.builders import ranges as trie_ranges
+from treepack.trie.store import trie_files
+from treepack.trie.store.trie_files import read_trie
 
 SAMPLES = Path(__file__).parents[2] / "sample_data"
 ARRAYS = ("tokens", "node_start", "node_end", "parent", "depth", "num_passing", "end_node")
@@ -197,7 +197,7 @@ def test_no_task_has_more_than_its_part_or_its_range(tmp_path: Path, inputs: Pat
     scheduler = PickledScheduler()
     files = [inputs / "a.jsonl", inputs / "b.parquet"]
     on = build_trie_on(scheduler, files, tmp_path / "on", num_ranges=8, part_bytes=999)
-    assert scheduler.num_rows["read_part"] < on.totals["num_trajectories"] / 4
+    assert scheduler.num_rows["read_input_part"] < on.totals["num_trajectories"] / 4
     assert scheduler.num_rows["_sort"] < on.totals["num_trajectories"] / 3
 
 

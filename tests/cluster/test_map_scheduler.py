@@ -19,10 +19,10 @@ from treepack.analysis.check import check
 from treepack.cluster.build import build_trie_on
 from treepack.cluster.map_scheduler import MapScheduler
 from treepack.cluster.pack import pack_trie_on
-from treepack.cluster.scheduler import Here
+from treepack.cluster.scheduler import LocalScheduler
 from treepack.errors import TreepackError
 from treepack.trajectory import Int64
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 
 ROLLOUTS = ROOT / "sample_data" / "tokens.jsonl"
 TABLE = pa.table({"a": np.arange(10), "b": [[i] * i for i in range(10)]})
@@ -51,7 +51,7 @@ def test_tables_stay_and_are_exchanged_as_in_one_process(tmp_path: Path) -> None
         assert [summary for _, summary in kept] == [135, 117]
         tables = scheduler.exchange([table for table, _ in kept], by_remainder, (scheduler.share(4),), 5)
         rows = [table for table, _ in scheduler.run(with_sum, [(table, 1) for table in tables])]
-    expected = Here().exchange([TABLE, TABLE.slice(4)], by_remainder, (4,), 5)
+    expected = LocalScheduler().exchange([TABLE, TABLE.slice(4)], by_remainder, (4,), 5)
     assert [table.to_pydict() for table in rows] == [table.to_pydict() for table in expected]
     assert rows[4].num_rows == 0
     assert list(tmp_path.iterdir()) == []

@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from support.pickled_scheduler import PickledScheduler
 from support.sampled_trees import rollouts_of_tree, sample_trees, three_tokens
 from support.strategies import make, trajectories
-from treepack import PackOptions, Progress, TreepackError, check, pack_trie, read_rows, read_trie, write_trie
+from treepack import PackOptions, Progress, TreepackError, check, pack_trie
 from treepack.cluster.pack import pack_trie_on
-from treepack.cluster.scheduler import Here
+from treepack.cluster.scheduler import LocalScheduler
+from treepack.pack.files import read_rows
 from treepack.pack.options import METHODS, NORMALIZE, SEMANTICS
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import MarkovLaw
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import read_trie, write_trie
 
 
 def trie_directory(made: list[Trajectory], folder: Path, share: str = "all") -> Path:
@@ -126,7 +128,7 @@ def test_repeated_tokens_are_counted_and_bound_by_the_trie(tmp_path: Path) -> No
     trie = trie_directory(branches(1), tmp_path)
     options = PackOptions(capacity=400, method="contiguous")
     one = pack_trie(trie, tmp_path / "one", options)
-    summary = pack_trie_on(Here(), trie, tmp_path / "packed", options, num_slices=3)
+    summary = pack_trie_on(LocalScheduler(), trie, tmp_path / "packed", options, num_slices=3)
     assert summary.totals["repeated_tokens"] == 2 * 20
     assert summary.totals["lower_bound"] <= one.totals["tokens_packed"] < summary.totals["tokens_packed"]
     assert summary.manifest["options"]["partitions"] == 3
@@ -136,7 +138,7 @@ def test_repeated_tokens_are_counted_and_bound_by_the_trie(tmp_path: Path) -> No
 def test_cuts_repeat_no_token_of_rows_that_share_none(tmp_path: Path) -> None:
     trie = trie_directory(branches(1), tmp_path)
     options = PackOptions(method="sequence")
-    summary = pack_trie_on(Here(), trie, tmp_path / "packed", options, num_slices=3)
+    summary = pack_trie_on(LocalScheduler(), trie, tmp_path / "packed", options, num_slices=3)
     assert summary.totals["repeated_tokens"] == 0
     assert summary.totals["tokens_packed"] == summary.totals["tokens_flat"]
 
@@ -161,11 +163,11 @@ def test_a_slice_may_lose_all_its_trajectories_but_not_all_slices(tmp_path: Path
     made = [make(f"t{i}", [i, *range(2 if i < 10 else 9)]) for i in range(20)]
     trie = trie_directory(made, tmp_path)
     options = PackOptions(capacity=5, too_long="drop")
-    summary = pack_trie_on(Here(), trie, tmp_path / "packed", options, num_slices=4)
+    summary = pack_trie_on(LocalScheduler(), trie, tmp_path / "packed", options, num_slices=4)
     assert summary.counts == {"dropped: longer than the capacity": 10}
     assert check(tmp_path / "packed")["against_trie"] is True
     with pytest.raises(TreepackError, match="no trajectory fits the capacity of 2; raise the capacity"):
-        pack_trie_on(Here(), trie, tmp_path / "none", replace(options, capacity=2), num_slices=4)
+        pack_trie_on(LocalScheduler(), trie, tmp_path / "none", replace(options, capacity=2), num_slices=4)
     assert not (tmp_path / "none").exists()
 
 
@@ -173,7 +175,7 @@ def test_a_refusal_names_the_longest_trajectory_of_all_slices(tmp_path: Path) ->
     trie = trie_directory(branches(2), tmp_path)
     for options in (PackOptions(capacity=31), PackOptions(terms_budget=30), PackOptions(pairs_budget=500)):
         sentences = []
-        for pack in (pack_trie, lambda *given: pack_trie_on(Here(), *given, num_slices=5)):
+        for pack in (pack_trie, lambda *given: pack_trie_on(LocalScheduler(), *given, num_slices=5)):
             with pytest.raises(TreepackError) as error:
                 pack(trie, tmp_path / "packed", options)
             sentences.append(str(error.value))
@@ -185,26 +187,26 @@ def test_a_refusal_names_the_longest_trajectory_of_all_slices(tmp_path: Path) ->
 def test_rows_of_each_step_are_a_multiple_for_balance(tmp_path: Path) -> None:
     trie = trie_directory(branches(3), tmp_path)
     options = PackOptions(capacity=100, balance=4, method="contiguous")
-    summary = pack_trie_on(Here(), trie, tmp_path / "packed", options, num_slices=5)
+    summary = pack_trie_on(LocalScheduler(), trie, tmp_path / "packed", options, num_slices=5)
     assert check(tmp_path / "packed")["against_trie"] is True
     rows = Counter(row.step for row in read_rows(tmp_path / "packed"))
     assert all(number % 4 == 0 for number in rows.values())
     assert summary.totals["group_pairs_max_over_mean"] < 1.5
     with pytest.raises(TreepackError, match="give --balance a smaller number, or fewer --partitions"):
-        pack_trie_on(Here(), trie, tmp_path / "more", replace(options, balance=20), num_slices=9)
+        pack_trie_on(LocalScheduler(), trie, tmp_path / "more", replace(options, balance=20), num_slices=9)
 
 
 def test_whole_groups_need_trees_of_one_group(tmp_path: Path) -> None:
     options = PackOptions(capacity=400, method="groups")
     trie = trie_directory(branches(2), tmp_path, "group")
-    summary = pack_trie_on(Here(), trie, tmp_path / "packed", options, num_slices=4)
+    summary = pack_trie_on(LocalScheduler(), trie, tmp_path / "packed", options, num_slices=4)
     assert summary.manifest["options"]["partitions"] == 4
     for row in read_rows(tmp_path / "packed"):
         assert all(number == 10 for number in Counter(row.trajectory_groups).values())
     (tmp_path / "other").mkdir()
     mixed = trie_directory(branches(2), tmp_path / "other")
     with pytest.raises(TreepackError, match="its trees mix groups, so it cannot be cut between groups"):
-        pack_trie_on(Here(), mixed, tmp_path / "more", options, num_slices=4)
+        pack_trie_on(LocalScheduler(), mixed, tmp_path / "more", options, num_slices=4)
 
 
 def test_leaf_weights_do_not_depend_on_slices(tmp_path: Path) -> None:
@@ -223,6 +225,6 @@ def test_leaf_weights_do_not_depend_on_slices(tmp_path: Path) -> None:
 def test_the_default_slices_of_a_small_trie_are_one(tmp_path: Path) -> None:
     trie = trie_directory(branches(1), tmp_path)
     states: list[Progress] = []
-    summary = pack_trie_on(Here(), trie, tmp_path / "packed", progress=states.append)
+    summary = pack_trie_on(LocalScheduler(), trie, tmp_path / "packed", progress=states.append)
     assert "partitions" not in summary.manifest["options"]
     assert [(state.stage, state.done, state.total) for state in states] == [("planning", 1, 1), ("packing", 1, 1)]

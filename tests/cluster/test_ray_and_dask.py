@@ -13,7 +13,7 @@ import pytest
 from support.paths import ROOT
 from treepack.analysis.check import check
 from treepack.trie.directory import build_trie_directory
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 
 pytestmark = pytest.mark.ray
 

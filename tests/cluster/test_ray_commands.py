@@ -24,7 +24,7 @@ from support.s3 import Store
 from treepack import build_trie_directory, pack_trie
 from treepack.cluster.build import build_trie_on
 from treepack.cluster.pack import pack_trie_on
-from treepack.cluster.ray import connect
+from treepack.cluster.ray import connected_cluster
 from treepack.files.directory import finished_directory
 from treepack.pack.options import PackOptions
 
@@ -221,7 +221,7 @@ def killed_workers(number: int) -> Iterator[list[int]]:
 def test_killed_workers_change_nothing(
     treepack: Run, cluster: str, rollouts: Path, trie: Path, packed: Path, tmp_path: Path
 ) -> None:
-    with connect(cluster) as scheduler:
+    with connected_cluster(cluster) as scheduler:
         with killed_workers(2) as killed:
             build_trie_on(scheduler, [rollouts], tmp_path / "trie", num_ranges=5, part_bytes=10_000)
         assert len(killed) == 2

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import treepack
 from support import ray_stages as stages
 from support.ray_cluster import free_port, kill, machine
-from treepack.cluster.ray import WINDOW, RayScheduler, connect, refuse_unreachable
-from treepack.cluster.scheduler import Here
+from treepack.cluster.ray import WINDOW, RayScheduler, connected_cluster, refuse_unreachable
+from treepack.cluster.scheduler import LocalScheduler
 from treepack.errors import TreepackError
 
 pytestmark = pytest.mark.ray
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module")
 def scheduler(cluster: str) -> Iterator[RayScheduler]:
-    with connect(cluster) as scheduler:
+    with connected_cluster(cluster) as scheduler:
         yield scheduler
 
 
@@ -55,7 +55,7 @@ def test_tables_and_ranges_are_those_of_one_process(
     calls = [*enumerate(rows)]
     cuts = np.sort(np.array(splitters, np.int64))
     results = []
-    for each in (Here(), scheduler):
+    for each in (LocalScheduler(), scheduler):
         kept = list(each.keep(stages.table_of, calls))
         tables = [table for table, _ in kept]
         ranges = each.exchange(tables, stages.range_of, (each.share(cuts),), len(cuts) + 1)
@@ -160,10 +160,13 @@ def test_a_cluster_with_another_version_is_refused(
     monkeypatch.setattr(treepack, "__version__", "99.0")
     with (
         pytest.raises(TreepackError, match=f"of the Ray cluster has treepack {version}; install treepack 99.0 there"),
-        connect("auto"),
+        connected_cluster("auto"),
     ):
         pass
-    with pytest.raises(TreepackError, match="connected to a Ray cluster already; give auto"), connect(cluster):
+    with (
+        pytest.raises(TreepackError, match="connected to a Ray cluster already; give auto"),
+        connected_cluster(cluster),
+    ):
         pass
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from support.oracle_model import write_rows
 from support.strategies import make
-from treepack.data.blocks import cut, interleave, turns
+from treepack.data.blocks import cut_blocks, interleave, turns
 from treepack.data.dataset import PackedDataset
-from treepack.data.epochs import block_of_rows, epoch_order, file_order, rounds
+from treepack.data.epochs import block_of_rows, epoch_order, epoch_rounds, file_order
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest, write_manifest
 
@@ -38,7 +38,7 @@ def test_one_block_is_a_shuffle_of_each_training_step(
 def test_consecutive_rows_of_the_order_are_one_of_each_block(blocks: int, sizes: list[int], seed: int) -> None:
     owners = np.repeat(np.arange(len(sizes)), sizes)
     rows = np.arange(len(owners)) * 3
-    block_of = cut(blocks, owners)
+    block_of = cut_blocks(blocks, owners)
     for owner in range(len(sizes)):  # neighbouring rows of each directory, in nearly equal numbers
         own = block_of[owners == owner]
         assert (np.diff(own) >= 0).all()
@@ -67,7 +67,7 @@ def test_the_ranks_of_a_machine_take_rows_of_its_blocks_only(
     steps = sorted(steps, key=lambda step: (step is not None, step or 0))
     blocks, world = machines * (2 if double and machines in (1, 2, 4) else 1), machines * local
     parts = epoch_order(steps, range(len(steps)), seed=1, epoch=0, blocks=blocks) if shuffle else None
-    table = rounds(parts or file_order(steps, blocks=blocks), world, blocks=blocks)
+    table = epoch_rounds(parts or file_order(steps, blocks=blocks), world, blocks=blocks)
     assert sorted(table[table >= 0]) == [*range(len(steps))]
     block_of = block_of_rows(steps, range(len(steps)), blocks=blocks)
     for rank in range(world):

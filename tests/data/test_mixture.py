@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config, write_rows
 from support.strategies import make
-from treepack.data.blocks import cut, turns
+from treepack.data.blocks import cut_blocks, turns
 from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import MixedDataset, mixed_blocks, mixed_rows, open_packed, source_names
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
-from treepack.model.denominators import check_columns, step_factors, trajectory_table
-from treepack.model.objectives import choose_objective
+from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.model.objectives.objective import choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_run
 from treepack.train.schedule import plan_steps
+from treepack.train.setup.opening import open_run
 from treepack.trajectory import Trajectory
 
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=4, steps=3)
@@ -78,7 +78,7 @@ def test_blocks_of_a_mixture_take_turns_and_keep_its_shares(
 ) -> None:
     shares = data.draw(st.lists(st.floats(0.1, 10), min_size=len(sizes), max_size=len(sizes)))
     owners = np.repeat(np.arange(len(sizes)), sizes)
-    block_of = cut(blocks, owners)
+    block_of = cut_blocks(blocks, owners)
     pieces = [[np.flatnonzero((owners == s) & (block_of == b)) for b in range(blocks)] for s in range(len(sizes))]
     rows = np.array(list(itertools.islice(mixed_blocks(pieces, shares, seed=seed), 20 * blocks)))
     assert block_of[rows].tolist() == np.tile(turns(blocks), 20).tolist()

@@ -23,10 +23,11 @@ from treepack.data.dataset import PackedDataset
 from treepack.data.part_cache import PartCache
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
-from treepack.files import parts, patience
-from treepack.files.location import Location
-from treepack.model.denominators import check_columns, trajectory_table
-from treepack.model.objectives import choose_objective
+from treepack.files import parts
+from treepack.files.location import DirectoryLocation
+from treepack.files.remote import retries as patience
+from treepack.model.objectives.denominators import check_columns, trajectory_table
+from treepack.model.objectives.objective import choose_objective
 
 
 @pytest.fixture
@@ -62,13 +63,13 @@ def memory(packed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the parts in the order in which downloads began."""
     names: list[str] = []
-    original = Location.open_stream
+    original = DirectoryLocation.open_stream
 
-    def open_stream(self: Location, name: str) -> Any:
+    def open_stream(self: DirectoryLocation, name: str) -> Any:
         names.append(name)
         return original(self, name)
 
-    monkeypatch.setattr(Location, "open_stream", open_stream)
+    monkeypatch.setattr(DirectoryLocation, "open_stream", open_stream)
     return names
 
 
@@ -201,16 +202,16 @@ def test_reading_waits_while_the_store_does_not_answer(
     monkeypatch.setattr(patience, "_FIRST_PAUSE", 0.001)
     dataset, expected = PackedDataset(memory, cache_bytes=0), PackedDataset(packed)
     failures = iter(range(20))
-    original = Location.open_parquet
+    original = DirectoryLocation.open_parquet
 
-    def fail(self: Location, name: str, columns: Any) -> Any:
+    def fail(self: DirectoryLocation, name: str, columns: Any) -> Any:
         if next(failures, None) is not None:
             raise TreepackError(f"{name}: no network")
         return original(self, name, columns)
 
     dataset._reader._files.clear()
-    monkeypatch.setattr(Location, "open_parquet", fail)
-    monkeypatch.setattr(Location, "size", lambda *_: (_ for _ in ()).throw(TreepackError("no network")))
+    monkeypatch.setattr(DirectoryLocation, "open_parquet", fail)
+    monkeypatch.setattr(DirectoryLocation, "size", lambda *_: (_ for _ in ()).throw(TreepackError("no network")))
     monkeypatch.setattr(patience, "_LONGEST_PAUSE", 0.001)
     assert_same_rows(dataset, expected)
     assert next(failures, None) is None
@@ -239,13 +240,13 @@ def test_a_dead_download_is_started_again(packed: Path, memory: str, tmp_path: P
 def _read_all(path: str, cache: Path, rank: int, barrier: Any, results: Any) -> None:
     filesystem = fs.SubTreeFileSystem(path, fs.LocalFileSystem())
     names: list[str] = []
-    original = Location.open_stream
+    original = DirectoryLocation.open_stream
 
-    def open_stream(self: Location, name: str) -> Any:
+    def open_stream(self: DirectoryLocation, name: str) -> Any:
         names.append(name)
         return original(self, name)
 
-    Location.open_stream = open_stream  # type: ignore[method-assign]  # in this process, which ends here
+    DirectoryLocation.open_stream = open_stream  # type: ignore[method-assign]  # in this process, which ends here
     dataset = PackedDataset("packed", filesystem=filesystem, cache=cache, shuffle=True, rank=rank, world=4)
     barrier.wait()
     rows = ids(dataset)
@@ -323,7 +324,7 @@ def test_the_share_of_a_row_group_is_part_of_its_file(packed: Path) -> None:
     groups = PackedDataset(packed)._reader.groups
     assert len(groups) == 20
     assert {group.share for group in groups} == {1 / 4}
-    assert part_reader.RowGroup("part-00001.parquet", 2, 6, 1 / 4) in groups
+    assert part_reader.StoredGroup("part-00001.parquet", 2, 6, 1 / 4) in groups
 
 
 def test_only_the_first_process_reads_footers_and_scalar_columns(
@@ -332,7 +333,7 @@ def test_only_the_first_process_reads_footers_and_scalar_columns(
     first = PackedDataset(memory, cache=tmp_path / "cache")
     assert first.max_position() == PackedDataset(packed).max_position()
     for name in ("open_parquet", "size"):
-        monkeypatch.setattr(Location, name, lambda *_: pytest.fail("asked the store"))
+        monkeypatch.setattr(DirectoryLocation, name, lambda *_: pytest.fail("asked the store"))
     again = PackedDataset(memory, cache=tmp_path / "cache")
     assert again._reader.groups == first._reader.groups
     assert again.term_columns == first.term_columns
@@ -395,7 +396,7 @@ def test_what_an_objective_reads_of_all_rows_is_read_once_per_machine(
     expected = read(path)
     tables = [read("memory://bucket/terms")]
     for name in ("open_parquet", "size"):
-        monkeypatch.setattr(Location, name, lambda *_: pytest.fail("asked the store"))
+        monkeypatch.setattr(DirectoryLocation, name, lambda *_: pytest.fail("asked the store"))
     tables.append(read("memory://bucket/terms"))
     for table in tables:
         for values, other in zip(table, expected, strict=True):

@@ -14,12 +14,12 @@ from support.strategies import make
 from support.tempered import tempered
 from treepack.data.batch import Batch, TermTensors, empty_batch, make_batch
 from treepack.model.collation import collate
-from treepack.model.verify_subset import RowPart, restrict_row
+from treepack.model.verify.verify_subset import RowPart, restrict_row
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 
 def one_row(rollouts: list[Trajectory]) -> Row:

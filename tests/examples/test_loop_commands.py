@@ -15,7 +15,9 @@ import torch
 
 from support.command_line import Run
 from support.paths import ROOT
-from treepack import load_model, make_batch, read_rows, row_logprobs
+from treepack import load_model, make_batch
+from treepack.model.forward import row_logprobs
+from treepack.pack.files import read_rows
 
 SERVER = "http://localhost:8000"
 

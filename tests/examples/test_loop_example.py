@@ -21,8 +21,10 @@ from support.fresh_processes import PROCESSES
 from support.oracle_model import gradients, keep_norms, worst_error
 from support.oracle_objectives import Rollout, step_loss
 from support.paths import ROOT
-from treepack import TreeOptions, Trie, choose_objective, load_model
+from treepack import Trie, load_model
+from treepack.model.objectives.objective import choose_objective
 from treepack.pack.leaf_weights import weigh_leaves
+from treepack.rollout.options import TreeOptions
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Tokens, positions
 from treepack.trie.trie import trajectories_of

@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from treepack.files.background import Background
+from treepack.files.background import BackgroundThread
 
 
 def test_a_call_runs_beside_this_thread() -> None:
@@ -17,7 +17,7 @@ def test_a_call_runs_beside_this_thread() -> None:
         started.set()
         assert released.wait(timeout=60)
 
-    with Background() as background:
+    with BackgroundThread() as background:
         background.call(wait)
         assert started.wait(timeout=60)  # the call runs, although this thread has not waited for it
         released.set()
@@ -32,7 +32,7 @@ def test_calls_run_one_at_a_time_and_in_order() -> None:
         assert running == [number]
         finished.append(running.pop())
 
-    with Background() as background:
+    with BackgroundThread() as background:
         for number in range(100):
             background.call(work, number)
             assert len(finished) >= number  # so at most this call is unfinished
@@ -44,7 +44,7 @@ def fail(reason: str) -> None:
 
 
 def call_all(*reasons: str) -> None:
-    with Background() as background:
+    with BackgroundThread() as background:
         for reason in reasons:
             background.call(fail, reason)
 
@@ -64,11 +64,11 @@ def test_an_exception_of_the_block_waits_for_the_running_call(error: type[BaseEx
         released.wait(timeout=60)
         finished.append(1)
 
-    def leave(background: Background) -> None:
+    def leave(background: BackgroundThread) -> None:
         background.call(work)
         threading.Timer(0.05, released.set).start()
         raise error("of the block")
 
-    with pytest.raises(error, match="of the block"), Background() as background:
+    with pytest.raises(error, match="of the block"), BackgroundThread() as background:
         leave(background)
     assert finished == [1]

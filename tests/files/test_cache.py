@@ -13,9 +13,9 @@ import fsspec
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.files import cache_room
 from treepack.files.address import RemotePath, as_path
-from treepack.files.cache import addresses_in, borrowed_copy, local_copy, recent_copy
+from treepack.files.remote import cache_room
+from treepack.files.remote.cache import addresses_in, borrowed_copy, local_copy, recent_copy
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_local_path_is_its_own_copy(tmp_path: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("key", ["../../../escaped", "a//b", "./c", "100%/%2E%2E/d"])
 def test_no_key_leaves_the_folder_of_its_copy(key: str, folder: Path) -> None:
-    from treepack.files.cache import _path
+    from treepack.files.remote.cache import _path
 
     first, second = (_path(RemotePath("s3", f"bucket/{name}"), "0" * 16) for name in (key, key.replace("%", "%25")))
     inner = first.relative_to(folder / "objects" / ("0" * 16) / "s3" / "bucket")
@@ -96,7 +96,7 @@ def test_old_copies_make_room_and_copies_in_use_stay(store: Any, folder: Path, m
 
 
 def test_many_files_one_by_one_do_not_need_room_for_all(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from treepack.files import cache
+    from treepack.files.remote import cache
 
     monkeypatch.setenv("TREEPACK_CACHE_SIZE", "20K")
     monkeypatch.setattr(cache, "_RECENT_FILES", 4)
@@ -144,7 +144,7 @@ def test_a_folder_in_use_by_another_process_stays(folder: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from treepack.files.cache_room import pin
+from treepack.files.remote.cache_room import pin
 pin(Path({str(objects / "key")!r}))
 print("pinned", flush=True)
 sys.stdin.read()

@@ -34,9 +34,9 @@ from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
-from treepack.trie import files as trie_files
-from treepack.trie.build import build_trie
-from treepack.trie.files import read_trie, write_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store import trie_files
+from treepack.trie.store.trie_files import read_trie, write_trie
 from treepack.trie.trie import Trie
 
 # All examples of a property share one tmp_path; each example overwrites the directory of the one before.

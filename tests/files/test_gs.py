@@ -14,12 +14,12 @@ import pytest
 from support.gs import Bucket, running_bucket
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import RemotePath
 from treepack.files.directory import finished_directory
-from treepack.files.object_store import ExistsError
-from treepack.trie.build import build_trie
-from treepack.trie.files import read_trie, write_trie
+from treepack.files.remote import object_store
+from treepack.files.remote.object_store import ExistsError
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import read_trie, write_trie
 
 pytestmark = pytest.mark.s3
 
@@ -49,9 +49,9 @@ def test_the_conditions_of_a_write_are_kept(bucket: Bucket) -> None:
     object_store.write(path, b"22", expected=entry.version)
     with pytest.raises(ExistsError):
         object_store.write(path, b"3", expected=entry.version)
-    assert object_store.read(path) == b"22"
+    assert object_store.read_object(path) == b"22"
     object_store.delete([path])
-    assert object_store.read(path) is None
+    assert object_store.read_object(path) is None
     assert bucket.objects == {}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from treepack.files.hub import is_offline, load_fault
+from treepack.files.remote.hub import is_offline, load_fault
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 

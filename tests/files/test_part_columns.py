@@ -15,9 +15,11 @@ import pytest
 from support.command_line import Run
 from support.directory_damage import write_directories
 from support.manifests import seal
-from treepack import PackedDataset, TreepackError, read_rows, read_trie
+from treepack import PackedDataset, TreepackError
 from treepack.files import schema
-from treepack.files.part_columns import check_columns, shown_type, with_types
+from treepack.files.part_columns import check_part_columns, shown_type, with_types
+from treepack.pack.files import read_rows
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import trajectories_of
 
 LISTS = [pa.large_list, lambda kind: pa.list_(kind, 2)]
@@ -51,7 +53,7 @@ def test_other_containers_of_the_same_values_become_those_of_the_schema(make_lis
     table = pa.table(values, columns)
     kinds = [make_list(pa.int32()), make_list(pa.large_string())]
     other = pa.table([pa.array(each, kind) for each, kind in zip(values.values(), kinds, strict=True)], [*values])
-    check_columns(other.schema, columns, "part", "pack again")
+    check_part_columns(other.schema, columns, "part", "pack again")
     assert with_types(other, columns).equals(table)
 
 
@@ -99,7 +101,7 @@ def test_another_type_is_refused_by_every_command_before_anything_is_computed(
 def test_a_column_that_is_there_twice_is_refused() -> None:
     found = pa.schema([("step", pa.int64()), ("step", pa.int64())])
     with pytest.raises(TreepackError, match=r"^part: has the column step 2 times; pack again$"):
-        check_columns(found, schema.PACKED, "part", "pack again")
+        check_part_columns(found, schema.PACKED, "part", "pack again")
 
 
 def test_a_column_of_nulls_is_read_where_a_value_may_be_missing(folder: Path) -> None:
@@ -108,7 +110,7 @@ def test_a_column_of_nulls_is_read_where_a_value_may_be_missing(folder: Path) ->
     assert with_types(pa.table({"step": pa.nulls(2)}), columns)["step"].type == pa.int64()
     replace_part(folder / "packed", "part-00000.parquet", retyped(table, "row_id", pa.int64()))
     with pytest.raises(TreepackError, match="the column row_id has the type null, expected int64"):
-        check_columns(pa.schema([("row_id", pa.null())]), schema.PACKED, "part", "pack again")
+        check_part_columns(pa.schema([("row_id", pa.null())]), schema.PACKED, "part", "pack again")
 
 
 def test_a_list_of_another_length_is_refused_before_statistics_see_it(treepack: Run, folder: Path) -> None:

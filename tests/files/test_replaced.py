@@ -12,8 +12,8 @@ from support.trie_files import saved
 from treepack.errors import TreepackError
 from treepack.files.directory import finished_directory
 from treepack.files.manifest import check_part, read_manifest
-from treepack.trie.build import build_trie
-from treepack.trie.files import write_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import write_trie
 
 AGAIN = "trie: was replaced by another command while it was read; run the command again"
 

@@ -18,13 +18,13 @@ import pytest
 from support.s3 import CUT, LOST, Store
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import RemotePath, as_path
-from treepack.files.cache import local_copy
 from treepack.files.directory import finished_directory, finished_file
-from treepack.files.object_store import ExistsError
-from treepack.trie.build import build_trie
-from treepack.trie.files import read_trie, write_trie
+from treepack.files.remote import object_store
+from treepack.files.remote.cache import local_copy
+from treepack.files.remote.object_store import ExistsError
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import read_trie, write_trie
 
 pytestmark = pytest.mark.s3
 
@@ -62,11 +62,11 @@ def test_the_conditions_of_a_write_are_kept(s3: Store) -> None:
     object_store.write(path, b"22", expected=entry.version)
     with pytest.raises(ExistsError):
         object_store.write(path, b"3", expected=entry.version)
-    assert object_store.read(path) == b"22"
+    assert object_store.read_object(path) == b"22"
     assert list(object_store.list_objects(path_of(s3, "dir with spaces"))) == [path.name]
     object_store.delete([path, path_of(s3, "missing")])
     assert object_store.info(path) is None
-    assert object_store.read(path) is None
+    assert object_store.read_object(path) is None
 
 
 def test_a_large_file_goes_up_in_parts_and_keeps_the_condition(s3: Store, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_command_killed_during_its_upload_is_run_again(
 def test_processes_that_start_together_copy_a_file_once(s3: Store, tmp_path: Path) -> None:
     s3.write("input", os.urandom(1 << 20))
     program = (
-        "import sys; from treepack.files.cache import local_copy; from treepack.files.address import as_path; "
+        "import sys; from treepack.files.remote.cache import local_copy; from treepack.files.address import as_path; "
         "print(local_copy(as_path(sys.argv[1])))"
     )
     started = [

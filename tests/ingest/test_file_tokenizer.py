@@ -20,12 +20,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from support.byte_tokenizer import PLAIN, SENTENCES, save
 from support.paths import ROOT
-from treepack.analysis.report.roles import learn_headers
 from treepack.errors import TreepackError
-from treepack.files.hub import is_offline
+from treepack.files.remote.hub import is_offline
 from treepack.ingest.file_tokenizer import FIELDS, NAMED, FileTokenizer, read_folder
 from treepack.ingest.tokenization import fingerprint, load_tokenizer, read_tokenizer
 from treepack.ingest.tokenizer_classes import AS_IT_IS, CLASS_OF_MODEL, DEFAULT_TOKENS, WRONGLY_NAMED
+from treepack.report.roles import learn_headers
 
 # Words, blanks, combining marks, byte tokens of sentencepiece, and special tokens with text around them.
 WORDS = ["The quick", " brown", "fox", " 12345", "3.14", "'s", "'LL", "_x", "(y)", "<0x0A>", "new", "\u65e5\u672c", "é"]

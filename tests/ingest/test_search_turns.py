@@ -21,7 +21,7 @@ from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Chat, Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 TREE = SAMPLE_DATA / "search_tree.json"
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.byte_tokenizer import PLAIN, save
 from support.command_line import Run
 from treepack.ingest.stable_ids import stable_messages, with_stable_ids
-from treepack.trajectory import Chat, Text, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Trajectory
 
 UUIDS = ("3b241101-e2bb-4255-8caf-4136c566a962", "0d1f5c9e-77aa-4c3e-9d55-000000000001")
 
@@ -78,7 +78,7 @@ def test_changes_are_noted_and_other_content_stays() -> None:
     # A second run changes nothing: the numbered ids are already the first, second, ... of their kind.
     again = with_stable_ids(with_stable_ids(item))
     assert again.content == with_stable_ids(item).content
-    text = Trajectory("a", "a:1", Text("p", "c"))
+    text = Trajectory("a", "a:1", PromptCompletion("p", "c"))
     assert with_stable_ids(text).content == text.content
     assert with_stable_ids(text).notes == ("no conversation, ids not made stable",)
 

@@ -29,7 +29,7 @@ from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, parts_and_job, read, usable
-from treepack.processes import Team
+from treepack.processes import ProcessTeam
 
 Rollouts = list[dict[str, Any]]
 
@@ -79,7 +79,7 @@ def columns(inputs: Sequence[str], options: BuildOptions) -> tuple[Sequences, Re
     """What `TrieBuilder` collects, in the order of arrival."""
     log, digest, batches = ReadLog(), InputHash(), list[Sequences]()
     parts, job = parts_and_job(inputs, options, None, digest, as_ranges=options.workers > 1)
-    with Team(ColumnsWork, [job] * options.workers) as team:
+    with ProcessTeam(ColumnsWork, [job] * options.workers) as team:
         for results in team.in_order(read_part, parts, min_size=min_bytes(job), size=num_bytes):
             for batch, log_of_part in results:
                 log.merge(log_of_part)

@@ -18,7 +18,7 @@ from support.byte_tokenizer import MARKED, PLAIN, STRIPPING, save
 from support.paths import REAL
 from treepack.errors import TreepackError
 from treepack.ingest.tokenization import load_tokenizer, tokenize
-from treepack.trajectory import Chat, Int64, Skipped, Text, Tokens, Trajectory, derived_group, positions
+from treepack.trajectory import Chat, Int64, PromptCompletion, Skipped, Tokens, Trajectory, derived_group, positions
 
 
 def user(content: str) -> dict[str, Any]:
@@ -221,11 +221,11 @@ def test_groups_come_from_the_prompt_if_the_file_names_none(tokenizers: dict[str
 def test_text_is_prompt_completion_and_the_end_token_once(tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers["none"]
     for completion in ("over the lazy dog.", "over the lazy dog.<|endoftext|>"):
-        (sample,) = samples(Trajectory("t", "s", Text("The quick ", completion)), tokenizer)
+        (sample,) = samples(Trajectory("t", "s", PromptCompletion("The quick ", completion)), tokenizer)
         assert text(sample, tokenizer) == "The quick over the lazy dog.<|endoftext|>"
         assert trained_texts(sample, tokenizer) == ["over the lazy dog.<|endoftext|>"]
     # Without a prompt the completion starts at position 0, which is not trained.
-    (sample,) = samples(Trajectory("t", "s", Text("", "fox")), tokenizer)
+    (sample,) = samples(Trajectory("t", "s", PromptCompletion("", "fox")), tokenizer)
     assert tokens(sample).starts.tolist() == [1]
     assert sample.notes == ("the first token is not trained, because no token predicts it",)
 
@@ -236,15 +236,15 @@ def test_a_text_that_begins_with_the_first_token_of_a_sequence_gets_no_second_on
     backend.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", first)])
     fast: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|endoftext|>")
     for prompt in ("The quick ", "<|im_start|>The quick "):
-        (sample,) = samples(Trajectory("t", "s", Text(prompt, "fox")), fast)
+        (sample,) = samples(Trajectory("t", "s", PromptCompletion(prompt, "fox")), fast)
         assert text(sample, fast) == "<|im_start|>The quick fox<|endoftext|>"
 
 
 @pytest.mark.parametrize("completion", ["fox", "fox<|endoftext|>", "fox<|endoftext|>\n"])
 def test_a_text_has_one_end_token_unless_it_is_cut(tokenizers: dict[str, Any], completion: str) -> None:
     tokenizer = tokenizers["none"]
-    (whole,) = samples(Trajectory("t", "s", Text("The ", completion)), tokenizer)
-    (cut,) = samples(Trajectory("t", "s", Text("The ", completion, is_cut=True)), tokenizer)
+    (whole,) = samples(Trajectory("t", "s", PromptCompletion("The ", completion)), tokenizer)
+    (cut,) = samples(Trajectory("t", "s", PromptCompletion("The ", completion, is_cut=True)), tokenizer)
     assert text(whole, tokenizer).count("<|endoftext|>") == 1
     assert text(cut, tokenizer) == f"The {completion}"
 

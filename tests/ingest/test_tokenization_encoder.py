@@ -22,7 +22,7 @@ from treepack.errors import TreepackError
 from treepack.ingest import encoder as encoder_module
 from treepack.ingest.encoder import Encoder
 from treepack.ingest.tokenization import fingerprint, load_tokenizer, tokenize
-from treepack.trajectory import Text, Trajectory
+from treepack.trajectory import PromptCompletion, Trajectory
 
 
 @pytest.fixture(scope="session")
@@ -116,5 +116,5 @@ def test_importing_costs_no_transformers_and_long_text_gives_no_warning(
     short = copy.deepcopy(tokenizer)
     short.model_max_length = 4
     with caplog.at_level(logging.WARNING):
-        list(tokenize([Trajectory("t", "s", Text("The quick brown fox", "jumps over"))], tokenizer=short))
+        list(tokenize([Trajectory("t", "s", PromptCompletion("The quick brown fox", "jumps over"))], tokenizer=short))
     assert caplog.records == []

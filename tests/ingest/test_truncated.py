@@ -16,7 +16,7 @@ from treepack.ingest.options import BuildOptions
 from treepack.ingest.stream import read
 from treepack.ingest.tokenization import TRUNCATED_NOTE, load_tokenizer
 from treepack.trajectory import Skipped, Tokens, Trajectory
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 
 ASK = {"role": "user", "content": "How many screws?"}
 

@@ -16,7 +16,7 @@ from treepack.train.loop import train
 from treepack.train.optimiser import make_optimiser
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
-from treepack.train.run import open_run
+from treepack.train.setup.opening import open_run
 
 pytestmark = pytest.mark.integrations
 

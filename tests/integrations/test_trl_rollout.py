@@ -43,7 +43,7 @@ def model(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 def make(runs: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Return a function that makes a trainer with tree rollouts from the trainer's own model."""
     from support.model_engine import ModelEngine
-    from treepack.integrations.trl_rollout import tree_rollouts
+    from treepack.rollout.trainers.trl_rollout import tree_rollouts
 
     def engine(trainer: Any) -> ModelEngine:
         return ModelEngine(trainer.model, Sampling(temperature=trainer.temperature, stop_token_ids=STOPS))
@@ -73,7 +73,7 @@ def make(runs: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> Cal
 @pytest.fixture(scope="module")
 def training(runs: Any, make: Callable[..., Any]) -> Any:
     """Two steps of GRPOTrainer on trees: calls [(prompts, columns)], reward columns of each call, record, trainer."""
-    from treepack.integrations.trl_rollout import leaf_weighted
+    from treepack.rollout.trainers.trl_rollout import leaf_weighted
 
     seen: list[dict[str, Any]] = []
 
@@ -169,7 +169,7 @@ def test_advantages_are_weighted_by_the_leaves(training: Any) -> None:
 
 
 def test_the_baseline_of_a_leaf_is_the_weighted_mean_below_the_other_first_forks() -> None:
-    from treepack.integrations.trl_rollout import leaf_weighted
+    from treepack.rollout.trainers.trl_rollout import leaf_weighted
 
     columns = {
         "completions": [4.0, 2.0, 1.0, None, 6.0, 8.0],
@@ -191,7 +191,7 @@ def test_the_baseline_of_a_leaf_is_the_weighted_mean_below_the_other_first_forks
 
 
 def test_an_environment_answers_turns_and_its_tokens_are_masked(make: Callable[..., Any]) -> None:
-    from treepack.integrations.trl_rollout import environment_reward
+    from treepack.rollout.trainers.trl_rollout import environment_reward
 
     trainer = make(reward=environment_reward, environment=ToolOnce, max_steps=1)
     trainer.train()
@@ -262,7 +262,7 @@ def test_copies_of_a_prompt_in_several_processes_are_refused(make: Callable[...,
 
 def test_an_engine_at_another_temperature_is_refused(make: Callable[..., Any], runs: Any) -> None:
     from support.model_engine import ModelEngine
-    from treepack.integrations.trl_rollout import tree_rollouts
+    from treepack.rollout.trainers.trl_rollout import tree_rollouts
 
     trainer = make()
     with pytest.raises(TreepackError, match=r"temperature 1\.0 and the trainer has 0\.7"):
@@ -270,7 +270,7 @@ def test_an_engine_at_another_temperature_is_refused(make: Callable[..., Any], r
 
 
 def test_the_default_engine_is_the_server_of_the_trainer(make: Callable[..., Any]) -> None:
-    from treepack.integrations.trl_rollout import tree_rollouts
+    from treepack.rollout.trainers.trl_rollout import tree_rollouts
 
     trainer = make(temperature=0.7)
     server = EngineServer(law=wide_law())
@@ -287,14 +287,14 @@ def test_the_default_engine_is_the_server_of_the_trainer(make: Callable[..., Any
 
 
 def test_a_trainer_without_an_engine_is_refused(make: Callable[..., Any]) -> None:
-    from treepack.integrations.trl_rollout import tree_rollouts
+    from treepack.rollout.trainers.trl_rollout import tree_rollouts
 
     with pytest.raises(TreepackError, match="no server of vLLM; set use_vllm=True"):
         tree_rollouts(OPTIONS)(["a tree"] * 4, make())
 
 
 def test_the_sampling_is_that_of_the_trainer(make: Callable[..., Any]) -> None:
-    from treepack.integrations.trl_rollout import trainer_sampling
+    from treepack.rollout.trainers.trl_rollout import trainer_sampling
 
     trainer = make(temperature=0.7, top_p=0.9, top_k=20)
     assert trainer_sampling(trainer) == Sampling(0.7, 0.9, 20, stop_token_ids=tuple(trainer.eos_token_ids))

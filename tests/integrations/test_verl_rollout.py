@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integrations
 
 LOOPS = """
 - name: treepack_tree
-  _target_: treepack.integrations.verl_rollout.TreeAgentLoop
+  _target_: treepack.rollout.trainers.verl_rollout.TreeAgentLoop
   tree: {segment: 4, depth: 10, first_forks: [2, 3], max_repeats: 0}
 """
 
@@ -150,7 +150,7 @@ def test_an_environment_answers_turns_and_gives_the_reward(run: Callable[..., An
 
 
 def test_a_tree_that_nobody_waits_for_is_cancelled(rollouts: Any, model: str, tmp_path: Path) -> None:
-    from treepack.integrations.verl_rollout import TreeAgentLoop
+    from treepack.rollout.trainers.verl_rollout import TreeAgentLoop
 
     (tmp_path / "loops.yaml").write_text(LOOPS)
     server = rollouts.LawServer()
@@ -221,7 +221,7 @@ def test_the_signatures_are_those_of_the_installed_verl(rollouts: Any) -> None:
     from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
     from verl.workers.rollout.llm_server import LLMServerClient
 
-    from treepack.integrations.verl_rollout import TreeAgentLoop
+    from treepack.rollout.trainers.verl_rollout import TreeAgentLoop
 
     assert list(inspect.signature(SingleTurnAgentLoop.run).parameters)[:2] == ["self", "sampling_params"]
     assert list(inspect.signature(TreeAgentLoop.run).parameters) == ["self", "sampling_params", "kwargs"]

@@ -14,7 +14,7 @@ from torch import nn
 from support.oracle_model import Sample, alone, gradients, keep_norms, make_row, tiny_config, tiny_model, worst_error
 from treepack import TreepackError
 from treepack.data.batch import Batch, make_batch
-from treepack.model.adapter import (
+from treepack.model.adapters.adapter import (
     LoraOptions,
     assign,
     check_trainable,
@@ -22,12 +22,12 @@ from treepack.model.adapter import (
     initial_weights,
     save_adapter,
 )
+from treepack.model.adapters.four_bits import num_weights
 from treepack.model.forward import row_logprobs, row_loss
-from treepack.model.four_bits import num_weights
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_merged, load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.verify import verify_gradients
+from treepack.model.verify.gradients import verify_gradients
 
 SAMPLES = [
     Sample((1, 2, 3, 4, 5), (0, 1, 1, 1, 1)),
@@ -199,7 +199,7 @@ def test_routers_have_no_adapter_unless_all_linear_layers_have_one(tmp_path: Pat
         loaded = load_model(tiny_config(tmp_path / "tiny.json"))
         for layer in loaded.causal.model.layers:
             layer.router_and_more = Layer()
-        from treepack.model.adapter_targets import target_names
+        from treepack.model.adapters.adapter_targets import target_names
 
         return target_names(loaded.causal, choice, "tiny")
 
@@ -350,7 +350,7 @@ def test_random_weights_and_float64_have_no_4_bits(base: Path, tmp_path: Path) -
 def test_a_missing_package_is_one_sentence_with_its_command(
     base: Path, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
 ) -> None:
-    monkeypatch.setattr("treepack.model.adapter.find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr("treepack.model.adapters.adapter.find_spec", lambda name: None if name == package else object())
     with pytest.raises(
         TreepackError, match=rf"needs {package}, which is not installed; run pip install '\.\[{extra}\]"
     ):

@@ -25,10 +25,10 @@ from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
-from treepack.model.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.forward import row_objective
-from treepack.model.objectives import Objective, choose_objective
-from treepack.model.row_factors import row_factors
+from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.model.objectives.row_factors import row_factors
 from treepack.pack.directory import pack_trie
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.options import PackOptions
@@ -37,7 +37,7 @@ from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages, with_advantages
 from treepack.trajectory import Tokens, Trajectory, positions
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 TREERPO = AdvantageOptions("treerpo", segment="recorded", edges=True)

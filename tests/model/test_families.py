@@ -20,10 +20,10 @@ from treepack.errors import TreepackError
 from treepack.ingest.array_rollouts import trajectories_from_arrays
 from treepack.model.collation import batch_logprobs, batch_loss, collate
 from treepack.model.load import load_model, read_config
-from treepack.model.verify import verify_gradients
+from treepack.model.verify.gradients import verify_gradients
 from treepack.pack.options import PackOptions
 from treepack.pack.packing import plan_packing
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 # 1 - 2 - 3 - 4 - 5, 1 - 2 - 6 and 1 - 2 - 6 - 9 - 3 in one tree, and 7 - 8 beside it
 SAMPLES = [

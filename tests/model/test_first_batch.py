@@ -23,10 +23,10 @@ from support.tiny_families import HAS_RECURRENT, KeepFloat64, tiny_family
 from treepack.attention import register
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
+from treepack.model.accept.first_batch import _agree
 from treepack.model.collation import batch_loss, collate
-from treepack.model.first_batch import _agree
-from treepack.model.head import logit_map_of
-from treepack.model.token_statistics import LogitMap
+from treepack.model.head.logit_map import LogitMap
+from treepack.model.head.output_head import logit_map_of
 
 SAMPLES = [
     Sample((1, 2, 3, 4, 5), (0.0, 1.0, 0.0, 2.0, 1.0)),

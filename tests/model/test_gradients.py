@@ -35,10 +35,10 @@ from treepack.data.batch import Batch, make_batch
 from treepack.model.layers import checkpoint_layers
 from treepack.model.loaded import LoadedModel
 from treepack.pack.plan.planning import FOREST_METHODS, METHODS, packed_trie, plan_rows
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory, spans_of_mask
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 KINDS = sorted(CONFIGS)
 ATTENTIONS = ["reference", "flex"]
@@ -70,7 +70,7 @@ def as_trajectories(samples: Sequence[Sample], groups: Sequence[str]) -> list[Tr
 def as_batches(
     samples: Sequence[Sample],
     *,
-    capacity: int | Limits,
+    capacity: int | RowLimits,
     groups: Sequence[str] | None = None,
     multiple: int = 1,
     method: str = "auto",
@@ -117,7 +117,7 @@ def test_no_method_changes_gradients(method: str, samples: list[Sample], room: i
     size = longest(samples)
     # A path of `size` tokens has size * (size + 1) / 2 pairs and at most `size` terms: every trajectory fits a row.
     pairs, terms = size * (size + 1) // 2 + 5 * room, size + room
-    batches = as_batches(samples, capacity=Limits(size + room, pairs, terms), method=method, ranks=ranks)
+    batches = as_batches(samples, capacity=RowLimits(size + room, pairs, terms), method=method, ranks=ranks)
     assert_equal(gradients_of(packed("qwen3", "reference"), batches), alone(plain("qwen3"), samples))
 
 

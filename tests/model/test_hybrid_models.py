@@ -25,16 +25,16 @@ from treepack import allow_generation
 from treepack.attention import register
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import check_model, use_tree_attention
-from treepack.model.adapter import LoraOptions, assign, initial_weights
+from treepack.model.accept.compatibility import check_config
+from treepack.model.adapters.adapter import LoraOptions, assign, initial_weights
 from treepack.model.collation import batch_loss, collate
-from treepack.model.compatibility import check_config
-from treepack.model.denominators import step_factors, trajectory_table
 from treepack.model.forward import row_loss
 from treepack.model.layers import adapt_layers
 from treepack.model.load import build_empty, load_model, read_config
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import choose_objective
-from treepack.model.verify import verify_gradients
+from treepack.model.objectives.denominators import step_factors, trajectory_table
+from treepack.model.objectives.objective import choose_objective
+from treepack.model.verify.gradients import verify_gradients
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import find_plan
 from treepack.model.weights.writing import saved_weights

@@ -17,10 +17,10 @@ from support.packed_objectives import opened
 from support.value_models import critic, valued
 from treepack.data.batch import Batch
 from treepack.data.joined import join_rows
-from treepack.model.denominators import step_factors, trajectory_table
 from treepack.model.forward import pass_loss
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import Objective, choose_objective
+from treepack.model.objectives.denominators import step_factors, trajectory_table
+from treepack.model.objectives.objective import Objective, choose_objective
 
 TOLERANCE = 1e-9
 ROWS = [0, 0, 1, 1, 2, 2, 2, 3, 3, 4]

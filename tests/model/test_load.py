@@ -16,11 +16,11 @@ from support.oracle_model import CONFIGS, VOCABULARY, Sample, make_row, tiny_con
 from treepack.attention import register
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
-from treepack.model.compatibility import check_fits
+from treepack.model.accept.compatibility import check_fits
+from treepack.model.accept.probe import probe
 from treepack.model.forward import hidden_states, row_loss
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.probe import probe
 
 SAMPLES = [Sample((1, 2, 3), (0.0, 1.0, 1.0)), Sample((1, 2, 4, 5), (0.0, 0.0, 1.0, 1.0))]
 MANIFEST: dict[str, Any] = {"max_token_id": VOCABULARY - 1, "tokenizer": None}

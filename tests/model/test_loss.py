@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from support.oracle_model import VOCABULARY, Sample, make_row, sample_sets
 from treepack.data.batch import make_batch
-from treepack.model.loss import tree_logprobs, weighted_nll
-from treepack.model.token_statistics import LogitMap
+from treepack.model.head.logit_map import LogitMap
+from treepack.model.head.token_loss import tree_logprobs, weighted_nll
 
 HIDDEN = 8
 

@@ -20,11 +20,11 @@ from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import MixedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
-from treepack.model.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.forward import row_objective
-from treepack.model.objectives import Objective, choose_objective
-from treepack.model.temperature import check_scored_columns, temperature_of
-from treepack.model.verify import verify_gradients
+from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.model.objectives.temperature import check_scored_columns, temperature_of_terms
+from treepack.model.verify.gradients import verify_gradients
 
 TOLERANCE = 1e-9
 T = float(np.float32(0.7))
@@ -181,7 +181,7 @@ def test_equal_temperatures_have_equal_names(
     tmp_path: Path, setting: Callable[[int, int], float] | None, option: float | None, expected: float | str
 ) -> None:
     samples = list(rollouts()) if setting is None else with_temperatures(rollouts(), setting)
-    assert temperature_of(opened(tmp_path / "packed", samples, [0] * 10), option) == expected
+    assert temperature_of_terms(opened(tmp_path / "packed", samples, [0] * 10), option) == expected
 
 
 SCORED: list[tuple[dict[str, Any], dict[str, float | str], str | None]] = [

@@ -25,12 +25,13 @@ from treepack.carry.backward import CarryOptions, backward_row
 from treepack.data.batch import TermTensors
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
-from treepack.model.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.forward import row_logprobs
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import PRESETS, Objective, choose_objective, objective_loss
-from treepack.model.preferences import preference_pairs
-from treepack.rollout_parts import LOST_PARTS
+from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.model.objectives.losses import objective_loss
+from treepack.model.objectives.objective import PRESETS, Objective, choose_objective
+from treepack.model.objectives.preferences import preference_pairs
+from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.trajectory import Trajectory
 
 TOLERANCE = 1e-9

@@ -23,10 +23,12 @@ pytest.importorskip("triton")
 from support import interpreter  # noqa: F401
 from treepack.attention import Kept, TreePass
 from treepack.attention.autograd import triton_attention
-from treepack.attention.schedule import Schedule, build_schedule
+from treepack.attention.build_schedule import build_schedule
+from treepack.attention.schedule import Schedule
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
-from treepack.model.adapter import LoraOptions
+from treepack.memory.offload import Offload, Pages, copy_back, copy_out
+from treepack.model.adapters.adapter import LoraOptions
 from treepack.model.forward import row_loss
 from treepack.model.layers import (
     AdaptedLayers,
@@ -38,7 +40,6 @@ from treepack.model.layers import (
 )
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.offload import Offload, Pages, copy_back, copy_out
 
 CPU = torch.device("cpu")
 LAYERS = 5

@@ -15,8 +15,8 @@ from support.oracle_model import gradients
 from support.tiny_families import NOT_COMPARED, tiny_family
 from treepack.data.batch import missing_expert
 from treepack.errors import TreepackError
-from treepack.model.replay import check_routes, use_routes
-from treepack.model.routers import follow_routers
+from treepack.model.experts.replay import check_routes, use_routes
+from treepack.model.experts.routers import follow_routers
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 T = IDS.shape[1]

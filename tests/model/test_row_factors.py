@@ -15,16 +15,16 @@ from support.trie_files import saved
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
-from treepack.model.denominators import check_columns, step_factors, trajectory_table
-from treepack.model.objectives import choose_objective
-from treepack.model.row_factors import row_factors
+from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.model.objectives.objective import choose_objective
+from treepack.model.objectives.row_factors import row_factors
 from treepack.pack.directory import pack_trie
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.options import PackOptions
 from treepack.pack.packing import plan_packing
 from treepack.pack.row import Row
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 SAMPLES = rollouts()
 

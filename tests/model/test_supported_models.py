@@ -17,12 +17,12 @@ from treepack.attention.indexed import AllAncestors
 from treepack.attention.interface import AttentionKind
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
-from treepack.model.compatibility import check_fits
+from treepack.model.accept.compatibility import check_fits
+from treepack.model.accept.observation import observe
 from treepack.model.forward import row_loss
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.observation import observe
-from treepack.model.verify import verify_gradients
+from treepack.model.verify.gradients import verify_gradients
 from treepack.recurrent.interface import CONVOLUTION
 
 # Families whose models are made in no time and that differ most: windows, chunks, sinks, caps, an indexer, experts, and

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from treepack.model.head_chunks import ChunkTargets
-from treepack.model.token_statistics import LogitMap, Slopes, token_statistics, torch_gradients, torch_statistics
+from treepack.model.head.head_chunks import ChunkTargets
+from treepack.model.head.logit_map import LogitMap, Slopes
+from treepack.model.head.token_statistics import token_statistics, torch_gradients, torch_statistics
 
-fused = pytest.importorskip("treepack.model.fused_statistics", reason="needs triton")
+fused = pytest.importorskip("treepack.model.head.fused_statistics", reason="needs triton")
 
 MAPS = [LogitMap(), LogitMap(0.3), LogitMap(-2.0, 15.0)]
 # A block of 16 words in 40: two whole blocks and a part of one.

@@ -21,15 +21,16 @@ from support.oracle_objectives import Rollout, step_loss
 from support.sampled_trees import rollouts_of_tree, sample_trees
 from support.tree_estimates import Estimate, mean_and_error
 from treepack.data.batch import make_batch
-from treepack.model.objectives import Objective, choose_objective, objective_loss
-from treepack.model.row_factors import row_factors
+from treepack.model.objectives.losses import objective_loss
+from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.model.objectives.row_factors import row_factors
 from treepack.pack.options import PackOptions
 from treepack.pack.packing import plan_packing
 from treepack.pack.row import Row
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import MarkovLaw
 from treepack.trajectory import Float64, Int32, Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 STOP, START, LONGEST, STEPS, TREES = 0, 1, 5, 100, 3
 # Log-probabilities of the next token (column) after a token (row). Token 1 ends responses soon, and such ones succeed.

@@ -23,17 +23,18 @@ from support.packed_objectives import opened, rollouts
 from support.value_models import critic, plain, valued, with_head
 from treepack.attention import register
 from treepack.carry.backward import CarryOptions, backward_row, row_value
-from treepack.carry.backward import row_values as row_values_in_pieces
+from treepack.carry.backward import values_in_pieces as row_values_in_pieces
 from treepack.carry.verify import in_pieces
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
-from treepack.model.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.forward import row_objective, row_values
+from treepack.model.head.value_head import value_head_of
 from treepack.model.layers import adapt_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import Objective, choose_objective, step_means
-from treepack.model.value_head import value_head_of
-from treepack.model.verify import verify_gradients
+from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.model.objectives.losses import step_means
+from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.model.verify.gradients import verify_gradients
 
 TOLERANCE = 1e-9
 

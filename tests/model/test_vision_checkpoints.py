@@ -22,13 +22,13 @@ from support.strategies import make
 from support.tiny_families import HAS_RECURRENT
 from support.tiny_vision import HUB_NAMES, IMAGE_TOKEN, read_weights, save_vision, tiny_vision, vision_config
 from treepack import TreepackError
-from treepack.model.adapter import LoraOptions
+from treepack.model.adapters.adapter import LoraOptions
 from treepack.model.load import load_model
 from treepack.model.text_half import choose_config
-from treepack.model.verify_rows import verify_rows
+from treepack.model.verify.verify_rows import verify_rows
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_run, open_verification
+from treepack.train.setup.opening import open_run, open_verification
 
 KINDS = ["qwen2_5_vl", "qwen3_vl_moe", "glm4v", "gemma3", "mistral3", "internvl"]
 MORE = ["qwen2_vl", "qwen3_vl", "glm4v_moe", *(["qwen3_5", "qwen3_5_moe"] if HAS_RECURRENT else [])]

@@ -22,11 +22,11 @@ PLAN = """
 import treepack, numpy as np
 from treepack.native.library import is_compiled
 from treepack.pack.plan.auto import auto
-from treepack.pack.plan.problem import Limits, PlanTree, Search
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions
 size = np.array([5, *(3 + i * 7 % 11 for i in range(20))])
 depth, parent = np.array([0] + 20 * [5]), np.array([-1] + 20 * [0])
 tree = PlanTree(size, depth, parent, np.array([21, *range(2, 22)]), np.arange(1, 21), np.ones(20, np.int64))
-solution = auto(tree, Limits(30), Search("low"))
+solution = auto(tree, RowLimits(30), SearchOptions("low"))
 print(treepack.__file__, is_compiled(), solution.row_of_leaf.tolist(), solution.lower_bound)
 """
 

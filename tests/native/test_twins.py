@@ -19,8 +19,8 @@ from treepack.pack.plan.bounds import column_generation, counting, knapsack
 from treepack.pack.plan.bounds.lower_bound import ProofEffort, lower_bound
 from treepack.pack.plan.methods import anneal, dominance, first_fit, jump_tree, online, subsets
 from treepack.pack.plan.methods.contiguous import contiguous
-from treepack.pack.plan.problem import Limits, PlanTree, Search, path_pairs
-from treepack.rl.trace import greedy
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, path_pairs
+from treepack.research.trace import greedy
 
 STAR: Nested = (5, [(size, []) for size in (7, 7, 1, 0, 9, 3, 7, 0, 2, 2, 8, 8, 1)])
 EQUAL: Nested = (0, [(4, []) for _ in range(40)])
@@ -55,13 +55,13 @@ larger = st.builds(random_tree, st.integers(2, 120), st.integers(0, 10**6)) | sh
 
 
 @st.composite
-def problems(draw: st.DrawFn, trees: st.SearchStrategy[PlanTree]) -> tuple[PlanTree, Limits]:
+def problems(draw: st.DrawFn, trees: st.SearchStrategy[PlanTree]) -> tuple[PlanTree, RowLimits]:
     """A tree, a capacity that is often tight, and sometimes limits on pairs and terms."""
     tree = draw(trees)
     longest = max(1, int(tree.length.max()))
     pairs = int(path_pairs(tree.length).max()) + draw(st.integers(0, 300))
     terms = int(tree.terms.max()) + draw(st.integers(0, 9))
-    return tree, Limits(
+    return tree, RowLimits(
         longest + draw(st.just(0) | st.integers(0, 3 * longest)),
         draw(st.none() | st.just(pairs)),
         draw(st.none() | st.just(terms)),
@@ -84,7 +84,7 @@ def test_the_loops_are_compiled_here() -> None:
 
 @given(problems(larger))
 @settings(max_examples=60)
-def test_counting(problem: tuple[PlanTree, Limits]) -> None:
+def test_counting(problem: tuple[PlanTree, RowLimits]) -> None:
     tree, limits = problem
     known = np.zeros(tree.num_nodes, np.int64), np.ones(tree.num_nodes, np.int64)
 
@@ -92,7 +92,7 @@ def test_counting(problem: tuple[PlanTree, Limits]) -> None:
         # The second time from bounds that are already proven.
         first = counting.count(tree.end, tree.size, tree.depth + tree.size, limits.capacity, *known)
         again = counting.count(tree.end, tree.size, tree.depth + tree.size, limits.capacity, first[0] + 1, first[1])
-        rows = contiguous(tree, limits, Search()).row_of_leaf
+        rows = contiguous(tree, limits, SearchOptions()).row_of_leaf
         plans = rows, alone(tree), np.random.default_rng(1).permutation(tree.num_leaves) % 5
         return first, again, [counting.passes(tree.parent, tree.leaf, plan) for plan in plans]
 
@@ -101,7 +101,7 @@ def test_counting(problem: tuple[PlanTree, Limits]) -> None:
 
 @given(problems(shapes.filter(lambda tree: tree.num_leaves <= 9)))
 @settings(max_examples=40)
-def test_subsets(problem: tuple[PlanTree, Limits]) -> None:
+def test_subsets(problem: tuple[PlanTree, RowLimits]) -> None:
     tree, limits = problem
     tokens, fits = subsets._tokens_of_sets(tree, limits)
     assert_twins_agree(lambda: subsets._best_of_sets(tokens, fits), subsets, "best_of_sets")
@@ -109,7 +109,7 @@ def test_subsets(problem: tuple[PlanTree, Limits]) -> None:
 
 @given(problems(larger), st.integers(0, 10**6))
 @settings(max_examples=40)
-def test_knapsack(problem: tuple[PlanTree, Limits], seed: int) -> None:
+def test_knapsack(problem: tuple[PlanTree, RowLimits], seed: int) -> None:
     tree, limits = problem
     profits = np.random.default_rng(seed).integers(-50, 50, tree.num_nodes).astype(np.int32)
 
@@ -125,17 +125,17 @@ def test_knapsack(problem: tuple[PlanTree, Limits], seed: int) -> None:
 
 @given(problems(larger.filter(lambda tree: tree.num_leaves <= 30)))
 @settings(max_examples=8, deadline=None)
-def test_column_generation(problem: tuple[PlanTree, Limits]) -> None:
+def test_column_generation(problem: tuple[PlanTree, RowLimits]) -> None:
     tree, limits = problem
-    rows = contiguous(tree, Limits(limits.capacity), Search()).row_of_leaf
+    rows = contiguous(tree, RowLimits(limits.capacity), SearchOptions()).row_of_leaf
     proof = ProofEffort(sets=2, exact=0, programs=(1000,), entries=3e4)
     assert_twins_agree(lambda: lower_bound(tree, limits.capacity, rows, proof), column_generation, "add_outer_products")
 
 
 @given(problems(larger), st.integers(0, 10**6), st.sampled_from([1, 3, 1024]))
 @settings(max_examples=80)
-@example((tree_of(comb(300)), Limits(700)), 0, 1)
-def test_first_fit(problem: tuple[PlanTree, Limits], seed: int, blocks: int) -> None:
+@example((tree_of(comb(300)), RowLimits(700)), 0, 1)
+def test_first_fit(problem: tuple[PlanTree, RowLimits], seed: int, blocks: int) -> None:
     tree, limits = problem
     order = np.random.default_rng(seed).permutation(tree.num_leaves)
     pairs, steps = path_pairs(tree.depth + tree.size), np.zeros(tree.num_leaves, np.int64)
@@ -148,9 +148,9 @@ def test_first_fit(problem: tuple[PlanTree, Limits], seed: int, blocks: int) -> 
 
 @given(problems(larger), st.sampled_from([2, 7, 48]), st.integers(1, 4))
 @settings(max_examples=25, deadline=None)
-def test_annealing(problem: tuple[PlanTree, Limits], window: int, passes: int) -> None:
+def test_annealing(problem: tuple[PlanTree, RowLimits], window: int, passes: int) -> None:
     tree, limits = problem
-    rows = contiguous(tree, limits, Search()).row_of_leaf
+    rows = contiguous(tree, limits, SearchOptions()).row_of_leaf
     steps = 1 + 150 // tree.num_leaves
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(anneal, "WINDOW_ROWS", window)

@@ -19,7 +19,7 @@ from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row, row_counts
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Int64, Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -153,7 +153,7 @@ def test_wrong_arguments_are_refused(arguments: tuple[Any, ...], message: str) -
 
 
 def test_it_imports_numpy_only() -> None:
-    program = "import sys, treepack; treepack.micro_batches; print(*sys.modules)"
+    program = "import sys; from treepack.pack.micro_batches import micro_batches; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "numpy" in done.stdout.split()
     assert not {"torch", "polars", "ortools", "pyarrow", "scipy"} & set(done.stdout.split())

@@ -12,15 +12,18 @@ import pytest
 from support.command_line import Run
 from support.sampled_trees import rollouts_of_tree, sample_trees, three_tokens
 from support.strategies import make
-from treepack import PackOptions, Row, TreepackError, check, pack_trie, plan_packing, read_rows, write_trie
+from treepack import PackOptions, TreepackError, check, pack_trie, plan_packing
 from treepack.files.manifest import read_manifest
+from treepack.pack.files import read_rows
 from treepack.pack.leaf_weights import LEFT_OUT
+from treepack.pack.row import Row
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import leaf_weights
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import MarkovLaw
 from treepack.trajectory import Float64, Int32, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import write_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 WITH_FALLBACK = TreeOptions(width=8, max_tokens=20, segment=2, depth=8, first_forks=2)

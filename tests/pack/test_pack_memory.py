@@ -24,8 +24,8 @@ from treepack.pack.options import NORMALIZE
 from treepack.pack.packing import planning_bytes
 from treepack.pack.row import Row
 from treepack.trajectory import Int32, Tokens, Trajectory
-from treepack.trie.build import build_trie, with_places
-from treepack.trie.files import read_trie
+from treepack.trie.builders.in_memory import build_trie, with_places
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
 METHODS = ("contiguous", "auto", "heuristic", "single-path", "greedy-online", "sequence", "groups")

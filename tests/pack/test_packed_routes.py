@@ -28,9 +28,9 @@ from treepack.pack.options import PackOptions
 from treepack.pack.packing import plan_packing
 from treepack.pack.row import Row, concatenate_rows
 from treepack.trajectory import Routes, Tokens, Trajectory
-from treepack.trie.build import build_trie
-from treepack.trie.files import write_trie
-from treepack.trie.row_groups import read_footers
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.row_groups import read_footers
+from treepack.trie.store.trie_files import write_trie
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import trajectories_of
 

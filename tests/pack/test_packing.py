@@ -11,21 +11,13 @@ import pytest
 
 from support.manifests import manifest_of
 from support.strategies import make
-from treepack import (
-    PackOptions,
-    Progress,
-    Row,
-    TreepackError,
-    check,
-    pack_trie,
-    plan_packing,
-    read_rows,
-    trajectories_from_arrays,
-    write_trie,
-)
+from treepack import PackOptions, Progress, TreepackError, check, pack_trie, plan_packing, trajectories_from_arrays
 from treepack.files.manifest import read_manifest
 from treepack.pack.check import check_packed
-from treepack.trie.build import build_trie
+from treepack.pack.files import read_rows
+from treepack.pack.row import Row
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import write_trie
 from treepack.trie.trie import Trie
 
 

@@ -27,7 +27,7 @@ from treepack.pack.row import Row, term_field
 from treepack.pack.row_group import RowGroup, row_schema
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 
 def rows_of(trajectories: list[Trajectory], capacity: int = 20) -> list[Row]:

@@ -19,11 +19,11 @@ from treepack.pack.check import check_packed, check_row
 from treepack.pack.options import NORMALIZE, SEMANTICS
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.planning import FOREST_METHODS, METHODS, packed_trie, plan_rows
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import trajectories_of
 
 
@@ -132,7 +132,7 @@ def test_rows_of_every_method_within_budgets_and_for_ranks_pass_the_check(
 ) -> None:
     trie = build_trie(trajectories)
     try:
-        plan = plan_rows(trie, capacity=Limits(capacity, pairs, terms), method=method, multiple_of=ranks)
+        plan = plan_rows(trie, capacity=RowLimits(capacity, pairs, terms), method=method, multiple_of=ranks)
     except TreepackError as error:
         assert "too few for" in str(error)  # noqa: PT017
         return

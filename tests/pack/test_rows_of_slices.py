@@ -28,7 +28,7 @@ from treepack.pack.row_group import packed_columns, row_schema
 from treepack.pack.rows import pack_rows
 from treepack.pack.weights import WholeTrie
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
 VALUES = ("reward", "advantage", "temperature", *PER_TOKEN)

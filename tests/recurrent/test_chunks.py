@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.attention_trees import caterpillar, chain, comb, ends_of, forests, random_tree, star
-from treepack.recurrent.chunks import Chunks, build_chunks, find_parents, flatten_ends, plan_stages
+from treepack.recurrent.chunks import TokenChunks, build_chunks, find_parents, flatten_ends, plan_stages
 from treepack.recurrent.levels import build_levels
 
 ORDERS = ("levels", "paths")
@@ -24,7 +24,7 @@ def parents_one_by_one(end: list[int]) -> list[int]:
     return [max((k for k in range(q) if end[k] > q), default=-1) for q in range(len(end))]
 
 
-def tokens_of(chunks: Chunks) -> list[list[int]]:
+def tokens_of(chunks: TokenChunks) -> list[list[int]]:
     return [list(range(b, b + n)) for b, n in zip(chunks.begin.tolist(), chunks.length.tolist(), strict=True)]
 
 

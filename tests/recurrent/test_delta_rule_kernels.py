@@ -18,8 +18,8 @@ from support.kernel_inputs import poisoned_empty
 from support.recurrent_ahead_of_time import compiled
 from support.recurrent_solve_twins import solve
 from support.recurrent_state_twins import sum_decays
-from treepack.recurrent.chunks import Chunks, build_chunks
-from treepack.recurrent.kernels.delta_rule import multiply, solve_backward, solve_forward
+from treepack.recurrent.chunks import TokenChunks, build_chunks
+from treepack.recurrent.kernels.delta_rule import multiply_inverse, solve_backward, solve_forward
 
 triton = pytest.importorskip("triton")
 
@@ -40,7 +40,7 @@ class Solve(NamedTuple):
 
 
 def draw(
-    chunks: Chunks, keys: int = 16, values: int = 16, *, heads: int = 1, key_heads: int = 1, dtype: torch.dtype
+    chunks: TokenChunks, keys: int = 16, values: int = 16, *, heads: int = 1, key_heads: int = 1, dtype: torch.dtype
 ) -> Solve:
     """Return random operands: unit keys, beta in (0, 1), decays of at most a factor of e**(1 / 4) a token."""
     count = len(chunks.end)
@@ -55,7 +55,7 @@ def draw(
     return Solve(k, v, beta, sum_decays(g / -4, chunks), dw, du)
 
 
-def run_kernels(inputs: Solve, chunks: Chunks) -> list[Tensor]:
+def run_kernels(inputs: Solve, chunks: TokenChunks) -> list[Tensor]:
     """Return W, U, the inverse, and the gradients of k, v, beta and a; elements without a result are NaN."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", poisoned_empty())
@@ -63,7 +63,7 @@ def run_kernels(inputs: Solve, chunks: Chunks) -> list[Tensor]:
         return [w, u, inverse, *solve_backward(*inputs[:4], inverse, dw=inputs.dw, du=inputs.du, chunks=chunks)]
 
 
-def run_twin(inputs: Solve, chunks: Chunks) -> list[Tensor]:
+def run_twin(inputs: Solve, chunks: TokenChunks) -> list[Tensor]:
     """Return the results of `run_kernels` in float64."""
     # dk has a part for each head of v
     shared = inputs.k.repeat_interleave(inputs.v.shape[1] // inputs.k.shape[1], 1)
@@ -78,7 +78,7 @@ def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     return [float((x.double() - y).norm() / (y.norm() or 1)) for x, y in zip(found, exact, strict=True)]
 
 
-def condition(inverse: Tensor, chunks: Chunks) -> float:
+def condition(inverse: Tensor, chunks: TokenChunks) -> float:
     """Return the largest condition number of 1 + A among chunks and heads, in the 2-norm, from `inverse` [N, H, 64]."""
     parts = zip(chunks.begin.tolist(), chunks.length.tolist(), strict=True)
     return max(float(torch.linalg.cond(inverse[b : b + n, :, :n].transpose(0, 1)).max()) for b, n in parts)
@@ -110,7 +110,7 @@ def test_widths_of_real_models(widths: tuple[int, int], length: int) -> None:
     check(build_chunks(end), widths, heads=4, key_heads=2)
 
 
-def check(chunks: Chunks, widths: tuple[int, int], *, heads: int = 1, key_heads: int = 1) -> None:
+def check(chunks: TokenChunks, widths: tuple[int, int], *, heads: int = 1, key_heads: int = 1) -> None:
     inputs = draw(chunks, *widths, heads=heads, key_heads=key_heads, dtype=torch.float32)
     exact = run_twin(inputs, chunks)
     bound = 6 * ROUNDING[torch.float32] * condition(exact[2], chunks)
@@ -160,7 +160,7 @@ def test_products_with_a_stored_inverse_are_those_of_the_forward_pass() -> None:
     chunks = build_chunks(chain(9))
     inputs = draw(chunks, dtype=torch.bfloat16)
     w, u, inverse = solve_forward(*inputs[:4], chunks)
-    again = multiply(*inputs[:4], inverse, chunks)
+    again = multiply_inverse(*inputs[:4], inverse, chunks)
     assert torch.equal(w, again[0])
     assert torch.equal(u, again[1])
 

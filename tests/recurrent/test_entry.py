@@ -19,10 +19,10 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from support.hybrid_models import HARD, load_hybrid, write_config
 from support.tiny_families import HAS_RECURRENT, family_config
 from treepack.errors import TreepackError
+from treepack.model.accept.observation import Observation, check_observed_attention, observe
 from treepack.model.load import load_model
-from treepack.model.observation import Observation, check_attention, observe
-from treepack.model.verify import verify_gradients
-from treepack.recurrent.entry import enter, obstacle
+from treepack.model.verify.gradients import verify_gradients
+from treepack.recurrent.entry import enter, model_obstacle
 from treepack.recurrent.interface import convolution, gated_delta_rule, state_space_scan
 
 pytestmark = pytest.mark.skipif(not HAS_RECURRENT, reason="this version of transformers has other recurrent layers")
@@ -106,7 +106,7 @@ def test_a_layer_that_avoids_the_functions_is_refused_even_without_the_probe(
     )
     # Sharded models get no probe: the calls are all that is known.
     with pytest.raises(TreepackError, match=r"2 recurrent layers, 0 of them with a scan, call a convolution 1 times"):
-        check_attention(observed(loaded.model), loaded.model, source="m")
+        check_observed_attention(observed(loaded.model), loaded.model, source="m")
     monkeypatch.setattr(modeling_lfm2.Lfm2ShortConv, "forward", own_convolution)
     with pytest.raises(TreepackError, match=r"version of transformers offers no function for"):
         load_model(write_config(tmp_path, "lfm2"))
@@ -135,7 +135,7 @@ def test_a_version_whose_layers_keep_the_functions_as_attributes_is_refused(monk
     module.Layer, Layer.__module__, Config.__module__ = Layer, module.__name__, "early.configuration_early"
     monkeypatch.setitem(sys.modules, "early", ModuleType("early"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    reason = obstacle(Config())
+    reason = model_obstacle(Config())
     assert reason is not None
     assert "this version of transformers offers no function for" in reason
 

@@ -26,14 +26,20 @@ import recurrent_shapes
 import triton
 
 from support import interpreter  # noqa: F401
-from treepack.recurrent.chunks import CHUNK, Chunks, build_chunks
+from treepack.recurrent.chunks import CHUNK, TokenChunks, build_chunks
 from treepack.recurrent.kernels import outputs as kernels
-from treepack.recurrent.kernels.outputs import Config, Configs, local_backward, outputs_forward, products_backward
+from treepack.recurrent.kernels.outputs import (
+    OutputConfig,
+    OutputConfigs,
+    local_backward,
+    outputs_forward,
+    products_backward,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 needs_ptxas = pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="this Triton comes without ptxas")
-SMALL, LARGE = Config(16, 16, 8, 1), Config(64, 64, 8, 1)
+SMALL, LARGE = OutputConfig(16, 16, 8, 1), OutputConfig(64, 64, 8, 1)
 # A root of 5 tokens with children of 3 and 1 tokens, below the first of which is a node of 2; then a tree of 4, and 3
 # tokens of padding: chunks of 5 3 2 1 4 3 tokens.
 FOREST = ends_of((5, -1), (3, 0), (2, 1), (1, 0), (4, -1), (1, -1), (1, -1), (1, -1))
@@ -44,7 +50,7 @@ FORK = ends_of((5, -1), (3, 0), (2, 0))
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned_empty())
     if DEVICE == "cpu":  # few steps, because each costs the interpreter about the same time
-        monkeypatch.setattr(kernels, "FLOAT32", Configs(LARGE, LARGE, LARGE))
+        monkeypatch.setattr(kernels, "FLOAT32", OutputConfigs(LARGE, LARGE, LARGE))
 
 
 class Shape(NamedTuple):
@@ -75,7 +81,7 @@ def between_nan(x: Tensor) -> Tensor:
     return torch.cat([edge, x, edge]).to(DEVICE)[64:-64]
 
 
-def make_inputs(chunks: Chunks, shape: Shape, *, dtype: torch.dtype = torch.float32, decay: float = 0.3) -> Inputs:
+def make_inputs(chunks: TokenChunks, shape: Shape, *, dtype: torch.dtype = torch.float32, decay: float = 0.3) -> Inputs:
     """Return arguments whose `a` falls inside every chunk, by up to `decay` from token to token."""
     generator = torch.Generator().manual_seed(len(chunks.end))
     count, (key_heads, heads, keys, values) = len(chunks.end), shape
@@ -93,7 +99,7 @@ def make_inputs(chunks: Chunks, shape: Shape, *, dtype: torch.dtype = torch.floa
     return Inputs(q, k, new, h, between_nan(a), do, dh, du)
 
 
-def expect(inputs: Inputs, chunks: Chunks) -> dict[str, Tensor]:
+def expect(inputs: Inputs, chunks: TokenChunks) -> dict[str, Tensor]:
     """Return the results of the kernels in float64: autograd of the sum of o * do and of h_after * dh."""
     wide = Inputs(*(x.detach().cpu().double() for x in inputs))
     group = wide.new.shape[1] // wide.q.shape[1]
@@ -108,7 +114,7 @@ def expect(inputs: Inputs, chunks: Chunks) -> dict[str, Tensor]:
     return {"o": o.detach(), "du_local": du_local, "dq": dq, "dk": dk, "dw": dw, "da": da}
 
 
-def run(inputs: Inputs, chunks: Chunks) -> dict[str, Tensor]:
+def run(inputs: Inputs, chunks: TokenChunks) -> dict[str, Tensor]:
     """Return the results of the kernels; dw is left out without the delta rule, where the others must not change."""
     q, k, new, h, a, do, dh, du = inputs
     o, du_local = outputs_forward(q, k, new, h, a, chunks), local_backward(q, k, a, do, chunks)
@@ -148,7 +154,7 @@ def test_every_result_is_that_of_autograd_on_any_tree(
 
 
 def test_chunks_read_and_write_only_their_tokens_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "FLOAT32", Configs(SMALL, SMALL, SMALL))
+    monkeypatch.setattr(kernels, "FLOAT32", OutputConfigs(SMALL, SMALL, SMALL))
     check(FOREST, Shape(1, 2, 18, 20), size=8)
 
 
@@ -192,7 +198,7 @@ def test_without_the_delta_rule_only_dw_is_missing() -> None:
 def test_shapes_of_the_benchmark_give_equal_results(capsys: pytest.CaptureFixture[str]) -> None:
     recurrent_shapes.main(["--dry-run"])
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    rows = [row for row in rows if row[1].strip() in Configs._fields]
+    rows = [row for row in rows if row[1].strip() in OutputConfigs._fields]
     assert [row[1].strip() for row in rows] == ["outputs"] * 2 + ["local"] * 2 + ["products"] * 2
     assert all(float(row[5]) < 2**-8 for row in rows)
 

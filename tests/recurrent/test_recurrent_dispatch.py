@@ -14,10 +14,10 @@ from support.attention_trees import star
 from treepack.attention.dispatch import Schedules
 from treepack.errors import TreepackError
 from treepack.recurrent import dispatch
-from treepack.recurrent.dispatch import Layer, choose, obstacle, resolve, use_implementation
+from treepack.recurrent.dispatch import LayerProperties, choose_scan, resolve_scan, scan_obstacle, use_implementation
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-QWEN = Layer(GPU, torch.bfloat16, 128, 128, has_delta=True, has_key_decays=False)
+QWEN = LayerProperties(GPU, torch.bfloat16, 128, 128, has_delta=True, has_key_decays=False)
 NO_FLOAT64 = "computes bfloat16, float16 and float32, not float64; use torch"
 KIMI = QWEN._replace(has_key_decays=True)
 MAMBA = QWEN._replace(keys=256, values=64, has_delta=False)
@@ -26,9 +26,9 @@ MAMBA = QWEN._replace(keys=256, values=64, has_delta=False)
 @pytest.fixture(autouse=True)
 def _nothing_chosen() -> Iterator[None]:
     """Let no choice of a test be seen by another one."""
-    choose.cache_clear()
+    choose_scan.cache_clear()
     yield
-    choose.cache_clear()
+    choose_scan.cache_clear()
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *, fla: bool) -> None:
@@ -60,13 +60,13 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 )
 @pytest.mark.parametrize("has_fla", [True, False])
 def test_auto_takes_the_first_that_can_compute_the_layer(
-    layer: Layer, able: set[str], has_fla: bool, monkeypatch: pytest.MonkeyPatch
+    layer: LayerProperties, able: set[str], has_fla: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "is_interpreted", lambda: False)
     installed(monkeypatch, fla=has_fla)
     able = able if has_fla else able - {"fla"}
-    assert {name for name in dispatch.NAMES if obstacle(name, layer) is None} == able
-    assert resolve("auto", layer) == next(name for name in dispatch.AUTO["cuda"] if name in able)
+    assert {name for name in dispatch.NAMES if scan_obstacle(name, layer) is None} == able
+    assert resolve_scan("auto", layer) == next(name for name in dispatch.AUTO["cuda"] if name in able)
 
 
 @pytest.mark.parametrize(
@@ -86,21 +86,21 @@ def test_auto_takes_the_first_that_can_compute_the_layer(
     ],
 )
 def test_a_named_implementation_says_what_it_cannot_compute(
-    name: str, layer: Layer, reason: str, monkeypatch: pytest.MonkeyPatch
+    name: str, layer: LayerProperties, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(monkeypatch, fla=True)
-    assert obstacle(name, layer) == reason
+    assert scan_obstacle(name, layer) == reason
     with pytest.raises(TreepackError) as raised:
-        resolve(name, layer)
+        resolve_scan(name, layer)
     assert str(raised.value) == f"recurrent layer: {name} {reason}, or let auto choose"
 
 
 def test_kernels_take_tensors_on_the_cpu_only_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = QWEN._replace(device=CPU)
     monkeypatch.setattr(dispatch, "is_interpreted", lambda: True)
-    assert obstacle("triton", layer) is None
+    assert scan_obstacle("triton", layer) is None
     monkeypatch.setattr(dispatch, "is_interpreted", lambda: False)
-    assert obstacle("triton", layer) == "needs a GPU and the tensors are on cpu; use torch"
+    assert scan_obstacle("triton", layer) == "needs a GPU and the tensors are on cpu; use torch"
     x, weight = torch.zeros(3, 4), torch.zeros(4, 4)
     with use_implementation("triton"), pytest.raises(TreepackError, match="convolution: triton needs a GPU"):
         dispatch.convolve(x, weight, None, None, Schedules(star(1, 2, 1)))
@@ -120,7 +120,7 @@ def test_the_log_names_the_choice_once_and_the_reason(
     installed(monkeypatch, fla=False)
     monkeypatch.setattr(dispatch, "AUTO", {"cuda": ("fla", "triton", "torch")})
     with caplog.at_level(logging.INFO, logger="treepack"):
-        assert [resolve("auto", QWEN) for _ in range(3)] == ["triton"] * 3
+        assert [resolve_scan("auto", QWEN) for _ in range(3)] == ["triton"] * 3
     assert caplog.messages == [
         "recurrent layers: triton on cuda in bfloat16, states of 128 x 128 (fla needs flash-linear-attention)"
     ]

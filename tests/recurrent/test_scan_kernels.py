@@ -14,13 +14,13 @@ from support import interpreter  # noqa: F401
 from support.attention_trees import caterpillar, chain, ends_of, forests, star
 from support.kernel_inputs import poisoned_empty
 from treepack.recurrent import twin
-from treepack.recurrent.chunks import Chunks, build_chunks
+from treepack.recurrent.chunks import TokenChunks, build_chunks
 
 pytest.importorskip("triton")
 
 from treepack.recurrent.kernels.autograd import triton_scan
 
-Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Chunks], Tensor]
+Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, TokenChunks], Tensor]
 
 SIZE = 16  # tokens of a chunk, fewer than in use, for speed
 BRANCHES = ends_of((66, -1), (1, 0), (5, 1), (3, 1), (70, 0), *[(1, -1)] * 3)
@@ -40,7 +40,7 @@ def draw_inputs(
     return [q, k, draw(count, 2, widths[1]), -draw(count, 2).abs() / 4, *beta, draw(count, 2, widths[1])]
 
 
-def compute(scan: Scan, inputs: list[Tensor], chunks: Chunks, dtype: torch.dtype) -> list[Tensor]:
+def compute(scan: Scan, inputs: list[Tensor], chunks: TokenChunks, dtype: torch.dtype) -> list[Tensor]:
     """Return the output and every gradient, of inputs in `dtype`; g and beta have at least float32."""
     wide = torch.promote_types(dtype, torch.float32)
     *values, do = inputs
@@ -51,7 +51,7 @@ def compute(scan: Scan, inputs: list[Tensor], chunks: Chunks, dtype: torch.dtype
     return [out.detach(), *torch.autograd.grad(out, leaves, do.to(dtype))]
 
 
-def by_kernels(inputs: list[Tensor], chunks: Chunks, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def by_kernels(inputs: list[Tensor], chunks: TokenChunks, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Compute by the kernels; elements without a result are NaN."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", poisoned_empty())
@@ -75,7 +75,7 @@ def rows(draw: st.DrawFn) -> Tensor:
 def test_outputs_and_gradients_are_those_of_the_twin_on_any_trees(end: Tensor, delta: bool) -> None:
     chunks = build_chunks(end, size=SIZE)
     inputs = draw_inputs(end.numel(), delta=delta)
-    assert error(by_kernels(inputs, chunks), compute(twin.scan, inputs, chunks, torch.float64)) < 1e-5
+    assert error(by_kernels(inputs, chunks), compute(twin.scan_plainly, inputs, chunks, torch.float64)) < 1e-5
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_chunks_in_use_with_any_widths_and_groups_of_heads(
 ) -> None:
     chunks = build_chunks(BRANCHES)
     inputs = draw_inputs(BRANCHES.shape[1], widths=widths, key_heads=key_heads, delta=delta)
-    assert error(by_kernels(inputs, chunks), compute(twin.scan, inputs, chunks, torch.float64)) < 1e-5
+    assert error(by_kernels(inputs, chunks), compute(twin.scan_plainly, inputs, chunks, torch.float64)) < 1e-5
 
 
 @pytest.mark.slow
@@ -97,13 +97,13 @@ def test_chunks_in_use_with_any_widths_and_groups_of_heads(
 def test_deep_and_wide_trees(end: Tensor, size: int, widths: tuple[int, int]) -> None:
     chunks = build_chunks(end, size=size)
     inputs = draw_inputs(end.numel(), widths=widths)
-    assert error(by_kernels(inputs, chunks), compute(twin.scan, inputs, chunks, torch.float64)) < 1e-5
+    assert error(by_kernels(inputs, chunks), compute(twin.scan_plainly, inputs, chunks, torch.float64)) < 1e-5
 
 
 def test_two_chunks_in_use_with_other_widths() -> None:
     chunks = build_chunks(chain(67))
     inputs = draw_inputs(67, widths=(5, 24))
-    assert error(by_kernels(inputs, chunks), compute(twin.scan, inputs, chunks, torch.float64)) < 1e-5
+    assert error(by_kernels(inputs, chunks), compute(twin.scan_plainly, inputs, chunks, torch.float64)) < 1e-5
 
 
 @pytest.mark.parametrize("delta", [True, False])
@@ -113,7 +113,8 @@ def test_bfloat16_errs_by_a_few_roundings(delta: bool) -> None:
     # Values pass through about four products, whose operands are rounded each time.
     bound = 4 * torch.finfo(torch.bfloat16).eps
     assert (
-        error(by_kernels(rounded, chunks, torch.bfloat16), compute(twin.scan, rounded, chunks, torch.float64)) < bound
+        error(by_kernels(rounded, chunks, torch.bfloat16), compute(twin.scan_plainly, rounded, chunks, torch.float64))
+        < bound
     )
 
 

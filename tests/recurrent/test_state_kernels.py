@@ -15,9 +15,9 @@ from support.attention_trees import caterpillar, chain, forests, star
 from support.kernel_inputs import poisoned_empty
 from support.recurrent_ahead_of_time import compiled
 from support.recurrent_state_twins import Results, States, compute_states, draw_states, sum_decays
-from treepack.recurrent.chunks import Chunks, build_chunks
+from treepack.recurrent.chunks import TokenChunks, build_chunks
 from treepack.recurrent.kernels.decays import decays, decays_backward
-from treepack.recurrent.kernels.state_shapes import FLOAT32, HALF, Config, narrow
+from treepack.recurrent.kernels.state_shapes import FLOAT32, HALF, StateConfig, narrow_config
 from treepack.recurrent.kernels.states import states_backward, states_forward
 
 triton = pytest.importorskip("triton")
@@ -29,7 +29,7 @@ SIZE = 16  # tokens of a chunk, fewer than in use, for speed
 FORESTS = forests(lengths=(1, 1, 2, 15, 16, 17, 33), max_nodes=6)
 
 
-def run_kernels(inputs: States, chunks: Chunks) -> Results:
+def run_kernels(inputs: States, chunks: TokenChunks) -> Results:
     """Compute both directions; elements without a result are NaN."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", poisoned_empty())
@@ -131,13 +131,13 @@ def test_rows_without_tokens_have_no_states() -> None:
 )
 def test_few_runs_have_narrow_programs_that_all_run_at_once(runs: int, heads: int, values: int, block: int) -> None:
     # A GPU of 132 multiprocessors; programs have 64 columns or 32.
-    assert narrow(HALF[128].forward, runs * heads * values, 132).block_v == block
+    assert narrow_config(HALF[128].forward, runs * heads * values, 132).block_v == block
 
 
 @pytest.mark.parametrize("config", [*HALF[128], *HALF[256], *FLOAT32[128], *FLOAT32[256]])
-def test_no_shape_is_narrower_than_a_product(config: Config) -> None:
-    assert narrow(config, 1, 132).block_v >= 16
-    assert narrow(config, 1, 0) == config
+def test_no_shape_is_narrower_than_a_product(config: StateConfig) -> None:
+    assert narrow_config(config, 1, 132).block_v >= 16
+    assert narrow_config(config, 1, 0) == config
 
 
 @needs_ptxas

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.models.lfm2 import modeling_lfm2
 
 from treepack.errors import TreepackError
-from treepack.recurrent.entry import obstacle, plain_functions, upgrade_hint
+from treepack.recurrent.entry import model_obstacle, plain_functions, upgrade_hint
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_function_on_the_layer_is_refused_with_the_version_to_install(monkeypa
     monkeypatch.setattr(Layer, "__module__", module.__name__)
     monkeypatch.setattr(Config, "__module__", "made_up.configuration_early")
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.10.0")
-    reason = obstacle(Config())
+    reason = model_obstacle(Config())
     assert reason is not None
     assert reason.startswith("carries a state from token to token in a way that this version of transformers offers")
     assert reason.endswith("; install transformers 5.22 or later (5.10.0 is installed)")

@@ -20,11 +20,11 @@ from treepack.attention.dispatch import Schedules
 from treepack.errors import TreepackError
 from treepack.recurrent import dispatch
 from treepack.recurrent.chunks import find_parents, flatten_ends
-from treepack.recurrent.convolution import Taps, build_taps, convolve
+from treepack.recurrent.convolution import ConvolutionTaps, build_taps, convolve_plainly
 from treepack.recurrent.kernels.convolution import triton_convolve
 from treepack.recurrent.tokenwise import convolve_tokens
 
-Convolve = Callable[[Tensor, Tensor, Tensor | None, str | None, Taps], Tensor]
+Convolve = Callable[[Tensor, Tensor, Tensor | None, str | None, ConvolutionTaps], Tensor]
 PADDING = ends_of(*[(1, -1)] * 9)
 
 
@@ -51,7 +51,7 @@ def make_inputs(
     return Inputs(draw(count, channels), draw(channels, width), bias, activation, draw(count, channels))
 
 
-def run(function: Convolve, inputs: Inputs, taps: Taps) -> list[Tensor]:
+def run(function: Convolve, inputs: Inputs, taps: ConvolutionTaps) -> list[Tensor]:
     """Return the output and the gradients of x, weight and bias."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs[:3]]
     x, weight, bias = leaves
@@ -65,7 +65,7 @@ def run(function: Convolve, inputs: Inputs, taps: Taps) -> list[Tensor]:
 def run_tokens(inputs: Inputs, end: Tensor) -> list[Tensor]:
     """Return the same in float64 by the definition."""
 
-    def function(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, _: Taps) -> Tensor:
+    def function(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, _: ConvolutionTaps) -> Tensor:
         out = convolve_tokens(x, weight, bias, find_parents(flatten_ends(end)))
         return out if activation is None else silu(out)
 
@@ -107,7 +107,7 @@ def rows_of_small_nodes(draw: st.DrawFn) -> Tensor:
 @example(PADDING, 4, "silu")
 def test_torch_convolves_paths_of_trees_with_every_gradient(end: Tensor, width: int, activation: str | None) -> None:
     inputs = make_inputs(end, width, activation)
-    found = run(convolve, inputs, build_taps(end, width))
+    found = run(convolve_plainly, inputs, build_taps(end, width))
     assert largest_error(found, run_tokens(inputs, end)) < 1e-14
 
 
@@ -157,7 +157,7 @@ def test_kernels_read_their_tokens_only_and_write_all_of_them(monkeypatch: pytes
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("function", [convolve, triton_convolve])
+@pytest.mark.parametrize("function", [convolve_plainly, triton_convolve])
 def test_two_runs_agree_in_every_bit(function: Convolve) -> None:
     end = star(3, 6, 2)
     inputs = make_inputs(end, 4, "silu", dtype=torch.float32)
@@ -193,7 +193,7 @@ def test_readers_of_a_later_branch_are_distant() -> None:
     assert taps.reader_taps.tolist() == [2, 1, 2]
 
 
-@pytest.mark.parametrize("function", [convolve, triton_convolve])
+@pytest.mark.parametrize("function", [convolve_plainly, triton_convolve])
 def test_no_tokens_have_no_outputs_and_gradients_of_zero(function: Convolve) -> None:
     end = torch.zeros(1, 0, dtype=torch.int32)
     inputs = make_inputs(end, 4, "silu", dtype=torch.float32)
@@ -203,7 +203,7 @@ def test_no_tokens_have_no_outputs_and_gradients_of_zero(function: Convolve) -> 
     assert not dbias.any()
 
 
-@pytest.mark.parametrize("function", [convolve, triton_convolve])
+@pytest.mark.parametrize("function", [convolve_plainly, triton_convolve])
 def test_other_activations_are_refused(function: Convolve) -> None:
     end = star(2, 2, 1)
     with pytest.raises(TreepackError, match=r"convolution: the activation is 'gelu'; expected silu or none"):
@@ -215,7 +215,7 @@ def test_the_chosen_implementation_computes_the_convolutions_of_models() -> None
     x, weight, bias, activation, _ = make_inputs(end, 4, "silu", dtype=torch.float32)
     schedules, taps = Schedules(end), build_taps(end, 4)
     assert torch.equal(
-        dispatch.convolve(x, weight, bias, activation, schedules), convolve(x, weight, bias, activation, taps)
+        dispatch.convolve(x, weight, bias, activation, schedules), convolve_plainly(x, weight, bias, activation, taps)
     )
     with dispatch.use_implementation("triton"):
         found = dispatch.convolve(x, weight, bias, activation, schedules)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from support.attention_trees import caterpillar, chain, ends_of, random_tree, star
 from treepack.recurrent.chunks import build_chunks, find_parents, flatten_ends
-from treepack.recurrent.convolution import build_ancestors, build_taps, convolve
+from treepack.recurrent.convolution import build_ancestors, build_taps, convolve_plainly
 from treepack.recurrent.tokenwise import convolve_tokens, scan_tokens
-from treepack.recurrent.twin import scan
+from treepack.recurrent.twin import scan_plainly
 
 RULES = ("delta", "kda", "mamba2")
 
@@ -88,7 +88,7 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
 def test_chunks_equal_the_definition_token_by_token(end: Tensor, order: str, rule: str) -> None:
     inputs = make_inputs(end.numel(), rule)
     chunks = build_chunks(end, order=order)
-    found = scan(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, chunks)
+    found = scan_plainly(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, chunks)
     expected = scan_tokens(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, find_parents(flatten_ends(end)))
     assert error(results(found, inputs), results(expected, inputs)) < 1e-12
 
@@ -98,7 +98,7 @@ def test_chunks_equal_the_definition_token_by_token(end: Tensor, order: str, rul
 def test_random_trees_in_chunks_of_any_size_equal_the_definition(seed: int, length: int, size: int, rule: str) -> None:
     end = torch.cat([random_tree(length, seed), random_tree(length, seed + 1)])
     inputs = make_inputs(2 * length, rule, seed=seed, key_heads=2, heads=4)
-    found = scan(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, build_chunks(end, size=size))
+    found = scan_plainly(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, build_chunks(end, size=size))
     expected = scan_tokens(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, find_parents(flatten_ends(end)))
     assert error(results(found, inputs), results(expected, inputs)) < 1e-12
 
@@ -122,10 +122,10 @@ def test_a_tree_has_the_summed_gradients_of_its_paths_alone(rule: str) -> None:
         weight[path] += own
         q, k, v, g = (x[path] for x in (inputs.q, inputs.k, inputs.v, inputs.g))
         beta = None if inputs.beta is None else inputs.beta[path]
-        out = scan(q, k, v, g, beta, build_chunks(chain(len(path))))
+        out = scan_plainly(q, k, v, g, beta, build_chunks(chain(len(path))))
         for total, gradient in zip(alone, torch.autograd.grad(out, inputs.leaves, own), strict=True):
             total += gradient
-    out = scan(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, build_chunks(end))
+    out = scan_plainly(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, build_chunks(end))
     assert error(list(torch.autograd.grad(out, inputs.leaves, weight)), alone) < 1e-12
 
 
@@ -133,17 +133,17 @@ def test_a_tree_has_the_summed_gradients_of_its_paths_alone(rule: str) -> None:
 def test_decays_that_vanish_leave_nothing_but_numbers(rule: str) -> None:
     inputs = make_inputs(100, rule)
     inputs.g = (inputs.g.detach() * 1e4).requires_grad_()
-    out = scan(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, build_chunks(random_tree(100, 0)))
+    out = scan_plainly(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, build_chunks(random_tree(100, 0)))
     assert all(bool(x.isfinite().all()) for x in results(out, inputs))
 
 
 def test_a_branch_does_not_change_by_its_siblings() -> None:
     inputs = make_inputs(12, "delta")
     chunks = build_chunks(ends_of((4, -1), (4, 0), (4, 0)))
-    before = scan(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, chunks)
+    before = scan_plainly(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, chunks)
     other = inputs.v.detach().clone()
     other[4:8] += 1  # the first branch
-    after = scan(inputs.q, inputs.k, other, inputs.g, inputs.beta, chunks)
+    after = scan_plainly(inputs.q, inputs.k, other, inputs.g, inputs.beta, chunks)
     assert torch.equal(before[:4], after[:4])
     assert torch.equal(before[8:], after[8:])
     assert not torch.equal(before[4:8], after[4:8])
@@ -153,7 +153,8 @@ def test_equal_inputs_give_equal_bits() -> None:
     end = random_tree(300, 5)
     inputs = make_inputs(300, "delta")
     runs = [
-        results(scan(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, build_chunks(end)), inputs) for _ in range(2)
+        results(scan_plainly(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, build_chunks(end)), inputs)
+        for _ in range(2)
     ]
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
@@ -165,8 +166,8 @@ def test_lower_precisions_compute_in_float32_and_round_once(dtype: torch.dtype) 
     q, k, v = (x.detach().to(dtype) for x in (inputs.q, inputs.k, inputs.v))
     g, beta = inputs.g.detach().float(), inputs.beta.detach().float()
     chunks = build_chunks(random_tree(100, 0))
-    found = scan(q, k, v, g, beta, chunks)
-    expected = scan(q.double(), k.double(), v.double(), g.double(), beta.double(), chunks)
+    found = scan_plainly(q, k, v, g, beta, chunks)
+    expected = scan_plainly(q.double(), k.double(), v.double(), g.double(), beta.double(), chunks)
     assert found.dtype == dtype
     assert error([found.double()], [expected.detach()]) < 2 * torch.finfo(dtype).eps
 
@@ -179,7 +180,7 @@ def test_a_convolution_reads_ancestors(taps: int, activation: str | None) -> Non
     x, do = (torch.randn(end.numel(), 6, generator=generator, dtype=torch.float64) for _ in range(2))
     weight, bias = (torch.randn(6, n, generator=generator, dtype=torch.float64) for n in (taps, 1))
     leaves = [each.requires_grad_() for each in (x, weight, bias)]
-    found = convolve(x, weight, bias[:, 0], activation, build_taps(end, taps))
+    found = convolve_plainly(x, weight, bias[:, 0], activation, build_taps(end, taps))
     expected = convolve_tokens(x, weight, bias[:, 0], find_parents(flatten_ends(end)))
     expected = expected if activation is None else torch.nn.functional.silu(expected)
     gradients = [[out.detach(), *torch.autograd.grad(out, leaves, do)] for out in (found, expected)]
@@ -204,7 +205,7 @@ def test_the_gradient_of_a_state_is_the_sum_over_the_branches_that_follow_it() -
     q, k = torch.ones(n + 1, 1, 1, dtype=torch.float64), torch.ones(n + 1, 1, 1, dtype=torch.float64)
     v = torch.zeros(n + 1, 1, 1, dtype=torch.float64, requires_grad=True)
     g = torch.full((n + 1, 1), -0.5, dtype=torch.float64)
-    scan(q, k, v, g, None, chunks)[1:].sum().backward()  # type: ignore[no-untyped-call]
+    scan_plainly(q, k, v, g, None, chunks)[1:].sum().backward()  # type: ignore[no-untyped-call]
     assert v.grad is not None
     assert v.grad.flatten().tolist() == pytest.approx([n * math.exp(-0.5), *[1.0] * n])
 
@@ -212,7 +213,7 @@ def test_the_gradient_of_a_state_is_the_sum_over_the_branches_that_follow_it() -
 @pytest.mark.parametrize("rule", RULES)
 def test_the_default_device_of_the_caller_changes_no_gradient(rule: str) -> None:
     inputs, chunks = make_inputs(7, rule), build_chunks(ends_of((3, -1), (2, 0), (2, 0)))
-    expected = results(scan(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, chunks), inputs)
+    expected = results(scan_plainly(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, chunks), inputs)
     with torch.device("meta"):  # any tensor made there without a device would have no values
-        found = results(scan(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, chunks), inputs)
+        found = results(scan_plainly(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, chunks), inputs)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

@@ -18,7 +18,7 @@ from tasks import Task, make_task, sample_trees, tree_rewards
 
 from support.reproduction_learners import even_start, save_small_policy
 from treepack.errors import TreepackError
-from treepack.rollout.tree import Tree, leaf_weights
+from treepack.rollout.tree import Tree, weights_of_leaves
 from treepack.trajectory import Float64
 
 LEVELS = (2,)
@@ -59,7 +59,7 @@ def test_a_gradient_from_trees_is_that_of_each_rollout_alone(learner: Learner, w
     expected = torch.zeros(())
     for tree in trees:
         reward = tree_rewards(tree)
-        weights = leaf_weights(tree)[1] if weighted else np.full(len(reward), 1 / len(reward))
+        weights = weights_of_leaves(tree)[1] if weighted else np.full(len(reward), 1 / len(reward))
         expected = expected + gradient_alone(tree, weights * (reward - weights @ reward)) / len(trees)
     name = "dr-grpo, leaf weights" if weighted else "dr-grpo"
     actual = estimator_gradient(learner.policy, trie_of(trees), ESTIMATORS[name], segment="6", capacity=256)

@@ -14,8 +14,8 @@ from tasks import sample_trees
 
 import treepack
 from support.reproduction_learners import coin_learner, small_learner
-from treepack.rl.pros.augmentation import marks_of
-from treepack.rl.pros.pass_rates import estimate
+from treepack.research.pros.augmentation import marks_of
+from treepack.research.pros.pass_rates import estimate
 from treepack.trajectory import Tokens, Trajectory
 
 

@@ -23,8 +23,11 @@ from smollm2_sums import Sum, chat_record, problems
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from support.paths import SAMPLE_DATA
-from treepack import Tokens, Trajectory, read_trajectories, tokenize
+from treepack import Trajectory
 from treepack.errors import TreepackError
+from treepack.ingest.readers.reading import read_trajectories
+from treepack.ingest.tokenization import tokenize
+from treepack.trajectory import Tokens
 
 SIZES = Sizes(problems=3, width=4, segment=3, max_tokens=9, capacity=2048, rate=1e-2, eval_problems=2, eval_every=2)
 

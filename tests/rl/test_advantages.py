@@ -21,8 +21,8 @@ from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.rl.advantages.estimate import (
     ESTIMATORS,
+    AdvantageEstimates,
     AdvantageOptions,
-    Estimates,
     estimate_advantages,
     with_advantages,
 )
@@ -31,7 +31,7 @@ from treepack.rl.advantages.tree import tree_grpo_segments, treerpo
 from treepack.rl.group_tree import group_codes
 from treepack.rl.segments import segment_tree
 from treepack.trajectory import Float64, Tokens, Trajectory, positions
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 few = settings(max_examples=40)  # every example builds a trie
@@ -87,7 +87,7 @@ def as_rollouts(members: list[Trajectory], segment: str, min_depth: int = 0) -> 
     ]
 
 
-def estimate(trie: Trie, **options: Any) -> tuple[list[Trajectory], Estimates]:
+def estimate(trie: Trie, **options: Any) -> tuple[list[Trajectory], AdvantageEstimates]:
     """Return the estimates and the trajectories to which they belong."""
     everyone = list(trajectories_of(trie))
     estimates = estimate_advantages(trie, AdvantageOptions(**options))

@@ -19,8 +19,8 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.rl.advantages.estimate import ESTIMATORS, AdvantageOptions, estimate_advantages
 from treepack.rl.segments import segment_tree
-from treepack.trie.build import build_trie
-from treepack.trie.files import read_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 # Group q has a missing reward, so both of its trajectories are dropped; p has rewards 1 and 0, two tokens each.

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from support import oracle_rl as oracle
 from support.command_line import Run
 from support.strategies import make
+from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.rl.group_tree import group_codes
 from treepack.rl.segments import segment_tree
-from treepack.rl.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.trajectory import Tokens
-from treepack.trie.build import build_trie
-from treepack.trie.files import read_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 # Turns of one token, each but the last with an observation after it. With the continuations, the tree is

@@ -29,8 +29,8 @@ from treepack.rollout.records import tree_trajectories
 from treepack.rollout.simulated import MarkovLaw
 from treepack.rollout.tree import ANSWER, REPETITION, STOPPED, TOO_DEEP, TOO_LONG
 from treepack.trajectory import Tokens, Trajectory, positions
-from treepack.trie.build import build_trie
-from treepack.trie.files import read_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 UNIT = st.sampled_from([0.0, 1.0]) | st.floats(0, 1)

@@ -16,11 +16,11 @@ from treepack.rl.leaf_weights import LeafWeights, leaf_weights
 from treepack.rollout.options import TreeOptions, independent
 from treepack.rollout.records import tree_lines
 from treepack.rollout.simulated import MarkovLaw
-from treepack.rollout.tree import leaf_weights as sampled_weights
+from treepack.rollout.tree import weights_of_leaves as sampled_weights
 from treepack.trajectory import Int32, Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.directory import build_trie_directory
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 
 LAW = MarkovLaw(three_tokens(), stop=0)
 WITH_FALLBACK = TreeOptions(width=8, max_tokens=20, segment=2, depth=8, first_forks=2)

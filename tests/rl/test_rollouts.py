@@ -30,14 +30,14 @@ from treepack.pack.files import read_rows
 from treepack.pack.leaf_weights import weigh_leaves
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
+from treepack.research.pros.augmentation import augment
+from treepack.research.trace.targets import anchors
 from treepack.rl.advantages.estimate import FLAT, TREE, AdvantageOptions, estimate_advantages, with_advantages
-from treepack.rl.pros.augmentation import augment
+from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.rl.rollouts import rollouts_of
-from treepack.rl.trace.targets import anchors
-from treepack.rollout_parts import LOST_PARTS
 from treepack.trajectory import Tokens, Trajectory, positions
-from treepack.trie.build import build_trie
-from treepack.trie.files import read_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 

@@ -18,7 +18,7 @@ from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import MarkovLaw
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 SHAPES = {
     "two tokens": TreeOptions(width=12, max_tokens=12, segment=2, depth=6, first_forks=3),

@@ -15,7 +15,7 @@ import pytest
 
 from support.command_line import Run
 from support.paths import ROOT
-from treepack.rl.trace.predictions import read_predictions
+from treepack.research.trace.predictions import read_predictions
 
 
 def blocks() -> list[tuple[str, str]]:

@@ -27,8 +27,8 @@ from treepack.rl.segments import SegmentTree
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import MarkovLaw
 from treepack.trajectory import Float64, Int32, Int64
-from treepack.trie.build import build_trie
-from treepack.trie.files import write_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import write_trie
 from treepack.trie.trie import Trie
 
 OPTIONS = TreeOptions(width=8, max_tokens=20, segment=2, depth=8, first_forks=2)

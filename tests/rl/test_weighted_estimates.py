@@ -12,14 +12,14 @@ import pytest
 from support.command_line import Run
 from support.sampled_trees import rollouts_of_tree, sample_trees
 from support.strategies import make
+from treepack.research.pros.selection import effective_counts, read_state
+from treepack.research.trace.targets import anchors, binary_rewards, effective_ratios, recursive_targets, trie_targets
 from treepack.rl.leaf_weights import LeafWeights, leaf_weights
-from treepack.rl.pros.selection import effective_counts, read_state
-from treepack.rl.trace.targets import anchors, binary_rewards, effective_ratios, recursive_targets, trie_targets
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import MarkovLaw
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Int32, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
 # Token 0 stops. After the prompt 3, token 1 ends a response at once and token 2 seldom; the first kind succeeds.

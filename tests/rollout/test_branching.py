@@ -16,16 +16,16 @@ from treepack.rollout.branching import divide, fallback_forks, level_forks
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import BRANCHING, TreeOptions
 from treepack.rollout.simulated import LengthLaw, SimulatedEngine
-from treepack.rollout.tree import FINISHED_WELL, Node
+from treepack.rollout.tree import FINISHED_WELL, TreeNode
 from treepack.trajectory import Float32
 
 shares = st.lists(st.floats(0.01, 1), min_size=1, max_size=12).map(lambda parts: np.array(parts) / sum(parts))
 
 
-def path(logprob: float | None) -> Node:
+def path(logprob: float | None) -> TreeNode:
     """An active path whose last segment has two tokens of this log-probability."""
     logprobs: Float32 | None = None if logprob is None else np.full(2, logprob, np.float32)
-    return Node(None, 0, 0, np.array([1, 2], np.int32), SingleTurn(), logprobs=logprobs)
+    return TreeNode(None, 0, 0, np.array([1, 2], np.int32), SingleTurn(), logprobs=logprobs)
 
 
 def forks(logprobs: list[float], options: TreeOptions, *, level: int = 1, first: int = 2, leaves: int = 0) -> list[int]:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from support.tree_estimates import grow
 from support.watched_engines import ScriptedLaw
-from treepack.rollout.endings import MAX_PERIOD, MIN_REPEATED, repeats
+from treepack.rollout.endings import MAX_PERIOD, MIN_REPEATED, ends_in_repeats
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import SimulatedEngine
-from treepack.rollout.tree import ANSWER, REPETITION, STOPPED, TOO_DEEP, TOO_LONG, Node
+from treepack.rollout.tree import ANSWER, REPETITION, STOPPED, TOO_DEEP, TOO_LONG, TreeNode
 
 
-def only_leaf(response: list[int], options: TreeOptions) -> Node:
+def only_leaf(response: list[int], options: TreeOptions) -> TreeNode:
     """The path of one rollout with a fixed response, segment by segment."""
     options = replace(options, width=1, first_forks=1, fallback="none")
     (tree,) = grow(SimulatedEngine(ScriptedLaw(response)), options)
@@ -47,7 +47,7 @@ def test_a_repetition_is_found_exactly_if_copies_of_a_run_are_at_the_end(
     before: list[int], run: list[int], copies: int, times: int, after: list[int]
 ) -> None:
     ids = (before + run * copies + after)[-2000:]
-    assert repeats(np.array(ids, np.int32), times) == repeats_slowly(ids, times)
+    assert ends_in_repeats(np.array(ids, np.int32), times) == repeats_slowly(ids, times)
 
 
 @pytest.mark.parametrize(("segment", "end"), [(10, 80), (16, 80), (80, 80), (7, 77), (100, 100)])
@@ -61,15 +61,15 @@ def test_a_repetition_that_segments_cut_ends_the_path_at_the_first_possible_cut(
 def test_random_text_and_short_rulers_are_no_repetition() -> None:
     rng = np.random.default_rng(0)
     for size in range(1, 2000, 13):
-        assert not repeats(rng.integers(1, 50, size).astype(np.int32), 2)
-    assert not repeats(np.full(MIN_REPEATED - 1, 45, np.int32), 8)
-    assert repeats(np.full(MIN_REPEATED, 45, np.int32), 8)
+        assert not ends_in_repeats(rng.integers(1, 50, size).astype(np.int32), 2)
+    assert not ends_in_repeats(np.full(MIN_REPEATED - 1, 45, np.int32), 8)
+    assert ends_in_repeats(np.full(MIN_REPEATED, 45, np.int32), 8)
 
 
 def test_long_runs_need_as_many_copies_as_the_option_says() -> None:
     paragraph = np.arange(40, dtype=np.int32)
-    assert not repeats(np.tile(paragraph, 7), 8)
-    assert repeats(np.tile(paragraph, 8), 8)
+    assert not ends_in_repeats(np.tile(paragraph, 7), 8)
+    assert ends_in_repeats(np.tile(paragraph, 8), 8)
 
 
 def test_a_path_ends_for_the_first_of_answer_stop_repetition_length_and_depth() -> None:

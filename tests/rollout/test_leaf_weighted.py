@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from treepack.integrations.sampled_leaves import SampledLeaf, read_leaves
-from treepack.integrations.trl_rollout import leaf_weighted
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.simulated import MarkovLaw, SimulatedEngine
+from treepack.rollout.trainers.sampled_leaves import SampledLeaf, read_leaves
+from treepack.rollout.trainers.trl_rollout import leaf_weighted
 
 pytestmark = pytest.mark.slow  # 60,000 requests
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from treepack.rollout.local import LocalEngine, LocalOptions
+from treepack.rollout.in_process.local import LocalEngine, LocalOptions
 from treepack.rollout.options import TreeOptions
 
 pytestmark = pytest.mark.slow
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 def test_a_trainer_samples_trees_from_the_weights_that_it_trains(tmp_path: Path) -> None:
     from support import trl_runs
-    from treepack.integrations.trl_rollout import trainer_sampling, tree_rollouts
+    from treepack.rollout.trainers.trl_rollout import trainer_sampling, tree_rollouts
 
     runs: Any = trl_runs
 

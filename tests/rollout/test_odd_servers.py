@@ -19,13 +19,13 @@ from support.command_line import Run
 from support.engine_server import APIS, EngineServer, in_thread, running
 from support.watched_engines import fingerprint
 from treepack.errors import TreepackError
-from treepack.rollout.dialects import Wish
 from treepack.rollout.engine import EngineError, Sampling, Segment
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.sampler import sample_tree
-from treepack.rollout.server import SampleText, ServerEngine, connect, longest_answer
+from treepack.rollout.servers.dialects import SamplingRequest
+from treepack.rollout.servers.server import SampleText, ServerEngine, connect, longest_answer
 
 Change = Callable[[Any], Any]
 IDS = np.array([5, 6, 7], np.int32)
@@ -248,7 +248,7 @@ def test_a_packing_that_was_not_asked_for_is_one_sentence() -> None:
 
 @pytest.mark.parametrize("packing", [None, "gzip", "deflate"])
 def test_an_answer_without_end_is_refused_at_its_bound(packing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treepack.rollout.server.LONGEST_ANSWER", 100_000)
+    monkeypatch.setattr("treepack.rollout.servers.server.LONGEST_ANSWER", 100_000)
     server = OddServer()
 
     async def act(engine: ServerEngine) -> list[Segment]:
@@ -267,7 +267,7 @@ def test_an_answer_without_end_is_refused_at_its_bound(packing: str | None, monk
 
 def test_the_bound_follows_from_the_request() -> None:
     def bound(count: int, max_tokens: int, *, routes: bool = False) -> int:
-        return longest_answer(Wish(IDS, count, max_tokens, SAMPLING, routes=routes))
+        return longest_answer(SamplingRequest(IDS, count, max_tokens, SAMPLING, routes=routes))
 
     assert bound(1, 1) == 64_000_000 + 1_000 + 36
     assert bound(8, 1000) - bound(1, 1) > 8_000 * 999
@@ -277,7 +277,7 @@ def test_the_bound_follows_from_the_request() -> None:
 def test_a_run_that_got_too_long_an_answer_is_resumed(
     treepack: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("treepack.rollout.server.LONGEST_ANSWER", 100_000)
+    monkeypatch.setattr("treepack.rollout.servers.server.LONGEST_ANSWER", 100_000)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt_token_ids": [1, {number}]}}\n' for number in range(2, 8)))
     server = OddServer()

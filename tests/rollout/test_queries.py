@@ -16,11 +16,11 @@ from treepack.files.manifest import Provenance
 from treepack.ingest.readers.reading import read_trajectories
 from treepack.ingest.tokenization import read_tokenizer, tokenize
 from treepack.rollout.prompts import PromptReader
-from treepack.rollout.queries import Queries, QuerySources, read_queries
+from treepack.rollout.queries import QueryFile, QuerySources, read_queries
 from treepack.rollout.query import Query
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.build import build_trie
-from treepack.trie.files import write_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import write_trie
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
 
@@ -30,11 +30,11 @@ def write(path: Path, *records: dict[str, Any]) -> Path:
     return path
 
 
-def read(path: Path, *records: dict[str, Any], **sources: Any) -> Queries:
+def read(path: Path, *records: dict[str, Any], **sources: Any) -> QueryFile:
     return read_queries(write(path / "prompts.jsonl", *records), QuerySources(**sources))
 
 
-def only(queries: Queries) -> Query:
+def only(queries: QueryFile) -> Query:
     (query,) = queries.queries
     return query
 

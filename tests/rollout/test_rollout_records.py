@@ -19,12 +19,12 @@ from treepack.rollout.engine import Segment
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import TreeOptions, independent
 from treepack.rollout.query import Query
-from treepack.rollout.records import name_of, tree_lines, tree_records, tree_trajectories
+from treepack.rollout.records import name_of_query, tree_lines, tree_records, tree_trajectories
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.simulated import MarkovLaw, SimulatedEngine
-from treepack.rollout.tree import Tree, leaf_weights
+from treepack.rollout.tree import Tree, weights_of_leaves
 from treepack.trajectory import Float64, Int32, Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 
 def eight_tokens() -> Float64:
@@ -123,7 +123,7 @@ def test_trajectories_in_memory_are_those_of_the_file(tmp_path: Path) -> None:
 def test_the_weights_of_the_leaves_are_recorded() -> None:
     tree = sample(prompt(2, 1, 2))
     records = tree_records(tree)
-    weights, before = leaf_weights(tree)
+    weights, before = weights_of_leaves(tree)
     assert [record["leaf_weight"] for record in records] == weights.tolist()
     assert [record["leaf_weight_before_fallback"] for record in records] == before.tolist()
     assert [record["num_leaves"] for record in records] == [8] * 8
@@ -235,6 +235,6 @@ def test_a_continuation_of_a_rollout_without_segments_has_none() -> None:
     ],
 )
 def test_ids_of_rollouts_are_distinct_over_steps(query: Query, name: str | None) -> None:
-    assert name_of(query) == (name or query.key)
+    assert name_of_query(query) == (name or query.key)
     records = [orjson.loads(line) for line in tree_lines(sample(query)).splitlines()]
     assert [record["rollout_id"] for record in records] == [f"{name or query.key}/{i}" for i in range(8)]

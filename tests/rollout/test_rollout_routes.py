@@ -18,19 +18,19 @@ from support.command_line import Run
 from support.engine_server import APIS, EngineServer, experts_of, in_thread, running
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
-from treepack.rollout.dialects import DIALECTS
 from treepack.rollout.engine import EngineError, Sampling, Segment
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.records import path_routes, tree_trajectories
 from treepack.rollout.sampler import sample_tree
-from treepack.rollout.server import ServerEngine, connect
-from treepack.rollout.server_routes import read_routes
+from treepack.rollout.servers.dialects import DIALECTS
+from treepack.rollout.servers.server import ServerEngine, connect
+from treepack.rollout.servers.server_routes import routes_of_answer
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Int32, Tokens
-from treepack.trie.build import build_trie
-from treepack.trie.files import read_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import read_trie
 
 LAYERS = 3
 IDS = np.array([5, 6, 7], np.int32)
@@ -127,7 +127,7 @@ def test_experts_that_are_no_file_are_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_an_answer_without_any_expert_is_refused() -> None:
     dialect = next(each for each in DIALECTS if each.name == "SGLang")
     with pytest.raises(EngineError, match=r"\[3, 2, 0\] of int32; expected integers"):
-        read_routes(dialect, {"meta_info": {"routed_experts": ""}}, sizes=[3], layers=2, url="http://localhost:1")
+        routes_of_answer(dialect, {"meta_info": {"routed_experts": ""}}, sizes=[3], layers=2, url="http://localhost:1")
 
 
 def test_an_engine_with_too_few_rows_is_refused() -> None:

@@ -21,9 +21,9 @@ from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.requests import LimitedEngine
 from treepack.rollout.sampler import sample_tree
-from treepack.rollout.server import SampleText, ServerEngine, connect
+from treepack.rollout.servers.server import SampleText, ServerEngine, connect
 from treepack.rollout.simulated import SimulatedEngine
-from treepack.rollout.tree import Usage
+from treepack.rollout.tree import TokenUsage
 
 IDS = np.array([5, 6, 7], np.int32)
 SAMPLING = Sampling(stop_token_ids=(0,))
@@ -71,7 +71,7 @@ def test_a_tree_over_http_is_the_tree_of_the_engine_in_process_bit_for_bit(api: 
     assert tree.usage.cached is not None
     assert fingerprint(tree)[:-1] == fingerprint(twin)[:-1]
     assert replace(tree.usage, cached=None) == twin.usage
-    assert isinstance(tree.usage, Usage)
+    assert isinstance(tree.usage, TokenUsage)
 
 
 @pytest.mark.parametrize("api", APIS)

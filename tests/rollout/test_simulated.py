@@ -9,11 +9,11 @@ import pytest
 from scipy import stats
 
 from support.tree_estimates import LONG, PROMPT, START, SUCCESS, exact_values, log_normal_law, two_speeds
-from treepack.rollout.simulated import Law, log_normal_lengths
+from treepack.rollout.simulated import ContinuationLaw, log_normal_lengths
 from treepack.trajectory import Float64, Int32
 
 
-def rollout(law: Law, rng: np.random.Generator, *, segment: int) -> tuple[Int32, Float64]:
+def rollout(law: ContinuationLaw, rng: np.random.Generator, *, segment: int) -> tuple[Int32, Float64]:
     """One response in segments, without the prompt, and its log-probabilities."""
     ids, logprobs = PROMPT, np.zeros(0)
     while len(ids) == len(PROMPT) or ids[-1] != law.stop:

@@ -15,7 +15,7 @@ from treepack.rollout.engine import Sampling
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import LengthLaw, SimulatedEngine
-from treepack.rollout.tree import Node, Tree, Usage, leaf_weights
+from treepack.rollout.tree import TokenUsage, Tree, TreeNode, weights_of_leaves
 
 PAGE = (ROOT / "docs" / "tree-sampling.md").read_text()
 
@@ -26,7 +26,7 @@ def test_the_worked_tree_has_the_weights_and_means_of_the_page() -> None:
     for name, parent in (("A", "prompt"), ("B", "prompt"), ("C", "A"), ("D", "A"), ("E", "A")):
         nodes[name] = node(name, nodes[parent])
     leaves = tuple(nodes[name] for name, *_ in rows)
-    weights, before = leaf_weights(Tree(query("page"), nodes["prompt"], leaves, Usage(), Sampling()))
+    weights, before = weights_of_leaves(Tree(query("page"), nodes["prompt"], leaves, TokenUsage(), Sampling()))
     assert [float(Fraction(text)) for *_, text, _ in rows] == pytest.approx(before.tolist())
     assert [float(Fraction(text)) for *_, text in rows] == pytest.approx(weights.tolist())
     tokens = np.array([float(text.replace(",", "")) for _, text, *_ in rows])
@@ -41,14 +41,14 @@ def test_the_worked_tree_has_the_weights_and_means_of_the_page() -> None:
     assert [float(text) for text in shown.groups()] == pytest.approx(expected, abs=0.5e-3, rel=1e-3)
 
 
-def node(name: str, parent: Node | None) -> Node:
-    child = Node(parent, 0, 0, np.ones(1, np.int32), SingleTurn(), is_fallback=name == "E")
+def node(name: str, parent: TreeNode | None) -> TreeNode:
+    child = TreeNode(parent, 0, 0, np.ones(1, np.int32), SingleTurn(), is_fallback=name == "E")
     if parent is not None:
         parent.children.append(child)
     return child
 
 
-def is_long(leaf: Node) -> float:
+def is_long(leaf: TreeNode) -> float:
     return float(leaf.end - len(PROMPT) == 8)
 
 

@@ -26,7 +26,7 @@ from support.tree_estimates import (
 )
 from treepack.rollout.options import BRANCHING, FALLBACK, TreeOptions, independent
 from treepack.rollout.simulated import SimulatedEngine
-from treepack.rollout.tree import Tree, leaf_weights, mean_decoded
+from treepack.rollout.tree import Tree, mean_decoded, weights_of_leaves
 from treepack.trajectory import Float64
 
 LONGEST = 48
@@ -51,7 +51,7 @@ MEAN_LENGTH, PASS_RATE = exact_values(two_speeds(), longest=LONGEST)
 )
 def test_weights_of_any_tree_are_an_even_split_at_every_fork_and_sum_to_1(options: TreeOptions, seed: int) -> None:
     (tree,) = grow(SimulatedEngine(two_speeds()), options, seed=seed)
-    weights, before = leaf_weights(tree)
+    weights, before = weights_of_leaves(tree)
     everywhere = split_evenly(tree.root)
     assert weights.tolist() == pytest.approx([everywhere[leaf] for leaf in tree.leaves], rel=1e-12)
     without = split_evenly(tree.root, fallback=False)
@@ -65,14 +65,14 @@ def test_weights_of_any_tree_are_an_even_split_at_every_fork_and_sum_to_1(option
 def test_weights_before_a_fallback_are_those_of_the_tree_without_one() -> None:
     engine = SimulatedEngine(two_speeds())
     for small, full in zip(grow(engine, NO_FALLBACK, 10), grow(engine, OPTIONS, 10), strict=True):
-        before = leaf_weights(full)[1]
-        assert before[: len(small.leaves)].tolist() == leaf_weights(small)[0].tolist()
+        before = weights_of_leaves(full)[1]
+        assert before[: len(small.leaves)].tolist() == weights_of_leaves(small)[0].tolist()
         assert not before[len(small.leaves) :].any()
 
 
 def test_independent_rollouts_have_equal_weights() -> None:
     (tree,) = grow(SimulatedEngine(two_speeds()), independent(width=5, max_tokens=30))
-    assert leaf_weights(tree)[0].tolist() == pytest.approx([1 / 5] * 5)
+    assert weights_of_leaves(tree)[0].tolist() == pytest.approx([1 / 5] * 5)
 
 
 def test_without_a_fallback_weighted_estimates_are_unbiased_and_plain_means_are_not() -> None:
@@ -97,7 +97,7 @@ def test_with_a_fallback_the_leaves_before_it_are_unbiased_and_all_weights_leave
 def test_the_mean_of_an_independent_rollout_is_estimated_from_a_tree() -> None:
     trees = grow(SimulatedEngine(two_speeds()), OPTIONS, 40, seed=1)
     assert [mean_decoded(tree) for tree in trees] == pytest.approx(
-        [float(np.array([length(leaf) for leaf in tree.leaves]) @ leaf_weights(tree)[1]) for tree in trees]
+        [float(np.array([length(leaf) for leaf in tree.leaves]) @ weights_of_leaves(tree)[1]) for tree in trees]
     )
     assert mean_and_error(map(mean_decoded, trees)).distance(MEAN_LENGTH) < 3
 
@@ -118,7 +118,7 @@ def test_weighted_estimates_are_unbiased_for_every_way_to_branch(
 
 def without_fallback_plain(tree: Tree) -> Float64:
     """Equal weights of the leaves from before the fallback: the plain mean of a tree without one."""
-    there = leaf_weights(tree)[1] > 0
+    there = weights_of_leaves(tree)[1] > 0
     shares: Float64 = there / there.sum()
     return shares
 

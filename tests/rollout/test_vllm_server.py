@@ -26,10 +26,10 @@ from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.run import RolloutOptions, sample_rollouts
 from treepack.rollout.sampler import sample_tree
-from treepack.rollout.server import SampleText, ServerEngine, connect
+from treepack.rollout.servers.server import SampleText, ServerEngine, connect
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 pytestmark = pytest.mark.vllm
 

@@ -8,7 +8,7 @@ same `Launch` values that the library runs, built here from tensors on the CPU.
 
 Nothing is compiled under TRITON_INTERPRET, so tests start this file as a process of its own, without that variable.
 `table` is hopper for the Gluon kernels, hopper+window for those with a window and sinks, or HOPPER, PORTABLE or
-FLOAT32, the shapes in `portable.forward`.
+FLOAT32, the shapes in `portable_forward`.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def source(which: str, table: str, dtype: str, dims: tuple[int, int]) -> tuple[A
 
 def launches(table: str, dtype: str, dims: tuple[int, int]) -> dict[str, Any]:
     """Return the `Launch` of each pass over one row of one key head."""
+    from treepack.attention.build_schedule import build_schedule
     from treepack.attention.kernel_launch import Incoming, Inputs
     from treepack.attention.reach import Reach, first_visible
-    from treepack.attention.schedule import build_schedule
 
     width, width_v = dims
     query, dq = (torch.empty(1, GROUP, LENGTH, width, dtype=DTYPES[dtype]) for _ in range(2))
@@ -125,9 +125,9 @@ def launches(table: str, dtype: str, dims: tuple[int, int]) -> dict[str, Any]:
         from treepack.attention.hopper import launch as hopper
 
         return {
-            "forward": hopper.forward_launch(inputs, out, lse),
-            "query": hopper.query_launch(inputs, incoming, dq),
-            "key": hopper.key_launch(inputs, incoming, dk, dv),
+            "forward": hopper.hopper_forward_launch(inputs, out, lse),
+            "query": hopper.hopper_query_launch(inputs, incoming, dq),
+            "key": hopper.hopper_key_launch(inputs, incoming, dk, dv),
         }
     from treepack.attention.portable import backward as portable_backward
     from treepack.attention.portable import forward as portable

@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from support.fresh_processes import PROCESSES
 from support.oracle_model import CONFIGS, VOCABULARY
 from treepack.errors import TreepackError
-from treepack.train.checkpoint import Checkpoints, latest, restore
+from treepack.train.saving.checkpoint import Checkpoints, latest, restore
 
 
 def in_processes(ranks: int, directory: Path, run: Callable[..., None], *arguments: Any) -> None:

@@ -8,10 +8,10 @@ from support.attention_trees import star
 from treepack.attention.kernel_launch import Launch
 from treepack.recurrent.convolution import build_taps
 from treepack.recurrent.kernels.convolution import (
-    Gradients,
-    Inputs,
+    ConvolutionGradients,
+    ConvolutionInputs,
+    convolution_launch,
     distant_launch,
-    forward_launch,
     input_launch,
     partial_sums,
     weight_launch,
@@ -24,7 +24,7 @@ def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, Launch]:
     count = taps.ancestors.shape[1]
     x, out, do, dx = (torch.empty(count, values, dtype=dtype) for _ in range(4))
     parts = partial_sums(count)
-    gradients = Gradients(
+    gradients = ConvolutionGradients(
         do=do,
         inner=torch.empty(count, values),
         distant=torch.empty(len(taps.targets), values),
@@ -32,9 +32,9 @@ def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, Launch]:
         dweights=torch.empty(parts, keys, values),
         dbias=torch.empty(parts, values),
     )
-    inputs = Inputs(x, torch.empty(keys, values), torch.empty(values, dtype=dtype), True, taps)
+    inputs = ConvolutionInputs(x, torch.empty(keys, values), torch.empty(values, dtype=dtype), True, taps)
     return {
-        "forward": forward_launch(inputs, out),
+        "forward": convolution_launch(inputs, out),
         "weight": weight_launch(inputs, gradients),
         "distant": distant_launch(inputs, gradients),
         "input": input_launch(inputs, gradients),

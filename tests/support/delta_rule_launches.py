@@ -10,12 +10,12 @@ from treepack.recurrent.chunks import build_chunks
 from treepack.recurrent.kernels.delta_rule import (
     FLOAT32,
     HOPPER,
-    Configs,
-    Gradients,
-    Operands,
-    backward_launch,
+    DeltaRuleConfigs,
+    DeltaRuleGradients,
+    DeltaRuleOperands,
+    delta_products_launch,
+    gradient_launch,
     inverse_launch,
-    products_launch,
 )
 
 HEADS, GROUP = 4, 2
@@ -26,7 +26,7 @@ def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, Launch]:
     return build(dtype, keys, values, FLOAT32 if dtype == torch.float32 else HOPPER)
 
 
-def build(dtype: torch.dtype, keys: int, values: int, configs: Configs) -> dict[str, Launch]:
+def build(dtype: torch.dtype, keys: int, values: int, configs: DeltaRuleConfigs) -> dict[str, Launch]:
     """Return the launches in the shapes `configs`."""
     chunks = build_chunks(chain(70))
     count = len(chunks.end)
@@ -35,10 +35,10 @@ def build(dtype: torch.dtype, keys: int, values: int, configs: Configs) -> dict[
     w, dw, dk = (torch.empty(count, HEADS, keys, dtype=dtype) for _ in range(3))
     inverse = torch.empty(count, HEADS, 64, dtype=dtype)
     beta, a, dbeta, da = (torch.empty(count, HEADS) for _ in range(4))
-    operands = Operands(k, v, beta, a, chunks)
-    gradients = Gradients(dw, du, dk, dv, dbeta, da)
+    operands = DeltaRuleOperands(k, v, beta, a, chunks)
+    gradients = DeltaRuleGradients(dw, du, dk, dv, dbeta, da)
     return {
         "inverse": inverse_launch(operands, inverse, configs.inverse),
-        "products": products_launch(operands, inverse, w, u, configs.products),
-        "backward": backward_launch(operands, inverse, gradients, configs.backward),
+        "products": delta_products_launch(operands, inverse, w, u, configs.products),
+        "backward": gradient_launch(operands, inverse, gradients, configs.backward),
     }

@@ -32,7 +32,7 @@ from treepack.files import schema
 from treepack.pack.directory import pack_trie
 from treepack.pack.options import PackOptions
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 SPAN_WEIGHTS = (1.0, 0.5)
 KINDS = {"nodes": ("trie", schema.TRIE["nodes"]), "trajectories": ("trie", schema.TRIE["trajectories"])}

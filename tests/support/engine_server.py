@@ -1,4 +1,4 @@
-"""A local HTTP server with one of the APIs that treepack.rollout.dialects speaks, over a simulated law.
+"""A local HTTP server with one of the APIs that treepack.rollout.servers.dialects speaks, over a simulated law.
 
 EngineServer   its law, API and defects, and the requests it has answered
 running        the server in the event loop of the test: `async with running(server) as url`

@@ -43,7 +43,7 @@ def check_family(kind: str, *, expected: str | None, use_kernels: bool = False) 
     from support.tiny_families import family_config, spread_weights
     from treepack.data.batch import make_batch
     from treepack.model.load import load_model
-    from treepack.model.verify import verify_gradients
+    from treepack.model.verify.gradients import verify_gradients
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"

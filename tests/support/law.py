@@ -27,7 +27,7 @@ from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import formats_by_name
-from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
 Path = tuple[str | int, ...]
 Item = Trajectory | Skipped
@@ -104,7 +104,7 @@ def _trained(item: Trajectory) -> Iterator[tuple[Any, Any]]:
             if weight:
                 calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
                 yield weight, (message["content"], message.get("reasoning_content"), calls)
-    elif isinstance(content, Text):
+    elif isinstance(content, PromptCompletion):
         yield 0, content.completion
     else:
         assert isinstance(content, Tokens)

@@ -29,11 +29,11 @@ from treepack.files.manifest import Provenance, TokenizerEntry
 from treepack.pack.files import write_packed
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 VOCABULARY = 50
 
@@ -193,7 +193,7 @@ def write_rows(
     trie = build_trie(trajectories)
     wanted = {t.trajectory_id: row for t, row in zip(trajectories, rows, strict=True)}
     chosen = [wanted[name] for name in trie.trajectories["trajectory_id"].to_pylist()]
-    plan = Plan("given", Limits(4096), np.unique(chosen, return_inverse=True)[1])
+    plan = Plan("given", RowLimits(4096), np.unique(chosen, return_inverse=True)[1])
     with finished_directory(path, overwrite=True) as temporary:
         written = pack_rows(trie, plan, normalize=normalize)
         write_packed(written, temporary, capacity=4096, provenance=Provenance(options={"normalize": normalize}))

@@ -9,11 +9,11 @@ from treepack.recurrent.chunks import build_chunks
 from treepack.recurrent.kernels.outputs import (
     FLOAT32,
     HOPPER,
-    Configs,
-    Operands,
+    OutputConfigs,
+    OutputOperands,
+    gradient_products_launch,
     local_launch,
     outputs_launch,
-    products_launch,
 )
 
 TOKENS, KEY_HEADS, HEADS = 128, 2, 4
@@ -24,14 +24,14 @@ def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, Launch]:
     return build(dtype, keys, values, FLOAT32 if dtype == torch.float32 else HOPPER)
 
 
-def build(dtype: torch.dtype, keys: int, values: int, configs: Configs) -> dict[str, Launch]:
+def build(dtype: torch.dtype, keys: int, values: int, configs: OutputConfigs) -> dict[str, Launch]:
     """Return the launches of all kernels in the shapes `configs`; that of `products` with and without delta rule."""
     chunks = build_chunks(torch.full((1, TOKENS), TOKENS))
     key = torch.empty(TOKENS, KEY_HEADS, keys, dtype=dtype)
     value, result = torch.empty(TOKENS, HEADS, values, dtype=dtype), torch.empty(TOKENS, HEADS, keys, dtype=dtype)
     state = torch.empty(len(chunks.begin), HEADS, keys, values, dtype=dtype)
     a = torch.empty(TOKENS, HEADS)
-    operands = Operands(key, key, a, chunks)
+    operands = OutputOperands(key, key, a, chunks)
     incoming = {"do": value, "dh": state, "du": value}
     results = {"dq": result, "dk": result, "dw": result, "da": a[..., None]}
     made = {
@@ -39,5 +39,5 @@ def build(dtype: torch.dtype, keys: int, values: int, configs: Configs) -> dict[
         "local": local_launch(operands, value, value, configs.local),
     }
     for name, delta in (("products", True), ("products without delta rule", False)):
-        made[name] = products_launch(operands, value, state, incoming, results, configs.products, delta=delta)
+        made[name] = gradient_products_launch(operands, value, state, incoming, results, configs.products, delta=delta)
     return made

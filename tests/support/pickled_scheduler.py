@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from treepack.cluster.scheduler import Call, Here, TableHandle
+from treepack.cluster.scheduler import Call, LocalScheduler, TableHandle
 from treepack.trajectory import Int64
 
 
@@ -20,7 +20,7 @@ def pickled_copy(value: Any) -> Any:
 
 @dataclass
 class PickledScheduler:
-    """`Here` with pickled calls; `num_rows` are the rows of the largest table that each function got or returned."""
+    """`LocalScheduler` with pickled calls; `num_rows` are the rows of the largest table that each function handled."""
 
     num_rows: dict[str, int] = field(default_factory=dict)
 
@@ -46,7 +46,9 @@ class PickledScheduler:
         # In another order, as on a cluster.
         return [
             pickled_copy(each)
-            for each in Here().exchange(tables[::-1], pickled_copy(assign), pickled_copy(arguments), num_ranges)
+            for each in LocalScheduler().exchange(
+                tables[::-1], pickled_copy(assign), pickled_copy(arguments), num_ranges
+            )
         ]
 
 

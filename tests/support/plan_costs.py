@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from support import strategies
-from treepack.pack.plan.problem import Limits, PlanTree, Solution, path_pairs
+from treepack.pack.plan.problem import PlanTree, RowLimits, TreeSolution, path_pairs
 from treepack.trajectory import Int64
 
 Cost = tuple[int, int]
 
 
-def cost_of(tree: PlanTree, row_of_leaf: Int64, limits: Limits) -> Cost:
+def cost_of(tree: PlanTree, row_of_leaf: Int64, limits: RowLimits) -> Cost:
     """Tokens and rows of a plan, which must be one."""
     assert row_of_leaf.shape == (tree.num_leaves,)
     rows = rows_of(row_of_leaf)
@@ -20,7 +20,7 @@ def cost_of(tree: PlanTree, row_of_leaf: Int64, limits: Limits) -> Cost:
     return sum(int(tree.size[nodes_of(tree, leaves)].sum()) for leaves in rows), len(rows)
 
 
-def proven_cost(tree: PlanTree, solution: Solution, limits: Limits) -> Cost:
+def proven_cost(tree: PlanTree, solution: TreeSolution, limits: RowLimits) -> Cost:
     cost = cost_of(tree, solution.row_of_leaf, limits)
     assert solution.lower_bound == cost[0]
     return cost
@@ -31,13 +31,13 @@ def alone(tree: PlanTree) -> Int64:
 
 
 @st.composite
-def limited(draw: st.DrawFn, *, max_leaves: int) -> tuple[PlanTree, Limits]:
+def limited(draw: st.DrawFn, *, max_leaves: int) -> tuple[PlanTree, RowLimits]:
     """A tree and limits of which at least one other than the capacity is set; every leaf fits alone."""
     tree, capacity = draw(strategies.trees_and_capacities(max_leaves=max_leaves))
     pairs = int(path_pairs(tree.length).max()) + draw(st.integers(0, 60))
     terms = int(tree.terms.max()) + draw(st.integers(0, 6))
     which = draw(st.sampled_from([(True, True), (True, False), (False, True)]))
-    return tree, Limits(capacity, pairs if which[0] else None, terms if which[1] else None)
+    return tree, RowLimits(capacity, pairs if which[0] else None, terms if which[1] else None)
 
 
 def rows_of(row_of_leaf: Int64) -> list[list[int]]:
@@ -50,7 +50,7 @@ def nodes_of(tree: PlanTree, leaves: list[int]) -> list[int]:
     return sorted({node for leaf in leaves for node in paths[leaf]})
 
 
-def fits(tree: PlanTree, leaves: list[int], limits: Limits) -> bool:
+def fits(tree: PlanTree, leaves: list[int], limits: RowLimits) -> bool:
     nodes = nodes_of(tree, leaves)
     return (
         int(tree.size[nodes].sum()) <= limits.capacity

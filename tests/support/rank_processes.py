@@ -17,11 +17,11 @@ import torch
 from torch import distributed, multiprocessing
 
 from support.fresh_processes import PROCESSES
-from treepack.model.objectives import Objective, choose_objective
+from treepack.model.objectives.objective import Objective, choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, join_ranks
-from treepack.train.run import open_run
+from treepack.train.setup.opening import open_run
 
 CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=5, clip=0.5)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from treepack.recurrent.chunks import Chunks
+from treepack.recurrent.chunks import TokenChunks
 
 
-def outputs(q: Tensor, k: Tensor, new: Tensor, h: Tensor, a: Tensor, chunks: Chunks) -> Tensor:
+def outputs(q: Tensor, k: Tensor, new: Tensor, h: Tensor, a: Tensor, chunks: TokenChunks) -> Tensor:
     """Return o [N, H, V]: exp(a_i) q_i h + the sum over j of exp(a_i - a_j) (q_i k_j) new_j.
 
     Args:
@@ -30,7 +30,7 @@ def outputs(q: Tensor, k: Tensor, new: Tensor, h: Tensor, a: Tensor, chunks: Chu
     return o
 
 
-def states_after(k: Tensor, new: Tensor, h: Tensor, a: Tensor, chunks: Chunks) -> Tensor:
+def states_after(k: Tensor, new: Tensor, h: Tensor, a: Tensor, chunks: TokenChunks) -> Tensor:
     """Return the states after the chunks, [C, H, K, V]: exp(a_last) h + the sum of exp(a_last - a_j) k_j new_j."""
     after = []
     for c, (begin, length) in enumerate(zip(chunks.begin.tolist(), chunks.length.tolist(), strict=True)):
@@ -41,7 +41,7 @@ def states_after(k: Tensor, new: Tensor, h: Tensor, a: Tensor, chunks: Chunks) -
     return torch.stack(after)
 
 
-def gradient_of_w(h: Tensor, du: Tensor, chunks: Chunks) -> Tensor:
+def gradient_of_w(h: Tensor, du: Tensor, chunks: TokenChunks) -> Tensor:
     """Return dw [N, H, K], because new = U - W h: -du h' of the chunk of each token."""
     dw = [
         -torch.einsum("nhv,hkv->nhk", du[begin : begin + length], h[c])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from treepack.recurrent.chunks import CHUNK, Chunks
+from treepack.recurrent.chunks import CHUNK, TokenChunks
 
 
-def solve(k: Tensor, v: Tensor, beta: Tensor, a: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
+def solve(k: Tensor, v: Tensor, beta: Tensor, a: Tensor, chunks: TokenChunks) -> tuple[Tensor, Tensor, Tensor]:
     """Return W [N, H, K], U [N, H, V] and (1 + A)^-1 [N, H, 64]; autograd computes gradients.
 
     Args:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from treepack.recurrent.chunks import Chunks
+from treepack.recurrent.chunks import TokenChunks
 
 
 class States(NamedTuple):
@@ -38,7 +38,7 @@ class Results(NamedTuple):
 
 
 def draw_states(
-    chunks: Chunks, keys: int, values: int, *, heads: int = 2, key_heads: int = 1, delta: bool = True
+    chunks: TokenChunks, keys: int, values: int, *, heads: int = 2, key_heads: int = 1, delta: bool = True
 ) -> States:
     """Return random operands, float64, with keys small enough that states stay bounded."""
     count = len(chunks.end)
@@ -53,13 +53,13 @@ def draw_states(
     return States(q, k, draw(heads, values), w, sum_decays(g, chunks), draw(heads, values), draw(heads, values))
 
 
-def sum_decays(g: Tensor, chunks: Chunks) -> Tensor:
+def sum_decays(g: Tensor, chunks: TokenChunks) -> Tensor:
     """Return the sums of g [N, H] from the first token of each chunk on."""
     ends = zip(chunks.begin.tolist(), chunks.length.tolist(), strict=True)
     return torch.cat([g[:0], *(g[first : first + count].cumsum(0) for first, count in ends)])
 
 
-def compute_states(inputs: States, chunks: Chunks) -> Results:
+def compute_states(inputs: States, chunks: TokenChunks) -> Results:
     """Return the states and the new values by their definition, and their gradients by autograd."""
     q, k, u, w, a, do, du_local = inputs
     group = u.shape[1] // k.shape[1]

@@ -11,11 +11,11 @@ from selenium.webdriver.common.by import By
 
 from support.browser import look, wait
 from support.paths import SAMPLE_DATA
-from treepack.analysis.model_cost import read_shape
-from treepack.analysis.report.contents import read_contents
-from treepack.analysis.report.figures import Subject, measure
-from treepack.analysis.report.page import render
+from treepack.costs.model_cost import read_shape
 from treepack.ingest.tokenization import load_tokenizer
+from treepack.report.contents import read_contents
+from treepack.report.figures import ReportSubject, measure
+from treepack.report.page import render_page
 from treepack.trie.trie import Trie
 
 TOKENIZER = SAMPLE_DATA / "tokenizer"
@@ -23,9 +23,9 @@ TOKENIZER = SAMPLE_DATA / "tokenizer"
 
 def page_url(path: Path, trie: Trie, *, decoded: bool = True, limit: int = 10**6) -> str:
     """Write a page of `trie` and return its URL."""
-    subject = Subject("made", trie)
+    subject = ReportSubject("made", trie)
     contents = read_contents(trie, load_tokenizer(str(TOKENIZER)) if decoded else None, limit=limit)
-    path.write_text(render(subject, measure(subject, read_shape("qwen3-8b")), contents), encoding="utf-8")
+    path.write_text(render_page(subject, measure(subject, read_shape("qwen3-8b")), contents), encoding="utf-8")
     return path.as_uri()
 
 

@@ -14,13 +14,13 @@ from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.sampler import sample_tree
-from treepack.rollout.simulated import Law, SimulatedEngine
-from treepack.rollout.tree import Tree, leaf_weights
+from treepack.rollout.simulated import ContinuationLaw, SimulatedEngine
+from treepack.rollout.tree import Tree, weights_of_leaves
 from treepack.trajectory import Float64, Int32, Trajectory
 
 
 def sample_trees(
-    law: Law,
+    law: ContinuationLaw,
     options: TreeOptions,
     prompts: Sequence[list[int]],
     *,
@@ -42,7 +42,7 @@ def sample_trees(
 
 def rollouts_of_tree(tree: Tree) -> list[Trajectory]:
     """Convert the leaves of a tree to trajectories that train everything after the prompt."""
-    weights, before = leaf_weights(tree)
+    weights, before = weights_of_leaves(tree)
     return [_rollout(tree, i, float(weights[i]), float(before[i])) for i in range(len(tree.leaves))]
 
 
@@ -67,7 +67,13 @@ def _rollout(tree: Tree, i: int, weight: float, before: float) -> Trajectory:
 
 
 def continuations_of(
-    law: Law, parent: Trajectory, num_tokens: int, count: int, *, seed: int, reward: Callable[[Int32], float]
+    law: ContinuationLaw,
+    parent: Trajectory,
+    num_tokens: int,
+    count: int,
+    *,
+    seed: int,
+    reward: Callable[[Int32], float],
 ) -> list[Trajectory]:
     """Sample `count` continuations of the first `num_tokens` tokens of `parent`, as the sampler prefixes does."""
     tokens = parent.content.tokens  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ from support.attention_trees import ends_of
 from treepack.attention.kernel_launch import Launch
 from treepack.recurrent.chunks import build_chunks
 from treepack.recurrent.kernels import decays, states
-from treepack.recurrent.kernels.state_shapes import configs_of
+from treepack.recurrent.kernels.state_shapes import state_configs
 
 HEADS, GROUP = 4, 2
 
@@ -21,11 +21,14 @@ def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, Launch]:
     u, do, new, du = (torch.empty(count, HEADS, values, dtype=dtype) for _ in range(4))
     h = torch.empty(len(chunks.begin), HEADS, keys, values, dtype=dtype)
     a, buffer = torch.empty(count, HEADS), torch.empty(2, HEADS, keys, values)
-    shapes = configs_of(k)
-    made = {"decays": decays.sum_launch(a, a, chunks, reverse=False), "sum": states.sum_launch(buffer, chunks, stage)}
+    shapes = state_configs(k)
+    made = {
+        "decays": decays.decay_sum_launch(a, a, chunks, reverse=False),
+        "sum": states.run_sum_launch(buffer, chunks, stage),
+    }
     for name, w in {"": torch.empty(count, HEADS, keys, dtype=dtype), " without delta rule": None}.items():
-        forward = states.Forward(k, u, w, a, h, new, buffer)
-        backward = states.Backward(q, k, w, a, do, u, h, du, buffer)
-        made[f"forward{name}"] = states.forward_launch(forward, chunks, stage, shapes.forward)
-        made[f"backward{name}"] = states.backward_launch(backward, chunks, stage, shapes.backward)
+        forward = states.ForwardOperands(k, u, w, a, h, new, buffer)
+        backward = states.BackwardOperands(q, k, w, a, do, u, h, du, buffer)
+        made[f"forward{name}"] = states.run_forward_launch(forward, chunks, stage, shapes.forward)
+        made[f"backward{name}"] = states.run_backward_launch(backward, chunks, stage, shapes.backward)
     return made

@@ -20,7 +20,7 @@ from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.simulated import LengthLaw, MarkovLaw, log_normal_lengths
-from treepack.rollout.tree import Node, Tree, leaf_weights
+from treepack.rollout.tree import Tree, TreeNode, weights_of_leaves
 from treepack.trajectory import Float64, Int32
 
 PROMPT = np.array([1], np.int32)
@@ -49,7 +49,7 @@ def grow(
     return asyncio.run(all_trees())
 
 
-def split_evenly(node: Node, weight: float = 1.0, *, fallback: bool = True) -> dict[Node, float]:
+def split_evenly(node: TreeNode, weight: float = 1.0, *, fallback: bool = True) -> dict[TreeNode, float]:
     """Give `weight` to a leaf, or divide it among the children, without those of a fallback if `fallback` is False."""
     children = [child for child in node.children if fallback or not child.is_fallback]
     if not children:
@@ -86,12 +86,12 @@ def log_normal_law(*, mean: float = 40, longest: int = 160) -> tuple[LengthLaw, 
     return LengthLaw(probability, num_prompt=len(PROMPT)), float(probability @ np.arange(longest + 1))
 
 
-def length(leaf: Node) -> float:
+def length(leaf: TreeNode) -> float:
     """Number of tokens after the prompt."""
     return float(leaf.end - len(PROMPT))
 
 
-def success(leaf: Node) -> float:
+def success(leaf: TreeNode) -> float:
     """1 if the path stops after SUCCESS, and 0 otherwise."""
     ids = leaf.ids()
     return float(ids[-1] == 0 and ids[-2] == SUCCESS)
@@ -121,13 +121,13 @@ def plain(tree: Tree) -> Float64:
 
 def weighted(tree: Tree) -> Float64:
     """All leaves with their weights."""
-    return leaf_weights(tree)[0]
+    return weights_of_leaves(tree)[0]
 
 
 def before_fallback(tree: Tree) -> Float64:
     """The leaves from before the first fallback with their weights at that time."""
-    return leaf_weights(tree)[1]
+    return weights_of_leaves(tree)[1]
 
 
-def estimate(trees: list[Tree], value: Callable[[Node], float], weights: Callable[[Tree], Float64]) -> Estimate:
+def estimate(trees: list[Tree], value: Callable[[TreeNode], float], weights: Callable[[Tree], Float64]) -> Estimate:
     return mean_and_error(float(np.array([value(leaf) for leaf in tree.leaves]) @ weights(tree)) for tree in trees)

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from treepack.files.manifest import Provenance
-from treepack.trie.files import write_trie
+from treepack.trie.store.trie_files import write_trie
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
 

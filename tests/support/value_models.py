@@ -13,8 +13,8 @@ from support.oracle_model import tiny_model
 from support.oracle_objectives import Rollout, own_values
 from support.packed_objectives import rollouts
 from treepack.attention import register
+from treepack.model.head.value_head import add_value_head, named_weights
 from treepack.model.loaded import LoadedModel
-from treepack.model.value_head import add_value_head, named_weights
 
 
 def with_head(causal: Any) -> Any:

@@ -16,13 +16,14 @@ from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.model.objectives import choose_objective
-from treepack.train.choices import with_recorded
+from treepack.model.objectives.objective import choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
-from treepack.train.run import TrainingRun, open_run
+from treepack.train.run import TrainingRun
 from treepack.train.sampling_check import measure_gap
+from treepack.train.saving.choices import with_recorded
+from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
 from treepack.trajectory import Trajectory
 

@@ -33,7 +33,7 @@ from support.checkpoint_processes import (
     update,
 )
 from treepack.errors import TreepackError
-from treepack.train.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
+from treepack.train.saving.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
 
 
 def save(directory: Path, *steps: int, keep: int = 2) -> Path:

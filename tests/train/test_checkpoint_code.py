@@ -22,11 +22,11 @@ from support.oracle_model import packed_directory, tiny_config
 from support.s3 import Store
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.train.checkpoint import latest
-from treepack.train.checkpoint_files import RECORD, read_record, write_record
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_run
+from treepack.train.saving.checkpoint import latest
+from treepack.train.saving.checkpoint_files import RECORD, read_record, write_record
+from treepack.train.setup.opening import open_run
 
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=1, steps=3, checkpoint_every=1)
 STEP = "step-00000002"

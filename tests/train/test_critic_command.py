@@ -22,14 +22,14 @@ from support.value_models import critic, plain, with_head
 from treepack.attention import IMPLEMENTATIONS, register
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
+from treepack.model.head.value_head import add_value_head, value_head_of, write_value_head
 from treepack.model.loaded import LoadedModel
-from treepack.model.value_head import add_value_head, value_head_of, write_value_head
 from treepack.pack.plan.planning import plan_rows
 from treepack.train.critic import Critic, CriticOptions, critic_values, write_values
 from treepack.trajectory import Float64
-from treepack.trie.build import build_trie
-from treepack.trie.files import read_trie, write_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.nodes import paths
+from treepack.trie.store.trie_files import read_trie, write_trie
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
 

@@ -18,13 +18,14 @@ from support.oracle_model import packed_directory, tiny_config, tiny_model
 from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.model.adapter import LoraOptions
+from treepack.model.adapters.adapter import LoraOptions
+from treepack.model.head.value_head import VALUE_FILE, read_value_head
 from treepack.model.load import load_model
-from treepack.model.objectives import Objective, choose_objective
-from treepack.model.value_head import VALUE_FILE, read_value_head
+from treepack.model.objectives.objective import Objective, choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.run import TrainingRun, open_run
+from treepack.train.run import TrainingRun
+from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
 from treepack.trajectory import Trajectory
 

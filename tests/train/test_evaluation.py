@@ -15,11 +15,12 @@ from support.oracle_model import packed_directory, tiny_config
 from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.model.objectives import choose_objective
+from treepack.model.objectives.objective import choose_objective
 from treepack.train.evaluation import Score, evaluate
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.run import TrainingRun, open_run
+from treepack.train.run import TrainingRun
+from treepack.train.setup.opening import open_run
 from treepack.trajectory import Trajectory
 
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, steps=6, eval_every=2, checkpoint_every=100)

@@ -14,11 +14,11 @@ import pytest
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.train.directory import is_finished
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_run
+from treepack.train.saving.run_directory import is_finished
 from treepack.train.schedule import learning_rate
+from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
 
 CONSTANT = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, steps=8, warmup_steps=2, min_lr_ratio=1.0)

@@ -11,9 +11,10 @@ import pytest
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from support.tiny_families import DELTA_RULE
-from treepack.analysis.model_cost import shape_of
+from treepack.costs.model_cost import shape_of
 from treepack.train.options import TrainOptions
-from treepack.train.run import TrainingRun, open_run
+from treepack.train.run import TrainingRun
+from treepack.train.setup.opening import open_run
 
 CPU = TrainOptions(device="cpu", attention="reference")
 HYBRID = {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "full_attention_interval": 4, **DELTA_RULE}

@@ -15,7 +15,8 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.run import TrainingRun, open_run
+from treepack.train.run import TrainingRun
+from treepack.train.setup.opening import open_run
 
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=1, steps=3, checkpoint_every=1, keep=3)
 

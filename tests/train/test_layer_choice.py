@@ -32,7 +32,8 @@ from treepack.train import layer_choice
 from treepack.train.layer_choice import check_host
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.run import TrainingRun, open_run
+from treepack.train.run import TrainingRun
+from treepack.train.setup.opening import open_run
 
 LAYERS = 3
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, checkpoint_every=2, steps=2)

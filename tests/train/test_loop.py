@@ -23,12 +23,13 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
 from treepack.model.loaded import LoadedModel
-from treepack.model.verify import verify_gradients
+from treepack.model.verify.gradients import verify_gradients
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import find_device
-from treepack.train.run import TrainingRun, open_run, open_verification
+from treepack.train.run import TrainingRun
 from treepack.train.schedule import learning_rate, plan_steps
+from treepack.train.setup.opening import open_run, open_verification
 from treepack.trajectory import Tokens, Trajectory
 
 CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2)

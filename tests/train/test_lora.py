@@ -21,12 +21,12 @@ from support.oracle_model import packed_directory, tiny_config, tiny_model
 from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack import TreepackError
-from treepack.model.adapter import LoraOptions
+from treepack.model.adapters.adapter import LoraOptions
 from treepack.model.load import load_model
+from treepack.research.predictor.model import start_values
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.predictor.model import start_values
-from treepack.train.run import open_run
+from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
 
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, epochs=2, checkpoint_every=2, warmup_steps=1)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
-from treepack.train.metrics import MetricsLog, TensorBoardLog, read_metrics
+from treepack.train.watch.metrics import MetricsLog, TensorBoardLog, read_metrics
 
 
 def write_log(path: Path, *records: dict[str, Any], keep_until: int | None = None) -> Path:
@@ -50,7 +50,7 @@ def test_every_line_is_strict_json_with_null_for_what_is_not_finite(tmp_path: Pa
 
 def test_a_killed_process_loses_no_line_that_it_wrote(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from treepack.train.metrics import MetricsLog\n"
+        "import os, signal, sys; from pathlib import Path; from treepack.train.watch.metrics import MetricsLog\n"
         "log = MetricsLog(Path(sys.argv[1]), keep_until=None)\n"
         "for step in (1, 2, 3): log.write({'step': step})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
@@ -63,7 +63,7 @@ def test_a_killed_process_loses_no_line_that_it_wrote(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_sentence_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
     code = (
         "import resource, sys; from pathlib import Path; from treepack.errors import TreepackError\n"
-        "from treepack.train.metrics import MetricsLog\n"
+        "from treepack.train.watch.metrics import MetricsLog\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (30, 30))\n"  # 30 bytes: two lines of 11 and part of a third
         "try:\n"
         "    with MetricsLog(Path(sys.argv[1]), keep_until=None) as log:\n"
@@ -196,8 +196,8 @@ def test_without_tensorboard_one_sentence_names_the_extra(tmp_path: Path, monkey
 
 def test_importing_brings_neither_torch_nor_a_library_for_pictures() -> None:
     code = (
-        "import sys; before = set(sys.modules); import treepack.train.metrics, treepack.train.plot\n"
-        "assert 'treepack.train.plot' in set(sys.modules) - before\n"
+        "import sys; before = set(sys.modules); import treepack.train.watch.metrics, treepack.train.watch.plot\n"
+        "assert 'treepack.train.watch.plot' in set(sys.modules) - before\n"
         "print({'torch', 'tensorboard', 'matplotlib'} & set(sys.modules))"
     )
     assert run_python(code).stdout == "set()\n"

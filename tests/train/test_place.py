@@ -10,11 +10,12 @@ import fsspec
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.files import object_store, patience
 from treepack.files.address import RemotePath
-from treepack.files.object_store import UnavailableError
-from treepack.train.place import Place, open_place
+from treepack.files.remote import object_store
+from treepack.files.remote import retries as patience
+from treepack.files.remote.object_store import UnavailableError
 from treepack.train.ranks import Ranks
+from treepack.train.saving.place import Place, open_place
 
 OUT = RemotePath("memory", "bucket/run")
 
@@ -32,7 +33,7 @@ def _store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def contents() -> dict[str, bytes]:
-    return {name: object_store.read(OUT / name) or b"" for name in object_store.list_objects(OUT)}
+    return {name: object_store.read_object(OUT / name) or b"" for name in object_store.list_objects(OUT)}
 
 
 def write(place: Place, name: str, text: str) -> None:

@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from treepack.errors import TreepackError
-from treepack.train.metrics import MetricsLog
-from treepack.train.plot import curves_figure, draw_curves, moving_mean, thin_points
+from treepack.train.watch.metrics import MetricsLog
+from treepack.train.watch.plot import curves_figure, draw_curves, moving_mean, thin_points
 
 BASE = ["Loss", "Gradient norm", "Learning rate", "Tokens per second"]
 
@@ -178,7 +178,7 @@ def test_equal_metrics_give_equal_bytes_of_a_png_in_any_directory(tmp_path: Path
 def test_drawing_touches_no_state_that_others_share(tmp_path: Path) -> None:
     path = write_log(tmp_path / "m.jsonl", record(1), record(2))
     code = (
-        "import sys, matplotlib; from pathlib import Path; from treepack.train.plot import draw_curves\n"
+        "import sys, matplotlib; from pathlib import Path; from treepack.train.watch.plot import draw_curves\n"
         "before = matplotlib.rcParams.copy()\n"
         "draw_curves(Path(sys.argv[1]), Path(sys.argv[2]))\n"
         "print('matplotlib.figure' in sys.modules, 'matplotlib.pyplot' in sys.modules, before == matplotlib.rcParams)"

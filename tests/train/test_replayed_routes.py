@@ -24,15 +24,15 @@ from treepack.attention import IMPLEMENTATIONS, register
 from treepack.carry.verify import in_pieces
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
+from treepack.model.experts.routers import follow_routers
 from treepack.model.forward import row_loss
 from treepack.model.layers import checkpoint_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.routers import follow_routers
-from treepack.model.verify import verify_gradients
-from treepack.model.verify_subset import RowPart, restrict_row
+from treepack.model.verify.gradients import verify_gradients
+from treepack.model.verify.verify_subset import RowPart, restrict_row
 from treepack.pack.files import read_rows
 from treepack.train.logprobs import ScoreOptions, open_scoring, scored_rows
-from treepack.train.run import open_run
+from treepack.train.setup.opening import open_run
 from treepack.trajectory import Routes, Tokens, Trajectory
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "initializer_range": 0.5}

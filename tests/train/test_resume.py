@@ -21,10 +21,10 @@ from support.oracle_model import packed_directory, tiny_config
 from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.train.directory import is_finished
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_run
+from treepack.train.saving.run_directory import is_finished
+from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
 
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, epochs=3, checkpoint_every=2, warmup_steps=2)

@@ -21,18 +21,18 @@ from support.oracle_model import Sample, gradients, make_row, packed_directory, 
 from support.rank_processes import CPU, Case, train_over
 from support.strategies import make
 from support.tiny_families import KeepFloat64, tiny_family
-from treepack.analysis.model_cost import shape_of
 from treepack.attention import IMPLEMENTATIONS, register
+from treepack.costs.model_cost import shape_of
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
+from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.forward import hidden_states, row_loss
 from treepack.model.layers import find_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import choose_objective
-from treepack.model.router_balance import RouterBalance
+from treepack.model.objectives.objective import choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_run, open_verification
+from treepack.train.setup.opening import open_run, open_verification
 from treepack.trajectory import Trajectory
 
 COEFFICIENT = 0.3

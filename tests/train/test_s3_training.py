@@ -28,12 +28,13 @@ from support.s3 import CUT, Store
 from support.strategies import make
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
-from treepack.files import parts, patience
+from treepack.files import parts
 from treepack.files.address import as_path
-from treepack.train.directory import is_finished
+from treepack.files.remote import retries as patience
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.run import open_run
+from treepack.train.saving.run_directory import is_finished
+from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
 
 pytestmark = pytest.mark.s3

@@ -17,11 +17,12 @@ from support.command_line import Run as Command
 from support.oracle_model import VOCABULARY, tiny_model, write_rows
 from support.rank_processes import Case, train_over
 from support.strategies import make
-from treepack.model.objectives import choose_objective
+from treepack.model.objectives.objective import choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.run import TrainingRun, open_run
+from treepack.train.run import TrainingRun
 from treepack.train.sampling_check import compare_sampling, measure_gap
+from treepack.train.setup.opening import open_run
 
 LENGTH, COUNT = 24, 16
 # Changes logits [COUNT, V] of the sampled position into the recorded log-probabilities [COUNT, V].

@@ -13,8 +13,8 @@ from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.train.metrics import scalars
-from treepack.train.sinks import SINKS, SinkRun, Sinks, check_sinks
+from treepack.train.watch.metrics import scalars
+from treepack.train.watch.sinks import SINKS, SinkRun, Sinks, check_sinks
 
 
 def sink_run(folder: Path) -> SinkRun:

@@ -21,15 +21,16 @@ from support.packed_objectives import as_trajectories, opened, rollouts
 from support.strategies import make
 from support.trie_files import saved
 from treepack.errors import TreepackError
-from treepack.model.denominators import step_factors, trajectory_table
-from treepack.model.objectives import PRESETS, Objective, choose_objective
-from treepack.model.verify import GradientReport, verify_gradients
+from treepack.model.objectives.denominators import step_factors, trajectory_table
+from treepack.model.objectives.objective import PRESETS, Objective, choose_objective
+from treepack.model.verify.gradients import GradientReport, verify_gradients
 from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages, with_advantages
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.run import TrainingRun, open_run, open_verification
+from treepack.train.run import TrainingRun
+from treepack.train.setup.opening import open_run, open_verification
 from treepack.train.step import StepMetrics
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=100, clip=0.0)
 OVER_TERMS = [name for name in PRESETS if name not in ("sft", "value")]

@@ -15,7 +15,7 @@ from support import oracle, strategies
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.check import check_trie
 from treepack.trie.trie import Trie, trajectories_of
 

@@ -17,9 +17,10 @@ from treepack.files import parts as file_parts
 from treepack.ingest import stream
 from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.files import ranges
-from treepack.trie import builder, parts
-from treepack.trie import files as trie_files
-from treepack.trie.out_of_core import RUN_BYTES, run_size
+from treepack.trie.builders import builder
+from treepack.trie.builders import trie_parts as parts
+from treepack.trie.builders.out_of_core import RUN_BYTES, run_size
+from treepack.trie.store import trie_files
 
 
 def rollouts(count: int) -> list[dict[str, Any]]:

@@ -14,19 +14,19 @@ import pytest
 from support.manifests import manifest_of
 from support.strategies import make
 from treepack import columns
-from treepack.analysis.report.payload import advantages_of
 from treepack.analysis.show.selection import subset
-from treepack.analysis.turns import Turns, cut_to_turns
+from treepack.analysis.turns import SortedTurns, cut_to_turns
 from treepack.columns import LOGPROBS, SpanView, collect, list_values, num_trained, take_rows, text_codes
 from treepack.files import schema
 from treepack.pack.check import checked_rows
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
 from treepack.pack.rows import pack_rows
+from treepack.report.payload import mean_advantages
 from treepack.rl.group_tree import group_codes
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.check import check_trie
 from treepack.trie.trie import Trie, trajectories_of
 
@@ -147,11 +147,11 @@ def test_more_values_than_a_list_array_can_contain() -> None:
     assert num_trained(trie.trajectories) == NUM * TRUNK
     check_trie(trie)  # all spans, and the number of values of every list
     assert group_codes(trie).tolist() == [i % 2 for i in range(NUM)]
-    assert advantages_of(trie).tolist() == [0] * NUM  # reads every value
+    assert mean_advantages(trie).tolist() == [0] * NUM  # reads every value
     assert sum(len(values) for values in list_values(trie.trajectories, "old_logprobs") if values is not None) > 2**31
     assert next(trajectories_of(trie)).trajectory_id == "t0"
     # Only the row of the last trajectory is made: the terms of all rows would take 80 GB.
-    plan = Plan("contiguous", Limits(TRUNK + 1), np.arange(NUM)[::-1])
+    plan = Plan("contiguous", RowLimits(TRUNK + 1), np.arange(NUM)[::-1])
     row = next(pack_rows(trie, plan))
     assert row.trajectory_ids == [f"t{NUM - 1}"]
     assert row.terms is not None
@@ -160,6 +160,6 @@ def test_more_values_than_a_list_array_can_contain() -> None:
     assert next(checked_rows([row], manifest_of([row], capacity=TRUNK + 1), trie)) is row
     few = subset(trie, [0, NUM - 1])
     assert few.trajectories["trajectory_id"].to_pylist() == ["t0", f"t{NUM - 1}"]
-    half = cut_to_turns(trie, Turns(np.arange(NUM), np.ones(NUM, np.int64), np.full(NUM, TRUNK, np.int64)))
+    half = cut_to_turns(trie, SortedTurns(np.arange(NUM), np.ones(NUM, np.int64), np.full(NUM, TRUNK, np.int64)))
     assert half.num_nodes == 1
     assert half.num_trajectories == NUM

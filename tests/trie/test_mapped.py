@@ -14,8 +14,8 @@ from support.strategies import make
 from support.trie_files import saved
 from treepack.errors import TreepackError
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
-from treepack.trie.files import read_trie
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 ARRAYS = ("tokens", "node_start", "node_end", "parent", "depth", "num_passing", "end_node")

@@ -24,12 +24,12 @@ from treepack.errors import TreepackError
 from treepack.files import parts
 from treepack.ingest.options import SHARES
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie import files as trie_files
-from treepack.trie import out_of_core as runs
-from treepack.trie.build import build_trie
+from treepack.trie.builders import out_of_core as runs
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.builders.out_of_core import build_large_trie
 from treepack.trie.check import check_trie
-from treepack.trie.files import write_trie
-from treepack.trie.out_of_core import build_large_trie
+from treepack.trie.store import trie_files
+from treepack.trie.store.trie_files import write_trie
 from treepack.trie.trie import Trie
 
 in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -43,7 +43,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_bytes_do_not_depend_on_processes_and_memory(
     rollouts: Path, conflicts: str, share: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("treepack.trie.builder.min_bytes", lambda job: 1)  # several processes for a small input
+    # Several processes for a small input.
+    monkeypatch.setattr("treepack.trie.builders.builder.min_bytes", lambda job: 1)
     built = []
     for workers, memory in ((1, None), (1, 1000), (2, 1000)):
         options = BuildOptions(keep_routes=True, route_conflicts=conflicts, share=share, workers=workers)

@@ -10,9 +10,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treepack.trie.builders.run_merge import MergedOrder, SortedRun, merge, split
+from treepack.trie.builders.spool import token_offsets
 from treepack.trie.nodes import common_prefix
-from treepack.trie.run_merge import Merged, SortedRun, merge, split
-from treepack.trie.spool import token_offsets
 
 Sequences = list[tuple[int, list[int]]]  # partition and tokens
 
@@ -50,7 +50,7 @@ runs_of = st.lists(
 def test_ranges_together_are_the_whole_order(contents: list[Sequences], count: int, whole: bool, sharing: bool) -> None:
     with stored(contents, whole=whole) as runs:
         expected = merge(runs, sharing=sharing)
-        order = Merged()
+        order = MergedOrder()
         for limits in split(runs, count):
             order.extend(merge(runs, limits, sharing=sharing))
     assert order == expected

@@ -24,13 +24,12 @@ from treepack.files import schema
 from treepack.files.location import locate
 from treepack.files.manifest import Provenance, read_manifest
 from treepack.trajectory import Float64, Trajectory
-from treepack.trie import files as trie_files
-from treepack.trie import mapped
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.check import check_trie
-from treepack.trie.files import read_trie, write_trie
-from treepack.trie.row_groups import read_footers
-from treepack.trie.token_values import carried_values, write_token_values
+from treepack.trie.store import mapped, trie_files
+from treepack.trie.store.row_groups import read_footers
+from treepack.trie.store.token_values import carried_values, write_token_values
+from treepack.trie.store.trie_files import read_trie, write_trie
 from treepack.trie.trie import Trie, sequences_of, trajectories_of
 
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from support.strategies import make, sequences
 from treepack.columns import collect
-from treepack.trie import ranges as ranges_of_trie
-from treepack.trie.build import Partition, partitions
+from treepack.trie.builders import ranges as ranges_of_trie
+from treepack.trie.builders.in_memory import Partition, partitions
+from treepack.trie.builders.ranges import choose_splitters, order_keys, partition_key, range_of_rows, sample_keys
+from treepack.trie.builders.sequence_table import sequence_table, table_sequences
 from treepack.trie.nodes import sorted_by_tokens
-from treepack.trie.ranges import choose_splitters, order_keys, partition_key, range_of_rows, sample_keys
-from treepack.trie.sequence_table import sequence_table, table_sequences
 
 GROUPS = ["g", "g\0", "g\0\0", "", "\N{EURO SIGN}", "ga"]
 SHARES = st.sampled_from(["all", "group", "none"])

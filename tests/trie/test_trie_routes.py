@@ -17,10 +17,10 @@ from treepack.columns import collect
 from treepack.errors import TreepackError
 from treepack.rl.segments import segment_tree
 from treepack.trajectory import Routes, Tokens, Trajectory, missing_route
-from treepack.trie.build import build_trie, route_costs
+from treepack.trie.builders.in_memory import build_trie, route_costs
 from treepack.trie.check import check_trie
-from treepack.trie.files import read_trie, write_trie
 from treepack.trie.route_symbols import splits_by_routes
+from treepack.trie.store.trie_files import read_trie, write_trie
 from treepack.trie.trie import Trie, trajectories_of, unshared
 
 Row = tuple[tuple[int, ...], ...]

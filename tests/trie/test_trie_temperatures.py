@@ -22,13 +22,14 @@ from treepack.ingest.array_rollouts import trajectories_from_arrays
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.files import ranges
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie import builder, parts
-from treepack.trie import files as trie_files
-from treepack.trie.build import build_trie
+from treepack.trie.builders import builder
+from treepack.trie.builders import trie_parts as parts
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.builders.out_of_core import build_large_trie
 from treepack.trie.check import check_trie
 from treepack.trie.directory import build_trie_directory
-from treepack.trie.files import read_trie, write_trie
-from treepack.trie.out_of_core import build_large_trie
+from treepack.trie.store import trie_files
+from treepack.trie.store.trie_files import read_trie, write_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 

@@ -1,6 +1,6 @@
 """Plans for several capacities, without writing anything, and the work that they save.
 
-Trie --plan_capacities--> PlannedCapacity, ... --predict--> N_pack, ERR, fill and gap of each
+Trie --plan_capacities--> PlannedCapacity, ... --predicted_totals--> N_pack, ERR, fill and gap of each
 --forecast_lines--> operations on rows against one by one
 """
 
@@ -15,8 +15,8 @@ from treepack.analysis.forecast import (
     SAMPLES,
     TRAJECTORIES,
     TURNS,
-    Line,
-    Trained,
+    ForecastLine,
+    TrainedTokens,
     append_only_line,
     flat_work,
     once_work,
@@ -28,14 +28,14 @@ from treepack.analysis.forecast import (
     ways_to_cut,
     whole_work,
 )
-from treepack.analysis.model_cost import FlopCount
-from treepack.analysis.turns import Turns, cut_to_turns, turns_of
+from treepack.analysis.turns import SortedTurns, cut_to_turns, turns_of
+from treepack.costs.model_cost import FlopCount
 from treepack.ingest.conversations import Conversations
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan, PlanTotals
 from treepack.pack.plan.planning import packed_trie, plan_rows
-from treepack.pack.plan.problem import Search
+from treepack.pack.plan.problem import SearchOptions
 from treepack.pack.totals import packed_totals
 from treepack.processes import ReportProgress
 from treepack.trie.totals import trie_totals
@@ -63,7 +63,7 @@ def plan_capacities(
     *,
     method: str,
     too_long: str,
-    search: Search = Search(),  # noqa: B008
+    search: SearchOptions = SearchOptions(),  # noqa: B008
     progress: ReportProgress | None = None,
 ) -> Iterator[PlannedCapacity]:
     """Yield a checked plan for each capacity, without the trajectories that do not fit it.
@@ -91,7 +91,7 @@ def _named(progress: ReportProgress | None, suffix: str) -> ReportProgress | Non
     return lambda state: report(replace(state, stage=f"{state.stage} {suffix}"))
 
 
-def predict(planned: Iterable[PlannedCapacity]) -> list[Report]:
+def predicted_totals(planned: Iterable[PlannedCapacity]) -> list[Report]:
     """Return the `packed_totals` of each plan, with the number of trajectories that do not fit its capacity."""
     return [packed_totals(one.trie, one.plan, one.totals) | {"num_too_long": one.num_too_long} for one in planned]
 
@@ -101,9 +101,9 @@ def forecast_lines(
     planned: list[PlannedCapacity],
     *,
     method: str,
-    search: Search = Search(),  # noqa: B008
+    search: SearchOptions = SearchOptions(),  # noqa: B008
     conversations: Conversations | None = None,
-) -> list[Line]:
+) -> list[ForecastLine]:
     """Return the work of `trie` without a capacity, and then of each plan, against each baseline.
 
     The samples of `trie` come first, then one append-only sequence per rollout of `conversations`, if they are known,
@@ -118,9 +118,9 @@ def forecast_lines(
     works = [
         _rows_work(each, trained if each.packed_nodes is trie else trained_of(each.packed_nodes)) for each in planned
     ]
-    lines = [Line(name, None, work_alone(trie), tree_work(trie, trained), baseline=baseline)]
+    lines = [ForecastLine(name, None, work_alone(trie), tree_work(trie, trained), baseline=baseline)]
     lines += [
-        Line(name, each.plan.capacity, work_alone(each.trie), work, each.num_too_long, baseline)
+        ForecastLine(name, each.plan.capacity, work_alone(each.trie), work, each.num_too_long, baseline)
         for each, work in zip(planned, works, strict=True)
     ]
     # The other baselines have only the sums over all samples.
@@ -137,7 +137,7 @@ def forecast_lines(
         turns = turns_of(trie)
         cut = cut_to_turns(trie, turns, only_sizes=True)
         flat = turns_work(trie, turns.distinct(trie))
-        lines.append(Line("turns", None, flat, tree_work(cut, trained_of(cut)), baseline=TURNS))
+        lines.append(ForecastLine("turns", None, flat, tree_work(cut, trained_of(cut)), baseline=TURNS))
         lines += [
             _turns_line(trie, turns, (each, work), method=method, search=search)
             for each, work in zip(planned, works, strict=True)
@@ -145,15 +145,15 @@ def forecast_lines(
     return lines
 
 
-def _rows_work(planned: PlannedCapacity, trained: Trained) -> FlopCount:
+def _rows_work(planned: PlannedCapacity, trained: TrainedTokens) -> FlopCount:
     totals = planned.totals
     tokens, pairs = totals.tokens_packed, int(totals.row_pairs.sum())
     return plan_work(trained, planned.plan.row_of, num_tokens=tokens, num_pairs=pairs)
 
 
 def _turns_line(
-    trie: Trie, turns: Turns, whole: tuple[PlannedCapacity, FlopCount], *, method: str, search: Search
-) -> Line:
+    trie: Trie, turns: SortedTurns, whole: tuple[PlannedCapacity, FlopCount], *, method: str, search: SearchOptions
+) -> ForecastLine:
     """Return the line of the turns that fit the capacity of `whole`; its rows are used if turns change nothing."""
     planned, work = whole
     capacity = planned.plan.capacity
@@ -165,4 +165,4 @@ def _turns_line(
     distinct = turns.distinct(trie)
     once = distinct.within(capacity)
     left_out = len(distinct.ends) - len(once.ends)
-    return Line("turns", capacity, turns_work(trie, once), work, left_out, TURNS)
+    return ForecastLine("turns", capacity, turns_work(trie, once), work, left_out, TURNS)

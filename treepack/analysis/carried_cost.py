@@ -1,6 +1,6 @@
 """Trunk tokens and operations of rows that run in pieces, as `train --carry N` runs them.
 
-    Trie | plan | packed rows, sizes of pieces --trie_trunks, plan_trunks, TrunkCounter--> Trunk of each size
+    Trie | plan | packed rows, sizes of pieces --trie_trunks, plan_trunks, TrunkCounter--> TrunkTokens of each size
     ModelShape, FlopCount --executed_in_rows, executed_in_pieces--> operations, including those that run twice
 
 A token is trunk if more than N tokens, itself included, are in its subtree: `subtree_end[i] - i > N`. Keys and values
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treepack.analysis.model_cost import FlopCount, ModelShape
-from treepack.pack.plan.unions import shared_with_previous
+from treepack.costs.model_cost import FlopCount, ModelShape
+from treepack.pack.plan.unions import shared_in_rows
 from treepack.trajectory import Int64
 from treepack.trie.nodes import NodeArrays, forest_of
 from treepack.trie.trie import Trie
@@ -37,7 +37,7 @@ FORWARD, BACKWARD, ATTENTION = 2, 4, 7
 
 
 @dataclass(frozen=True, slots=True)
-class Trunk:
+class TrunkTokens:
     """Trunk of rows in pieces of at most `piece` tokens: all its `tokens`, and the maximum on one path, `path`."""
 
     piece: int
@@ -45,29 +45,29 @@ class Trunk:
     path: int
 
 
-def trie_trunks(nodes: Trie | NodeArrays, pieces: Sequence[int]) -> tuple[Trunk, ...]:
+def trie_trunks(nodes: Trie | NodeArrays, pieces: Sequence[int]) -> tuple[TrunkTokens, ...]:
     """Return the trunk of rows of whole trees for each size of a piece."""
     start, depth = nodes.node_start, nodes.depth
     lengths, below = np.diff(start), start[nodes.node_end] - start[1:]
     return tuple(_trunk(lengths, below, depth, piece) for piece in pieces)
 
 
-def _trunk(lengths: Int64, below: Int64, depth: Int64, piece: int) -> Trunk:
+def _trunk(lengths: Int64, below: Int64, depth: Int64, piece: int) -> TrunkTokens:
     """Return the trunk of nodes with `lengths` tokens after `depth` tokens, and `below` tokens below them."""
     # lengths [3, 2, 3], below [5, 0, 0], piece 4 -> trunk [clip(4, 0, 3), 0, 0] = [3, 0, 0]
     trunk = np.clip(lengths + below - piece, 0, lengths)
     # Subtrees shrink along a path, so the trunk of a path is the part above its deepest trunk token.
     path = np.where(trunk > 0, depth + trunk, 0)
-    return Trunk(piece, int(trunk.sum()), int(path.max(initial=0)))
+    return TrunkTokens(piece, int(trunk.sum()), int(path.max(initial=0)))
 
 
-def plan_trunks(trie: Trie, row_of: Int64, pieces: Sequence[int]) -> tuple[Trunk, ...]:
+def plan_trunks(trie: Trie, row_of: Int64, pieces: Sequence[int]) -> tuple[TrunkTokens, ...]:
     """Return the trunk of the rows of a plan for each size of a piece; trajectory i is in row `row_of[i]`.
 
     O(n log n) for n nodes and trajectories, with a Python step for each trajectory.
     """
     order = np.argsort(row_of, kind="stable")
-    shared = shared_with_previous(trie, row_of, order)
+    shared = shared_in_rows(trie, row_of, order)
     # The trajectories of a row in the order of the trie are a trie of their own, and the first one shares nothing with
     # the row before: lengths [4, 5, 3] of one row and [4] of another, shared [0, 4, 2] and [0] -> two trees.
     forest = forest_of(array("q", shared.tobytes()), array("q", trie.lengths[order].tobytes()))
@@ -98,9 +98,9 @@ class TrunkCounter:
             yield row
 
     @property
-    def trunks(self) -> tuple[Trunk, ...]:
+    def trunks(self) -> tuple[TrunkTokens, ...]:
         """The trunk of all rows so far for each size of a piece."""
-        return tuple(map(Trunk, self.pieces, self._tokens, self._paths))
+        return tuple(map(TrunkTokens, self.pieces, self._tokens, self._paths))
 
 
 def executed_in_rows(shape: ModelShape, work: FlopCount, recomputed: float) -> float:
@@ -113,7 +113,7 @@ def executed_in_rows(shape: ModelShape, work: FlopCount, recomputed: float) -> f
     return linear * float(shape.per_token * work.tokens) + _attention_and_output(shape, work)
 
 
-def executed_in_pieces(shape: ModelShape, work: FlopCount, trunk: Trunk) -> float:
+def executed_in_pieces(shape: ModelShape, work: FlopCount, trunk: TrunkTokens) -> float:
     """Return the operations of the same rows in pieces whose layers keep their activations.
 
     6 W for each token, 2 W more for each trunk token, and 7 S for each pair, because the outputs of attention over

@@ -1,6 +1,6 @@
 """The forecast of rows in pieces: cost and memory of each capacity with and without `train --carry`, ready for JSON.
 
-    RowsToCarry, ... --report--> {"lines": [{"capacity": 65536, "hours_rows": ..., "hours_carry": ...}], ...}
+    RowsToCarry, ... --carried_report--> {"lines": [{"capacity": 65536, "hours_rows": ..., "hours_carry": ...}], ...}
 
 Without --carry, as few layers are recomputed as the device demands, as with --checkpoint-layers auto. With it, the
 size of a piece is the largest of `PIECES` that fits the device. If the carried path leaves room only for pieces below
@@ -18,17 +18,17 @@ import numpy as np
 
 from treepack.analysis.capacities import PlannedCapacity
 from treepack.analysis.carried_cost import (
-    Trunk,
     TrunkCounter,
+    TrunkTokens,
     executed_in_pieces,
     executed_in_rows,
     plan_trunks,
     trie_trunks,
 )
-from treepack.analysis.forecast import MFU, Device, Line
-from treepack.analysis.model_cost import FlopCount, ModelShape, operations
-from treepack.analysis.model_memory import ModelMemory, NoPieces
+from treepack.analysis.forecast import MFU, ForecastLine, TrainingDevice
+from treepack.costs.model_cost import FlopCount, ModelShape, operations
 from treepack.errors import TreepackError
+from treepack.memory.model_memory import ModelMemory, NoPieces
 from treepack.trie.trie import Trie
 
 # Sizes of a piece to choose from: shorter ones do not keep a GPU busy, and longer ones gain little.
@@ -62,7 +62,7 @@ class RowsToCarry:
     work: FlopCount
     row_tokens: int
     longest: int
-    trunks: tuple[Trunk, ...]
+    trunks: tuple[TrunkTokens, ...]
 
 
 def sizes_of_pieces(carry: int | None) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def sizes_of_pieces(carry: int | None) -> tuple[int, ...]:
 
 
 def rows_of_plans(
-    trie: Trie, planned: Sequence[PlannedCapacity], lines: Sequence[Line], pieces: Sequence[int]
+    trie: Trie, planned: Sequence[PlannedCapacity], lines: Sequence[ForecastLine], pieces: Sequence[int]
 ) -> list[RowsToCarry]:
     """Return the rows of whole trees, and of each plan; `lines` are those of `capacities.forecast_lines`."""
     # The first lines are those of the samples of `trie`: without a capacity, and then one for each plan.
@@ -92,12 +92,14 @@ def rows_of_plans(
     return rows
 
 
-def packed_rows(line: Line, counter: TrunkCounter) -> RowsToCarry:
+def packed_rows(line: ForecastLine, counter: TrunkCounter) -> RowsToCarry:
     """Return the rows that `counter` and the `RowCounter` of `line` have read."""
     return RowsToCarry(line.capacity, 0, line.packed, counter.row_tokens, counter.longest, counter.trunks)
 
 
-def report(rows: Iterable[RowsToCarry], shape: ModelShape, memory: ModelMemory | NoPieces, device: Device) -> Entry:
+def carried_report(
+    rows: Iterable[RowsToCarry], shape: ModelShape, memory: ModelMemory | NoPieces, device: TrainingDevice
+) -> Entry:
     """Return cost and memory of the rows on one device, with and without pieces, and one sentence, as plain values.
 
     A model without a forecast of pieces has no lines, and the sentence gives the reason.
@@ -108,10 +110,12 @@ def report(rows: Iterable[RowsToCarry], shape: ModelShape, memory: ModelMemory |
         return entry | {"obstacle": memory.reason, "lines": [], "notes": [], "verdict": sentence}
     lines = [_line(each, shape, memory, device) for each in rows]
     sizes = {"state_bytes": memory.state, "path_bytes_per_token": memory.path}
-    return entry | sizes | {"lines": lines, "notes": notes(lines, device), "verdict": verdict(lines, memory.state)}
+    return (
+        entry | sizes | {"lines": lines, "notes": notes(lines, device), "verdict": carried_verdict(lines, memory.state)}
+    )
 
 
-def _line(rows: RowsToCarry, shape: ModelShape, memory: ModelMemory, device: Device) -> Entry:
+def _line(rows: RowsToCarry, shape: ModelShape, memory: ModelMemory, device: TrainingDevice) -> Entry:
     trunk, in_host = _choose(rows, memory, device)
     limit = 0.0 if device.memory is None else USABLE * device.memory
     recomputed = memory.fewest_recomputed(rows.row_tokens, limit)
@@ -142,7 +146,7 @@ def _line(rows: RowsToCarry, shape: ModelShape, memory: ModelMemory, device: Dev
     }
 
 
-def _choose(rows: RowsToCarry, memory: ModelMemory, device: Device) -> tuple[Trunk, bool]:
+def _choose(rows: RowsToCarry, memory: ModelMemory, device: TrainingDevice) -> tuple[TrunkTokens, bool]:
     """Return the trunk of the size of a piece to use, and True if the path waits in host memory.
 
     If rows are shorter than a piece, it is the smallest size that contains a row. If nothing fits, it is the smallest
@@ -151,7 +155,7 @@ def _choose(rows: RowsToCarry, memory: ModelMemory, device: Device) -> tuple[Tru
     if device.memory is None:
         return next((trunk for trunk in rows.trunks if trunk.piece == USUAL_PIECE), rows.trunks[0]), False
 
-    def largest(in_host: bool) -> Trunk | None:
+    def largest(in_host: bool) -> TrunkTokens | None:
         fitting = [trunk for trunk in rows.trunks if _fits(_on_device(rows, memory, trunk, in_host), device)]
         return max(fitting, key=lambda trunk: (min(trunk.piece, rows.row_tokens), -trunk.piece), default=None)
 
@@ -161,15 +165,15 @@ def _choose(rows: RowsToCarry, memory: ModelMemory, device: Device) -> tuple[Tru
     return with_host or rows.trunks[0], True
 
 
-def _on_device(rows: RowsToCarry, memory: ModelMemory, trunk: Trunk, in_host: bool) -> int:
+def _on_device(rows: RowsToCarry, memory: ModelMemory, trunk: TrunkTokens, in_host: bool) -> int:
     return memory.in_pieces(rows.row_tokens, trunk.piece, trunk.path, path_in_host=in_host)
 
 
-def _fits(needed: int, device: Device) -> bool | None:
+def _fits(needed: int, device: TrainingDevice) -> bool | None:
     return None if device.memory is None else needed <= USABLE * device.memory
 
 
-def verdict(lines: Sequence[Mapping[str, Any]], state: int) -> str:
+def carried_verdict(lines: Sequence[Mapping[str, Any]], state: int) -> str:
     """Return one sentence: the longest rows that fit in pieces, or their memory, against the best rows without them.
 
     `state` is the memory of weights, gradients and the optimiser.
@@ -202,7 +206,7 @@ def _rows(line: Mapping[str, Any]) -> str:
     return f"rows of {line['capacity']:,} tokens"
 
 
-def notes(lines: Iterable[Mapping[str, Any]], device: Device) -> list[str]:
+def notes(lines: Iterable[Mapping[str, Any]], device: TrainingDevice) -> list[str]:
     """Return sentences about unknown memory, and about lines that leave samples out or have the path in host memory."""
     sentences = []
     if device.memory is None:

@@ -1,6 +1,6 @@
 """Distributions of a trie and of packed rows, as plain values ready for JSON.
 
-Trie --describe--> totals, lengths, group sizes, branching, POR by depth
+Trie --describe_trie--> totals, lengths, group sizes, branching, POR by depth
 rows --describe_rows--> tokens, pairs and trajectories per row, lengths, branching, ERR by depth
 """
 
@@ -23,7 +23,7 @@ Report = dict[str, Any]
 FIRST_DEPTH = 256
 
 
-def describe(trie: Trie, *, kind: str = "trie") -> Report:
+def describe_trie(trie: Trie, *, kind: str = "trie") -> Report:
     """Return the totals and distributions of a trie; `kind` names what was read."""
     # Children of each node: parent [-1, 0, 0, 2] -> [2, 0, 1, 0].
     num_children = np.bincount(trie.parent[trie.parent >= 0], minlength=trie.num_nodes)

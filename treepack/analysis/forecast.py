@@ -3,8 +3,8 @@
     Trie --flat_work, turns_work, whole_work--> FlopCount     of samples one by one
     Conversations --append_only_work--> FlopCount             of one append-only sequence per rollout
     Trie --tree_work, plan_work--> FlopCount                  of their tries, or of the rows of a plan
-    packed rows --RowCounter--> Line                          rows against their trajectories one by one
-    Line, ... --verdict.report--> speed-ups, hours and a verdict, ready for JSON
+    packed rows --RowCounter--> ForecastLine                  rows against their trajectories one by one
+    ForecastLine, ... --forecast_report--> speed-ups, hours and a verdict, ready for JSON
 
 Flat is sequence packing without padding: every sequence is separate and sees only itself. Several baselines differ in
 the sequences: each sample of the trie, one append-only sequence per conversation, or one sample per turn. The speed-up
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treepack.analysis.model_cost import FlopCount
-from treepack.analysis.turns import Turns, turns_of
+from treepack.analysis.turns import SortedTurns, turns_of
 from treepack.columns import SpanView
+from treepack.costs.model_cost import FlopCount
 from treepack.errors import TreepackError
 from treepack.ingest.conversations import Conversations, conversations_of_manifest
 from treepack.trajectory import Int64
@@ -52,7 +52,7 @@ APPEND_ONLY, SAMPLES, TRAJECTORIES, TURNS = "append_only", "samples", "trajector
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class TrainingDevice:
     """A training device.
 
     Attributes:
@@ -66,25 +66,25 @@ class Device:
     memory: int | None = None
 
 
-def read_device(text: str) -> Device:
+def read_device(text: str) -> TrainingDevice:
     """Return a device by its name, or by its rate in TFLOP/s.
 
     Raises:
         TreepackError: the text is neither a known name nor a positive rate.
     """
     if text.lower() in PEAK:
-        return Device(text.lower(), MEASURED_SHARE * PEAK[text.lower()], MEMORY[text.lower()] << 30)
+        return TrainingDevice(text.lower(), MEASURED_SHARE * PEAK[text.lower()], MEMORY[text.lower()] << 30)
     try:
         rate = float(text)
     except ValueError:
         rate = 0.0
     if not 0 < rate < float("inf"):
         raise TreepackError(f"device is {text!r}; expected {', '.join(PEAK)} or a rate in TFLOP/s")
-    return Device(None, rate * 1e12)
+    return TrainingDevice(None, rate * 1e12)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ForecastLine:
     """Work of a baseline one by one, and of rows of `capacity` tokens, or of tries if `capacity` is None.
 
     `samples` names the sequences of the baseline: "trajectories", "turns", "append_only" or "rows". `baseline` is a key
@@ -125,14 +125,14 @@ def _pairs(lengths: Int64) -> int:
     return int((lengths * (lengths + 1) // 2).sum())
 
 
-def tree_work(trie: Trie, trained: Trained) -> FlopCount:
+def tree_work(trie: Trie, trained: TrainedTokens) -> FlopCount:
     """Return the work of `trie` without a capacity: every token is computed once."""
     # The tokens of a node at depths d .. e - 1 see d + 1 .. e tokens, so their pairs are pairs(e) - pairs(d).
     pairs = _pairs(trie.path_length) - _pairs(trie.depth)
     return plan_work(trained, np.zeros(trie.num_trajectories, np.int64), num_tokens=trie.tokens_tree, num_pairs=pairs)
 
 
-def plan_work(trained: Trained, row_of: Int64, *, num_tokens: int, num_pairs: int) -> FlopCount:
+def plan_work(trained: TrainedTokens, row_of: Int64, *, num_tokens: int, num_pairs: int) -> FlopCount:
     """Return the work of rows with known numbers of tokens and score pairs; `trained` belongs to their trie."""
     return FlopCount(num_tokens, num_pairs, trained.num_in_rows(row_of))
 
@@ -151,7 +151,7 @@ def once_work(trie: Trie) -> FlopCount:
     return FlopCount(int(lengths.sum()), _pairs(lengths), int(_num_trained(trie)[members].sum()))
 
 
-def turns_work(trie: Trie, turns: Turns) -> FlopCount:
+def turns_work(trie: Trie, turns: SortedTurns) -> FlopCount:
     """Return the work of the samples of `turns` of `trie` one by one; each trains its own turn."""
     is_weighted = trie.trajectories["weight"].to_numpy()[turns.owner] > 0
     targets = (turns.ends - turns.starts)[is_weighted].sum()
@@ -164,7 +164,7 @@ def append_only_work(conversations: Conversations) -> FlopCount:
     return FlopCount(sums.tokens, sums.pairs, sums.targets)
 
 
-def whole_work(trie: Trie, trained: Trained) -> FlopCount:
+def whole_work(trie: Trie, trained: TrainedTokens) -> FlopCount:
     """Return the work, one by one, of the samples that no other one continues.
 
     They train every trained token on their path.
@@ -187,7 +187,7 @@ def _num_trained(trie: Trie) -> Int64:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedTokens:
     """Trained tokens of a trie, as parts of whole trees that are made whenever they are needed, to bound memory."""
 
     trie: Trie
@@ -242,9 +242,9 @@ class TrainedPieces:
         return new
 
 
-def trained_of(trie: Trie) -> Trained:
+def trained_of(trie: Trie) -> TrainedTokens:
     """Return the trained tokens of all trajectories of positive weight."""
-    return Trained(trie)
+    return TrainedTokens(trie)
 
 
 def _pieces(trie: Trie, first: int, end: int) -> TrainedPieces:
@@ -318,19 +318,19 @@ class RowCounter:
             self.packed, self.flat = self.packed + packed, self.flat + flat
             yield row
 
-    def line(self, capacity: int, totals: Mapping[str, Any]) -> Line:
+    def line(self, capacity: int, totals: Mapping[str, Any]) -> ForecastLine:
         """Return the savings of all rows read; the targets of single trajectories come from the manifest."""
         flat = replace(self.flat, targets=totals.get("tokens_trained", self.flat.targets))
-        return Line("rows", capacity, flat, self.packed)
+        return ForecastLine("rows", capacity, flat, self.packed)
 
-    def lines(self, manifest: Mapping[str, Any]) -> list[Line]:
+    def lines(self, manifest: Mapping[str, Any]) -> list[ForecastLine]:
         """Return the savings of all rows read against each baseline in `manifest`."""
         line = self.line(manifest["capacity"], manifest["totals"])
         conversations = usable_conversations(conversations_of_manifest(manifest), manifest["totals"])
         return [line] if conversations is None else [line, append_only_line(line, conversations)]
 
 
-def append_only_line(line: Line, conversations: Conversations) -> Line:
+def append_only_line(line: ForecastLine, conversations: Conversations) -> ForecastLine:
     """Return `line` against one append-only sequence per rollout."""
     return replace(line, samples=APPEND_ONLY, flat=append_only_work(conversations), baseline=APPEND_ONLY)
 

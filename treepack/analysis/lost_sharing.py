@@ -1,7 +1,7 @@
 """Reasons for every token of a trie, and the causes and the cost of lost sharing.
 
     Trie --added_tokens--> the tokens that each trajectory adds, and the number of them that it should have shared
-         --explain-------> tokens by reason, and the causes of lost sharing with an example of each
+         --explain_sharing--> tokens by reason, and the causes of lost sharing with an example of each
 
 Add the trajectories to an empty trie one after another. Each adds the tokens that no earlier one has, so the added
 tokens sum up to N_tree. The order is by group, rollout and call, so the trajectory that another one should continue
@@ -31,7 +31,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from treepack.analysis.text_differences import Difference, classify
+from treepack.analysis.text_differences import TextDifference, classify_difference
 from treepack.columns import SpanView, text_codes
 from treepack.pack.plan.unions import range_minima
 from treepack.trajectory import Int64
@@ -70,7 +70,7 @@ class AddedTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class Divergence:
     """A place at which `trajectory` parts from the trajectory `other`, whose first `position` tokens it shares.
 
     Both are numbers of trajectories. `lost` tokens should have been shared. `difference` is None if no text was read.
@@ -80,16 +80,16 @@ class Parting:
     other: int
     position: int
     lost: int
-    difference: Difference | None
+    difference: TextDifference | None
 
 
-class Partings(Sequence[Parting]):
+class CauseDivergences(Sequence[Divergence]):
     """Partings of one cause, the costliest first, each made when it is needed.
 
     `numbers` int64 are their trajectories; the texts of the first ones have the `differences`.
     """
 
-    def __init__(self, tokens: AddedTokens, numbers: Int64, differences: list[Difference]) -> None:
+    def __init__(self, tokens: AddedTokens, numbers: Int64, differences: list[TextDifference]) -> None:
         self._tokens, self._numbers, self._differences = tokens, numbers, differences
 
     def __len__(self) -> int:
@@ -97,17 +97,17 @@ class Partings(Sequence[Parting]):
         return len(self._numbers)
 
     @overload
-    def __getitem__(self, place: int) -> Parting: ...
+    def __getitem__(self, place: int) -> Divergence: ...
     @overload
-    def __getitem__(self, place: slice) -> Partings: ...
-    def __getitem__(self, place: int | slice) -> Parting | Partings:
+    def __getitem__(self, place: slice) -> CauseDivergences: ...
+    def __getitem__(self, place: int | slice) -> Divergence | CauseDivergences:
         """Return one parting, or several."""
         if isinstance(place, slice):
-            return Partings(self._tokens, self._numbers[place], self._differences[place])
+            return CauseDivergences(self._tokens, self._numbers[place], self._differences[place])
         i = int(self._numbers[place])
         difference = self._differences[place] if place < len(self._differences) else None
         tokens = self._tokens
-        return Parting(i, int(tokens.expected[i]), int(tokens.common[i]), int(tokens.lost[i]), difference)
+        return Divergence(i, int(tokens.expected[i]), int(tokens.common[i]), int(tokens.lost[i]), difference)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class LostCause:
 
     name: str
     tokens: int
-    partings: Partings
+    partings: CauseDivergences
 
 
 def added_tokens(trie: Trie) -> AddedTokens:
@@ -215,7 +215,7 @@ def _common_tokens(trie: Trie, a: Int64, b: Int64) -> Int64:
     return common
 
 
-def explain(trie: Trie, decode: Decode | None = None, *, most: int = MAX_PARTINGS) -> dict[str, Any]:
+def explain_sharing(trie: Trie, decode: Decode | None = None, *, most: int = MAX_PARTINGS) -> dict[str, Any]:
     """Return the reasons for all tokens of `trie` and the causes of lost sharing, as plain values ready for JSON.
 
     `laid_down` maps the reason why tokens are stored to their number; the sum is N_tree, see `tokens_by_reason`. `lost`
@@ -287,7 +287,7 @@ def causes_of(trie: Trie, tokens: AddedTokens, decode: Decode | None, *, most: i
     order = order[np.argsort(-tokens.lost[order], kind="stable")]
     differences = _differences(trie, tokens, order[:most].tolist(), decode)
     # Partings whose texts are read come first, so they are the first of their cause, too.
-    of_cause: dict[str, list[Difference]] = {}
+    of_cause: dict[str, list[TextDifference]] = {}
     numbers: dict[str, list[Int64]] = {}
     for i, difference in enumerate(differences):
         of_cause.setdefault(difference.cause, []).append(difference)
@@ -302,7 +302,7 @@ def causes_of(trie: Trie, tokens: AddedTokens, decode: Decode | None, *, most: i
     causes = []
     for name, parts in numbers.items():
         places = np.concatenate(parts)
-        partings = Partings(tokens, places, of_cause.get(name, []))
+        partings = CauseDivergences(tokens, places, of_cause.get(name, []))
         causes.append(LostCause(name, int(tokens.lost[places].sum()), partings))
     return sorted(causes, key=lambda cause: (-cause.tokens, cause.name))
 
@@ -322,7 +322,7 @@ def _as_record(cause: LostCause, trie: Trie) -> dict[str, Any]:
     }
 
 
-def _differences(trie: Trie, tokens: AddedTokens, partings: list[int], decode: Decode | None) -> list[Difference]:
+def _differences(trie: Trie, tokens: AddedTokens, partings: list[int], decode: Decode | None) -> list[TextDifference]:
     """Return the difference at each of `partings`, in order; none without `decode`."""
     if decode is None or not partings:
         return []
@@ -340,7 +340,7 @@ def _differences(trie: Trie, tokens: AddedTokens, partings: list[int], decode: D
             trie.storage.release()
     texts = decode(windows)
     return [
-        classify(
+        classify_difference(
             texts[2 * k],
             texts[2 * k + 1],
             is_call=bool(tokens.is_call[i]),

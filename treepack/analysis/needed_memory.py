@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from treepack.errors import TreepackError
-from treepack.files.memory import usual_memory
+from treepack.memory.budget import usual_memory
 from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """Peak memory of a command in bytes for each node, trajectory and trained span, and the verb that names it."""
 
     verb: str
@@ -25,11 +25,11 @@ class Need:
 
 # Measured with a million trajectories of one turn: 170 and 380 bytes for a trajectory and its node; and with 100,000 of
 # 20 turns: 50 and 200 bytes for a span.
-CHECKING = Need("checking", 100, 200, 60)
-DESCRIBING = Need("describing", 150, 400, 200)
+CHECKING = MemoryNeed("checking", 100, 200, 60)
+DESCRIBING = MemoryNeed("describing", 150, 400, 200)
 
 
-def refuse_too_large(trie: Trie, need: Need, *, memory: int | None) -> None:
+def refuse_too_large(trie: Trie, need: MemoryNeed, *, memory: int | None) -> None:
     """Refuse a trie whose nodes, trajectories and spans do not fit into `memory` bytes, None for `usual_memory`.
 
     Raises:

@@ -25,9 +25,6 @@ class StatsOptions:
         carry: tokens of a piece of the forecast for `train --carry`; None for the largest power of two that fits.
         check: verify hashes, every invariant, and that rows contain all of their trie.
         trie: trie to check a packed directory against; None for the one it was packed from.
-        effective_ratio: add the share of groups and prefixes with mixed outcomes (TRACE).
-        predictions: file of predicted values, to add how well they rank groups and prefixes.
-        segment: end of a prefix, for `effective_ratio` and `predictions`.
     """
 
     build: BuildOptions = field(default_factory=BuildOptions)
@@ -38,9 +35,6 @@ class StatsOptions:
     carry: int | None = None
     check: bool = False
     trie: AnyPath | None = None
-    effective_ratio: bool = False
-    predictions: AnyPath | None = None
-    segment: str = "turn"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ from pathlib import Path
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.address import AnyPath, RemotePath, as_path, is_address
-from treepack.files.cache import local_copy
 from treepack.files.directory import MANIFEST
 from treepack.files.location import locate
 from treepack.files.manifest import Manifest, file_sha256, read_manifest
+from treepack.files.remote.cache import local_copy
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.leaf_weights import weigh_leaves
 from treepack.pack.plan.planning import packed_trie
-from treepack.pack.plan.problem import Limits
-from treepack.trie.files import read_trie
+from treepack.pack.plan.problem import RowLimits
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
 
@@ -82,7 +82,7 @@ def read_origin(path: Path, manifest: Manifest, *, memory: int | None = None) ->
     if options.get("leaf_weights"):
         trie, _ = weigh_leaves(trie, fallback_leaves=bool(options.get("fallback_leaves")))
     pairs = options.get("pairs_budget")
-    longest = Limits(manifest["capacity"], pairs if isinstance(pairs, int) and pairs > 0 else None).longest
+    longest = RowLimits(manifest["capacity"], pairs if isinstance(pairs, int) and pairs > 0 else None).longest
     fitted, _ = fit_capacity(trie, longest, too_long=str(options.get("too_long", "error")))
     return fitted
 

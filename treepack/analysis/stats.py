@@ -7,44 +7,40 @@ docs/cli.md describes the command. Without capacities, the forecast plans quickl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treepack.analysis.capacities import forecast_lines, plan_capacities, predict
+from treepack.analysis.capacities import forecast_lines, plan_capacities, predicted_totals
 from treepack.analysis.carried_cost import TrunkCounter
-from treepack.analysis.carried_report import RowsToCarry, packed_rows, rows_of_plans, sizes_of_pieces
-from treepack.analysis.carried_report import report as carried_report
+from treepack.analysis.carried_report import RowsToCarry, carried_report, packed_rows, rows_of_plans, sizes_of_pieces
 from treepack.analysis.check import check_trie_totals, checked_totals
-from treepack.analysis.describe import Report, describe, describe_rows
-from treepack.analysis.forecast import Line, RowCounter, read_device
-from treepack.analysis.lost_sharing import explain
-from treepack.analysis.model_cost import read_shape
-from treepack.analysis.model_memory import read_memory
+from treepack.analysis.describe import Report, describe_rows, describe_trie
+from treepack.analysis.forecast import ForecastLine, RowCounter, read_device
+from treepack.analysis.lost_sharing import explain_sharing
 from treepack.analysis.needed_memory import CHECKING, DESCRIBING, refuse_too_large
 from treepack.analysis.options import StatsOptions
 from treepack.analysis.origin import local_paths, manifest_of, read_packed_origin
 from treepack.analysis.summary import conversation_entries
 from treepack.analysis.verdict import baseline_notes
-from treepack.analysis.verdict import report as forecast
+from treepack.analysis.verdict import forecast_report as forecast
+from treepack.costs.model_cost import read_shape
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.cache import naming_addresses
 from treepack.files.manifest import Manifest
 from treepack.files.parts import refuse_links
+from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
 from treepack.ingest.tokenization import read_tokenizer
+from treepack.memory.model_memory import read_memory
 from treepack.pack.capacity import usual_capacities
 from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
-from treepack.pack.plan.problem import Search
+from treepack.pack.plan.problem import SearchOptions
 from treepack.processes import Progress, ReportProgress, with_progress
-from treepack.rl.leaf_weights import leaf_weights
-from treepack.rl.trace.predictions import correlations, read_predictions
-from treepack.rl.trace.targets import anchors, binary_rewards, effective_ratios
 from treepack.trie.directory import read_to_trie, skipped_record
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
 
@@ -57,6 +53,7 @@ def stats(
     options: StatsOptions = StatsOptions(),  # noqa: B008 (immutable)
     *,
     memory: int | None = None,
+    contrast: Callable[[Trie], Report] | None = None,
     progress: ReportProgress | None = None,
 ) -> Report:
     """Return how much rollouts share, how much of it a packing keeps, and the forecast of the speed-up.
@@ -66,6 +63,7 @@ def stats(
         options: what to add, and how raw rollouts are read.
         memory: bytes to use, None for `usual_memory`; tokens and columns that need more are mapped from temporary
             files. The result does not depend on it.
+        contrast: returns more entries about a trie, as `research.contrast` does.
         progress: called with the tokens or rows read so far.
 
     Raises:
@@ -79,6 +77,10 @@ def stats(
     if manifest and options.check:
         refuse_links(directory, manifest)
     if manifest and manifest["format"] == schema.PACKED_FORMAT:
+        if contrast is not None and not options.capacities:
+            raise TreepackError(
+                f"{directory}: is packed already; give --effective-ratio and --predictions with its trie"
+            )
         report, lines, rows = _packed_stats(directory, manifest, options, memory, progress)
         notes = baseline_notes(conversations_of_manifest(manifest), manifest["totals"])
         carry = carried_report([rows], shape, carrying, device)
@@ -93,19 +95,19 @@ def stats(
         skipped, conversations = skipped_record(log, trie), conversations_of_log(log, trie_totals(trie))
         control = log.control_record()
     refuse_too_large(trie, DESCRIBING, memory=memory)
-    report = describe(trie, kind=kind) | {"counts": counts} | ({"skipped": skipped} if skipped else {})
+    report = describe_trie(trie, kind=kind) | {"counts": counts} | ({"skipped": skipped} if skipped else {})
     report |= {"control_tokens": control} if control else {}
     report |= conversation_entries(conversations, report)
     if options.check:
         report["checked"] = check_trie_totals(trie, manifest)
-    search = Search(options.pack.effort, options.pack.time_limit)
+    search = SearchOptions(options.pack.effort, options.pack.time_limit)
     method = options.pack.method if options.capacities else QUICK
     capacities = options.capacities or usual_capacities(trie)
     planned = list(plan_capacities(trie, capacities, method=method, too_long="drop", search=search, progress=progress))
     if options.capacities:
-        report["predicted"] = predict(planned)
-    if options.effective_ratio or options.predictions:
-        report |= _contrast(trie, options)
+        report["predicted"] = predicted_totals(planned)
+    if contrast is not None:
+        report |= contrast(trie)
     lines = forecast_lines(trie, planned, method=method, search=search, conversations=conversations)
     notes = baseline_notes(conversations, report)
     if progress is not None:
@@ -117,12 +119,10 @@ def stats(
 
 def _packed_stats(
     directory: Path, manifest: Manifest, options: StatsOptions, memory: int | None, progress: ReportProgress | None
-) -> tuple[Report, list[Line], RowsToCarry]:
+) -> tuple[Report, list[ForecastLine], RowsToCarry]:
     """Return the report on a packed directory, the lines of its forecast, and its rows for the forecast of pieces."""
     if options.capacities:
         raise TreepackError(f"{directory}: is packed already; give --capacity with its trie")
-    if options.effective_ratio or options.predictions:
-        raise TreepackError(f"{directory}: is packed already; give --effective-ratio and --predictions with its trie")
     totals, counter, trunks = manifest["totals"], RowCounter(), TrunkCounter(sizes_of_pieces(options.carry))
     read = with_progress(read_rows(directory), progress, "reading", unit="rows", total=totals["num_rows"])
     trie = read_packed_origin(directory, manifest, options.trie, memory=memory) if options.check else None
@@ -158,19 +158,9 @@ def _sharing(trie: Trie, manifest: Manifest | None, tokenizer: str | None) -> di
 
     if name:
         try:
-            return explain(trie, decode)
+            return explain_sharing(trie, decode)
         except TreepackError:
             # The tokenizer of the manifest may be gone since; one that the user named must load.
             if tokenizer:
                 raise
-    return explain(trie)
-
-
-def _contrast(trie: Trie, options: StatsOptions) -> Report:
-    reward, prefixes = binary_rewards(trie), anchors(trie, segment=options.segment)
-    ratios = effective_ratios(prefixes, reward, leaf_weights(trie))
-    report: Report = {"effective_ratio": {name: ratio._asdict() for name, ratio in ratios.items()}}
-    if options.predictions:
-        levels = correlations(read_predictions(options.predictions), trie, prefixes, reward)
-        report["spearman"] = {name: level._asdict() for name, level in levels.items()}
-    return report
+    return explain_sharing(trie)

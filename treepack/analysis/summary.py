@@ -16,7 +16,7 @@ from treepack.ingest.read_log import LARGE_SHARE
 def conversation_entries(conversations: Conversations | None, totals: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a report on a trie or rows with `totals`: "conversations", if known, and "summary"."""
     entry = {MANIFEST_KEY: conversations.as_record()} if conversations is not None else {}
-    return entry | {"summary": summary(conversations, totals)}
+    return entry | {"summary": conversation_summary(conversations, totals)}
 
 
 def skipped_sentence(skipped: Mapping[str, Any] | None) -> str | None:
@@ -35,7 +35,7 @@ def skipped_sentence(skipped: Mapping[str, Any] | None) -> str | None:
 
 def summary_of_manifest(manifest: Mapping[str, Any]) -> str:
     """Return the sentence for a trie or rows with this manifest."""
-    return summary(conversations_of_manifest(manifest), manifest["totals"])
+    return conversation_summary(conversations_of_manifest(manifest), manifest["totals"])
 
 
 def summary_of_routes(routes: Mapping[str, Any]) -> str:
@@ -54,7 +54,7 @@ def summary_of_routes(routes: Mapping[str, Any]) -> str:
     return f"{text}; the first trajectory counts there, which saves {quantity(added, 'token')}"
 
 
-def summary(conversations: Conversations | None, totals: Mapping[str, Any]) -> str:
+def conversation_summary(conversations: Conversations | None, totals: Mapping[str, Any]) -> str:
     """Return the numbers of conversations and of samples, and the reason if they differ."""
     num_samples = int(totals["num_trajectories"])
     if conversations is None:

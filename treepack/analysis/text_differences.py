@@ -65,7 +65,7 @@ LONGEST_CHARACTER, LONGEST_ID = 4, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TextDifference:
     """A cause, and the texts at the parting: the common text `before` it, the `expected` and the `actual` text."""
 
     cause: str
@@ -83,7 +83,7 @@ class Difference:
         }
 
 
-def classify(expected: str, actual: str, *, is_call: bool, whole: tuple[bool, bool]) -> Difference:
+def classify_difference(expected: str, actual: str, *, is_call: bool, whole: tuple[bool, bool]) -> TextDifference:
     """Return the cause of the difference between two texts, and the texts before and after the parting.
 
     Args:
@@ -97,7 +97,7 @@ def classify(expected: str, actual: str, *, is_call: bool, whole: tuple[bool, bo
     word = at - len(WORD.findall(expected[:at])[0])
     shown = (expected[:word], expected[word:], actual[word:])
     if _equal_up_to_cut(expected, actual, whole=whole, is_call=is_call, tail=LONGEST_CHARACTER):
-        return Difference(RETOKENISED, *shown)
+        return TextDifference(RETOKENISED, *shown)
     # Single causes first, then with whitespace, because removing an id or reasoning may leave blanks.
     tests: tuple[tuple[str, Callable[[str], str]], ...] = (
         (WHITESPACE, _strip_space),
@@ -112,10 +112,10 @@ def classify(expected: str, actual: str, *, is_call: bool, whole: tuple[bool, bo
         if (cause != IDS or parts_id) and _equal_up_to_cut(
             strip(expected), strip(actual), whole=whole, is_call=is_call, tail=LONGEST_ID
         ):
-            return Difference(cause, *shown)
+            return TextDifference(cause, *shown)
     if is_call:
-        return Difference(REWRITTEN, *shown)
-    return Difference(EDITED if _common_word_share(expected[at:], actual[at:]) >= SIMILAR else OTHER, *shown)
+        return TextDifference(REWRITTEN, *shown)
+    return TextDifference(EDITED if _common_word_share(expected[at:], actual[at:]) >= SIMILAR else OTHER, *shown)
 
 
 def _in_id(text: str, at: int) -> bool:

@@ -22,7 +22,7 @@ from treepack.columns import LOGPROBS, SpanView, take_rows, text_codes
 from treepack.files import schema
 from treepack.trajectory import Int32, Int64
 from treepack.trie.pieces import PIECE_TOKENS, ranges
-from treepack.trie.storage import Storage
+from treepack.trie.storage import ArrayStorage
 from treepack.trie.trie import Trie
 
 # Columns of the trajectories from which rows are planned and their work is counted.
@@ -30,7 +30,7 @@ PLANNED = frozenset("trajectory_id group_id step tree_id node_id num_tokens trai
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class SortedTurns:
     """Turns sorted by trajectory and place: trajectory `owner` of each, and its trained tokens [start, end).
 
     All int64 [num_turns]. The sample of a turn has `ends` tokens.
@@ -40,11 +40,11 @@ class Turns:
     starts: Int64
     ends: Int64
 
-    def within(self, limit: int) -> Turns:
+    def within(self, limit: int) -> SortedTurns:
         """Return the turns whose samples have at most `limit` tokens."""
         return self._select(self.ends <= limit)
 
-    def distinct(self, trie: Trie) -> Turns:
+    def distinct(self, trie: Trie) -> SortedTurns:
         """Return the turns of `trie` without the ones that an earlier path of the same record has too.
 
         O(num_turns log num_turns).
@@ -65,11 +65,11 @@ class Turns:
         is_new[several[order[1:][repeats]]] = False
         return self._select(is_new)
 
-    def _select(self, mask: NDArray[np.bool_]) -> Turns:
-        return Turns(self.owner[mask], self.starts[mask], self.ends[mask])
+    def _select(self, mask: NDArray[np.bool_]) -> SortedTurns:
+        return SortedTurns(self.owner[mask], self.starts[mask], self.ends[mask])
 
 
-def turns_of(trie: Trie) -> Turns:
+def turns_of(trie: Trie) -> SortedTurns:
     """Return the turns of the trajectories of `trie`."""
     spans = SpanView.of(trie.trajectories)
     owner = np.repeat(np.arange(trie.num_trajectories), np.diff(spans.offsets))
@@ -78,10 +78,10 @@ def turns_of(trie: Trie) -> Turns:
     # so the first span begins a turn that ends with the second one: is_start [1, 0, 1], is_end [0, 1, 1]
     is_start, is_end = np.append(True, ~touches)[: len(owner)], np.append(~touches, True)[: len(owner)]
     starts, ends = spans.starts[is_start].astype(np.int64), spans.ends[is_end].astype(np.int64)
-    return Turns(owner[is_end], starts, ends)
+    return SortedTurns(owner[is_end], starts, ends)
 
 
-def cut_to_turns(trie: Trie, turns: Turns, *, only_sizes: bool = False) -> Trie:
+def cut_to_turns(trie: Trie, turns: SortedTurns, *, only_sizes: bool = False) -> Trie:
     """Return `trie` with every trajectory cut after the last of its `turns`; drop trajectories without turns.
 
     If nothing changes, return `trie` itself. Else the table loses the columns with a value per trained token. With
@@ -132,7 +132,7 @@ def cut_to_turns(trie: Trie, turns: Turns, *, only_sizes: bool = False) -> Trie:
     )
 
 
-def _gather_tokens(trie: Trie, source: Int64, begin: Int64) -> tuple[Int32, Storage]:
+def _gather_tokens(trie: Trie, source: Int64, begin: Int64) -> tuple[Int32, ArrayStorage]:
     """Return the tokens of segments whose first token is number `source` of `trie`, and the storage with their map.
 
     `begin` int64 [segments + 1] are the offsets of the segments among the new tokens.

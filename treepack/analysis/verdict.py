@@ -1,6 +1,7 @@
 """The report of a forecast: speed-ups, hours and one sentence on the gain, ready for JSON.
 
-    Line, ... --report--> {"lines": [...], "baselines": [...], "gain": {...}, "verdict": "tree training pays 1.6x ..."}
+    ForecastLine, ... --forecast_report--> {"lines": [...], "baselines": [...], "gain": {...},
+                                            "verdict": "tree training pays 1.6x ..."}
 
 Each baseline has one decisive line. The verdict compares with one append-only sequence per conversation if that is
 known, because most trainers make these, or with each sample alone if that is cheaper.
@@ -18,12 +19,12 @@ from treepack.analysis.forecast import (
     SAMPLES,
     TRAJECTORIES,
     TURNS,
-    Device,
-    Line,
+    ForecastLine,
+    TrainingDevice,
     usable_conversations,
 )
 from treepack.analysis.glossary import BASELINES
-from treepack.analysis.model_cost import ModelShape, operations
+from treepack.costs.model_cost import ModelShape, operations
 from treepack.ingest.conversations import Conversations
 
 # Share of saved operations below which the verdict is that tree training does not pay.
@@ -32,7 +33,9 @@ MIN_SAVED = 0.1
 Entry = dict[str, Any]
 
 
-def report(lines: Iterable[Line], shape: ModelShape, device: Device, notes: Iterable[str] = ()) -> Entry:
+def forecast_report(
+    lines: Iterable[ForecastLine], shape: ModelShape, device: TrainingDevice, notes: Iterable[str] = ()
+) -> Entry:
     """Return sharing, speed-up, operations and hours on one device for each line, and the verdict, as plain values.
 
     `notes` are sentences about the baselines, see `baseline_notes`.
@@ -68,7 +71,7 @@ def report(lines: Iterable[Line], shape: ModelShape, device: Device, notes: Iter
         "baselines": list(baselines.values()),
         "gain": {name: gain[name] for name in ("baseline", "label", "speedup", "sharing")},
         "pays": _pays(gain),
-        "verdict": verdict(gain, list(baselines.values())),
+        "verdict": gain_verdict(gain, list(baselines.values())),
         "notes": list(notes),
     }
 
@@ -101,7 +104,7 @@ def _pays(entry: Entry) -> bool:
     return bool(1 - 1 / entry["speedup"] >= MIN_SAVED)
 
 
-def verdict(gain: Entry, baselines: list[Entry]) -> str:
+def gain_verdict(gain: Entry, baselines: list[Entry]) -> str:
     """Return one sentence about the `gain`, with the speed-ups against the other `baselines` in brackets."""
     others = [
         f"{entry['speedup']:.1f}x against {entry['label']}"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -167,16 +166,16 @@ def has_hopper(device: torch.device) -> bool:
     return hopper and HOPPER_TRITON[0] <= release <= HOPPER_TRITON[1]
 
 
-def _kernels(name: str) -> tuple[ModuleType, ModuleType]:
-    """Return the modules with the forward and the backward; imported late, because triton may be missing."""
+def _kernels(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the functions that run forward and backward; imported late, because triton may be missing."""
     if name == "hopper":
-        from treepack.attention.hopper import launch as hopper
+        from treepack.attention.hopper.launch import hopper_backward, hopper_forward
 
-        return hopper, hopper
-    from treepack.attention.portable import backward as portable_backward
-    from treepack.attention.portable import forward as portable
+        return hopper_forward, hopper_backward
+    from treepack.attention.portable.backward import portable_backward
+    from treepack.attention.portable.forward import portable_forward
 
-    return portable, portable_backward
+    return portable_forward, portable_backward
 
 
 def forward_kernels(
@@ -191,9 +190,9 @@ def forward_kernels(
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of the kernels for these tensors; the latter has the shape that they need."""
     query, key, value = (_with_dense_rows(x) for x in (query, key, value))
-    kernels = _kernels(backend(query, value, capped=softcap is not None))[0]
+    run = _kernels(backend(query, value, capped=softcap is not None))[0]
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        out, lse = kernels.forward(query, key, value, schedule, scale, **_options(sinks, softcap))
+        out, lse = run(query, key, value, schedule, scale, **_options(sinks, softcap))
     return out, lse
 
 
@@ -212,11 +211,9 @@ def backward_kernels(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and sinks, from the results of `forward_kernels` and their gradient."""
     query, key, value, grad = (_with_dense_rows(x) for x in (query, key, value, grad))
-    kernels = _kernels(backend(query, value, capped=softcap is not None))[1]
+    run = _kernels(backend(query, value, capped=softcap is not None))[1]
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        dq, dk, dv, dsinks = kernels.backward(
-            query, key, value, out, lse, grad, schedule, scale, **_options(sinks, softcap)
-        )
+        dq, dk, dv, dsinks = run(query, key, value, out, lse, grad, schedule, scale, **_options(sinks, softcap))
     return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype)
 
 

@@ -58,7 +58,7 @@ __all__ = [
 AUTO = {"cuda": ("triton", "flash", "flex", "reference")}
 
 NAMES = ("reference", "flex", "flash", "triton")
-TRITON_MAX_HEAD_DIM = 512  # the largest that `portable.forward` has shapes for
+TRITON_MAX_HEAD_DIM = 512  # the largest that `portable_forward` has shapes for
 FLEX_MAX_HEAD_DIM = 256  # the tiles of larger heads exceed the shared memory of a GPU, and compiling fails
 
 # Shared memory of a program that head dimensions above 256 need in `portable`, in KiB, by the bytes of an element.

@@ -39,7 +39,7 @@ from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedu
 LOG2E = math.log2(math.e)
 
 
-def forward(
+def naive_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -53,7 +53,7 @@ def forward(
     """Return output [B, H, T - first, D_v] in the dtype of `query` and base-2 log-sum-exp [B, H, T - first].
 
     Args:
-        query, key, value, schedule, scale, sinks, softcap: as in `portable.forward`.
+        query, key, value, schedule, scale, sinks, softcap: as in `portable_forward`.
         granules: granules per tile of keys: 1, 2 or 4.
     """
     # Tensors of queries and of keys, all with H heads from here on: one key head per query head.
@@ -88,7 +88,7 @@ def forward(
     return out.to(query.dtype), lse
 
 
-def backward(
+def naive_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -105,8 +105,8 @@ def backward(
     """Return the gradients of query, key, value and sinks, in their dtypes; None for the sinks if there are none.
 
     Args:
-        query, key, value, schedule, scale, sinks, softcap, granules: as in `forward`.
-        out, lse: the results of `forward` for the same arguments.
+        query, key, value, schedule, scale, sinks, softcap, granules: as in `naive_forward`.
+        out, lse: the results of `naive_forward` for the same arguments.
         grad: [B, H, T - first, D_v], the gradient of `out`.
     """
     q, k, v = _widen(query, key, value)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from treepack.attention.build_schedule import build_schedule
 from treepack.attention.chains import Chains, find_chains
 from treepack.attention.flash import build_flash_mask
 from treepack.attention.flex import build_block_mask
 from treepack.attention.operator import PackedSchedules, pack_schedules
 from treepack.attention.reach import Reach, first_visible
-from treepack.attention.schedule import QUERY_BLOCK, Schedule, build_schedule
+from treepack.attention.schedule import QUERY_BLOCK, Schedule
 from treepack.errors import TreepackError
 
 AnySchedule = BlockMask | Schedule | Chains | None

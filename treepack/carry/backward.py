@@ -28,11 +28,19 @@ from treepack.carry.terms import SortedTerms, Targets
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.model.forward import hidden_states, run_with_head
-from treepack.model.head import OutputLayer
+from treepack.model.head.output_head import OutputLayer
+from treepack.model.head.token_loss import CHUNK
 from treepack.model.loaded import LoadedModel
-from treepack.model.loss import CHUNK
-from treepack.model.objectives import Objective, objective_loss
-from treepack.model.term_objective import Reads, Scores, TermObjective, loss_temperature, require_value_head, score
+from treepack.model.objectives.losses import objective_loss
+from treepack.model.objectives.objective import Objective
+from treepack.model.objectives.term_objective import (
+    Reads,
+    Scores,
+    TermObjective,
+    loss_temperature,
+    require_value_head,
+    score,
+)
 from treepack.model.transfers import sent
 
 # Losses whose value depends on all tokens of a trajectory, which may lie in several pieces.
@@ -210,7 +218,7 @@ def row_scores(
 
 
 @torch.no_grad()
-def row_values(loaded: LoadedModel, batch: Batch, options: CarryOptions) -> Tensor:
+def values_in_pieces(loaded: LoadedModel, batch: Batch, options: CarryOptions) -> Tensor:
     """Return the values of the states after all tokens of a row [num_tokens], without gradients.
 
     Raises:

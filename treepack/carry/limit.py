@@ -26,7 +26,7 @@ from treepack.carry.stack import num_offloaded
 from treepack.carry.states import most_states
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
-from treepack.files.memory import available_memory
+from treepack.memory.budget import available_memory
 from treepack.model.layer_memory import update_bytes
 from treepack.model.loaded import LoadedModel
 

@@ -8,7 +8,7 @@ A buffer has the stack of one layer and, after it, the piece that runs. When a b
 the last one keeps only the keys and values of the piece; in the backward pass, the stack is fetched again, with the
 sums of gradients, in the opposite order of layers. Sums go back to host memory after the addition.
 
-All copies run on one stream (`model.offload`), so a copy finds what earlier copies wrote. The current stream waits for
+All copies run on one stream (`memory.offload`), so a copy finds what earlier copies wrote. The current stream waits for
 the last copy of a buffer before it touches the buffer. On a CPU the same code copies at once.
 """
 
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from treepack.carry.pieces import Pass
-from treepack.model.offload import Copies, HostCopies, Pages, StreamCopies
+from treepack.memory.offload import Copies, HostCopies, Pages, StreamCopies
 
 # Bytes of a page. The last page of a layer's column is partly empty, so these pages are smaller than the pages of
-# checkpoints (`model.offload.PAGE`).
+# checkpoints (`memory.offload.PAGE`).
 COLUMN_PAGE = 4 << 20
 
 

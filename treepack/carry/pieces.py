@@ -54,7 +54,7 @@ Kind = Literal["bundle", "push", "pop"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """Tokens of a row, as a trunk piece or a bundle: ranges [begin, end), ascending; a bundle has one."""
 
     ranges: tuple[tuple[int, int], ...]
@@ -127,7 +127,7 @@ def align(places: int) -> int:
     return -(-places // ALIGNMENT) * ALIGNMENT
 
 
-def cut_row(subtree_end: Int32 | Int64, parent: Int64, limit: int, *, chains: bool = False) -> list[Piece]:
+def cut_row(subtree_end: Int32 | Int64, parent: Int64, limit: int, *, chains: bool = False) -> list[RowPiece]:
     """Cut a row into pieces of at most `limit` tokens, in the order of their first tokens.
 
     Args:
@@ -160,7 +160,7 @@ def cut_row(subtree_end: Int32 | Int64, parent: Int64, limit: int, *, chains: bo
         else:
             last = min(begin + limit, int(trunk[np.searchsorted(trunk, begin)]))
             ranges = [(begin, int(borders[np.searchsorted(borders, last, side="right") - 1]))]
-        pieces.append(Piece(tuple(ranges), bool(is_trunk[begin])))
+        pieces.append(RowPiece(tuple(ranges), bool(is_trunk[begin])))
         begin = ranges[0][1]
     return pieces
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.model.experts.routers import follow_routers
 from treepack.model.loaded import LoadedModel
-from treepack.model.routers import follow_routers
 
 _REMEDY = "run this model without --carry"
 

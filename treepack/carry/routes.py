@@ -7,9 +7,9 @@ A pop computes the states of its tokens again. If they round in another way, bec
 and another one without, then a token whose scores are nearly equal moves to another expert. The pieces above have used
 keys and values of the first expert, so the gradients that reach the pop would be those of another function.
 
-`model.routers` finds the routers. The choices of a router are the indices of every `topk`, and of every `max` along a
-dimension (PhiMoE), in the order of the calls. They are repeated by a `gather` at the recorded indices, whose values and
-gradients are those of `topk` if nothing moved.
+`model.experts.routers` finds the routers. The choices of a router are the indices of every `topk`, and of every `max`
+along a dimension (PhiMoE), in the order of the calls. They are repeated by a `gather` at the recorded indices, whose
+values and gradients are those of `topk` if nothing moved.
 
     scores [[.1, .7, .2]], k = 2    push: values [.7, .2], experts [1, 2]
     scores [[.3, .5, .2]]           pop:  values [.5, .2], experts [1, 2] instead of [1, 0]
@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from treepack.carry.pieces import Pass, RowPlan
 from treepack.errors import TreepackError
-from treepack.model.routers import TOPK, follow_routers, scores_of
+from treepack.model.experts.routers import TOPK, follow_routers, scores_of
 
 _MAX = (torch.max, Tensor.max)
 

@@ -95,7 +95,7 @@ class Layout:
     schedules: Schedules
 
 
-def extend(tree: PieceTree, writes: int, reads: int, device: torch.device) -> Layout:
+def extend_states(tree: PieceTree, writes: int, reads: int, device: torch.device) -> Layout:
     """Return the extended row of a piece, with `writes` tokens before each entry and `reads` behind each exit."""
     count = len(tree.end)
 
@@ -225,7 +225,7 @@ class States:
     def _shape(self, writes: int, reads: int, device: torch.device) -> tuple[PieceTree, Layout]:
         assert self._tree is not None
         if (writes, reads) not in self._layouts:
-            self._layouts[writes, reads] = extend(self._tree, writes, reads, device)
+            self._layouts[writes, reads] = extend_states(self._tree, writes, reads, device)
         return self._tree, self._layouts[writes, reads]
 
     def _enter(self, states: dict[int, _State], tree: PieceTree, shape: tuple[int, ...], like: Tensor) -> Tensor:

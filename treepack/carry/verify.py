@@ -7,8 +7,8 @@ from torch import Tensor
 from treepack.carry.backward import CarryOptions, backward_row
 from treepack.data.batch import Batch
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives import Objective
-from treepack.model.verify import RowBackward
+from treepack.model.objectives.objective import Objective
+from treepack.model.verify.gradients import RowBackward
 
 
 def in_pieces(limit: int) -> RowBackward:

@@ -2,7 +2,7 @@
 
     this process                                tasks
     lists the input          --files-->         survey_files    ranges of each file, sha256
-    groups them into parts   --part-->          read_part       table of trajectories      summary: hashes, samples
+    groups them into parts   --part-->          read_input_part table of trajectories      summary: hashes, samples
     names, splitters         --exchange-->      one table of each range of the order
                              --range-->         sort_range      sorted table               summary: lengths, edges
     numbers all nodes        --nodes-->         write_range     parts of the output        entries
@@ -26,14 +26,14 @@ import numpy as np
 import pyarrow as pa
 
 from treepack.cluster.names import repeated_names
-from treepack.cluster.reading import PartSummary, ReadJob, read_part, survey_files
+from treepack.cluster.reading import PartSummary, ReadJob, read_input_part, survey_files
 from treepack.cluster.scheduler import Scheduler, TableHandle
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_output, is_address
-from treepack.files.cache import naming_addresses
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import Manifest, Provenance
+from treepack.files.remote.cache import naming_addresses
 from treepack.files.task_output import TaskOutput, check_visible
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
@@ -46,10 +46,7 @@ from treepack.ingest.stream import options_and_job
 from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.processes import ReportProgress, with_progress
 from treepack.trajectory import Int64
-from treepack.trie.directory import TrieSummary
-from treepack.trie.files import write_trie_manifest
-from treepack.trie.nodes import NodeArrays
-from treepack.trie.ranges import (
+from treepack.trie.builders.ranges import (
     RangeNodes,
     RangeSummary,
     WrittenRange,
@@ -60,7 +57,10 @@ from treepack.trie.ranges import (
     sort_range,
     write_range,
 )
-from treepack.trie.sequence_table import UInt64, rows_of_hashes
+from treepack.trie.builders.sequence_table import UInt64, rows_of_hashes
+from treepack.trie.directory import TrieSummary
+from treepack.trie.nodes import NodeArrays
+from treepack.trie.store.trie_files import write_trie_manifest
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ MAX_SURVEYS = 1 << 12  # tasks among which the files are divided
 SAMPLES = 1 << 13  # of all input, if it has 8 bytes for each token as JSONL has
 
 
-class Stopwatch:
+class StageSeconds:
     """Seconds in which this process waits for the tasks of each stage; the rest is its own work."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ def build_trie_on(
         raise TreepackError("keep_routes builds the trie on one machine; build it without a cluster (--ray)")
     out, names = as_output(out), [str(path) for path in inputs]
     refuse_existing(out, overwrite=overwrite, inputs=names)
-    watch = Stopwatch()
+    watch = StageSeconds()
     start = time.perf_counter()
     with finished_directory(out, overwrite=overwrite) as temporary:
         recorded = options.as_record()
@@ -215,7 +215,7 @@ def _read(
     inputs: list[str],
     job: ReadJob,
     part_bytes: int,
-    watch: Stopwatch,
+    watch: StageSeconds,
     progress: ReportProgress | None,
 ) -> _Reading:
     """Survey and read all input; the tables stay in the tasks.
@@ -245,7 +245,7 @@ def _read(
     def tokens_of_parts() -> Iterator[int]:
         nonlocal done
         calls = [(part, number, handle) for number, part in enumerate(parts)]
-        results = watch.results("read", scheduler.keep(read_part, calls))
+        results = watch.results("read", scheduler.keep(read_input_part, calls))
         for part, (table, summary) in zip(parts, results, strict=True):
             unknown.extend(summary.unknown)
             num_tokens = reading.add(table, summary)
@@ -269,7 +269,7 @@ def _read(
     return reading
 
 
-def _survey(scheduler: Scheduler, files: list[InputFile], job: ReadJob, watch: Stopwatch) -> list[SurveyedFile]:
+def _survey(scheduler: Scheduler, files: list[InputFile], job: ReadJob, watch: StageSeconds) -> list[SurveyedFile]:
     size = -(-len(files) // MAX_SURVEYS)
     handle = scheduler.share(job)
     calls = [(files[i : i + size], handle) for i in range(0, len(files), size)]
@@ -277,7 +277,7 @@ def _survey(scheduler: Scheduler, files: list[InputFile], job: ReadJob, watch: S
 
 
 def _sort_ranges(
-    scheduler: Scheduler, reading: _Reading, share: str, num_ranges: int | None, watch: Stopwatch
+    scheduler: Scheduler, reading: _Reading, share: str, num_ranges: int | None, watch: StageSeconds
 ) -> tuple[list[TableHandle], list[RangeSummary]]:
     """Return the sorted tables of all ranges and their summaries."""
 
@@ -327,7 +327,7 @@ def _write(
     ranges: list[RangeNodes],
     columns: pa.Schema,
     temporary: Path,
-    watch: Stopwatch,
+    watch: StageSeconds,
 ) -> list[WrittenRange]:
     # Parts of ranges (2, 1), (3, 2) -> the second range begins with number 2 of the nodes and 1 of the trajectories.
     counts = np.array([each.num_parts for each in ranges])

@@ -22,8 +22,8 @@ import pyarrow as pa
 
 from treepack.cluster.scheduler import Call, TableHandle
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import AnyPath, RemotePath, as_output
+from treepack.files.remote import object_store
 from treepack.trajectory import Int64
 
 MapTasks = Callable[[Callable[[Any], Any], list[Any]], Iterable[Any]]
@@ -179,7 +179,7 @@ def _write(folder: AnyPath, content: bytes | pa.Buffer, suffix: str) -> AnyPath:
 
 
 def _read(path: AnyPath) -> bytes:
-    content = object_store.read(path) if isinstance(path, RemotePath) else _local_bytes(path)
+    content = object_store.read_object(path) if isinstance(path, RemotePath) else _local_bytes(path)
     if content is None:
         raise _missing(path)
     return content

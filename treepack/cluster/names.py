@@ -1,6 +1,7 @@
 """Unique ids of the trajectories of all parts, from hashes: only ids that may repeat are looked up.
 
-    hashes of the ids of all parts --> hashes that occur twice --rows_of_hashes, in tasks--> ids, sources --> Names
+    hashes of the ids of all parts --> hashes that occur twice
+    hashes --rows_of_hashes, in tasks--> ids, sources --> UniqueNames
 
 The names are those of `columns.unique_ids` for all trajectories in their order of arrival.
 """
@@ -14,13 +15,13 @@ import pyarrow as pa
 
 from treepack.columns import unique_ids
 from treepack.trajectory import Int64
-from treepack.trie.ranges import Names
-from treepack.trie.sequence_table import UInt64, text_hashes
+from treepack.trie.builders.ranges import UniqueNames
+from treepack.trie.builders.sequence_table import UInt64, text_hashes
 
 LookUp = Callable[[UInt64], Iterable[tuple[Int64, list[str], list[str]]]]
 
 
-def repeated_names(ids: Sequence[UInt64], look_up: LookUp) -> Names | None:
+def repeated_names(ids: Sequence[UInt64], look_up: LookUp) -> UniqueNames | None:
     """Return the unique ids of the trajectories whose ids change, None if there is none.
 
     `ids` are the hashes of the ids of each part. `look_up` returns for sorted hashes arrival, ids and sources of the
@@ -45,7 +46,9 @@ def repeated_names(ids: Sequence[UInt64], look_up: LookUp) -> Names | None:
         new = np.unique(text_hashes(names))
         wanted = np.setdiff1d(np.intersect1d(new, every), done)
     is_new = [name != old for name, old in zip(names, given, strict=True)]
-    return Names(arrival[np.array(is_new)], [name for name, changed in zip(names, is_new, strict=True) if changed])
+    return UniqueNames(
+        arrival[np.array(is_new)], [name for name, changed in zip(names, is_new, strict=True) if changed]
+    )
 
 
 def _unique(ids: list[str], sources: list[str]) -> list[str]:

@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from treepack.cluster.scheduler import Here, Scheduler, TableHandle
+from treepack.cluster.scheduler import LocalScheduler, Scheduler, TableHandle
 from treepack.cluster.slice_layout import SliceLayout, make_layout
 from treepack.cluster.slice_plan import PackJob, SlicePlan, plan_slice
 from treepack.cluster.slice_rows import SliceRows, open_row_id, range_of_open_rows, write_joined, write_slice
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_output, as_path
-from treepack.files.cache import addresses_in, naming_addresses
 from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
-from treepack.files.location import Location, locate
+from treepack.files.location import DirectoryLocation, locate
 from treepack.files.manifest import Provenance, TrieEntry, read_manifest
+from treepack.files.remote.cache import addresses_in, naming_addresses
 from treepack.files.task_output import TaskOutput, check_visible
 from treepack.ingest.readers.files.inputs import displayed
 from treepack.pack.capacity import no_trajectory_fits, usual_capacities_of
@@ -37,11 +37,11 @@ from treepack.pack.directory import PackSummary
 from treepack.pack.files import write_packed_manifest
 from treepack.pack.options import PackOptions
 from treepack.pack.plan.planning import refuse_excesses
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
 from treepack.pack.totals import totals_of_rows
 from treepack.processes import ReportProgress, with_progress
-from treepack.trie.row_groups import TrieFooters, read_footers
-from treepack.trie.slices import TrieSlice, trie_slices
+from treepack.trie.store.row_groups import TrieFooters, read_footers
+from treepack.trie.store.slices import TrieSlice, trie_slices
 
 # Tokens of a slice: a task needs about 1 GB for them with their columns, and its rows are so many that a slice costs
 # less than one of them.
@@ -65,7 +65,7 @@ def pack_trie_on(
     slice has a multiple of so many rows of each of its steps. Loss weights and terms do not depend on the slices.
 
     Args:
-        scheduler: the program that runs the tasks; `Here()` runs them in this process, one after the other.
+        scheduler: the program that runs the tasks; `LocalScheduler()` runs them in this process, one after the other.
         trie: a trie directory, or the address of one; all machines must see it.
         out: the directory to write, or an address; all machines must see it.
         options: limits, planning and loss weights.
@@ -93,7 +93,7 @@ def pack_trie_on(
             footers=footers,
         )
         # Processes inside of the tasks of another scheduler would use more cores than it has given to the task.
-        of_task = options if isinstance(scheduler, Here) else replace(options, workers=1)
+        of_task = options if isinstance(scheduler, LocalScheduler) else replace(options, workers=1)
         job = PackJob(shared_trie, of_task, limits, None if is_fitted else footers.known, len(slices))
         stages = _Stages(scheduler, job, slices, progress)
         tables, plans = stages.plan()
@@ -119,10 +119,10 @@ def pack_trie_on(
     return PackSummary(out, manifest)
 
 
-def _limits(options: PackOptions, footers: TrieFooters) -> tuple[Limits, bool]:
+def _limits(options: PackOptions, footers: TrieFooters) -> tuple[RowLimits, bool]:
     """Return the limits of the rows, and True if trajectories may be cut or left out."""
     capacity = options.capacity or usual_capacities_of(footers.longest)[0]
-    limits = Limits(capacity, options.pairs_budget, options.terms_budget)
+    limits = RowLimits(capacity, options.pairs_budget, options.terms_budget)
     return limits, options.leaf_weights or (options.too_long != "error" and footers.longest > limits.longest)
 
 
@@ -198,7 +198,7 @@ def _totals(plans: Sequence[SlicePlan], layout: SliceLayout, job: PackJob) -> di
     return of_trie | rows | ({"repeated_tokens": repeated} if len(plans) > 1 else {})
 
 
-def _trie_entry(location: Location, trie: AnyPath) -> TrieEntry:
+def _trie_entry(location: DirectoryLocation, trie: AnyPath) -> TrieEntry:
     """Return the entry of a trie that need not be on this machine, as `trie_entry`."""
     content = location.read(MANIFEST)
     assert content is not None

@@ -1,6 +1,6 @@
 """Run the tasks of `build-trie` and `pack` on a Ray cluster.
 
-    connect(address) --> RayScheduler          address: auto, local, HOST:PORT or ray://HOST:PORT
+    connected_cluster(address) --> RayScheduler  address: auto, local, HOST:PORT or ray://HOST:PORT
 
     run       one Ray task for each call, a window of them in flight     results come here in order
     keep      as run; the table stays in Ray's object store              its handle is an ObjectRef
@@ -58,7 +58,7 @@ class RayScheduler:
     """The `Scheduler` of the cluster that this process is connected to."""
 
     def __init__(self) -> None:
-        """Use the connection of `connect`, or of the caller's `ray.init`."""
+        """Use the connection of `connected_cluster`, or of the caller's `ray.init`."""
         self._ray = _import_ray()
         self._task = self._ray.remote(_run_in)
         self._folder = os.getcwd()  # noqa: PTH109 (a string)
@@ -163,7 +163,7 @@ def tables_per_split(num_tables: int, num_ranges: int, num_workers: int) -> int:
 
 
 @contextmanager
-def connect(address: str, *, workers: int = 1) -> Iterator[RayScheduler]:
+def connected_cluster(address: str, *, workers: int = 1) -> Iterator[RayScheduler]:
     """Connect this process to a Ray cluster until the block ends.
 
     Args:

@@ -1,7 +1,7 @@
 """Tasks that read rollouts on a cluster: survey files, read parts of them to tables.
 
     survey_files([file, ...], job)   --> SurveyedFile, ...
-    read_part(part, number, job)     --> table of `trie.sequence_table.COLUMNS`, PartSummary
+    read_input_part(part, number, job)  --> table of `trie.builders.sequence_table.COLUMNS`, PartSummary
 
 The summary has what the program that runs the tasks needs of a part; no token of a part leaves it except samples.
 """
@@ -19,14 +19,14 @@ import pyarrow as pa
 
 from treepack.columns import num_trained
 from treepack.errors import TreepackError
-from treepack.files.cache import naming_addresses
+from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.file_parts import FileReading, InputFile, InputPart, SurveyedFile, survey
 from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.stream import ColumnsWork
 from treepack.ingest.tokenization import TokenisationJob
-from treepack.trie.ranges import sample_keys
-from treepack.trie.sequence_table import (
+from treepack.trie.builders.ranges import sample_keys
+from treepack.trie.builders.sequence_table import (
     UInt64,
     empty_table,
     group_hashes,
@@ -92,7 +92,7 @@ def survey_files(files: list[InputFile], job: ReadJob) -> list[SurveyedFile]:
 
 
 @naming_addresses()
-def read_part(part: InputPart, number: int, job: ReadJob) -> tuple[pa.Table, PartSummary]:
+def read_input_part(part: InputPart, number: int, job: ReadJob) -> tuple[pa.Table, PartSummary]:
     """Read and tokenise part `number` of the input; return its trajectories and their summary.
 
     Memory: about three times the columns of the part.

@@ -8,8 +8,8 @@
 A stage is a plain function of picklable arguments, and may run again after the process that ran it has died. So it
 returns the same result for the same arguments, and files that it writes appear whole (`files.task_output`).
 
-`Here` runs everything in this process, `ray.RayScheduler` on a Ray cluster, and `map_scheduler.MapScheduler` by the
-ordered map of any other program.
+`LocalScheduler` runs everything in this process, `ray.RayScheduler` on a Ray cluster, and `map_scheduler.MapScheduler`
+by the ordered map of any other program.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Scheduler(Protocol):
         """
 
 
-class Here:
+class LocalScheduler:
     """The scheduler that runs every task in this process; the slow twin of all others."""
 
     def share(self, value: Any) -> Any:

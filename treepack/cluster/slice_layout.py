@@ -26,7 +26,7 @@ from treepack.pack.plan.planning import FOREST_METHODS, merge_pieces
 from treepack.pack.plan.unions import RowSizes
 from treepack.pack.weights import TERM_COLUMNS
 from treepack.trajectory import Int32, Int64
-from treepack.trie.slices import TrieSlice
+from treepack.trie.store.slices import TrieSlice
 
 # Open rows of a slice and a step: the emptiest ones, at most so many, and filled less than this.
 OPEN_ROWS, OPEN_FILL = 8, 0.75
@@ -36,7 +36,7 @@ _JoinedRow = tuple[tuple[int, int], ...]  # (slice, row of the slice) of its ope
 
 
 @dataclass(frozen=True)
-class Join:
+class OpenRowJoin:
     """Rows that join open rows of one step, after slice number `after`; each open row is (slice, row of the slice)."""
 
     after: int
@@ -49,7 +49,7 @@ class SliceLayout:
     """The `facts` of each slice, the `joins` by slice, the sizes of all `rows` in order, and the number of groups."""
 
     facts: list[SliceFacts]
-    joins: list[Join]
+    joins: list[OpenRowJoin]
     rows: PlanTotals
     num_groups: int
 
@@ -69,7 +69,7 @@ def make_layout(slices: Sequence[TrieSlice], plans: Sequence[SlicePlan], job: Pa
     joined = _join_open_rows(plans, job)
     has_terms = not known.isdisjoint(TERM_COLUMNS)
     facts: list[SliceFacts] = []
-    joins: list[Join] = []
+    joins: list[OpenRowJoin] = []
     sizes: list[RowSizes] = []
     first_row = first_part = 0
 
@@ -92,7 +92,7 @@ def make_layout(slices: Sequence[TrieSlice], plans: Sequence[SlicePlan], job: Pa
         facts.append(place(plan.row_sizes.take(complete), table, own, open_rows))
         if number in joined:
             rows = joined[number]
-            joins.append(Join(number, tuple(rows), place(_sizes_of_joins(plans, rows), None, {}, nothing)))
+            joins.append(OpenRowJoin(number, tuple(rows), place(_sizes_of_joins(plans, rows), None, {}, nothing)))
     rows_of_all = PlanTotals(
         *(np.concatenate([getattr(each, name) for each in sizes]) for name in ("tokens", "pairs", "terms"))
     )

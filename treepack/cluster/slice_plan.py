@@ -22,13 +22,13 @@ from treepack.pack.leaf_weights import weigh_leaves
 from treepack.pack.options import PackOptions
 from treepack.pack.plan.balance import steps_of
 from treepack.pack.plan.check import check_plan
-from treepack.pack.plan.planning import Excess, bound_of_slice, excesses, packed_trie, plan_rows
-from treepack.pack.plan.problem import Limits, Search
+from treepack.pack.plan.planning import ExcessTrajectories, bound_of_slice, excesses, packed_trie, plan_rows
+from treepack.pack.plan.problem import RowLimits, SearchOptions
 from treepack.pack.plan.unions import RowSizes
 from treepack.pack.weights import has_weights, times_trained, trained_weights
 from treepack.trajectory import Int32, Int64
-from treepack.trie.row_groups import OPTIONAL
-from treepack.trie.slices import TrieSlice, read_slice
+from treepack.trie.store.row_groups import OPTIONAL
+from treepack.trie.store.slices import TrieSlice, read_slice
 from treepack.trie.trie import Trie
 
 
@@ -47,7 +47,7 @@ class PackJob:
 
     trie: AnyPath
     options: PackOptions
-    limits: Limits
+    limits: RowLimits
     known: frozenset[str] | None
     num_slices: int
 
@@ -73,7 +73,7 @@ class SlicePlan:
     """
 
     counts: Counter[str] = field(default_factory=Counter)
-    excesses: tuple[Excess, ...] = ()
+    excesses: tuple[ExcessTrajectories, ...] = ()
     sums: Counter[str] = field(default_factory=Counter)
     known: frozenset[str] = frozenset()
     groups: pa.Table = field(default_factory=lambda: _GROUPS.empty_table())
@@ -112,7 +112,7 @@ def plan_slice(job: PackJob, part: TrieSlice) -> tuple[pa.Table, SlicePlan]:
         trie,
         capacity=job.limits,
         method=options.method,
-        search=Search(options.effort, options.time_limit),
+        search=SearchOptions(options.effort, options.time_limit),
         multiple_of=options.balance,
         token_pairs=options.token_pairs,
         workers=options.workers,

@@ -25,7 +25,7 @@ from treepack.pack.row_group import RowGroup, packed_columns
 from treepack.pack.rows import pack_rows
 from treepack.pack.weights import WholeTrie, times_trained
 from treepack.trajectory import Float64, Int32, Int64
-from treepack.trie.slices import TrieSlice
+from treepack.trie.store.slices import TrieSlice
 from treepack.trie.trie import Trie
 
 UNORDERED = "unordered_end"

@@ -4,7 +4,7 @@
 
 A padding token i attends to itself only and adds nothing to the loss: `subtree_end = i + 1`, position 0, parent -1,
 weight 0. `terms` are the row's (trajectory, trained token) pairs, for objectives that need more than one weight per
-token (`model.objectives`). `schedule` is the work list of the attention kernel for this row;
+token (`model.objectives.losses`). `schedule` is the work list of the attention kernel for this row;
 `model.forward.prepare_batch` computes it, and it is None until then.
 """
 
@@ -113,9 +113,9 @@ class Batch:
 
     input_ids, position_ids and parent are int64 [T]; subtree_end and scale int32 [T]; loss_weight float64 [T];
     trajectory_ends int64 [num_trajectories]. `routes` [T, layers, k] are recorded experts to be replayed
-    (`model.replay`), uint8 with k times 255 where none was recorded, or int16 with -1; or None. `tokens_flat` is the
-    total length of the trajectories, with each shared token counted once for every trajectory through it. `edges` are
-    those of joined rows, None for one row.
+    (`model.experts.replay`), uint8 with k times 255 where none was recorded, or int16 with -1; or None. `tokens_flat`
+    is the total length of the trajectories, with each shared token counted once for every trajectory through it.
+    `edges` are those of joined rows, None for one row.
     """
 
     row_id: int
@@ -241,7 +241,7 @@ def route_tensor(routes: Routes, padding: int = 0) -> Tensor:
     return torch.from_numpy(joined if joined.dtype == np.uint8 else joined.view(np.int16))
 
 
-def is_recorded(routes: Tensor) -> Tensor:
+def is_route_recorded(routes: Tensor) -> Tensor:
     """Return True where `routes` [..., k] has experts, and not k times `missing_expert`; bool [..., 1]."""
     # uint8 [3 255] -> True, because the experts of a token differ.
     return (routes != missing_expert(routes.dtype)).any(dim=-1, keepdim=True)

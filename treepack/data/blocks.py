@@ -1,6 +1,6 @@
 """Blocks of neighbouring rows, so that a machine reads few parts of a directory instead of all of them.
 
-    rows of a training step, in the order of the files --cut--> block of each row
+    rows of a training step, in the order of the files --cut_blocks--> block of each row
     block of each row --interleave--> an order in which any consecutive rows are spread over all blocks
 
     8 rows, 2 blocks      files    0 1 2 3 | 4 5 6 7
@@ -45,7 +45,7 @@ def turns(blocks: int) -> Int64:
     return reverse[reverse < blocks]
 
 
-def cut(blocks: int, owners: Int64) -> Int64:
+def cut_blocks(blocks: int, owners: Int64) -> Int64:
     """Return the block of each row of a training step, int64 [n]; blocks differ by at most one row.
 
     Args:
@@ -72,10 +72,10 @@ def interleave(
     Args:
         rows: int64 [n], ascending.
         blocks: number of blocks.
-        owners: the directory of each row, see `cut`; None for one directory.
+        owners: the directory of each row, see `cut_blocks`; None for one directory.
         generator: shuffles each block; None keeps the order of the files within a block.
     """
-    block_of = cut(blocks, np.zeros(len(rows), np.int64) if owners is None else owners)
+    block_of = cut_blocks(blocks, np.zeros(len(rows), np.int64) if owners is None else owners)
     order = np.empty_like(rows)
     for place, block in enumerate(turns(blocks).tolist()):
         own = rows[block_of == block]

@@ -30,10 +30,10 @@ from torch.utils.data import Dataset
 
 from treepack.data.batch import Batch, empty_batch, make_batch
 from treepack.data.blocks import BALANCED, is_balanced
-from treepack.data.epochs import block_of_rows, epoch_order, file_order, rounds
+from treepack.data.epochs import block_of_rows, epoch_order, epoch_rounds, file_order
 from treepack.data.machine_tables import MachineTables
 from treepack.data.part_cache import PartCache
-from treepack.data.part_reader import PartReader, RowGroup
+from treepack.data.part_reader import PartReader, StoredGroup
 from treepack.errors import TreepackError
 from treepack.files.location import locate
 from treepack.files.manifest import read_manifest
@@ -118,7 +118,7 @@ class PackedDataset(Dataset[Batch]):
             blocks: blocks of neighbouring rows, shuffled one by one: usually the number of machines, so that each reads
                 only its own. The ranks must be numbered machine by machine, as torchrun does.
             filesystem: a pyarrow filesystem; by default the one that `path` names.
-            cache: folder for copies of remote parts; by default that of `files.cache`.
+            cache: folder for copies of remote parts; by default that of `files.remote.cache`.
             cache_bytes: maximum size of these copies, by default half of the disk's free space; 0 for no copies.
 
         Raises:
@@ -139,7 +139,7 @@ class PackedDataset(Dataset[Batch]):
         self.manifest = read_manifest(location, PACKED_FORMAT)
         if blocks > 1 and is_balanced(self.manifest):
             raise TreepackError(f"{self.path}: {BALANCED}; give blocks=1, or pack without --balance")
-        self._cache: OrderedDict[RowGroup, pa.Table] = OrderedDict()  # ordered by last use, oldest first
+        self._cache: OrderedDict[StoredGroup, pa.Table] = OrderedDict()  # ordered by last use, oldest first
         self._cached_bytes = 0
         copies = None
         if not location.is_local and cache_bytes != 0:
@@ -187,7 +187,7 @@ class PackedDataset(Dataset[Batch]):
         """Take into account that the processes of this machine will read only these rows."""
         self._reader.claim(self._groups_of(rows))
 
-    def _groups_of(self, rows: Sequence[int] | Int64) -> list[RowGroup]:
+    def _groups_of(self, rows: Sequence[int] | Int64) -> list[StoredGroup]:
         places = np.searchsorted(self._firsts, np.asarray(rows, np.int64), side="right") - 1
         return [self._reader.groups[place] for place in dict.fromkeys(places.tolist())]
 
@@ -265,7 +265,7 @@ class PackedDataset(Dataset[Batch]):
             parts = file_order(self.steps, blocks=self.blocks)
         if not self.is_local:
             self.claim(self._rows_of_machine())
-        table = rounds(parts, self.world, done=self._position, blocks=self.blocks)
+        table = epoch_rounds(parts, self.world, done=self._position, blocks=self.blocks)
         own, counts = table[:, self.rank], (table >= 0).sum(axis=1)
         # rank 1 of 2, table [[3, 1], [2, -1]] -> (1, 2), (-1, 1): the second round is padding here and counts one row
         for place, pair in enumerate(zip(own.tolist(), counts.tolist(), strict=True)):
@@ -318,7 +318,7 @@ class PackedDataset(Dataset[Batch]):
         # The empty table gives a directory without rows its columns.
         return pa.concat_tables([schema.empty_table(), *self.tables(_SCALARS)])
 
-    def _load(self, group: RowGroup) -> pa.Table:
+    def _load(self, group: StoredGroup) -> pa.Table:
         if group not in self._cache:
             columns = [*ROWS.names, *(self.term_columns if self.terms else ())]
             columns += ROUTES.names if self.routes and self.has_routes else []

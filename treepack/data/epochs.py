@@ -1,7 +1,7 @@
 """The order of rows in an epoch, and the share of each rank.
 
-    steps, seed, epoch --epoch_order--> parts       one part per training step (column `step`), shuffled within it
-    parts, world       --rounds-------> [R, world]  one row per rank and round
+    steps, seed, epoch --epoch_order---> parts       one part per training step (column `step`), shuffled within it
+    parts, world       --epoch_rounds--> [R, world]  one row per rank and round
 
     world 2, rows by step   5 5 5 | 6 6      ranks 0 1
                                              round 5 5
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treepack.data.blocks import by_block, cut, interleave
+from treepack.data.blocks import by_block, cut_blocks, interleave
 from treepack.trajectory import Int64
 
 
@@ -71,7 +71,7 @@ def block_of_rows(
     """
     block_of = np.full(len(steps), -1, np.int64)
     for part in steps_of_rows(steps, rows):
-        block_of[part] = cut(blocks, np.zeros(len(part), np.int64) if owners is None else owners[part])
+        block_of[part] = cut_blocks(blocks, np.zeros(len(part), np.int64) if owners is None else owners[part])
     return block_of
 
 
@@ -82,7 +82,7 @@ def file_order(steps: Sequence[int | None], *, blocks: int = 1) -> list[Int64]:
     return [interleave(part, blocks) for part in np.split(np.arange(len(steps)), cuts)]
 
 
-def rounds(parts: Sequence[Int64], world: int, *, done: int = 0, blocks: int = 1) -> Int64:
+def epoch_rounds(parts: Sequence[Int64], world: int, *, done: int = 0, blocks: int = 1) -> Int64:
     """Return the rows of every rank, int64 [R, world]; -1 completes the last round of a part.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from treepack.data.batch import PER_TERM, Batch, RowEdges, TermTensors, empty_batch, is_recorded, missing_expert
+from treepack.data.batch import PER_TERM, Batch, RowEdges, TermTensors, empty_batch, is_route_recorded, missing_expert
 from treepack.errors import TreepackError
 
 # A pass of so many tokens keeps an H100 busy longer than the processor needs for its launches, for models from 0.6
@@ -183,6 +183,6 @@ def concatenate_routes(batches: Sequence[Batch], sizes: Sequence[int], length: i
         if batch.routes is not None:
             routes = batch.routes[:size]
             known = routes.to(kind)
-            joined[begin : begin + len(routes)] = torch.where(is_recorded(routes), known, missing_expert(kind))
+            joined[begin : begin + len(routes)] = torch.where(is_route_recorded(routes), known, missing_expert(kind))
         begin += size
     return joined

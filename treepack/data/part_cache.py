@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.files.cache_room import cache_folder, cache_limit
-from treepack.files.location import Location
+from treepack.files.location import DirectoryLocation
 from treepack.files.manifest import FileEntry
+from treepack.files.remote.cache_room import cache_folder, cache_limit
 
 _log = logging.getLogger("treepack")
 
@@ -52,13 +52,13 @@ class PartCache:
     """Copies of the parts of a directory; they can be pickled and used after a fork, in which threads start again."""
 
     def __init__(
-        self, folder: str | Path | None, limit: int | None, location: Location, entries: Iterable[FileEntry]
+        self, folder: str | Path | None, limit: int | None, location: DirectoryLocation, entries: Iterable[FileEntry]
     ) -> None:
         """Make the folder of the copies.
 
         Args:
-            folder: a folder for copies; by default `files.cache.cache_folder`.
-            limit: maximum bytes of all copies of parts in it; by default `files.cache.cache_limit`.
+            folder: a folder for copies; by default `files.remote.cache.cache_folder`.
+            limit: maximum bytes of all copies of parts in it; by default `files.remote.cache.cache_limit`.
             location: the remote directory.
             entries: its parts.
 

@@ -4,7 +4,8 @@
     remote    footers by range, once for all processes of a machine (`data.machine_tables`)
               row groups from a copy of the part (`data.part_cache`), or by range while there is none
 
-If the store does not answer after the directory was opened, reading is repeated for `files.patience.OUTAGE_SECONDS`.
+If the store does not answer after the directory was opened, reading is repeated for
+`files.remote.retries.OUTAGE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from pyarrow import parquet as pq
 from treepack.data.machine_tables import MachineTables
 from treepack.data.part_cache import PartCache
 from treepack.errors import TreepackError
-from treepack.files.location import Location
+from treepack.files.location import DirectoryLocation
 from treepack.files.manifest import FileEntry, Manifest, check_part, check_size
-from treepack.files.object_store import first_line
-from treepack.files.part_columns import check_columns, with_types
-from treepack.files.patience import OUTAGE_SECONDS, pauses
+from treepack.files.part_columns import check_part_columns, with_types
+from treepack.files.remote.object_store import first_line
+from treepack.files.remote.retries import OUTAGE_SECONDS, pauses
 from treepack.files.schema import PACKED
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ _REMEDY = "the file was truncated or altered, so pack the trie again"
 
 
 @dataclass(frozen=True)
-class RowGroup:
+class StoredGroup:
     """Row group `number` of the part `file`, of which it is the `share`; its first row is row `first` of all parts."""
 
     file: str
@@ -53,7 +54,9 @@ class RowGroup:
 class PartReader:
     """Reader of the parts of one directory; it can be pickled and used after a fork."""
 
-    def __init__(self, location: Location, manifest: Manifest, copies: PartCache | None, tables: MachineTables) -> None:
+    def __init__(
+        self, location: DirectoryLocation, manifest: Manifest, copies: PartCache | None, tables: MachineTables
+    ) -> None:
         """Check every part; of a remote one its size, and its footer if no process of this machine has done so.
 
         Args:
@@ -81,7 +84,7 @@ class PartReader:
         """Return the state for another process, without open files."""
         return {**self.__dict__, "_process": None, "_files": {}, "_footers": OrderedDict()}
 
-    def read(self, group: RowGroup, columns: list[str], *, soon: bool = False) -> pa.Table:
+    def read(self, group: StoredGroup, columns: list[str], *, soon: bool = False) -> pa.Table:
         """Return columns of a row group.
 
         Args:
@@ -109,18 +112,18 @@ class PartReader:
         """
         if self.location.is_local:
             return (self.read(group, columns) for group in self.groups)
-        files: dict[str, list[RowGroup]] = {}
+        files: dict[str, list[StoredGroup]] = {}
         for group in self.groups:
             files.setdefault(group.file, []).append(group)
         tables = self._map(lambda groups: [self.read(group, columns) for group in groups], [*files.values()])
         return (table for each in tables for table in each)
 
-    def claim(self, groups: Sequence[RowGroup]) -> None:
+    def claim(self, groups: Sequence[StoredGroup]) -> None:
         """Take into account that the processes of this machine read only these row groups."""
         if self._copies is not None:
             self._copies.claim(dict.fromkeys(group.file for group in groups))
 
-    def expect(self, groups: Sequence[RowGroup]) -> None:
+    def expect(self, groups: Sequence[StoredGroup]) -> None:
         """Copy the remote parts of `groups`, which will be read in this order; return at once."""
         if self._copies is not None:
             # Of a part with 64 row groups, of which 16 are read, the share is 1/4.
@@ -169,7 +172,7 @@ class PartReader:
         table = pa.table({"file": [*self._entries], "rows": pa.array(sizes, pa.list_(pa.int64()))})
         return table.replace_schema_metadata({"columns": columns})
 
-    def _read_copy(self, group: RowGroup, columns: list[str]) -> pa.Table | None:
+    def _read_copy(self, group: StoredGroup, columns: list[str]) -> pa.Table | None:
         """Return columns of a row group from the copy of its part, or None if there is no copy."""
         path = self._copies.find(group.file) if self._copies is not None else None
         if path is None or self._copies is None:
@@ -178,7 +181,7 @@ class PartReader:
             # Closed after each read: a copy that is removed while it is open would still take room.
             footer = self._footers.get(group.file)
             with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True) as file:
-                check_columns(file.schema_arrow, PACKED, str(path), _REMEDY)
+                check_part_columns(file.schema_arrow, PACKED, str(path), _REMEDY)
                 self._keep_footer(group.file, file.metadata)
                 return self._read_group(file, group, columns)
         # Removed or damaged; the store has the same values, and a new copy follows. A damaged footer is ArrowInvalid.
@@ -193,11 +196,11 @@ class PartReader:
         while len(self._footers) > _FOOTERS:
             self._footers.popitem(last=False)
 
-    def _read_range(self, group: RowGroup, columns: list[str]) -> pa.Table:
+    def _read_range(self, group: StoredGroup, columns: list[str]) -> pa.Table:
         """Return columns of a row group from the store; wait while it does not answer.
 
         Raises:
-            TreepackError: it has not answered for `files.patience.OUTAGE_SECONDS`, or the part was altered.
+            TreepackError: it has not answered for `files.remote.retries.OUTAGE_SECONDS`, or the part was altered.
         """
         num_answers, retries = 0, None
         while True:
@@ -231,7 +234,7 @@ class PartReader:
         check_size(self.location, self._entries[file])
         return True
 
-    def _read_group(self, file: pq.ParquetFile, group: RowGroup, columns: list[str]) -> pa.Table:
+    def _read_group(self, file: pq.ParquetFile, group: StoredGroup, columns: list[str]) -> pa.Table:
         path = self.location.file_name(group.file)
         try:
             table = file.read_row_group(group.number, columns=columns)
@@ -255,11 +258,11 @@ class PartReader:
         return self._files[file]
 
 
-def _list_groups(layout: pa.Table) -> list[RowGroup]:
+def _list_groups(layout: pa.Table) -> list[StoredGroup]:
     """Return all row groups from the table of `PartReader._read_layout`."""
     groups, first = [], 0
     for file, sizes in zip(layout["file"].to_pylist(), layout["rows"].to_pylist(), strict=True):
         for number, num_rows in enumerate(sizes):
-            groups.append(RowGroup(file, number, first, 1 / len(sizes)))
+            groups.append(StoredGroup(file, number, first, 1 / len(sizes)))
             first += num_rows
     return groups

@@ -16,7 +16,7 @@ from typing import ParamSpec
 P = ParamSpec("P")
 
 
-class Background:
+class BackgroundThread:
     """One background thread; at most one call is in work, and none waits.
 
     The end of the `with` block waits for the last call. If the block raises, so does the `with` statement.
@@ -45,7 +45,7 @@ class Background:
             last, self._last = self._last, None
             last.result()
 
-    def __enter__(self) -> Background:
+    def __enter__(self) -> BackgroundThread:
         return self
 
     def __exit__(

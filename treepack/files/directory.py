@@ -16,8 +16,8 @@ The first number is that of this machine since its last start, the second is ran
 `out`, no other process on this machine writes it, in any container. Locks between machines depend on the file system,
 so the remains of another machine are removed a day after their last change.
 
-An output may also be an address in an object store, see `files.remote_output`: `temporary` is then in TMPDIR, and is
-uploaded at the end.
+An output may also be an address in an object store, see `files.remote.remote_output`: `temporary` is then in TMPDIR,
+and is uploaded at the end.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from pathlib import Path
 
 from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath, as_output, as_path
-from treepack.files.cache import borrowed_copy
 from treepack.files.lock import lock
-from treepack.files.object_store import ExistsError
-from treepack.files.remote_output import is_own_prefix, observe, observed, remote_directory, remote_file
+from treepack.files.remote.cache import borrowed_copy
+from treepack.files.remote.object_store import ExistsError
+from treepack.files.remote.remote_output import is_own_prefix, observed, output_state, remote_directory, remote_file
 
 MANIFEST = "manifest.json"
 RUN = "run.json"  # written first by a training run; its train.json comes last
@@ -125,7 +125,7 @@ def _temporary(out: Path, option: str) -> Iterator[tuple[Path, Path]]:
 
 def exists(out: AnyPath) -> bool:
     """Return True if there is a file or directory `out`, or an object of this address."""
-    return observe(out).file is not None if isinstance(out, RemotePath) else out.exists()
+    return output_state(out).file is not None if isinstance(out, RemotePath) else out.exists()
 
 
 def is_hidden_output(name: str) -> bool:
@@ -199,7 +199,7 @@ def _state(out: AnyPath, is_own_file: Callable[[Path], bool] | None, option: str
         TreepackError: `out` is a directory in the place of a file.
     """
     if isinstance(out, RemotePath):
-        state = observe(out)
+        state = output_state(out)
         if is_own_file is None:
             return bool(state.file or state.records or state.foreign), lambda: is_own_prefix(out, state)
         return state.file is not None, lambda: _is_own_object(out, is_own_file)
@@ -215,7 +215,7 @@ def _is_own_object(out: RemotePath, is_own_file: Callable[[Path], bool]) -> bool
 
 
 def _is_own(path: AnyPath) -> bool:
-    return is_own_prefix(path, observe(path)) if isinstance(path, RemotePath) else is_own_directory(path)
+    return is_own_prefix(path, output_state(path)) if isinstance(path, RemotePath) else is_own_directory(path)
 
 
 def is_inside(path: AnyPath, folder: AnyPath) -> bool:

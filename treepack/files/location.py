@@ -1,10 +1,10 @@
 """Location of a directory that is read: on this machine, in an object store, or in a filesystem of pyarrow.
 
     "packed" | Path | "file:///data/packed"      local
-    "s3://...", "gs://...", "hf://..."           the filesystem of fsspec that `files.object_store` opens
+    "s3://...", "gs://...", "hf://..."           the filesystem of fsspec that `files.remote.object_store` opens
     "packed" in filesystem=...                   that filesystem of pyarrow
 
-    locate(path) -> Location --> bytes of a file, sizes, streams, Parquet files
+    locate(path) -> DirectoryLocation --> bytes of a file, sizes, streams, Parquet files
 
 Each client of a remote filesystem raises its own exceptions; here every exception becomes one sentence. `manifest` and
 `dataset` give the files their meaning; `object_store` writes.
@@ -21,17 +21,17 @@ from pyarrow import fs
 from pyarrow import parquet as pq
 
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import RemotePath, as_path
-from treepack.files.object_store import first_line
-from treepack.files.part_columns import check_columns
+from treepack.files.part_columns import check_part_columns
+from treepack.files.remote import object_store
+from treepack.files.remote.object_store import first_line
 
 _AHEAD_BYTES = 8 << 20  # read at a time from an object that is read from its start to its end
 _REMEDY = "check the address, the credentials and the network"
 
 
 @dataclass(frozen=True)
-class Location:
+class DirectoryLocation:
     """A directory: `root` inside `filesystem`; messages use `name`. `remote` is its address in an object store."""
 
     name: str
@@ -59,7 +59,7 @@ class Location:
             TreepackError: the file exists and cannot be read.
         """
         if self.remote is not None:
-            return object_store.read(self.remote / name)
+            return object_store.read_object(self.remote / name)
         try:
             with self.filesystem.open_input_file(self._path(name)) as file:
                 content: bytes = file.read()
@@ -126,15 +126,19 @@ class Location:
                 f"{self.file_name(name)}: is not a readable Parquet file ({first_line(error)}); the file was truncated "
                 f"or altered, so write it again{'' if self.is_local else ', or the network failed'}"
             ) from error
-        check_columns(part.schema_arrow, columns, self.file_name(name), f"write {self} again")
+        check_part_columns(part.schema_arrow, columns, self.file_name(name), f"write {self} again")
         return part
 
-    def fresh(self) -> Location:
+    def fresh(self) -> DirectoryLocation:
         """Return the same directory with a new connection, to be used in a process that was forked."""
         if self.remote is not None:
-            return Location(self.name, self.root, _arrow(self.remote), self.remote)
+            return DirectoryLocation(self.name, self.root, _arrow(self.remote), self.remote)
         # A forked process shares sockets and locks with its parent; a round trip through pickle opens new ones.
-        return self if self.is_local else Location(self.name, self.root, pickle.loads(pickle.dumps(self.filesystem)))
+        return (
+            self
+            if self.is_local
+            else DirectoryLocation(self.name, self.root, pickle.loads(pickle.dumps(self.filesystem)))
+        )
 
     def _path(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}" if self.root else name
@@ -144,7 +148,7 @@ class Location:
         return TreepackError(f"{self.file_name(name)}: cannot be read ({first_line(error)}); {remedy}")
 
 
-def locate(path: str | Path | RemotePath, filesystem: fs.FileSystem | None = None) -> Location:
+def locate(path: str | Path | RemotePath, filesystem: fs.FileSystem | None = None) -> DirectoryLocation:
     """Return the directory at `path`: a path or an address, or a path inside `filesystem`; it need not exist.
 
     Raises:
@@ -158,12 +162,12 @@ def locate(path: str | Path | RemotePath, filesystem: fs.FileSystem | None = Non
                 f"{name}: filesystem is a {type(filesystem).__name__}; expected a pyarrow.fs.FileSystem, such as "
                 "PyFileSystem(FSSpecHandler(filesystem)) for a filesystem of fsspec"
             )
-        return Location(name, name, filesystem)
+        return DirectoryLocation(name, name, filesystem)
     place = as_path(path)
     if isinstance(place, RemotePath):
-        return Location(str(place), place.path, _arrow(place), place)
+        return DirectoryLocation(str(place), place.path, _arrow(place), place)
     # "file:///data/packed" is a local path, and messages call it /data/packed.
-    return Location(str(place), str(place), fs.LocalFileSystem())
+    return DirectoryLocation(str(place), str(place), fs.LocalFileSystem())
 
 
 class _ByRange(fs.FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath, as_output
-from treepack.files.remote_output import observed
+from treepack.files.remote.remote_output import observed
 
 # Errors of file systems without flock; NFS raises EBADF for the lock of a directory.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}

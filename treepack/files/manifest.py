@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
 from treepack import __version__
-from treepack.errors import TreepackError, shown
+from treepack.errors import TreepackError, quoted_value
 from treepack.files import schema
 from treepack.files.address import AnyPath
-from treepack.files.cache import addresses_in
 from treepack.files.directory import MANIFEST
-from treepack.files.location import Location, locate
+from treepack.files.location import DirectoryLocation, locate
 from treepack.files.manifest_values import check_values
+from treepack.files.remote.cache import addresses_in
 
 
 class FileEntry(TypedDict):
@@ -214,13 +214,13 @@ def _own_hash(content: bytes) -> str:
     return hashlib.sha256(b"\n".join(line for line in lines if not line.startswith(_OWN_LINE))).hexdigest()
 
 
-def read_manifest(directory: str | AnyPath | Location, kind: str | None = None) -> Manifest:
+def read_manifest(directory: str | AnyPath | DirectoryLocation, kind: str | None = None) -> Manifest:
     """Read the manifest of `directory`; if `kind` is given, it must have that format.
 
     Raises:
         TreepackError: no manifest, a damaged one, or another format or version.
     """
-    directory = directory if isinstance(directory, Location) else locate(directory)
+    directory = directory if isinstance(directory, DirectoryLocation) else locate(directory)
     path = directory.file_name(MANIFEST)
     content = directory.read(MANIFEST)
     if content is None:
@@ -231,13 +231,15 @@ def read_manifest(directory: str | AnyPath | Location, kind: str | None = None) 
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); write the directory again") from error
     if format_name not in _REQUIRED:
-        raise TreepackError(f"{path}: has the format {shown(format_name)}; expected {kind or ' or '.join(_REQUIRED)}")
+        raise TreepackError(
+            f"{path}: has the format {quoted_value(format_name)}; expected {kind or ' or '.join(_REQUIRED)}"
+        )
     if kind not in (None, format_name):
         raise _other_kind(directory, manifest)
     if version != schema.FORMAT_VERSION:
         raise TreepackError(
-            f"{path}: has {format_name} version {shown(version)}; this treepack reads version {schema.FORMAT_VERSION}, "
-            "so use the treepack that wrote it or write it again"
+            f"{path}: has {format_name} version {quoted_value(version)}; this treepack reads version "
+            f"{schema.FORMAT_VERSION}, so use the treepack that wrote it or write it again"
         )
     _check_entries(manifest, _REQUIRED[format_name], path, "")
     if manifest[_OWN_HASH] != _own_hash(content):
@@ -254,7 +256,7 @@ def read_manifest(directory: str | AnyPath | Location, kind: str | None = None) 
     return cast(Manifest, manifest)
 
 
-def _no_manifest(directory: Location, kind: str | None) -> TreepackError:
+def _no_manifest(directory: DirectoryLocation, kind: str | None) -> TreepackError:
     """Return the error for a path without a manifest; it names the command that makes a directory of format `kind`."""
     wanted = _KINDS.get(kind or "", "trie or packed directory")
     if not directory.is_local:
@@ -273,7 +275,7 @@ def _no_manifest(directory: Location, kind: str | None) -> TreepackError:
     )
 
 
-def _other_kind(directory: Location, manifest: dict[str, Any]) -> TreepackError:
+def _other_kind(directory: DirectoryLocation, manifest: dict[str, Any]) -> TreepackError:
     """Return the error for a trie in the place of packed rows, or packed rows in the place of a trie."""
     if manifest["format"] == schema.TRIE_FORMAT:
         return TreepackError(f"{directory}: is a trie; pack it first with: treepack pack {directory} --out PACKED")
@@ -305,7 +307,7 @@ def _check_name(name: str, path: str) -> None:
         size = MAX_NAME + 1
     if name in ("", ".", "..") or any(character in name for character in "/\\\0") or size > MAX_NAME:
         raise TreepackError(
-            f"{path}: names the part {shown(name)}, which is not a file name of its directory; write it again"
+            f"{path}: names the part {quoted_value(name)}, which is not a file name of its directory; write it again"
         )
 
 
@@ -341,7 +343,7 @@ def check_part(directory: Path, entry: FileEntry) -> Path:
     return path
 
 
-def check_size(directory: Location, entry: FileEntry) -> None:
+def check_size(directory: DirectoryLocation, entry: FileEntry) -> None:
     """Check that a part is there and has the size that `entry` gives.
 
     Raises:
@@ -356,7 +358,7 @@ def check_size(directory: Location, entry: FileEntry) -> None:
         raise TreepackError(f"{path}: has {size} bytes, its manifest lists {entry['bytes']}; write it again")
 
 
-def _refuse_replaced(directory: Location, entry: FileEntry) -> None:
+def _refuse_replaced(directory: DirectoryLocation, entry: FileEntry) -> None:
     """Refuse a part that does not fit its entry because the directory was replaced after its manifest was read.
 
     Raises:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from treepack.errors import TreepackError, shown
+from treepack.errors import TreepackError, quoted_value
 
 MAX_ENTRY = 120  # characters of the name of an entry in an error
 MAX_TEXT = 1 << 12  # characters of a name or a path, as long as the longest path of Linux
@@ -56,7 +56,7 @@ def check_values(manifest: Mapping[str, Any], path: str) -> None:
 def _require(is_good: bool, path: str, name: str, value: Any) -> None:
     if not is_good:
         name = name if len(name) <= MAX_ENTRY else f"{name[:MAX_ENTRY]}..."
-        raise TreepackError(f"{path}: is damaged ({name} is {shown(value)}); write the directory again")
+        raise TreepackError(f"{path}: is damaged ({name} is {quoted_value(value)}); write the directory again")
 
 
 def _is_count(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """Types of the columns of a part, compared with the schema of its format when the part is opened.
 
-    footer, schema --check_columns--> nothing, or one sentence about a column      table, schema --with_types--> table
+    footer, schema --check_part_columns--> nothing, or one sentence about a column      table, schema --with_types-->
+    table
 
 Numbers have the types of the schema. Other programs may store lists, texts and bytes in another of Arrow's containers:
 
@@ -24,7 +25,7 @@ from treepack.errors import TreepackError
 MAX_SHOWN = 80  # characters of a type in an error: a struct may have thousands of fields
 
 
-def check_columns(found: pa.Schema, expected: pa.Schema, part: str, remedy: str) -> None:
+def check_part_columns(found: pa.Schema, expected: pa.Schema, part: str, remedy: str) -> None:
     """Refuse a part in which a column of `expected` has another type, or is there twice.
 
     Args:
@@ -50,7 +51,7 @@ def check_columns(found: pa.Schema, expected: pa.Schema, part: str, remedy: str)
 
 
 def with_types(table: pa.Table, expected: pa.Schema) -> pa.Table:
-    """Return `table` with the fields of `expected` for each of its columns; `check_columns` has accepted it.
+    """Return `table` with the fields of `expected` for each of its columns; `check_part_columns` has accepted it.
 
     Raises:
         pyarrow.ArrowException: a column of large lists does not fit into lists.

@@ -1,7 +1,7 @@
 """Parquet parts of a directory: numbered files of bounded size, with their encodings, written and read.
 
     tables --PartWriter--> part-00000.parquet  part-00001.parquet  ...   and their entries for the manifest
-    entries of a manifest --open_part--> Part, checked against its size, its sha256 and the types of the schema
+    entries of a manifest --open_part--> OpenPart, checked against its size, its sha256 and the types of the schema
                           --read_row_groups--> tables of bounded size
 
 Equal tables give equal bytes.
@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 
 from treepack.errors import TreepackError
 from treepack.files.manifest import FileEntry, Manifest, check_part, file_sha256
-from treepack.files.part_columns import check_columns, with_types
-from treepack.files.remote_output import publish
+from treepack.files.part_columns import check_part_columns, with_types
+from treepack.files.remote.remote_output import publish
 from treepack.trajectory import Int64
 
 # Tokens per part: large enough that a big data set has hundreds of files rather than millions, small enough that a
@@ -30,7 +30,7 @@ PART_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding:
+class ColumnEncoding:
     """How a Parquet file stores its columns; every reader of Parquet knows these encodings.
 
     Attributes:
@@ -64,14 +64,20 @@ class Encoding:
         }
 
 
-TRIE_ENCODING = Encoding(dictionary=("group_id", "metadata", "source"))
+TRIE_ENCODING = ColumnEncoding(dictionary=("group_id", "metadata", "source"))
 
 
 class PartWriter:
     """Numbered Parquet files of one kind, from number `first` on; a new one is started after `PART_TOKENS` tokens."""
 
     def __init__(
-        self, directory: Path, stem: str, columns: pa.Schema, encoding: Encoding = TRIE_ENCODING, *, first: int = 0
+        self,
+        directory: Path,
+        stem: str,
+        columns: pa.Schema,
+        encoding: ColumnEncoding = TRIE_ENCODING,
+        *,
+        first: int = 0,
     ) -> None:
         self.directory, self.stem, self.schema, self.first = directory, stem, columns, first
         self.options = encoding.options(columns)
@@ -140,7 +146,7 @@ def planned_parts(sizes: Int64, limit: int) -> list[list[tuple[int, int]]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OpenPart:
     """An open part of a directory, whose columns have the types of `columns` if they are there."""
 
     path: Path
@@ -186,7 +192,7 @@ class Part:
             raise TreepackError(f"{self.path}: has {error}; write it again") from error
 
 
-def open_part(directory: Path, entry: FileEntry, columns: pa.Schema) -> Part:
+def open_part(directory: Path, entry: FileEntry, columns: pa.Schema) -> OpenPart:
     """Open a part after checking its size, its hash and the types of those of `columns` that it has.
 
     Raises:
@@ -197,8 +203,8 @@ def open_part(directory: Path, entry: FileEntry, columns: pa.Schema) -> Part:
         part = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         raise TreepackError(f"{path}: is not readable as Parquet ({error}); write it again") from error
-    check_columns(part.schema_arrow, columns, str(path), f"write {directory} again")
-    return Part(path, part, columns)
+    check_part_columns(part.schema_arrow, columns, str(path), f"write {directory} again")
+    return OpenPart(path, part, columns)
 
 
 def refuse_links(directory: Path, manifest: Manifest) -> None:

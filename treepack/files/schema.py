@@ -248,7 +248,7 @@ QUERIES = pa.schema(
 )
 
 
-def as_json(schema: pa.Schema) -> dict[str, dict[str, str | bool]]:
+def schema_as_json(schema: pa.Schema) -> dict[str, dict[str, str | bool]]:
     """Return the columns of `schema` as `{name: {type, nullable, description}}`."""
     return {
         field.name: {
@@ -263,14 +263,14 @@ def as_json(schema: pa.Schema) -> dict[str, dict[str, str | bool]]:
 def documents() -> dict[str, str]:
     """Return the content of every file in schemas/, by file name."""
     trie = {
-        "nodes": as_json(node_columns(NODE_OPTIONAL.names)),
-        "trajectories": as_json(trajectory_columns(OPTIONAL.names)),
+        "nodes": schema_as_json(node_columns(NODE_OPTIONAL.names)),
+        "trajectories": schema_as_json(trajectory_columns(OPTIONAL.names)),
     }
-    packed = {"rows": as_json(ROWS), "terms": as_json(TERMS), "routes": as_json(ROUTES)}
+    packed = {"rows": schema_as_json(ROWS), "terms": schema_as_json(TERMS), "routes": schema_as_json(ROUTES)}
     formats = {
         "trie.json": (TRIE_FORMAT, FORMAT_VERSION, trie),
         "packed.json": (PACKED_FORMAT, FORMAT_VERSION, packed),
-        "selection.json": (SELECTION_FORMAT, SELECTION_VERSION, {"queries": as_json(QUERIES)}),
+        "selection.json": (SELECTION_FORMAT, SELECTION_VERSION, {"queries": schema_as_json(QUERIES)}),
     }
     return {
         name: json.dumps({"format": form, "version": version, "files": files}, indent=2) + "\n"

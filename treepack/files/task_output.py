@@ -23,7 +23,7 @@ from pathlib import Path
 
 from treepack.errors import TreepackError
 from treepack.files.manifest import FileEntry
-from treepack.files.remote_output import is_remote_folder, target_of, with_target
+from treepack.files.remote.remote_output import is_remote_folder, target_of, with_target
 
 _PREFIX = ".task-"
 

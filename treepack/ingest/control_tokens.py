@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.trajectory import Chat, Text, Tokens
+from treepack.trajectory import Chat, PromptCompletion, Tokens
 
 MARK = "\ufdd0"  # a noncharacter of Unicode, which no text may contain
 TRAINED = " in text that is trained"  # the end of a note whose rollouts are named in the log of reading
@@ -86,11 +86,11 @@ def control_tokens(tokenizer: Any, templates: tuple[str, ...]) -> frozenset[str]
     return frozenset(tokens)
 
 
-def has_mark(content: Chat | Text | Tokens) -> bool:
+def has_mark(content: Chat | PromptCompletion | Tokens) -> bool:
     """Return True if a text contains the mark itself, so that it cannot be marked."""
     if isinstance(content, Tokens):
         return False
-    texts = [content.prompt, content.completion] if isinstance(content, Text) else _texts(content.messages)
+    texts = [content.prompt, content.completion] if isinstance(content, PromptCompletion) else _texts(content.messages)
     return any(MARK in text for text in texts)
 
 

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.files.hub import is_offline, load_fault, snapshot
 from treepack.files.manifest import TokenizerEntry
+from treepack.files.remote.hub import is_offline, load_fault, snapshot
 from treepack.ingest import append_only, control_tokens
 from treepack.ingest.append_only import Message, append_only_text, sequence_totals, turn_totals
 from treepack.ingest.chat_template import ChatTemplate, RenderedTurn, TemplateFile, Tools, UnfaithfulError
@@ -40,8 +40,8 @@ from treepack.ingest.template.stops import CUT_NOTE
 from treepack.processes import batched, in_order
 from treepack.trajectory import (
     Chat,
+    PromptCompletion,
     Skipped,
-    Text,
     Tokens,
     Trajectory,
     derived_group,
@@ -234,14 +234,14 @@ class TrajectoryTokeniser:
             return item.group_id
         if isinstance(item.content, Tokens):
             return derived_group(prompt_tokens(item.content))
-        if isinstance(item.content, Text):
+        if isinstance(item.content, PromptCompletion):
             return derived_group(item.content.prompt.encode())
         return derived_group(prompt_messages(item.content, item.content.tools or self._job.tools))
 
     def _of_rollout(self, item: Trajectory) -> Iterator[Trajectory | Skipped]:
         if isinstance(item.content, Tokens):
             yield replace(item, group_id=self._group(item), totals=_sequence_totals(item))
-        elif isinstance(item.content, Text):
+        elif isinstance(item.content, PromptCompletion):
             sample = self._of_text(item, item.content)
             yield replace(sample, totals=_sequence_totals(sample)) if isinstance(sample, Trajectory) else sample
         else:
@@ -261,7 +261,7 @@ class TrajectoryTokeniser:
             self._encoder = Encoder(loaded, has_marks=self._job.control_tokens == "text")
         return self._encoder
 
-    def _of_text(self, item: Trajectory, content: Text) -> Trajectory | Skipped:
+    def _of_text(self, item: Trajectory, content: PromptCompletion) -> Trajectory | Skipped:
         encoder = self.encoder(item.source)
         # The prompt [bos] + "2 + 2 = " is not trained, the completion "4" + eos is.
         prompt = encoder.encode(content.prompt)

@@ -9,9 +9,9 @@ from torch import nn
 
 from treepack.attention import IMPLEMENTATIONS, register, resolve
 from treepack.errors import TreepackError
-from treepack.model.compatibility import check_config
+from treepack.model.accept.compatibility import check_config
+from treepack.model.accept.probe import probe
 from treepack.model.layers import head_widths
-from treepack.model.probe import probe
 
 
 def find_causal(model: nn.Module) -> Any:

@@ -38,6 +38,6 @@ def check_trainer(trainer: Any) -> None:
             raise TreepackError(f"{name}: {config.peft_type} adds virtual tokens, which no tree has; use LoRA")
 
 
-def compute_dtype(args: Any) -> torch.dtype | None:
+def trainer_dtype(args: Any) -> torch.dtype | None:
     """Return the dtype of a trainer's autocast, None if it has none."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None

@@ -17,7 +17,7 @@ from torch import Tensor
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import use_tree_attention
-from treepack.integrations.trl_checks import check_trainer, compute_dtype
+from treepack.integrations.trl_checks import check_trainer, trainer_dtype
 from treepack.integrations.versions import check_program
 from treepack.model.collation import batch_loss, collate
 
@@ -61,7 +61,7 @@ def packed_trainer(base: type[Trainer]) -> type[Trainer]:
                 **more,
             )
             check_trainer(self)
-            use_tree_attention(self.model, self.args.device, compute_dtype(self.args))
+            use_tree_attention(self.model, self.args.device, trainer_dtype(self.args))
 
         def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Tensor]:
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)

@@ -20,9 +20,9 @@ from torch import Tensor
 from treepack.attention import Schedules
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import check_model, find_causal, use_tree_attention
-from treepack.integrations.trl_checks import check_trainer, compute_dtype
+from treepack.integrations.trl_checks import check_trainer, trainer_dtype
 from treepack.integrations.versions import check_program
-from treepack.model.first_batch import check_positions
+from treepack.model.accept.first_batch import check_positions
 from treepack.model.layers import find_decoder
 from treepack.online import OnlineBatch, OnlineOptions, plan_batch
 
@@ -107,7 +107,7 @@ def pair_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> t
             check_trainer(self)
             for model in (self.model, self.ref_model):
                 if model is not None:
-                    use_tree_attention(model, self.args.device, compute_dtype(self.args))
+                    use_tree_attention(model, self.args.device, trainer_dtype(self.args))
                     check_model(find_causal(model))
                     share_prefixes(find_causal(model), options=options)
 

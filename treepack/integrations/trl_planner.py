@@ -165,7 +165,7 @@ class TreePlanner(IterableDataset):  # type: ignore[type-arg]
     def _plan(self, samples: list[Sample]) -> tuple[list[list[PlannedRow]], list[Sample]]:
         """Return micro-batches, and the samples of the rows that are too few for another one."""
         ordered, shared = sort_samples(samples)
-        rows, ranks = fill_rows(ordered, shared, self.token_budget), self.num_processes
+        rows, ranks = fill_sample_rows(ordered, shared, self.token_budget), self.num_processes
         # 7 rows for 4 ranks -> 8 rows, if there are 8 samples or more
         rows = _split(rows, min(len(samples), -(-len(rows) // ranks) * ranks))
         # Ranks wait for the slowest one, so rows of similar loads go together.
@@ -237,7 +237,7 @@ def sort_samples(samples: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
     return ordered, [0, *(_shared(a, b) for a, b in pairwise(sequences))]
 
 
-def fill_rows(samples: list[Sample], shared: list[int], budget: int) -> list[PlannedRow]:
+def fill_sample_rows(samples: list[Sample], shared: list[int], budget: int) -> list[PlannedRow]:
     """Cut sorted samples into as few rows as possible, and with these into as few tokens as possible.
 
     Takes O(n * m) for n samples of which m fit into a row.

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from treepack.attention import allow_generation
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import use_tree_attention
-from treepack.integrations.trl_checks import check_trainer, compute_dtype
+from treepack.integrations.trl_checks import check_trainer, trainer_dtype
 from treepack.integrations.versions import check_program
 from treepack.online import OnlineOptions, batch_statistics, plan_batch
 
@@ -75,7 +75,7 @@ def policy_trainer(base: type[Trainer], options: OnlineOptions | None = None) ->
             self._tree_options = options or OnlineOptions(recompute=not self.args.gradient_checkpointing)
             for model in (self.model, self.ref_model):
                 if model is not None:
-                    use_tree_attention(model, self.args.device, compute_dtype(self.args))
+                    use_tree_attention(model, self.args.device, trainer_dtype(self.args))
                     allow_generation(model)
 
         def _prepare_inputs(self, generation_batch: Any) -> Any:

@@ -10,7 +10,7 @@
     losses, KL, rollout correction, metrics, optimiser, checkpoints, weights for the rollouts: verl's
 
 With `router_replay.mode=R3` in the actor's fsdp_config, tokens of a mixture go to the experts that the rollout used.
-verl puts these into the column routed_experts (rollout.enable_rollout_routing_replay=True); see `model.replay`.
+verl puts these into the column routed_experts (rollout.enable_rollout_routing_replay=True); see `model.experts.replay`.
 
 The log-probability of token j is at place j - 1, as in verl. The last place of a sequence is 0; verl has a value there
 that no loss uses.

@@ -22,11 +22,11 @@ from treepack.attention import IMPLEMENTATIONS, Schedules
 from treepack.data.batch import Batch, TermTensors, empty_batch
 from treepack.data.joined import concatenate_routes, concatenate_terms
 from treepack.errors import TreepackError
+from treepack.model.accept.first_batch import check_first_batch
 from treepack.model.dropout import check_dropout
-from treepack.model.first_batch import check_first_batch
-from treepack.model.head import OutputLayer, head_replaced
-from treepack.model.loss import CHUNK, filled_temperature
-from treepack.model.replay import check_routes, use_routes
+from treepack.model.experts.replay import check_routes, use_routes
+from treepack.model.head.output_head import OutputLayer, head_replaced
+from treepack.model.head.token_loss import CHUNK, filled_temperature
 
 _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight")
 

@@ -7,8 +7,8 @@
                                     --row_objective--> scalar: the row's part of an objective over terms
                                     --pass_loss------> either loss of joined rows (`data.joined`), and that of each row
 
-The logits of a row never exist as a whole: `model.head` applies the output layer to the hidden states in chunks.
-`model.collation` has the counterparts for models that another trainer has wrapped.
+The logits of a row never exist as a whole: `model.head.output_head` applies the output layer to the hidden states in
+chunks. `model.collation` has the counterparts for models that another trainer has wrapped.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch import Tensor
 from treepack.attention import IMPLEMENTATIONS, Kept, Schedules, TreePass
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
-from treepack.model.compatibility import one_line
+from treepack.model.accept.first_batch import check_positions
 from treepack.model.dropout import check_dropout
-from treepack.model.first_batch import check_positions
-from treepack.model.head import OutputLayer, head_replaced
+from treepack.model.experts.replay import check_routes, use_routes
+from treepack.model.foreign_errors import one_line
+from treepack.model.head.output_head import OutputLayer, head_replaced
+from treepack.model.head.token_loss import CHUNK
 from treepack.model.layers import find_decoder, recomputes, takes_packed
 from treepack.model.loaded import LoadedModel
-from treepack.model.loss import CHUNK
-from treepack.model.objectives import Objective
-from treepack.model.replay import check_routes, use_routes
-from treepack.model.term_objective import PassLoss, TermObjective, loss_temperature, require_value_head
+from treepack.model.objectives.objective import Objective
+from treepack.model.objectives.term_objective import PassLoss, TermObjective, loss_temperature, require_value_head
 from treepack.model.text_half import check_text
 
 

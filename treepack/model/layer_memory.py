@@ -19,11 +19,11 @@ from torch import Tensor
 
 from treepack.data.batch import Batch, empty_batch
 from treepack.errors import TreepackError
+from treepack.memory.offload import PAGE
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import hidden_states, prepare_batch
 from treepack.model.layers import adapted_layers, find_layers, recomputed_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.offload import PAGE
 
 # Tokens of the row that is measured: all activations of them fit beside a large model, about 55 GB for 32 billion
 # weights and 19 GB for 8 billion, without compilation.

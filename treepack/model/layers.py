@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from treepack.attention import TreePass
 from treepack.attention.operator import keep_attention
 from treepack.errors import TreepackError
-from treepack.model.offload import Offload
+from treepack.memory.offload import Offload
 
 _log = logging.getLogger("treepack")
 
@@ -111,7 +111,7 @@ def compile_layers(model: Any) -> None:
     setattr(model, _COMPILED, True)
 
 
-def is_compiled(model: Any) -> bool:
+def has_compiled_layers(model: Any) -> bool:
     """Return True if `compile_layers` has compiled the layers of a model."""
     return bool(getattr(model, _COMPILED, False))
 
@@ -252,7 +252,7 @@ def recomputes(model: Any) -> bool:
 def takes_packed(model: Any) -> bool:
     """Return True if attention may be in the graphs of compiled layers: then these keep its results themselves."""
     adapted = adapted_layers(model)
-    return is_compiled(model) and (adapted is None or (adapted.offload is None and adapted.are_graphs))
+    return has_compiled_layers(model) and (adapted is None or (adapted.offload is None and adapted.are_graphs))
 
 
 def find_decoder(causal: Any) -> Any:

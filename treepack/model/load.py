@@ -28,18 +28,19 @@ from torch import Tensor
 
 from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
-from treepack.files.hub import is_offline, load_fault
-from treepack.model.adapter import LoraOptions, assign, base_of, put_adapter
-from treepack.model.compatibility import check_config, translate_errors
+from treepack.files.remote.hub import is_offline, load_fault
+from treepack.model.accept.compatibility import check_config
+from treepack.model.accept.first_batch import mark_checked
+from treepack.model.accept.probe import probe
+from treepack.model.adapters.adapter import LoraOptions, assign, base_of, put_adapter
+from treepack.model.adapters.four_bits import quantization
 from treepack.model.dropout import disable_dropout
 from treepack.model.experts.interface import implementation_of
-from treepack.model.first_batch import mark_checked
-from treepack.model.four_bits import quantization
+from treepack.model.foreign_errors import translate_errors
+from treepack.model.head.value_head import add_value_head, named_weights
 from treepack.model.loaded import LoadedModel
-from treepack.model.probe import probe
 from treepack.model.source import local_source
 from treepack.model.text_half import check_type, choose_config, is_text_half, model_class, model_from_config
-from treepack.model.value_head import add_value_head, named_weights
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan
 from treepack.model.weights.whole_checkpoint import check_savable

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from treepack.attention.interface import AttentionKind
-from treepack.model.value_head import ValueHead, value_head_of
+from treepack.model.head.value_head import ValueHead, value_head_of
 
 T = TypeVar("T")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import READ_ONLY, RemotePath, as_path, is_address
-from treepack.files.cache import copies_below, local_copy
 from treepack.files.directory import RUN
+from treepack.files.remote import object_store
+from treepack.files.remote.cache import copies_below, local_copy
 
 _FINISHED = "train.json"
 # Files that `train` writes beside the model.

@@ -1,4 +1,4 @@
-/* Greedy allocation of rollouts; treepack/rl/trace/greedy.py explains it. */
+/* Greedy allocation of rollouts; treepack/research/trace/greedy.py explains it. */
 
 #include <stdint.h>
 

@@ -116,7 +116,7 @@ def plan_batch(
         options: how rows are planned.
         temperature: of the sampler: one number, one for each sequence [B], or one for each token in the form of
             `input_ids`.
-        routes: experts that the sampler's routers chose, for the model to use again (`model.replay`): integers
+        routes: experts that the sampler's routers chose, for the model to use again (`model.experts.replay`): integers
             [B, L, layers, k], a nested tensor [B, *, layers, k], or a list of [n, layers, k] with at most one row for
             each token, or None. `trajectory.as_routes` says which are not recorded.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from treepack.errors import TreepackError
 from treepack.ingest.options import ROUTE_CONFLICTS
-from treepack.model.loss import CHUNK
+from treepack.model.head.token_loss import CHUNK
 from treepack.pack.options import EFFORTS
 
 METHODS = ("contiguous", "auto")

@@ -18,13 +18,13 @@ from treepack.online.options import OnlineOptions
 from treepack.online.sequences import FlatSequences
 from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.methods.contiguous import cut_in_order
-from treepack.pack.plan.problem import Limits, Search, path_pairs
+from treepack.pack.plan.problem import RowLimits, SearchOptions, path_pairs
 from treepack.pack.plan.unions import RowSizes
 from treepack.trajectory import Int32, Int64, Routes
+from treepack.trie.builders.route_order import RoutedTokens, routed_order
 from treepack.trie.nodes import NodeArrays, forest_of, shared_with_previous, sorted_by_tokens
-from treepack.trie.route_order import RoutedTokens, routed_order
 from treepack.trie.route_symbols import shared_routes
-from treepack.trie.storage import Storage
+from treepack.trie.storage import ArrayStorage
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def sort_forest(sequences: FlatSequences, *, route_conflicts: str = "split") -> 
         ranks,
         np.array(shared, np.int64),
         lengths,
-        None if routes is None else shared_routes(routes, offsets, order, nodes, Storage())[0],
+        None if routes is None else shared_routes(routes, offsets, order, nodes, ArrayStorage())[0],
     )
 
 
@@ -134,7 +134,7 @@ def _merge(row_of: Int64, lengths: Int64, shared: Int64, capacity: int) -> Int64
     num_rows = int(row_of[-1]) + 1
     tokens = _row_tokens(row_of, num_rows, lengths, shared)
     sizes = RowSizes(tokens, path_pairs(tokens), np.zeros_like(tokens))
-    return merge_rows(sizes, np.zeros(num_rows, np.int64), Limits(capacity))[row_of]
+    return merge_rows(sizes, np.zeros(num_rows, np.int64), RowLimits(capacity))[row_of]
 
 
 def _row_tokens(row_of: Int64, num_rows: int, lengths: Int64, shared: Int64) -> Int64:
@@ -158,7 +158,7 @@ def _search(forest: SortedForest, leaves: Int64, options: OnlineOptions, capacit
     # With Arrow and the planner's other methods, which the usual method does not need.
     from treepack.pack.plan.planning import plan_rows
     from treepack.trajectory import Tokens, Trajectory
-    from treepack.trie.build import build_trie
+    from treepack.trie.builders.in_memory import build_trie
     from treepack.trie.nodes import paths
 
     none: Int32 = np.zeros(0, np.int32)
@@ -168,7 +168,7 @@ def _search(forest: SortedForest, leaves: Int64, options: OnlineOptions, capacit
         content = Tokens(forest.tokens[path], none, none, np.zeros(0), routes=routes)
         trajectories.append(Trajectory(str(number), "batch", content))
     trie = build_trie(trajectories)
-    plan = plan_rows(trie, capacity=capacity, method=options.method, search=Search(options.effort))
+    plan = plan_rows(trie, capacity=capacity, method=options.method, search=SearchOptions(options.effort))
     rows = np.zeros(len(leaves), np.int64)
     rows[[int(name) for name in trie.trajectories["trajectory_id"].to_pylist()]] = plan.row_of
     return rows

@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from treepack.model.first_batch import sharding_groups
+from treepack.model.accept.first_batch import sharding_groups
 
 
 def find_replicas(model: nn.Module) -> DistributedDataParallel | None:

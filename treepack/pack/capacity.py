@@ -13,9 +13,9 @@ import numpy as np
 from treepack.columns import PER_TOKEN
 from treepack.errors import TreepackError
 from treepack.pack.options import ANY_LENGTH, TOO_LONG
-from treepack.rollout_parts import LOST_PARTS
+from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.trajectory import Tokens, Trajectory, positions
-from treepack.trie.out_of_core import rebuild
+from treepack.trie.builders.out_of_core import rebuild
 from treepack.trie.trie import Trie, trajectories_of
 
 # Row lengths that training runs use: a common context length, and about the longest that fits one GPU.

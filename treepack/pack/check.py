@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.files.manifest import Manifest
-from treepack.pack.expected import Expected
+from treepack.pack.expected import ExpectedTrajectories
 from treepack.pack.row import Row, RowTerms, row_counts, row_totals
 from treepack.pack.row_shape import check_shape
 from treepack.trajectory import Float64, Int64
@@ -116,7 +116,7 @@ def checked_rows(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> 
     """
     counted: Counter[str] = Counter()
     max_token_id = 0
-    expected = None if trie is None else Expected(trie, manifest)
+    expected = None if trie is None else ExpectedTrajectories(trie, manifest)
     for number, row in enumerate(rows):
         if row.row_id != number:
             raise TreepackError(f"row {number}: has the row_id {row.row_id}; expected its place; pack the trie again")

@@ -15,9 +15,9 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_output, as_path
-from treepack.files.cache import local_copy, naming_addresses
 from treepack.files.directory import finished_directory, finished_file, is_inside, refuse_existing
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
+from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.ingest.readers.files.inputs import displayed
 from treepack.pack.files import write_packed
 from treepack.pack.options import PackOptions
@@ -25,7 +25,7 @@ from treepack.pack.packing import Packing, plan_packing, refuse_too_many
 from treepack.pack.plan.files import PlanFile, read_plan_file
 from treepack.pack.plan.planning import plan_lines
 from treepack.processes import ReportProgress, with_progress
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 
 
 @dataclass(frozen=True, slots=True)

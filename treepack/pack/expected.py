@@ -1,7 +1,7 @@
 """Compare packed rows with their trie: each trajectory exactly once, with its tokens, loss weights and terms.
 
     ids of the trie --IdIndex--> sorted hashes        ids of a row --find--> numbers of its trajectories
-    numbers --TableRows.take--> their columns, which are compared with the row token by token
+    numbers --ChunkedRows.take--> their columns, which are compared with the row token by token
 
 Memory: 21 bytes for each trajectory and the factor of its loss weights. Tokens and columns are read row by row, and the
 mapped pages are released in between.
@@ -31,7 +31,7 @@ from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.pack.row import Row, RowTerms, term_field
 from treepack.pack.weights import stored_times_trained, trajectory_factors
-from treepack.rollout_parts import rollout_codes, rollout_parts, rollout_places
+from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
 from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.storage import PageReleaser
 from treepack.trie.trie import Trie
@@ -44,7 +44,7 @@ class IdIndex:
     """Numbers of the trajectories of a trie by their ids; 12 bytes for each."""
 
     def __init__(self, ids: pa.ChunkedArray) -> None:
-        self._ids = TableRows(pa.table({"id": ids}))
+        self._ids = ChunkedRows(pa.table({"id": ids}))
         hashes = np.concatenate([np.zeros(0, np.uint64), *(_hashes(chunk) for chunk in ids.chunks)])
         self._order = np.argsort(hashes, kind="stable").astype(np.int32)
         self._hashes = hashes[self._order]
@@ -77,7 +77,7 @@ def _hashes(texts: pa.Array) -> NDArray[np.uint64]:
     return pl.Series(pl.from_arrow(texts)).hash().to_numpy()
 
 
-class TableRows:
+class ChunkedRows:
     """Single rows of a table of many chunks, which may be a mapped file; `Table.take` would copy whole columns."""
 
     def __init__(self, table: pa.Table) -> None:
@@ -100,7 +100,7 @@ class TableRows:
         return table if len(parts) < 2 else table.take(pa.array(np.argsort(order)))
 
 
-class Expected:
+class ExpectedTrajectories:
     """The trajectories of a trie, which the rows of a packed directory must give back."""
 
     def __init__(self, trie: Trie, manifest: Manifest) -> None:
@@ -119,7 +119,7 @@ class Expected:
         facts = ["step", "group_id", "trained"]
         values = ["source", "weight", "reward", "advantage", "advantages", *self.logprobs]
         values += [name for name in schema.OPTIONAL.names if name in table.column_names]
-        self.facts, self.columns = TableRows(table.select(facts)), TableRows(table.select(facts + values))
+        self.facts, self.columns = ChunkedRows(table.select(facts)), ChunkedRows(table.select(facts + values))
         self.releaser = PageReleaser(self.storage)
 
     def check(self, row: Row) -> Float64:

@@ -24,10 +24,10 @@ import pyarrow.compute as pc
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_path
-from treepack.files.background import Background
-from treepack.files.cache import local_copy
+from treepack.files.background import BackgroundThread
 from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_manifest, read_manifest, write_manifest
-from treepack.files.parts import PART_TOKENS, Encoding, PartWriter, open_part
+from treepack.files.parts import PART_TOKENS, ColumnEncoding, PartWriter, open_part
+from treepack.files.remote.cache import local_copy
 from treepack.files.routes import route_array
 from treepack.files.task_output import TaskOutput
 from treepack.pack.options import PackOptions
@@ -47,7 +47,7 @@ GROUP_ROUTE_BYTES = 1 << 26
 # takes twice the time of level 2. Measured for each other column: differences, a dictionary, or nothing but zstd, which
 # is the fastest where long runs repeat one value. BYTE_STREAM_SPLIT of integers is faster still, but many readers of
 # Parquet do not know it.
-ENCODING = Encoding(
+ENCODING = ColumnEncoding(
     level=1,
     levels={"input_ids": 2},
     delta=("position_ids", "parent", "trajectory_ends", "term_token"),
@@ -157,7 +157,7 @@ def _write_parts(
     counted: Counter[str] = Counter()
     max_token_id = 0
     # Encoding takes most of the time and releases the GIL, so the rows of the next group are made meanwhile.
-    with Background() as background:
+    with BackgroundThread() as background:
         for group in _row_groups(rows, counted, columns):
             if parts is None:
                 parts = PartWriter(directory, "part", group.columns, ENCODING, first=first_part)

@@ -17,7 +17,7 @@ from treepack.errors import TreepackError
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import required_leaf_weights
 from treepack.rl.rollouts import refuse_split
-from treepack.trie.out_of_core import rebuild
+from treepack.trie.builders.out_of_core import rebuild
 from treepack.trie.trie import Trie, trajectories_of
 
 LEFT_OUT = "left out: leaf weight 0, as a fallback added them"

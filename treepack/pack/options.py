@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from treepack.costs.limits import MAX_TOKEN_PAIRS
 from treepack.errors import TreepackError
 
 METHODS = ("auto", "contiguous", "heuristic", "single-path", "exact", "greedy-online", "sequence", "groups")
@@ -22,7 +23,6 @@ ANY_LENGTH = "train --carry auto trains rows of any length, so memory is no reas
 
 MAX_CAPACITY = 2**31 - 1  # columns count the tokens of a row in 32 bits
 MAX_BUDGET = 10**18  # a sum of nine budgets still fits int64
-MAX_TOKEN_PAIRS = 10**8  # the cost of 10^10 tokens still fits int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class PackOptions:
         time_limit: maximum seconds per tree for a method that proves its plan optimal, None for no limit.
         balance: every training step gets a multiple of this number of rows, with even costs.
         token_pairs: with `balance`, score pairs that take as long as one token in a model, so that the cost of a row is
-            its time: `analysis.model_cost.pairs_of_token`. With 0 it is its score pairs alone.
+            its time: `costs.model_cost.pairs_of_token`. With 0 it is its score pairs alone.
         too_long: "error" refuses a trajectory longer than the capacity, "drop" leaves it out, "truncate" cuts it.
             Memory is no reason to drop or truncate: raise the capacity, and train with `carry`.
         semantics: a shared trained token counts for every trajectory ("branch") or once ("once").

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.files.memory import usual_memory
+from treepack.memory.budget import usual_memory
 from treepack.pack.capacity import fit_capacity, usual_capacities
 from treepack.pack.leaf_weights import weigh_leaves
 from treepack.pack.options import PackOptions
@@ -20,7 +20,7 @@ from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.files import PlanFile
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import packed_trie, plan_of_file, plan_rows
-from treepack.pack.plan.problem import Limits, Search
+from treepack.pack.plan.problem import RowLimits, SearchOptions
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.pack.totals import packed_totals
@@ -119,19 +119,19 @@ def refuse_too_many(num_nodes: int, num_trajectories: int, *, memory: int | None
         )
 
 
-def _limits(trie: Trie, options: PackOptions, plan_file: PlanFile | None) -> Limits:
+def _limits(trie: Trie, options: PackOptions, plan_file: PlanFile | None) -> RowLimits:
     if plan_file is not None:
         return plan_file.limits
     capacity = options.capacity or usual_capacities(trie)[0]
-    return Limits(capacity, options.pairs_budget, options.terms_budget)
+    return RowLimits(capacity, options.pairs_budget, options.terms_budget)
 
 
-def _plan(trie: Trie, limits: Limits, options: PackOptions, progress: ReportProgress | None) -> Plan:
+def _plan(trie: Trie, limits: RowLimits, options: PackOptions, progress: ReportProgress | None) -> Plan:
     return plan_rows(
         trie,
         capacity=limits,
         method=options.method,
-        search=Search(options.effort, options.time_limit),
+        search=SearchOptions(options.effort, options.time_limit),
         multiple_of=options.balance,
         token_pairs=options.token_pairs,
         workers=options.workers,

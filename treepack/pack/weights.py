@@ -28,10 +28,10 @@ from treepack.files import schema
 from treepack.files.column_views import View
 from treepack.pack.placement import PlacedNodes
 from treepack.pack.row import RowTerms
-from treepack.rollout_parts import rollout_codes, rollout_parts, rollout_places
+from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.nodes import paths
-from treepack.trie.storage import PageReleaser, Storage
+from treepack.trie.storage import ArrayStorage, PageReleaser
 from treepack.trie.trie import Trie
 
 # Columns of trajectories any value of which makes terms.
@@ -123,7 +123,7 @@ def times_trained(trie: Trie) -> Int32:
     return stored_times_trained(trie)[0]
 
 
-def stored_times_trained(trie: Trie) -> tuple[Int32, Storage]:
+def stored_times_trained(trie: Trie) -> tuple[Int32, ArrayStorage]:
     """Return `times_trained`, and the storage with its map."""
     counts: Int32
     counts, storage = trie.storage.zeros(trie.tokens_tree, np.int32)

@@ -21,7 +21,7 @@ A caterpillar of 40 turns has 40 levels and 2 stages of heavy paths; a star has 
 A tree of one token needs no state and leaves none to others. Padding consists of such trees, so neighbours among them
 share chunks; a token sees the tokens before it in its chunk only up to their subtree_end.
 
-In: subtree_end int [B, T] on the CPU or on a GPU. Out: `Chunks` of the tokens of all rows, one row after the
+In: subtree_end int [B, T] on the CPU or on a GPU. Out: `TokenChunks` of the tokens of all rows, one row after the
 other. No Python loop runs over tokens, only over nodes and chunks.
 """
 
@@ -40,7 +40,7 @@ _LAUNCH_STEPS = 2
 _RUNS_AT_ONCE = 4
 
 
-class Stage(NamedTuple):
+class RunStage(NamedTuple):
     """Runs that are computed at once.
 
     chunks    int32 [n], the chunks of all runs, run after run
@@ -54,7 +54,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chunks:
+class TokenChunks:
     """Chunks of the N tokens of a batch. There are C chunks of at most `size` tokens, R runs and S saved states.
 
     size          maximum number of tokens of a chunk
@@ -78,15 +78,15 @@ class Chunks:
     run_state: Tensor
     state_begins: Tensor
     state_runs: Tensor
-    stages: tuple[Stage, ...]
+    stages: tuple[RunStage, ...]
 
-    def to(self, device: torch.device) -> Chunks:
+    def to(self, device: torch.device) -> TokenChunks:
         """Return the same table on `device`; from pinned memory, without waiting for the copy."""
         if self.end.device == device:
             return self
         moved = {each.name: getattr(self, each.name) for each in fields(self)}
         moved = {name: move(x, device) if isinstance(x, Tensor) else x for name, x in moved.items()}
-        stages = [Stage(move(s.chunks, device), move(s.begins, device), s.first) for s in self.stages]
+        stages = [RunStage(move(s.chunks, device), move(s.begins, device), s.first) for s in self.stages]
         return replace(self, **{**moved, "stages": tuple(stages)})
 
 
@@ -121,7 +121,7 @@ def find_parents(end: Tensor) -> Tensor:
     return torch.where(depth == 0, -1, order[places.clamp(min=0)])
 
 
-def build_chunks(subtree_end: Tensor, *, size: int = CHUNK, order: str | None = None) -> Chunks:
+def build_chunks(subtree_end: Tensor, *, size: int = CHUNK, order: str | None = None) -> TokenChunks:
     """Return the chunks of rows.
 
     Args:
@@ -134,7 +134,7 @@ def build_chunks(subtree_end: Tensor, *, size: int = CHUNK, order: str | None = 
         return _build(flatten_ends(subtree_end).cpu(), size, order).to(subtree_end.device)
 
 
-def _build(end: Tensor, size: int, order: str | None) -> Chunks:
+def _build(end: Tensor, size: int, order: str | None) -> TokenChunks:
     parent = find_parents(end)
     count = len(end)
     index = torch.arange(count)
@@ -165,7 +165,7 @@ def _build(end: Tensor, size: int, order: str | None) -> Chunks:
     table = _number_states(runs, node_first, node_chunks, before_node)
     int32 = {"end": end, "begin": begin, "length": length, "parent": previous, **table.columns}
     tensors = {name: values.to(torch.int32) for name, values in int32.items()}
-    return Chunks(size=size, stages=table.stages, **tensors)
+    return TokenChunks(size=size, stages=table.stages, **tensors)
 
 
 def plan_stages(parent: list[int], steps: list[int], order: str | None = None) -> list[list[list[int]]]:
@@ -233,13 +233,13 @@ def _heavy_paths(parent: list[int], steps: list[int]) -> list[list[list[int]]]:
 
 class _StateTable(NamedTuple):
     columns: dict[str, Tensor]
-    stages: tuple[Stage, ...]
+    stages: tuple[RunStage, ...]
 
 
 def _number_states(
     plan: list[list[list[int]]], node_first: Tensor, node_chunks: Tensor, before_node: Tensor
 ) -> _StateTable:
-    """Return the columns of `Chunks` about runs and saved states."""
+    """Return the columns of `TokenChunks` about runs and saved states."""
     first, count, before = node_first.tolist(), node_chunks.tolist(), before_node.tolist()
     runs = [run for stage in plan for run in stage]
     # Runs from the same chunk share one saved state; states are numbered by their chunk.
@@ -257,7 +257,7 @@ def _number_states(
         lists = [[c for node in run for c in range(first[node], first[node] + count[node])] for run in stage]
         sizes = torch.tensor([0, *map(len, lists)])
         flat = torch.tensor([c for chunks in lists for c in chunks], dtype=torch.int32)
-        stages.append(Stage(flat, sizes.cumsum(0).to(torch.int32), done))
+        stages.append(RunStage(flat, sizes.cumsum(0).to(torch.int32), done))
         done += len(stage)
     columns = {
         "saved": saved,

@@ -11,7 +11,8 @@ t + W - 1, read by taps 0, 1, ..., W - 1. The others read it from a later branch
     0 - 1 - 2        with 3 taps, token 0 has the readers 0, 1, 2 and, by tap 2, also 3
          `- 3 - 4    token 1 has the readers 1, 2 and, by tap 1, also 3, and by tap 2 also 4
 
-`Taps` lists these distant readers, token by token, so that each gradient has one owner and one order of additions.
+`ConvolutionTaps` lists these distant readers, token by token, so that each gradient has one owner and one order of
+additions.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from treepack.recurrent.chunks import find_parents, flatten_ends, move
 
 
 @dataclass(frozen=True)
-class Taps:
+class ConvolutionTaps:
     """Ancestors that the W taps of a convolution read, and the distant readers of tokens. There are N tokens.
 
     ancestors    int32 [W, N], the i-th ancestor of each token in row i, -1 before the root; row 0 is 0 ... N - 1
@@ -46,11 +47,11 @@ class Taps:
     readers: Tensor
     reader_taps: Tensor
 
-    def to(self, device: torch.device) -> Taps:
+    def to(self, device: torch.device) -> ConvolutionTaps:
         """Return the same table on `device`; see `chunks.move`."""
         if self.ancestors.device == device:
             return self
-        return Taps(**{each.name: move(getattr(self, each.name), device) for each in fields(self)})
+        return ConvolutionTaps(**{each.name: move(getattr(self, each.name), device) for each in fields(self)})
 
 
 def build_ancestors(subtree_end: Tensor, taps: int) -> Tensor:
@@ -70,7 +71,7 @@ def build_ancestors(subtree_end: Tensor, taps: int) -> Tensor:
     return torch.stack(rows).to(torch.int32)
 
 
-def build_taps(subtree_end: Tensor, taps: int) -> Taps:
+def build_taps(subtree_end: Tensor, taps: int) -> ConvolutionTaps:
     """Return the table of a convolution of width `taps` for rows of `subtree_end` [B, T]; see `build_ancestors`."""
     ancestors = build_ancestors(subtree_end, taps)
     count = ancestors.shape[1]
@@ -83,10 +84,14 @@ def build_taps(subtree_end: Tensor, taps: int) -> Taps:
     number = torch.full((count,), -1, dtype=torch.int32, device=ancestors.device)
     number[targets.long()] = torch.arange(len(targets), dtype=torch.int32, device=ancestors.device)
     begins = torch.cat([readers_each.new_zeros(1), readers_each.cumsum(0)]).to(torch.int32)
-    return Taps(ancestors, targets, number, begins, reader[order].to(torch.int32), tap[order].to(torch.int32))
+    return ConvolutionTaps(
+        ancestors, targets, number, begins, reader[order].to(torch.int32), tap[order].to(torch.int32)
+    )
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, taps: Taps) -> Tensor:
+def convolve_plainly(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, taps: ConvolutionTaps
+) -> Tensor:
     """Return the convolution of the tokens of a tree, [N, C] in the dtype of `x`.
 
     The precision is float64 if `x` has it, and float32 otherwise. Two runs agree in every bit.
@@ -126,7 +131,7 @@ class TapProducts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, taps: Taps) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, taps: ConvolutionTaps) -> Tensor:
         """Compute the sum, tap after tap."""
         ctx.save_for_backward(x, weight)
         ctx.taps = taps
@@ -140,7 +145,7 @@ class TapProducts(torch.autograd.Function):
         """Compute the gradients of x and weight."""
         (do,) = gradients
         x, weight = ctx.saved_tensors
-        taps: Taps = ctx.taps
+        taps: ConvolutionTaps = ctx.taps
         ancestors = taps.ancestors
         dx = do * weight[:, -1]
         columns = [(do * x).sum(0)]

@@ -38,7 +38,7 @@ _wanted = "auto"
 _log = logging.getLogger("treepack")
 
 
-class Layer(NamedTuple):
+class LayerProperties(NamedTuple):
     """Properties of a recurrent layer that its implementation depends on.
 
     device, dtype    of the values
@@ -87,7 +87,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | N
         from treepack.recurrent.kernels.convolution import triton_convolve
 
         return triton_convolve(x, weight, bias, activation, taps)
-    return convolution.convolve(x, weight, bias, activation, taps)
+    return convolution.convolve_plainly(x, weight, bias, activation, taps)
 
 
 def _takes_kernel(x: Tensor) -> bool:
@@ -106,8 +106,8 @@ def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, schedu
     Raises:
         TreepackError: if the implementation that `use_implementation` names cannot compute this layer.
     """
-    layer = Layer(v.device, v.dtype, k.shape[-1], v.shape[-1], beta is not None, g.ndim == 3)
-    chosen = resolve(_wanted, layer)
+    layer = LayerProperties(v.device, v.dtype, k.shape[-1], v.shape[-1], beta is not None, g.ndim == 3)
+    chosen = resolve_scan(_wanted, layer)
     if chosen == "fla":
         return scan_by_levels(q, k, v, g, beta, schedules.table("levels", build_levels))
     chunks = schedules.table("chunks", build_chunks)
@@ -115,29 +115,29 @@ def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, schedu
         from treepack.recurrent.kernels.autograd import triton_scan
 
         return triton_scan(q, k, v, g, beta, chunks)
-    return twin.scan(q, k, v, g, beta, chunks)
+    return twin.scan_plainly(q, k, v, g, beta, chunks)
 
 
-def resolve(name: str, layer: Layer) -> str:
+def resolve_scan(name: str, layer: LayerProperties) -> str:
     """Return the name of the implementation that computes a layer; `name` is one of `NAMES`, or auto.
 
     Raises:
         TreepackError: if `name` is an implementation that cannot compute it.
     """
     if name == "auto":
-        return choose(layer)
-    reason = obstacle(name, layer)
+        return choose_scan(layer)
+    reason = scan_obstacle(name, layer)
     if reason is not None:
         raise TreepackError(f"recurrent layer: {name} {reason}, or let auto choose")
     return name
 
 
 @functools.cache
-def choose(layer: Layer) -> str:
+def choose_scan(layer: LayerProperties) -> str:
     """Return the first implementation in `AUTO` that has no obstacle; cached, so the log names it once."""
     obstacles = []
     for name in AUTO.get(layer.device.type, ("torch",)):
-        reason = obstacle(name, layer)
+        reason = scan_obstacle(name, layer)
         if reason is None:
             break
         # "needs flash-linear-attention; pip install ..." -> "fla needs flash-linear-attention"
@@ -148,7 +148,7 @@ def choose(layer: Layer) -> str:
     return name
 
 
-def obstacle(name: str, layer: Layer) -> str | None:
+def scan_obstacle(name: str, layer: LayerProperties) -> str | None:
     """Return the reason why an implementation cannot compute a layer, and the remedy; None if it can.
 
     The text follows the name of the implementation: "needs a GPU and the tensors are on cpu; use torch".
@@ -166,7 +166,7 @@ def obstacle(name: str, layer: Layer) -> str | None:
     return reason
 
 
-def _fla_obstacle(layer: Layer) -> str | None:
+def _fla_obstacle(layer: LayerProperties) -> str | None:
     if layer.device.type != "cuda":
         return f"needs a GPU and the tensors are on {layer.device}; use torch"
     if layer.dtype not in _DTYPES:

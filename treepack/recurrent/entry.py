@@ -55,7 +55,7 @@ def upgrade_hint() -> str | None:
     return f"install transformers {_VERSION} or later ({version} is installed)" if installed < needed else None
 
 
-def obstacle(config: Any) -> str | None:
+def model_obstacle(config: Any) -> str | None:
     """Return why the recurrent layers of a model cannot be computed on trees; None if they can.
 
     Args:

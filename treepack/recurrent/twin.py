@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treepack.recurrent.chunks import Chunks
+from treepack.recurrent.chunks import TokenChunks
 
 
-def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks: Chunks) -> Tensor:
+def scan_plainly(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks: TokenChunks) -> Tensor:
     """Return the outputs o [N, H, V] of the tokens of a tree, in the dtype of `v`.
 
     The precision is float64 if `v` has it, and float32 otherwise.
@@ -66,7 +66,7 @@ def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks
     return flat.to(v.dtype)
 
 
-def _positions(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
+def _positions(chunks: TokenChunks) -> tuple[Tensor, Tensor, Tensor]:
     """Return the token at each place of each chunk, int64 [C, n]; which of them exist; and pairs, bool [C, 1, n, n].
 
     The pair i, j is True if the token at place i sees the one at place j of its chunk.
@@ -105,7 +105,7 @@ class TreeStates(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor, u: Tensor, k: Tensor, decay: Tensor, chunks: Chunks) -> Tensor:
+    def forward(ctx: Any, w: Tensor, u: Tensor, k: Tensor, decay: Tensor, chunks: TokenChunks) -> Tensor:
         """Compute the states, one step along all paths at a time."""
         h = u.new_zeros(*u.shape[:2], k.shape[-1], u.shape[-1])
         steps = _steps(chunks.parent)

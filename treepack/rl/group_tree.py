@@ -3,7 +3,7 @@
     Trie --group_codes--> group of each trajectory, as a number
     Trie --node_paths--> NodePaths        ancestor of any node by token offset, lowest common ancestors
     Trie, group of each trajectory --group_tree--> GroupTree       end nodes and branch nodes of the group, no others
-    GroupTree, first trained tokens --find_origins--> Origins      the trajectory that each trajectory continues
+    GroupTree, first trained tokens --find_origins--> TrajectoryOrigins  the trajectory that each trajectory continues
 
         1 - 2 - 3 4 - 5 6   a, group g        The trie has 7 nodes, a node for each run of tokens between branches.
         |   |     '-- 7     b, group g        The tree of g omits the node `1`: only h leaves g there.
@@ -154,7 +154,7 @@ def _common_ancestors(keys: Int64, tree: Int64, paths: NodePaths) -> tuple[NDArr
     return near, key_group[1:][near] * len(tree) + paths.common_ancestor(node[:-1][near], node[1:][near])
 
 
-class Origins(NamedTuple):
+class TrajectoryOrigins(NamedTuple):
     """The trajectory `origin` that each trajectory continues, -1 if none, and their common tokens `shared`; int64 [n].
 
     `shared` stops at the first trained token of the trajectory that continues.
@@ -164,7 +164,7 @@ class Origins(NamedTuple):
     shared: Int64
 
 
-def find_origins(tree: GroupTree, first: Int64, rank: Int64) -> Origins:
+def find_origins(tree: GroupTree, first: Int64, rank: Int64) -> TrajectoryOrigins:
     """Find the trajectory of its group that each one continues, from their `first` trained tokens, int64 [n].
 
     Trajectory i may continue d if both are the same up to and including token `first[d]`, and that token is before
@@ -188,7 +188,7 @@ def find_origins(tree: GroupTree, first: Int64, rank: Int64) -> Origins:
     node = np.where(earliest[last] < first, last, above[tree.up[last]])
     none = node < 0
     shared = np.minimum(tree.paths.path_length[node], first)
-    return Origins(np.where(none, -1, best[node]), np.where(none, 0, shared))
+    return TrajectoryOrigins(np.where(none, -1, best[node]), np.where(none, 0, shared))
 
 
 def _range_minima(values: Int64, start: Int64, stop: Int64) -> Int64:

@@ -1,6 +1,6 @@
 """Rollouts of a trie, each of which has one trajectory or several.
 
-    Trie --rollouts_of--> Rollouts      the rollout of each trajectory; a rollout counts once in its group
+    Trie --rollouts_of--> TrieRollouts      the rollout of each trajectory; a rollout counts once in its group
 
 A conversation becomes several trajectories if the chat template rewrites its earlier turns, if each turn is a sample,
 or if a program rewrites the history between two calls of the model.
@@ -16,13 +16,13 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.rl.group_tree import group_codes
-from treepack.rollout_parts import first_of_each, rollout_codes, rollout_parts
+from treepack.rl.rollout_parts import first_of_each, rollout_codes, rollout_parts
 from treepack.trajectory import ON_SEVERAL_PATHS, Float64, Int64
 from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)
-class Rollouts:
+class TrieRollouts:
     """The rollouts of the trajectories of a trie.
 
     Attributes:
@@ -41,7 +41,7 @@ class Rollouts:
         return len(self.first) < len(self.of_trajectory)
 
 
-def rollouts_of(trie: Trie) -> Rollouts:
+def rollouts_of(trie: Trie) -> TrieRollouts:
     """Return the rollouts of `trie`.
 
     Raises:
@@ -51,7 +51,7 @@ def rollouts_of(trie: Trie) -> Rollouts:
     codes = rollout_codes(table)
     if codes is None:
         every = np.arange(count)
-        return Rollouts(every, every, np.zeros(count, np.int64))
+        return TrieRollouts(every, every, np.zeros(count, np.int64))
     part = rollout_parts(table)
     shared = np.flatnonzero(part == ON_SEVERAL_PATHS)
     if len(shared):
@@ -62,7 +62,7 @@ def rollouts_of(trie: Trie) -> Rollouts:
         )
     # codes [4, 2, 4] -> first of each [0, 1, 0] -> first [0, 1], number [0, 1, 0]
     first, number = np.unique(first_of_each(codes), return_inverse=True)
-    rollouts = Rollouts(number.astype(np.int64), first.astype(np.int64), part)
+    rollouts = TrieRollouts(number.astype(np.int64), first.astype(np.int64), part)
     own = rollouts.first[rollouts.of_trajectory]
     reward: Float64 = table["reward"].to_numpy().astype(np.float64)
     group = group_codes(trie)

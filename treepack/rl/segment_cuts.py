@@ -1,6 +1,6 @@
 """Starts of the segments of a group's rollouts: recorded, at turns, at branches of the trie, or every N tokens.
 
-    Trie, group of each trajectory, segment --find_cuts--> Cuts(owner, start)
+    Trie, group of each trajectory, segment --find_cuts--> SegmentCuts(owner, start)
 
         1 2 3 | 4 5 6 | 7 8       d  trained: 4 5 and 7 8, so cut at 3 and 6
         1 2 3   4 5 6 | 9         i  trained: only 9; a continuation of d, recorded with its prompt
@@ -27,7 +27,7 @@ from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.files.metadata import parse_metadata
 from treepack.ingest.readers.fields.rollout_facts import METADATA_DICTS, SEGMENT_IDS, SEGMENTS
-from treepack.rl.group_tree import NodePaths, Origins, find_origins, group_tree
+from treepack.rl.group_tree import NodePaths, TrajectoryOrigins, find_origins, group_tree
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
@@ -36,7 +36,7 @@ _EXPECTED = "expected the ascending token offsets of its segments, or --segment 
 MAX_SIZE = 2**31 - 1  # tokens: positions are int32 in files, so a longer segment cannot exist
 
 
-class Cuts(NamedTuple):
+class SegmentCuts(NamedTuple):
     """The token `start` of every segment, and its `owner`, an index into the members; int64, distinct, in any order.
 
     `segment` is the method that was used: the requested one, or the one that "auto" chose. A member may have no cuts.
@@ -49,7 +49,7 @@ class Cuts(NamedTuple):
     sample: Int64 | None = None
 
 
-def find_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, segment: str) -> Cuts:
+def find_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, segment: str) -> SegmentCuts:
     """Find the starts of the segments of the trajectories `members` of `trie` (ascending); `group` are codes from 0.
 
     `segment` has the values of `segments.segment_tree`; `paths` are the paths of the trie.
@@ -58,17 +58,17 @@ def find_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, seg
         TreepackError: unknown `segment`, or recorded offsets that are missing or malformed.
     """
     if segment.isdecimal() and 0 < int(segment) <= MAX_SIZE:
-        return Cuts(segment, *_even_cuts(trie, paths, members, group, size=int(segment)))
+        return SegmentCuts(segment, *_even_cuts(trie, paths, members, group, size=int(segment)))
     if segment not in METHODS:
         raise TreepackError(f"segment is {segment!r}; expected {', '.join(METHODS)} or a number of tokens")
     if segment == "turn":
-        return Cuts(segment, *_turn_cuts(trie, paths, members, group))
+        return SegmentCuts(segment, *_turn_cuts(trie, paths, members, group))
     recorded = None if segment == "node" else _complete_segments(trie, members)
     if recorded is not None:
         return _recorded_cuts(recorded, group)
     if segment == "recorded":
         raise TreepackError("no trajectory has 'segments' in its metadata; record them or give another --segment")
-    return Cuts("node", *_branch_cuts(trie, paths, members, group))
+    return SegmentCuts("node", *_branch_cuts(trie, paths, members, group))
 
 
 def first_trained(trie: Trie, members: Int64) -> Int64:
@@ -83,11 +83,11 @@ def first_trained(trie: Trie, members: Int64) -> Int64:
 
 def _origins(
     trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, first: Int64, cuts: tuple[Int64, Int64]
-) -> Origins:
+) -> TrajectoryOrigins:
     """Find origins by `group_tree.find_origins`, preferring the earlier cut at the first place where cuts differ."""
     # If all members of a group start to train at the same token, none of them continues another.
     if (first == first[np.unique(group, return_index=True)[1]][group]).all():
-        return Origins(np.full(len(members), -1), np.zeros(len(members), np.int64))
+        return TrajectoryOrigins(np.full(len(members), -1), np.zeros(len(members), np.int64))
     owner, start = cuts
     # Big-endian bytes sort as the lists of numbers do. The end marker is above every cut, so of [3] and [3, 6] the
     # longer list is first: 00000003 00000006 ffffffff < 00000003 ffffffff.
@@ -138,7 +138,7 @@ def _trained_runs(trie: Trie, members: Int64) -> tuple[Int64, Int64]:
     return index[span_owner[is_start]], spans.starts[is_start].astype(np.int64)
 
 
-def _inherited_cuts(owner: Int64, start: Int64, origins: Origins) -> tuple[Int64, Int64]:
+def _inherited_cuts(owner: Int64, start: Int64, origins: TrajectoryOrigins) -> tuple[Int64, Int64]:
     """Return the cuts that each trajectory takes over from its origin: owner and token of each.
 
     `start` are the cuts at trained runs, ascending by `owner`. The loop works in rounds: a trajectory is ready in the
@@ -227,7 +227,7 @@ def _complete_segments(trie: Trie, members: Int64) -> list[RecordedSegments] | N
     return complete or None
 
 
-def _recorded_cuts(recorded: list[RecordedSegments], group: Int64) -> Cuts:
+def _recorded_cuts(recorded: list[RecordedSegments], group: Int64) -> SegmentCuts:
     """Return the recorded offsets of all members as cuts.
 
     Raises:
@@ -243,13 +243,13 @@ def _recorded_cuts(recorded: list[RecordedSegments], group: Int64) -> Cuts:
     owner = np.repeat(np.arange(len(recorded)), [len(rollout.starts) for rollout in recorded])
     start = np.array([offset for rollout in recorded for offset in rollout.starts], np.int64)
     if not any(has_ids.values()):
-        return Cuts("recorded", owner, start)
+        return SegmentCuts("recorded", owner, start)
     # Ids may exceed int64, so number them: [[5, 2**63], [5, 9]] -> [0, 1, 0, 2]. Ids are only compared within a group,
     # and all rollouts of such a group have them.
     codes: dict[int, int] = {}
     numbers = (number for rollout in recorded for number in rollout.ids or [0] * len(rollout.starts))
     sample = [codes.setdefault(number, len(codes)) for number in numbers]
-    return Cuts("recorded", owner, start, np.array(sample, np.int64))
+    return SegmentCuts("recorded", owner, start, np.array(sample, np.int64))
 
 
 def _recorded_lists(metadata: str, source: str) -> tuple[Any, Any]:

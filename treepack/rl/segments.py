@@ -21,7 +21,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.rl.group_tree import NodePaths, node_paths, token_places
-from treepack.rl.segment_cuts import Cuts, find_cuts
+from treepack.rl.segment_cuts import SegmentCuts, find_cuts
 from treepack.trajectory import Int64
 from treepack.trie.route_symbols import splits_by_routes
 from treepack.trie.trie import Trie
@@ -115,10 +115,10 @@ def segment_tree(trie: Trie, members: Int64, group: Int64, *, segment: str = "au
     order = np.lexsort((start, owner))
     if sample is not None:
         sample = np.concatenate([sample[deep], np.zeros_like(uncut)])[order]
-    return _build_tree(trie, paths, members, group, Cuts(segment, owner[order], start[order], sample))
+    return _build_tree(trie, paths, members, group, SegmentCuts(segment, owner[order], start[order], sample))
 
 
-def _build_tree(trie: Trie, paths: NodePaths, members: Int64, group: Int64, cuts: Cuts) -> SegmentTree:
+def _build_tree(trie: Trie, paths: NodePaths, members: Int64, group: Int64, cuts: SegmentCuts) -> SegmentTree:
     """Build the tree of segments from `cuts`, ascending; the first cut of each trajectory is the end of its root."""
     segment, owner, start, sample = cuts
     num_groups = int(group.max(initial=-1)) + 1

@@ -9,12 +9,12 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.rollout.options import TreeOptions
-from treepack.rollout.tree import FINISHED_WELL, Node
+from treepack.rollout.tree import FINISHED_WELL, TreeNode
 from treepack.trajectory import Float64, Int64
 
 
 def level_forks(
-    active: list[Node], *, level: int, first: int, num_leaves: int, options: TreeOptions, rng: np.random.Generator
+    active: list[TreeNode], *, level: int, first: int, num_leaves: int, options: TreeOptions, rng: np.random.Generator
 ) -> Int64:
     """Return the number of continuations of each `active` path, at least 1 each; int64 [len(active)].
 
@@ -42,7 +42,7 @@ def divide(total: int, shares: Float64, rng: np.random.Generator) -> Int64:
     return counts
 
 
-def _mean_logprobs(active: list[Node]) -> Float64:
+def _mean_logprobs(active: list[TreeNode]) -> Float64:
     means = [float(np.mean(node.logprobs)) for node in active if node.logprobs is not None]
     if len(means) < len(active):
         raise TreepackError("the engine returns no log-probabilities to branch by; use --branching even")
@@ -59,7 +59,7 @@ def _softmax(logprobs: Float64, level: int, options: TreeOptions) -> Float64:
     return shares
 
 
-def fallback_forks(leaves: list[Node], *, options: TreeOptions, rng: np.random.Generator) -> dict[Node, int]:
+def fallback_forks(leaves: list[TreeNode], *, options: TreeOptions, rng: np.random.Generator) -> dict[TreeNode, int]:
     """Return the nodes to continue again, and how often, so that the tree reaches its width.
 
     Leaves are drawn among those that ended with an answer or a stop token, or among all if there are none. Each one is
@@ -68,7 +68,7 @@ def fallback_forks(leaves: list[Node], *, options: TreeOptions, rng: np.random.G
     """
     missing = options.width - len(leaves)
     candidates = [leaf for leaf in leaves if leaf.finish in FINISHED_WELL] or leaves
-    forks: dict[Node, int] = {}
+    forks: dict[TreeNode, int] = {}
     while missing > 0:
         path = candidates[int(rng.integers(len(candidates)))].path()
         # path [root, A, B]: B is a leaf, so its segments start after root and after A.

@@ -6,14 +6,14 @@ import numpy as np
 
 from treepack.rollout.engine import STOP
 from treepack.rollout.options import TreeOptions
-from treepack.rollout.tree import ANSWER, REPETITION, TOO_DEEP, TOO_LONG, Node
+from treepack.rollout.tree import ANSWER, REPETITION, TOO_DEEP, TOO_LONG, TreeNode
 from treepack.trajectory import Int32
 
 MAX_PERIOD = 64  # tokens: longer runs are seldom repeated exactly, and the check costs time linear in the period
 MIN_REPEATED = 64  # tokens: a ruler of 20 dashes or the digits of 1/3 are no failure
 
 
-def ending(node: Node, finish: str, *, num_prompt: int, options: TreeOptions) -> str | None:
+def ending(node: TreeNode, finish: str, *, num_prompt: int, options: TreeOptions) -> str | None:
     """Return the reason for which the path of a new `node` ends, or None if it goes on.
 
     An answer has priority, then repetition, then the limits. `finish` is that of the engine: a stop token ends the
@@ -23,19 +23,19 @@ def ending(node: Node, finish: str, *, num_prompt: int, options: TreeOptions) ->
         return ANSWER
     if finish == STOP:
         return None
-    if options.max_repeats and repeats(node.turn, options.max_repeats):
+    if options.max_repeats and ends_in_repeats(node.turn, options.max_repeats):
         return REPETITION
     return limit(node, num_prompt=num_prompt, options=options)
 
 
-def limit(node: Node, *, num_prompt: int, options: TreeOptions) -> str | None:
+def limit(node: TreeNode, *, num_prompt: int, options: TreeOptions) -> str | None:
     """Return the limit that the path of `node` has reached, or None."""
     if node.end - num_prompt >= options.max_tokens:
         return TOO_LONG
     return TOO_DEEP if options.depth is not None and node.depth >= options.depth else None
 
 
-def repeats(ids: Int32, times: int) -> bool:
+def ends_in_repeats(ids: Int32, times: int) -> bool:
     """Return True if `ids` ends with `times` or more copies of a run of at most `MAX_PERIOD` tokens.
 
     The copies must be `MIN_REPEATED` tokens or more in total. The ids are those of the whole turn, so a repetition

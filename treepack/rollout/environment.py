@@ -25,7 +25,7 @@ from treepack.errors import TreepackError
 from treepack.rollout.query import Query
 from treepack.rollout.rewards import checked_reward
 from treepack.rollout.tree import NO_TOKENS
-from treepack.rollout.user_code import call, name_of, uninterrupted
+from treepack.rollout.user_code import call, name_of_code, uninterrupted
 from treepack.trajectory import Int32
 
 METHODS = ("prompt", "observe", "reward")
@@ -151,7 +151,7 @@ class _World:
 
     def error(self, problem: str) -> TreepackError:
         """Return the error of a `problem` with the environments."""
-        return TreepackError(f"{self.place}: {name_of(self.factory)} {problem}")
+        return TreepackError(f"{self.place}: {name_of_code(self.factory)} {problem}")
 
     async def new(self) -> Environment:
         """Return a new environment, which counts as open."""
@@ -215,7 +215,7 @@ class _World:
             await call(environment.truncate, unfinished.tolist(), place=self.place)  # type: ignore[attr-defined]
         value = await call(environment.reward, place=self.place)
         await self._close(environment)
-        return checked_reward(value, f"{self.place}: {name_of(environment.reward)}")
+        return checked_reward(value, f"{self.place}: {name_of_code(environment.reward)}")
 
     async def close(self) -> None:
         """Forget the snapshots, and close all environments that a failure or a cancellation has left open."""

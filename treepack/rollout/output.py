@@ -26,9 +26,9 @@ from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath, as_output
 from treepack.files.directory import finished_file
 from treepack.files.lock import lock
-from treepack.rollout.dialects import checked_ids
 from treepack.rollout.query import Query
-from treepack.rollout.records import name_of
+from treepack.rollout.records import name_of_query
+from treepack.rollout.servers.dialects import checked_ids
 from treepack.trajectory import Int32
 
 FORMAT, VERSION = "treepack-rollouts", 1
@@ -156,7 +156,7 @@ def waiting_queries(queries: list[Query], file: RolloutFile) -> list[Query]:
     """
     by_name: dict[str, Query] = {}
     for query in queries:
-        if by_name.setdefault(name_of(query), query) is not query:
+        if by_name.setdefault(name_of_query(query), query) is not query:
             raise TreepackError(
                 f"{query.source or 'a query'}: has the key {query.key} of another query; give it its own"
             )

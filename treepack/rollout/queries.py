@@ -1,6 +1,6 @@
 """Files of prompts, and the tables that other commands write, as queries.
 
-    FILE --read_queries--> Queries(kind, [Query, ...])
+    FILE --read_queries--> QueryFile(kind, [Query, ...])
 
     kind        recognised by                      a query for each                 its prompt comes from
     prompts     ids, messages or text              record                           the record
@@ -31,7 +31,7 @@ from treepack.rollout.prompts import PromptReader
 from treepack.rollout.query import Query
 from treepack.rollout.recorded import GroupPrompt, group_prompts, prefix_parts, reused_turn
 from treepack.trajectory import derived_group
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
 PROMPTS, AUGMENTED, SELECTED, ROOTS, PREFIXES = "prompts", "augmented", "selected", "roots", "prefixes"
@@ -59,7 +59,7 @@ class QuerySources:
 
 
 @dataclass(frozen=True, slots=True)
-class Queries:
+class QueryFile:
     """The `queries` of a file in its order. `num_unused` rows of a table ask for no rollout and have no query."""
 
     kind: str
@@ -67,7 +67,7 @@ class Queries:
     num_unused: int
 
 
-def read_queries(path: str | AnyPath, sources: QuerySources = QuerySources()) -> Queries:
+def read_queries(path: str | AnyPath, sources: QuerySources = QuerySources()) -> QueryFile:
     """Read the queries of a file: JSON lines, JSON or Parquet, also compressed.
 
     Raises:
@@ -88,7 +88,7 @@ def read_queries(path: str | AnyPath, sources: QuerySources = QuerySources()) ->
         queries, num_unused = [_query_of_record(record, sources) for record in records], 0
         queries = _with_parents(queries, joined)
     _refuse_duplicates(queries)
-    return Queries(kind, queries, num_unused)
+    return QueryFile(kind, queries, num_unused)
 
 
 def _kind(record: Record, sources: QuerySources) -> str:

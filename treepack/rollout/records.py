@@ -35,7 +35,7 @@ from treepack.ingest.readers.fields.rollout_facts import (
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.rollout.engine import derived_seed
 from treepack.rollout.query import Query
-from treepack.rollout.tree import Node, Tree, leaf_weights
+from treepack.rollout.tree import Tree, TreeNode, weights_of_leaves
 from treepack.trajectory import Trajectory
 
 OWN_FIELDS = (
@@ -45,7 +45,7 @@ OWN_FIELDS = (
 ).split()
 
 
-def name_of(query: Query) -> str:
+def name_of_query(query: Query) -> str:
     """Return the common part of the ids of a query's rollouts, distinct over steps: "task-7", or "task-7:step-3"."""
     # The key of a prefix contains the id of its parent rollout, so it is distinct already.
     is_distinct = query.step is None or query.parent_rollout is not None
@@ -60,7 +60,7 @@ def tree_lines(tree: Tree) -> bytes:
 
 def tree_records(tree: Tree) -> list[dict[str, Any]]:
     """Return one record for each leaf of `tree`, in the order in which the paths ended; lists are numpy arrays."""
-    query, (weights, before) = tree.query, leaf_weights(tree)
+    query, (weights, before) = tree.query, weights_of_leaves(tree)
     has_fallback = any(node.is_fallback for node in tree.nodes())
     common: dict[str, Any] = {"group_id": query.group_id}
     if query.step is not None:
@@ -68,7 +68,7 @@ def tree_records(tree: Tree) -> list[dict[str, Any]]:
     common["prompt_token_ids"] = tree.root.tokens
     records = []
     for number, leaf in enumerate(tree.leaves):
-        record = {"rollout_id": f"{name_of(query)}/{number}", **common, **_path_fields(leaf, query)}
+        record = {"rollout_id": f"{name_of_query(query)}/{number}", **common, **_path_fields(leaf, query)}
         record["temperature"] = tree.sampling.temperature
         if leaf.reward is not None:
             record["reward"] = leaf.reward
@@ -103,7 +103,7 @@ def tree_trajectories(tree: Tree) -> list[Trajectory]:
     return trajectories
 
 
-def _path_fields(leaf: Node, query: Query) -> dict[str, Any]:
+def _path_fields(leaf: TreeNode, query: Query) -> dict[str, Any]:
     """Return the fields that depend on the nodes of a path: tokens, log-probabilities, segments and versions."""
     nodes = leaf.path()[1:]
     ids, mask, logprobs = [], [], []
@@ -128,7 +128,7 @@ def _path_fields(leaf: Node, query: Query) -> dict[str, Any]:
     return fields | _versions(nodes)
 
 
-def path_routes(leaf: Node) -> NDArray[np.integer[Any]] | None:
+def path_routes(leaf: TreeNode) -> NDArray[np.integer[Any]] | None:
     """Return the experts of the tokens of a path but the last sampled one, [n, layers, k]; None if some are unknown."""
     routes = [node.routes for node in leaf.path()[1:]]
     # Types may differ: experts up to 255 are uint8, and those of another segment uint16.
@@ -136,14 +136,14 @@ def path_routes(leaf: Node) -> NDArray[np.integer[Any]] | None:
     return np.concatenate(known) if known and len(known) == len(routes) else None
 
 
-def _segment_id(node: Node, query: Query) -> int:
+def _segment_id(node: TreeNode, query: Query) -> int:
     """Return a number that two records of a group have in common exactly if they contain the same sampled node."""
     # Several queries may belong to one group: its prompt, and prefixes of its rollouts. Numbers 1, 2, ... are the
     # prompt's; the others are 62-bit hashes, which never meet in practice.
     return node.number if query.key == query.group_id else derived_seed(query.key, node.number)
 
 
-def _versions(nodes: list[Node]) -> dict[str, Any]:
+def _versions(nodes: list[TreeNode]) -> dict[str, Any]:
     """Return the policy that sampled the path, and each one with its first token if it changed on the way."""
     # versions 7 7 8 of nodes that start at 3, 6, 9 -> [("7", 3), ("8", 9)]
     runs: list[tuple[str, int]] = []

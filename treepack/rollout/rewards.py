@@ -15,7 +15,7 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.query import Query
-from treepack.rollout.user_code import call, name_of
+from treepack.rollout.user_code import call, name_of_code
 from treepack.trajectory import Int32
 
 RewardFunction = Callable[..., "float | Awaitable[float | None] | None"]
@@ -38,7 +38,7 @@ def single_turn(function: RewardFunction | None, query: Query, tokenizer: Any = 
         ids = response.tolist()
         text = None if tokenizer is None else _decode(tokenizer, ids)
         value = await call(function, text, dict(query.fields), ids=ids, place=query.place)
-        return checked_reward(value, f"{query.place}: {name_of(function)}")
+        return checked_reward(value, f"{query.place}: {name_of_code(function)}")
 
     return SingleTurn(score)
 

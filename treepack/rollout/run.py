@@ -26,7 +26,7 @@ from treepack.rollout.query import Query
 from treepack.rollout.records import tree_lines
 from treepack.rollout.requests import LimitedEngine, run_queries
 from treepack.rollout.sampler import sample_tree
-from treepack.rollout.summary import RolloutSummary, Tally
+from treepack.rollout.summary import RolloutSummary, TreeTally
 from treepack.trajectory import Int32
 
 StartEpisode = Callable[[Query], Awaitable[tuple[Int32, Episode]]]
@@ -98,7 +98,7 @@ async def sample_rollouts(
     begin = time.monotonic()
     with open_output(out, _settings(engine.sampling, options, run), resume=run.resume) as file:
         waiting = waiting_queries(list(queries), file)
-        tally = Tally()
+        tally = TreeTally()
         counting = _Counting(
             LimitedEngine(engine, max_requests=run.concurrency, attempts=run.attempts, timeout=run.timeout),
             tally,
@@ -144,7 +144,7 @@ def _settings(sampling: Sampling, options: TreeOptions, run: RolloutOptions) -> 
 class _Counting:
     """An engine that reports its decoded tokens as progress."""
 
-    def __init__(self, engine: Engine, tally: Tally, num_queries: int, progress: ReportProgress | None) -> None:
+    def __init__(self, engine: Engine, tally: TreeTally, num_queries: int, progress: ReportProgress | None) -> None:
         self.engine = engine
         self._tally = tally
         self._num_queries = num_queries

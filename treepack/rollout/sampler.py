@@ -21,7 +21,7 @@ from treepack.rollout.episode import Episode
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.requests import all_or_none
-from treepack.rollout.tree import ANSWER, NO_TOKENS, STOPPED, Node, Tree, Usage
+from treepack.rollout.tree import ANSWER, NO_TOKENS, STOPPED, TokenUsage, Tree, TreeNode
 
 
 async def sample_tree(query: Query, engine: Engine, options: TreeOptions, *, episode: Episode, seed: int = 0) -> Tree:
@@ -42,7 +42,7 @@ async def sample_tree(query: Query, engine: Engine, options: TreeOptions, *, epi
 async def _grow(query: Query, engine: Engine, options: TreeOptions, episode: Episode, seed: int) -> Tree:
     if query.count is not None:
         options = replace(options, width=query.count)
-    growth = _Growth(query, engine, options, seed, Node(None, 0, 0, query.prompt, episode, turn=query.begun_turn))
+    growth = _Growth(query, engine, options, seed, TreeNode(None, 0, 0, query.prompt, episode, turn=query.begun_turn))
     rng = np.random.default_rng(derived_seed(seed, query.key, "choices"))
     low, high = options.forks_of_prompt
     first = min(int(rng.integers(low, high + 1)), options.width)
@@ -70,19 +70,19 @@ class _Growth:
     engine: Engine
     options: TreeOptions
     seed: int
-    root: Node
-    leaves: list[Node] = field(default_factory=list)
-    usage: Usage = field(default_factory=Usage)
+    root: TreeNode
+    leaves: list[TreeNode] = field(default_factory=list)
+    usage: TokenUsage = field(default_factory=TokenUsage)
     num_nodes: int = 1
 
-    async def extend(self, forks: dict[Node, int], *, is_fallback: bool = False) -> list[Node]:
+    async def extend(self, forks: dict[TreeNode, int], *, is_fallback: bool = False) -> list[TreeNode]:
         """Continue each node as often as `forks` says, and return the new nodes whose paths go on, in order."""
         answers = await all_or_none(self._request(node, count) for node, count in forks.items())
-        new: list[tuple[Node, str]] = []
+        new: list[tuple[TreeNode, str]] = []
         # Nodes are numbered in the order of the forks, not of the answers, so that a tree is repeatable.
         for node, segments in zip(forks, answers, strict=True):
             for segment in segments:
-                child = Node(
+                child = TreeNode(
                     parent=node,
                     number=self.num_nodes,
                     start=node.end,
@@ -102,7 +102,7 @@ class _Growth:
         self.leaves += [node for node, _ in new if node.finish is not None]
         return [node for node, _ in new if node.finish is None]
 
-    async def _request(self, node: Node, count: int) -> list[Segment]:
+    async def _request(self, node: TreeNode, count: int) -> list[Segment]:
         options, ids = self.options, node.ids()
         # Only what is left of the path, never a whole segment at its end.
         rest = options.max_tokens - (node.end - self.root.end)
@@ -121,7 +121,7 @@ class _Growth:
         self.usage = self.usage.plus(len(ids), segments)
         return segments
 
-    async def _settle(self, node: Node, finish: str) -> None:
+    async def _settle(self, node: TreeNode, finish: str) -> None:
         """Let the environment answer a finished turn, and mark the node as a leaf if its path ends."""
         reason = ending(node, finish, num_prompt=self.root.end, options=self.options)
         # An answer ends the turn as a stop token does, so the environment sees it.

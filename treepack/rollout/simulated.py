@@ -17,7 +17,7 @@ from treepack.rollout.engine import LENGTH, STOP, Sampling, Segment
 from treepack.trajectory import Float64, Int32
 
 
-class Law(Protocol):
+class ContinuationLaw(Protocol):
     """A distribution of continuations."""
 
     stop: int
@@ -115,7 +115,9 @@ def log_normal_lengths(*, mean: float, sigma: float, longest: int) -> Float64:
 class SimulatedEngine:
     """An engine that samples from a `law`; `pause` is awaited before each answer, to change the order of answers."""
 
-    def __init__(self, law: Law, *, version: str = "", pause: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self, law: ContinuationLaw, *, version: str = "", pause: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         self.law = law
         self.version = version
         self.pause = pause

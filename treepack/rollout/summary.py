@@ -1,6 +1,7 @@
 """Figures of a run: tokens decoded, their share against independent sampling, and means by leaf weights.
 
-All means are per rollout: a tree of n leaves counts n times. With `m` the mean of a tree that `leaf_weights` estimates,
+All means are per rollout: a tree of n leaves counts n times. With `m` the mean of a tree that `weights_of_leaves`
+estimates,
 
     mean = sum(n * m) / sum(n)          saved = 1 - decoded / sum(n * m)     m: decoded tokens of an independent rollout
 """
@@ -12,11 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from treepack.rollout.tree import Node, Tree, leaf_weights
+from treepack.rollout.tree import Tree, TreeNode, weights_of_leaves
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class RolloutMeans:
     """A mean over rollouts, estimated in three ways.
 
     `before_fallback` is without bias, `all_leaves` has the bias that a fallback leaves, and `unweighted` has that of
@@ -59,8 +60,8 @@ class RolloutSummary:
     tokens_decoded: int
     tokens_prefilled: int
     tokens_cached: int | None
-    length: Means | None
-    reward: Means | None
+    length: RolloutMeans | None
+    reward: RolloutMeans | None
     is_pass_rate: bool
     seconds: float
 
@@ -73,7 +74,7 @@ class RolloutSummary:
 
 
 @dataclass(slots=True)
-class Tally:
+class TreeTally:
     """Sums over trees, from which a summary is made."""
 
     num_trees: int = 0
@@ -84,12 +85,12 @@ class Tally:
     prefilled: int = 0
     cached: int | None = None
     is_pass_rate: bool = True
-    _lengths: list[tuple[int, Means]] = field(default_factory=list)
-    _rewards: list[tuple[int, Means]] = field(default_factory=list)
+    _lengths: list[tuple[int, RolloutMeans]] = field(default_factory=list)
+    _rewards: list[tuple[int, RolloutMeans]] = field(default_factory=list)
 
     def add(self, tree: Tree) -> None:
         """Add the figures of one tree."""
-        usage, (weights, before) = tree.usage, leaf_weights(tree)
+        usage, (weights, before) = tree.usage, weights_of_leaves(tree)
         self.num_trees += 1
         self.num_fallback += sum(any(node.is_fallback for node in leaf.path()) for leaf in tree.leaves)
         self.finished.update(leaf.finish or "" for leaf in tree.leaves)
@@ -127,22 +128,22 @@ class Tally:
         )
 
 
-def _decoded(leaf: Node) -> int:
+def _decoded(leaf: TreeNode) -> int:
     return sum(len(node.tokens) for node in leaf.path()[1:])
 
 
-def _means(values: np.ndarray, before: np.ndarray, weights: np.ndarray) -> Means:
-    return Means(
+def _means(values: np.ndarray, before: np.ndarray, weights: np.ndarray) -> RolloutMeans:
+    return RolloutMeans(
         before_fallback=float(values @ before / before.sum()),
         all_leaves=float(values @ weights / weights.sum()),
         unweighted=float(values.mean()),
     )
 
 
-def _mean_of(means: list[tuple[int, Means]]) -> Means | None:
+def _mean_of(means: list[tuple[int, RolloutMeans]]) -> RolloutMeans | None:
     """Return the mean of `means` of trees, each with the number of its leaves; None if there are none."""
     total = sum(count for count, _ in means)
     if total == 0:
         return None
     names = ("before_fallback", "all_leaves", "unweighted")
-    return Means(**{name: sum(count * getattr(each, name) for count, each in means) / total for name in names})
+    return RolloutMeans(**{name: sum(count * getattr(each, name) for count, each in means) / total for name in names})

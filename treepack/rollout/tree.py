@@ -32,7 +32,7 @@ FINISHED_WELL = frozenset({ANSWER, STOPPED})
 
 
 @dataclass(eq=False, slots=True, repr=False)
-class Node:
+class TreeNode:
     """One segment: the tokens that an engine added in one request, and what the environment appended after them.
 
     `start` is the number of tokens on the path before it, `number` its position in the order of sampling, 0 at the
@@ -42,7 +42,7 @@ class Node:
     prompt, or the last token and the observation of the parent.
     """
 
-    parent: Node | None
+    parent: TreeNode | None
     number: int
     start: int
     tokens: Int32
@@ -55,7 +55,7 @@ class Node:
     is_fallback: bool = False
     finish: str | None = None
     reward: float | None = None
-    children: list[Node] = field(default_factory=list)
+    children: list[TreeNode] = field(default_factory=list)
     routes: NDArray[np.integer[Any]] | None = None
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class Node:
         """Number of tokens on the path that the engine has computed; it never computes the last sampled one."""
         return 0 if self.parent is None else self.start + len(self.tokens) - 1
 
-    def path(self) -> list[Node]:
+    def path(self) -> list[TreeNode]:
         """Return the nodes from the root to this node."""
         nodes = [self]
         while (parent := nodes[-1].parent) is not None:
@@ -85,7 +85,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Tokens of the requests of a tree.
 
     `decoded` were sampled. `prefilled` were sent, once for each request. `cached` of them came from the engine's cache;
@@ -97,10 +97,10 @@ class Usage:
     prefilled: int = 0
     cached: int | None = None
 
-    def plus(self, num_ids: int, segments: list[Segment]) -> Usage:
+    def plus(self, num_ids: int, segments: list[Segment]) -> TokenUsage:
         """Return the usage with one more request of `num_ids` tokens, answered by `segments`."""
         cached = [segment.num_cached for segment in segments if segment.num_cached is not None]
-        return Usage(
+        return TokenUsage(
             requests=self.requests + 1,
             decoded=self.decoded + sum(len(segment.tokens) for segment in segments),
             prefilled=self.prefilled + num_ids,
@@ -114,12 +114,12 @@ class Tree:
     """The rollouts of one query: `leaves` in the order in which their paths ended."""
 
     query: Query
-    root: Node
-    leaves: tuple[Node, ...]
-    usage: Usage
+    root: TreeNode
+    leaves: tuple[TreeNode, ...]
+    usage: TokenUsage
     sampling: Sampling
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[TreeNode]:
         """Yield all nodes, parents first."""
         waiting = [self.root]
         while waiting:
@@ -128,7 +128,7 @@ class Tree:
             waiting += reversed(node.children)
 
 
-def leaf_weights(tree: Tree) -> tuple[Float64, Float64]:
+def weights_of_leaves(tree: Tree) -> tuple[Float64, Float64]:
     """Return the weight of each leaf, and its weight before the first fallback, float64 [num_leaves] each.
 
     Both sum to 1. The second is 0 for the leaves that a fallback added, and equals the first if there was none.
@@ -148,4 +148,4 @@ def leaf_weights(tree: Tree) -> tuple[Float64, Float64]:
 def mean_decoded(tree: Tree) -> float:
     """Return the mean number of tokens that an independent rollout of the query decodes, estimated without bias."""
     lengths = np.array([sum(len(node.tokens) for node in leaf.path()[1:]) for leaf in tree.leaves])
-    return float(lengths @ leaf_weights(tree)[1])
+    return float(lengths @ weights_of_leaves(tree)[1])

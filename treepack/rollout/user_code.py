@@ -63,7 +63,7 @@ def _parents(module: str) -> set[str]:
     return {".".join(parts[: size + 1]) for size in range(len(parts))}
 
 
-def name_of(function: Any) -> str:
+def name_of_code(function: Any) -> str:
     """Return "module:name" of a function, class or bound method, and the type of another callable."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}:{named.__qualname__}"
@@ -96,7 +96,7 @@ async def call(function: Callable[..., Any], *arguments: Any, place: str, **keyw
     except TreepackError as error:
         raise TreepackError(f"{place}: {error}") from error
     except Exception as error:
-        raise TreepackError(f"{place}: {name_of(function)} raised {described(error)}") from error
+        raise TreepackError(f"{place}: {name_of_code(function)} raised {described(error)}") from error
 
 
 async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from treepack.attention import row_multiple
 from treepack.carry.backward import CarryOptions
-from treepack.carry.backward import row_values as row_values_in_pieces
+from treepack.carry.backward import values_in_pieces as row_values_in_pieces
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
 from treepack.data.batch import Batch, make_batch
@@ -32,19 +32,19 @@ from treepack.data.joined import check_pass_tokens, consecutive, join_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_output, as_path
-from treepack.files.cache import local_copy, naming_addresses
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
+from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.ingest.readers.files.inputs import displayed
-from treepack.model.adapter import base_of
-from treepack.model.compatibility import check_fits
+from treepack.memory.shortage import LOADING, memory_errors
+from treepack.model.accept.compatibility import check_fits
+from treepack.model.adapters.adapter import base_of
+from treepack.model.experts.replay import check_routes
 from treepack.model.forward import prepare_batch, row_values
+from treepack.model.head.value_head import VALUE_FILE, read_value_head
 from treepack.model.load import load_model, read_config
 from treepack.model.loaded import LoadedModel
-from treepack.model.memory import LOADING, memory_errors
-from treepack.model.replay import check_routes
-from treepack.model.value_head import VALUE_FILE, read_value_head
 from treepack.pack.capacity import usual_capacities
 from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.planning import plan_rows
@@ -52,10 +52,10 @@ from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
 from treepack.train.logprobs import AUTO_PIECE, carry_memory, pass_size
 from treepack.train.ranks import find_device, find_dtype
-from treepack.train.run import check_attention
+from treepack.train.setup.opening import check_attention
 from treepack.trajectory import Float64, Int64
-from treepack.trie.files import read_trie
-from treepack.trie.token_values import write_token_values
+from treepack.trie.store.token_values import write_token_values
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
 _DTYPES = ("auto", "fp32", "bf16")

@@ -24,9 +24,9 @@ from treepack.data.blocks import BALANCED, is_balanced
 from treepack.data.epochs import block_of_rows
 from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import AnyPath
 from treepack.files.directory import RUN
+from treepack.files.remote import object_store
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.trajectory import Int64
@@ -145,7 +145,11 @@ def recorded_blocks(out: AnyPath, ranks: Ranks) -> int | None:
         nonlocal blocks
         path = out / RUN
         content = (
-            object_store.read(path) if not isinstance(path, Path) else path.read_bytes() if path.exists() else None
+            object_store.read_object(path)
+            if not isinstance(path, Path)
+            else path.read_bytes()
+            if path.exists()
+            else None
         )
         # A damaged file is refused by `directory.begin`.
         with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from treepack.errors import TreepackError
-from treepack.files.memory import available_memory
+from treepack.memory.budget import available_memory
+from treepack.memory.offload import PAGE, Offload
+from treepack.memory.shortage import is_memory_error
 from treepack.model.layer_memory import (
     LayerBytes,
     fewest_recomputed,
@@ -24,9 +26,7 @@ from treepack.model.layer_memory import (
     update_bytes,
 )
 from treepack.model.layers import adapt_layers, adapted_layers, set_recomputed
-from treepack.model.memory import is_memory_error
-from treepack.model.offload import PAGE, Offload
-from treepack.model.verify_memory import free_memory
+from treepack.model.verify.verify_memory import free_memory
 from treepack.train.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _measured_count(run: TrainingRun, longest: int) -> int:
         return len(adapted.modules)
     torch.cuda.empty_cache()
     room = layer_room(loaded, longest, chunk=options.loss_chunk, states=state_bytes(options))
-    _log.info("%s", describe(layer, room))
+    _log.info("%s", describe_layers(layer, room))
     return fewest_recomputed(layer, len(adapted.modules), longest, room)
 
 
@@ -186,7 +186,7 @@ def layer_room(loaded: LoadedModel, num_tokens: int, *, chunk: int, states: int)
     return free - _MARGIN * total - update - head_bytes(loaded.causal, chunk=chunk, num_tokens=num_tokens)
 
 
-def describe(layer: LayerBytes, room: float) -> str:
+def describe_layers(layer: LayerBytes, room: float) -> str:
     """Return the measured bytes as a line of the log."""
     kept, recomputed, working = (value / 1024 for value in (layer.kept, layer.recomputed, layer.working))
     return (

@@ -30,20 +30,20 @@ from treepack.data.dataset import PackedDataset
 from treepack.data.joined import check_pass_tokens, consecutive, join_rows, usual_pass
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
-from treepack.model.adapter import LoraOptions
-from treepack.model.compatibility import check_fits, position_limit
+from treepack.memory.shortage import LOADING, memory_errors
+from treepack.model.accept.compatibility import check_fits, position_limit
+from treepack.model.adapters.adapter import LoraOptions
 from treepack.model.forward import prepare_batch, row_logprobs
+from treepack.model.head.token_loss import CHUNK, filled_temperature
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.loss import CHUNK, filled_temperature
-from treepack.model.memory import LOADING, memory_errors
-from treepack.model.objectives import GREEDY
-from treepack.model.temperature import refuse_temperatures, temperature_of
-from treepack.model.verify_memory import free_memory
+from treepack.model.objectives.objective import GREEDY
+from treepack.model.objectives.temperature import refuse_temperatures, temperature_of_terms
+from treepack.model.verify.verify_memory import free_memory
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.train.ranks import find_device, find_dtype
-from treepack.train.run import check_attention
+from treepack.train.setup.opening import check_attention
 from treepack.trajectory import Float64
 
 _SMALLER = "--dtype bf16, a smaller --loss-chunk, or rows packed with a smaller --capacity"
@@ -112,8 +112,8 @@ class ScoreOptions:
 class Scoring:
     """Rows, model and options that fit together; `notes` are for the user.
 
-    `temperature` is that of all terms, or a phrase, see `model.temperature.temperature_of`. `memory` is the budget of
-    what rows in pieces carry, on a GPU.
+    `temperature` is that of all terms, or a phrase, see `model.objectives.temperature.temperature_of_terms`. `memory`
+    is the budget of what rows in pieces carry, on a GPU.
     """
 
     dataset: PackedDataset
@@ -141,7 +141,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
         )
     if not options.ignore_temperature:
         refuse_temperatures([dataset], options.temperature)
-    temperature = 1.0 if options.ignore_temperature else temperature_of(dataset, options.temperature)
+    temperature = 1.0 if options.ignore_temperature else temperature_of_terms(dataset, options.temperature)
     lora = None if options.quantize is None else LoraOptions(quantize=options.quantize)
     with memory_errors(*LOADING):
         loaded = load_model(

@@ -5,13 +5,14 @@
 
 The loss of an optimiser step is the sum over its rows of weight * nll, divided by the sum of all their weights. It is
 one global mean: it does not depend on how trajectories are packed into rows, on the ranks that compute the rows, or on
-the order of accumulation. The losses of reinforcement learning and preferences are in `model.objectives` and follow
-the same rule. Rows are shuffled by seed and epoch. Rows of one training step (the `step` column) stay together, these
-steps keep their order, and an optimiser step never mixes two of them.
+the order of accumulation. The losses of reinforcement learning and preferences are in `model.objectives.losses` and
+follow the same rule. Rows are shuffled by seed and epoch. Rows of one training step (the `step` column) stay together,
+these steps keep their order, and an optimiser step never mixes two of them.
 
 A step whose loss or gradient is not finite changes no weights and is counted. `train.step` carries out one step,
-`train.directory` defines the files of a run, and `train.checkpoint` saves and restores its state. The library prints
-nothing: notes are in `TrainingRun.notes`, and the logger `treepack` names each part of a run that takes long.
+`train.saving.run_directory` defines the files of a run, and `train.saving.checkpoint` saves and restores its state. The
+library prints nothing: notes are in `TrainingRun.notes`, and the logger `treepack` names each part of a run that takes
+long.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ import torch
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath
-from treepack.model.value_head import whole_value_head, without_value_head
+from treepack.model.head.value_head import whole_value_head, without_value_head
 from treepack.model.weights.whole_checkpoint import has_rest
 from treepack.model.weights.writing import saved_weights
-from treepack.train.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
-from treepack.train.checkpoint_files import CHECKPOINTS
-from treepack.train.checkpoint_upload import CheckpointUpload
-from treepack.train.directory import begin, extend, finish, is_complete, is_finished
 from treepack.train.evaluation import Score, evaluate
-from treepack.train.metrics import MetricsLog
 from treepack.train.optimiser import make_optimiser
 from treepack.train.passes import Pass
-from treepack.train.place import METRICS, Place, open_place
 from treepack.train.run import TrainingRun
 from treepack.train.sampling_check import compare_sampling
+from treepack.train.saving.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
+from treepack.train.saving.checkpoint_files import CHECKPOINTS
+from treepack.train.saving.checkpoint_upload import CheckpointUpload
+from treepack.train.saving.place import METRICS, Place, open_place
+from treepack.train.saving.run_directory import begin, extend_run, finish_run, is_complete, is_finished
 from treepack.train.sharding import whole_state
 from treepack.train.step import StepMetrics, step_memory_errors, train_step
+from treepack.train.watch.metrics import MetricsLog
 
 _log = logging.getLogger("treepack")
 
@@ -63,11 +64,11 @@ def train(
 
     Args:
         run: from `open_run`.
-        out: the directory of the run, see `train.directory`: a path, an address, or a place that the caller has opened.
-        overwrite: replace an existing `out`.
-        resume: continue from the newest whole checkpoint in `out`, or start from the first step if it has none.
-        stop: called after every step; if it returns true on any rank, a checkpoint is written and the iterator ends.
-        note: called with a sentence about the step from which the run continues, about each damaged checkpoint, and
+        out: the directory of the run, see `train.saving.run_directory`: a path, an address, or a place that the caller
+        has opened. overwrite: replace an existing `out`. resume: continue from the newest whole checkpoint in `out`, or
+        start from the first step if it has none. stop: called after every step; if it returns true on any rank, a
+        checkpoint is written and the iterator ends. note: called with a sentence about the step from which the run
+        continues, about each damaged checkpoint, and
             about recorded log-probabilities that are of another distribution; see `sampling_check`.
 
     Raises:
@@ -161,18 +162,18 @@ def _write_model(run: TrainingRun, place: Place, outcome: dict[str, int]) -> Non
     loaded, ranks = run.loaded, run.ranks
     head = whole_value_head(loaded.causal)
     if not ranks.grouped:
-        finish(run, place, None, outcome, value_head=head)
+        finish_run(run, place, None, outcome, value_head=head)
         return
     with without_value_head(loaded.causal):
         weights = None if has_rest(loaded.causal, loaded.source) else saved_weights(loaded.model)
     if weights is None:
         state = whole_state(loaded)
-        ranks.lead(lambda: finish(run, place, state, outcome, value_head=head))
+        ranks.lead(lambda: finish_run(run, place, state, outcome, value_head=head))
         return
 
     def write() -> None:
         try:
-            finish(run, place, weights, outcome, value_head=head)
+            finish_run(run, place, weights, outcome, value_head=head)
         finally:
             weights.gather()  # the other ranks wait in it, also if the disk is full
 
@@ -256,7 +257,7 @@ def _restore_position(
             raise TreepackError(
                 f"{out}: has no checkpoint of the finished run to continue from; train the model in it with a new --out"
             )
-        extend(run, out, 0)
+        extend_run(run, out, 0)
         return 0, 0, Score()
     if checkpoint.step > num_steps:
         raise TreepackError(
@@ -266,7 +267,7 @@ def _restore_position(
     _log.info("reading the checkpoint of step %d", checkpoint.step)
     with step_memory_errors():
         position = restore(checkpoint, run.loaded.model, optimiser)
-    change = extend(run, out, position["step"])
+    change = extend_run(run, out, position["step"])
     run.ranks.any(False)  # no rank continues before the first one has recorded the change and all have read the files
     if isinstance(out, RemotePath):
         shutil.rmtree(checkpoint.path.parent, ignore_errors=True)

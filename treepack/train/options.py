@@ -15,9 +15,9 @@ import torch
 from treepack.attention import IMPLEMENTATIONS
 from treepack.data.joined import check_pass_tokens
 from treepack.errors import TreepackError
-from treepack.model.adapter import LoraOptions
-from treepack.model.loss import CHUNK
-from treepack.model.objectives import Objective
+from treepack.model.adapters.adapter import LoraOptions
+from treepack.model.head.token_loss import CHUNK
+from treepack.model.objectives.objective import Objective
 from treepack.train.ranks import find_dtype
 
 CHANGEABLE_ON_RESUME = frozenset(
@@ -67,14 +67,14 @@ class TrainOptions:
     `patience`, the run ends after so many evaluations without a lower loss, and its model is that of the lowest. At
     most `max_skipped` consecutive steps may have a loss or gradient that is not finite. With `lora` only an adapter is
     trained, and its base stays as it is. `router_aux` is the coefficient of the load-balancing loss of a mixture's
-    routers (`model.router_balance`), for the loss sft only; 0 leaves it out. `routes` "replay" sends tokens to the
-    experts that the rows have recorded, if they have some (`model.replay`), and "ignore" does not. Rows of more than
-    `carry` tokens run in pieces of at most that many; "auto" becomes a number when the run is opened, and None runs
-    every row as a whole. Shorter rows of a step are joined into passes of at most `pass_tokens` tokens; "auto" becomes
-    a number when the run is opened, and 1 joins none.
-    `gradient_checkpointing` recomputes all layers in the backward pass, and `checkpoint_layers` that many of them;
-    "auto" becomes the smallest number with which the longest row fits. `offload_checkpoints` recomputes layers too,
-    and keeps their inputs and attention outputs in host memory.
+    routers (`model.experts.router_balance`), for the loss sft only; 0 leaves it out. `routes` "replay" sends tokens to
+    the experts that the rows have recorded, if they have some (`model.experts.replay`), and "ignore" does not. Rows of
+    more than `carry` tokens run in pieces of at most that many; "auto" becomes a number when the run is opened, and
+    None runs every row as a whole. Shorter rows of a step are joined into passes of at most `pass_tokens` tokens;
+    "auto" becomes a number when the run is opened, and 1 joins none. `gradient_checkpointing` recomputes all layers in
+    the backward pass, and `checkpoint_layers` that many of them; "auto" becomes the smallest number with which the
+    longest row fits. `offload_checkpoints` recomputes layers too, and keeps their inputs and attention outputs in host
+    memory.
     """
 
     steps: int | None = None

@@ -23,11 +23,11 @@ from treepack.carry.refusal import check_carry
 from treepack.data.batch import Batch
 from treepack.data.mixture import AnyDataset
 from treepack.errors import TreepackError
+from treepack.memory.shortage import memory_errors
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layer_memory import update_bytes
 from treepack.model.loaded import LoadedModel
-from treepack.model.memory import memory_errors
-from treepack.model.term_objective import PassLoss
+from treepack.model.objectives.term_objective import PassLoss
 from treepack.train.layer_choice import host_room, state_bytes
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks

@@ -22,7 +22,7 @@ from treepack.carry.backward import row_scores
 from treepack.data.batch import Batch, TermTensors
 from treepack.data.prefetch import read_pass
 from treepack.model.forward import prepare_batch, row_logprobs
-from treepack.model.loss import filled_temperature
+from treepack.model.head.token_loss import filled_temperature
 from treepack.train.pieces import carry_options, has_long_rows, lower_precision, runs_in_pieces
 from treepack.train.run import TrainingRun
 from treepack.train.sharding import whole_weights

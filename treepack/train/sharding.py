@@ -27,7 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from treepack.errors import TreepackError
-from treepack.model.adapter import assign, base_of, is_adapted, put_adapter
+from treepack.memory.shortage import memory_errors
+from treepack.model.adapters.adapter import assign, base_of, is_adapted, put_adapter
+from treepack.model.head.value_head import value_head_of, without_value_head
 from treepack.model.layers import find_layers
 from treepack.model.load import (
     build_empty,
@@ -39,8 +41,6 @@ from treepack.model.load import (
     with_attention,
 )
 from treepack.model.loaded import LoadedModel
-from treepack.model.memory import memory_errors
-from treepack.model.value_head import value_head_of, without_value_head
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest

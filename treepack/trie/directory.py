@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from treepack.files.address import AnyPath, as_output
-from treepack.files.cache import naming_addresses
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import Manifest, Provenance
+from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.processes import ReportProgress
-from treepack.trie.builder import TrieBuilder
-from treepack.trie.merged import MergedRuns
+from treepack.trie.builders.builder import TrieBuilder
+from treepack.trie.builders.merged import MergedRuns
 from treepack.trie.totals import COLUMNS, totals_of, trie_totals
 from treepack.trie.trie import Trie
 

@@ -2,7 +2,7 @@
 
     tokens, offsets --sorted_by_tokens--> order --shared_with_previous--> shared --forest_of--> NodeArrays
 
-`build` explains the method, and `trie` the arrays.
+`builders.in_memory` explains the method, and `trie` the arrays.
 """
 
 from __future__ import annotations
@@ -10,16 +10,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from treepack.trajectory import Int32, Int64
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from treepack.trie.trie import Trie
 
 
 def sorted_by_tokens(tokens: Int32, offsets: Int64, partition: Int64, order: Iterable[int]) -> list[int]:
@@ -91,13 +85,6 @@ class NodeArrays:
     def tree_id(self) -> Int32:
         """Tree of each node, int32 [num_nodes]."""
         return (np.cumsum(self.parent < 0) - 1).astype(np.int32)
-
-    def trie(self, tokens: Int32, trajectories: pa.Table, *, share: str) -> Trie:
-        """Return the trie with these nodes, their tokens and the trajectories in order."""
-        from treepack.trie.trie import Trie  # with Arrow, which nodes alone do not need
-
-        nodes = {name: getattr(self, name) for name in NodeArrays.__slots__}
-        return Trie(tokens=tokens, trajectories=trajectories, share=share, **nodes)
 
 
 def forest_of(shared: array[int], lengths: array[int]) -> NodeArrays:

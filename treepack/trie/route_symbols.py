@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from treepack.trajectory import Int32, Int64, Routes, is_recorded, missing_route
 from treepack.trie.nodes import NodeArrays, paths
-from treepack.trie.storage import PageReleaser, Storage
+from treepack.trie.storage import ArrayStorage, PageReleaser
 
 if TYPE_CHECKING:
     from treepack.trie.trie import Trie
@@ -103,8 +103,8 @@ def new_positions(offsets: Int64, order: list[int], shared: array[int]) -> Int64
 
 
 def shared_routes(
-    routes: Routes, offsets: Int64, order: list[int], forest: NodeArrays, storage: Storage
-) -> tuple[Routes, int, Storage]:
+    routes: Routes, offsets: Int64, order: list[int], forest: NodeArrays, storage: ArrayStorage
+) -> tuple[Routes, int, ArrayStorage]:
     """Return the routes of each tree token, of the first trajectory with recorded experts, and the rows that differ.
 
     The result is in a mapped file if it is large for `storage`, which is returned with the map.

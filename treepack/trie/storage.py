@@ -33,7 +33,7 @@ RELEASE_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class ArrayStorage:
     """Where the large arrays of a trie are.
 
     Attributes:
@@ -56,11 +56,11 @@ class Storage:
         for mapped in self.maps:
             mapped.madvise(mmap.MADV_DONTNEED)
 
-    def join(self, array: NDArray[Any], mapped: mmap.mmap | None) -> tuple[NDArray[Any], Storage]:
+    def join(self, array: NDArray[Any], mapped: mmap.mmap | None) -> tuple[NDArray[Any], ArrayStorage]:
         """Return `array`, and this storage with the map that contains it."""
         return array, self if mapped is None else replace(self, maps=(*self.maps, mapped))
 
-    def zeros(self, count: int, dtype: type[np.generic]) -> tuple[NDArray[Any], Storage]:
+    def zeros(self, count: int, dtype: type[np.generic]) -> tuple[NDArray[Any], ArrayStorage]:
         """Return `count` zeros that can be written, in memory or in a file, and the storage with its map.
 
         Raises:
@@ -85,13 +85,13 @@ class Storage:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the maps out: a copy in another process has its arrays in memory."""
-        return Storage, (self.memory, self.folder)
+        return ArrayStorage, (self.memory, self.folder)
 
 
 class PageReleaser:
     """Releases the mapped pages of a storage during a pass over many tokens."""
 
-    def __init__(self, storage: Storage, most: int = RELEASE_TOKENS) -> None:
+    def __init__(self, storage: ArrayStorage, most: int = RELEASE_TOKENS) -> None:
         """Count nothing yet; pages are released after `most` tokens."""
         self._storage, self._num_tokens, self._most = storage, 0, most
 
@@ -106,7 +106,7 @@ class PageReleaser:
 class GrowingArray:
     """An array to which pieces are appended, in memory or in a file."""
 
-    def __init__(self, storage: Storage, dtype: type[np.generic], *, in_file: bool) -> None:
+    def __init__(self, storage: ArrayStorage, dtype: type[np.generic], *, in_file: bool) -> None:
         """Open a file if the array goes to one.
 
         Raises:
@@ -131,7 +131,7 @@ class GrowingArray:
         with disk(self._storage.folder):
             self._file.write(np.ascontiguousarray(piece, self._dtype).data)
 
-    def finish(self) -> tuple[NDArray[Any], Storage]:
+    def finish(self) -> tuple[NDArray[Any], ArrayStorage]:
         """Return the array, and the storage with its map.
 
         Raises:

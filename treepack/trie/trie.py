@@ -22,8 +22,8 @@ from treepack.columns import PER_TOKEN, SpanView, list_values
 from treepack.files import schema
 from treepack.files.metadata import parse_metadata
 from treepack.trajectory import Float64, Int32, Int64, Routes, Tokens, Trajectory
-from treepack.trie.nodes import paths
-from treepack.trie.storage import PageReleaser, Storage
+from treepack.trie.nodes import NodeArrays, paths
+from treepack.trie.storage import ArrayStorage, PageReleaser
 
 ROWS_AT_ONCE = 1024  # trajectories that become Python objects at a time
 
@@ -59,7 +59,7 @@ class Trie:
     share: str
     token_values: Float64 | None = None
     routes: Routes | None = None
-    storage: Storage = field(default=Storage(), repr=False, compare=False)
+    storage: ArrayStorage = field(default=ArrayStorage(), repr=False, compare=False)
 
     @property
     def num_nodes(self) -> int:
@@ -108,6 +108,12 @@ class Trie:
     @property
     def tokens_tree(self) -> int:
         return len(self.tokens)
+
+
+def trie_of_nodes(nodes: NodeArrays, tokens: Int32, trajectories: pa.Table, *, share: str) -> Trie:
+    """Return the trie with these nodes, their tokens and the trajectories in order."""
+    fields = {name: getattr(nodes, name) for name in NodeArrays.__slots__}
+    return Trie(tokens=tokens, trajectories=trajectories, share=share, **fields)
 
 
 def unshared(trie: Trie) -> Trie:

@@ -13,7 +13,7 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format, read_trajectories
 from treepack.ingest.readers.registry import formats_by_name
-from treepack.trajectory import Chat, Skipped, Text, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
@@ -138,7 +138,7 @@ def test_only_the_completion_of_a_prompt_is_trained() -> None:
 
 def test_a_prompt_and_completion_of_text_stay_text() -> None:
     trajectory = read({"prompt": "a", "completion": "b", "reward": 1, "tools": []})
-    assert (trajectory.content, trajectory.reward) == (Text("a", "b"), 1.0)
+    assert (trajectory.content, trajectory.reward) == (PromptCompletion("a", "b"), 1.0)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.formats.lm_eval import read_lm_eval
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
-from treepack.trajectory import Chat, Skipped, Text, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 
 def read(*values: dict[str, Any], **options: Any) -> list[Any]:
@@ -31,7 +31,7 @@ def sample(prompt: Any = "2 + 2?", responses: tuple[Any, ...] = (" 4",), **more:
 
 def test_a_response_is_trained_whole_with_its_metric_and_temperature() -> None:
     (item,) = read(sample())
-    assert item.content == Text("2 + 2?", " 4")
+    assert item.content == PromptCompletion("2 + 2?", " 4")
     assert (item.reward, item.temperature, item.metadata) == (1.0, 0.0, {"doc_id": 0, "target": "4", "filter": "none"})
 
 

@@ -15,7 +15,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import all_formats, formats_by_name
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 
 MODULE = '''
 """Diaries: {"diary": [5, 6], "wrote": [7]}."""

@@ -37,7 +37,7 @@ from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.normal_form import normalise_messages
-from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
 ASK = {"role": "user", "content": "How many screws?"}
 SAID = {"role": "assistant", "content": "There are fo"}
@@ -275,7 +275,7 @@ def test_a_cut_answer_is_marked_and_a_complete_one_is_not(reader: Any, cut: Any,
         if isinstance(item.content, Chat):
             assert (item.content.message_cuts or [False] * len(item.content.messages))[-1] == is_cut
             assert not any((item.content.message_cuts or [False])[:-1])
-        elif isinstance(item.content, Text):
+        elif isinstance(item.content, PromptCompletion):
             assert item.content.is_cut == is_cut
         else:
             assert isinstance(item.content, Tokens)
@@ -351,4 +351,4 @@ def test_texts_of_areal_have_their_own_end_tokens() -> None:
     record = {"prompt": "a", "completion": "b", "seqlen": 2, "prompt_len": 1, "head_version": 0, "tail_version": 0}
     (item,) = read(chat, record)
     assert isinstance(item, Trajectory)
-    assert item.content == Text("a", "b", has_special=True)
+    assert item.content == PromptCompletion("a", "b", has_special=True)

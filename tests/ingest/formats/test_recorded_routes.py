@@ -21,7 +21,7 @@ from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.tokens.route_fields import read_routes
 from treepack.trajectory import Routes, Tokens, Trajectory, is_recorded
 from treepack.trie.directory import build_trie_directory
-from treepack.trie.files import read_trie
+from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import trajectories_of
 
 ROUTES = np.array([[[3, 1], [0, 2]], [[1, 0], [2, 3]], [[0, 2], [1, 3]], [[2, 3], [0, 1]]])  # of 4 of 5 tokens

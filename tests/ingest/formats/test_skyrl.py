@@ -15,7 +15,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.formats import skyrl, skyrl_dump
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
-from treepack.trajectory import Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS / "skyrl"
 
@@ -109,4 +109,4 @@ def test_a_dump_is_text_whose_scores_are_summed() -> None:
     line = {"input_prompt": "p", "output_response": "r", "score": [0.0, 0.5], "env_extras": {"x": []}}
     (trajectory,) = skyrl_dump.read_skyrl_dump(Record("r.jsonl:1", "r.jsonl", line), ReadOptions())
     assert isinstance(trajectory, Trajectory)
-    assert (trajectory.content, trajectory.reward, trajectory.notes) == (Text("p", "r"), 0.5, ())
+    assert (trajectory.content, trajectory.reward, trajectory.notes) == (PromptCompletion("p", "r"), 0.5, ())

@@ -20,7 +20,7 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.files.torch_files import read_torch
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import Chat, Skipped, Text, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 SAMPLE: dict[str, Any] = {
     "group_index": 4,
@@ -115,7 +115,7 @@ def test_rewards_that_are_arrays_are_compared_as_wholes() -> None:
 
 def test_a_sample_without_tokens_is_read_as_text() -> None:
     sample = SAMPLE | {"tokens": [], "response_length": 0, "response": "4"}
-    assert only(sample | {"prompt": "2+2="}).content == Text("2+2=", "4")
+    assert only(sample | {"prompt": "2+2="}).content == PromptCompletion("2+2=", "4")
     content = only(sample | {"prompt": [{"role": "user", "content": "2+2?"}]}).content
     assert isinstance(content, Chat)
     assert content.message_weights == [0.0, 1.0]

@@ -14,7 +14,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.formats import text_trees
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format, read_trajectories
-from treepack.trajectory import Skipped, Text, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 Node = dict[str, Any]
 
@@ -28,7 +28,11 @@ def built(value: Node) -> list[Trajectory]:
 
 
 def texts(value: Node) -> list[tuple[str, str]]:
-    return [(item.content.prompt, item.content.completion) for item in built(value) if isinstance(item.content, Text)]
+    return [
+        (item.content.prompt, item.content.completion)
+        for item in built(value)
+        if isinstance(item.content, PromptCompletion)
+    ]
 
 
 def said(value: Node) -> list[str]:

@@ -17,7 +17,7 @@ from treepack.ingest.formats.trl_labels import STEPS_NOTE
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
 USER = {"role": "user", "content": "2+2?"}
 GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
@@ -65,7 +65,10 @@ def test_only_behind_the_prompt_is_a_pair_trained_whether_it_is_given_or_implied
 
 def test_the_implied_prompt_of_texts_ends_before_a_space() -> None:
     items = trajectories(trl_preference, {"chosen": "The sky is blue.", "rejected": "The sky is green."})
-    assert [item.content for item in items] == [Text("The sky is", " blue."), Text("The sky is", " green.")]
+    assert [item.content for item in items] == [
+        PromptCompletion("The sky is", " blue."),
+        PromptCompletion("The sky is", " green."),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def test_the_implied_prompt_of_texts_ends_before_a_space() -> None:
 )
 def test_the_implied_prompt_of_texts_ends_where_the_answer_begins(prompt: str, chosen: str, rejected: str) -> None:
     items = trajectories(trl_preference, {"chosen": prompt + chosen, "rejected": prompt + rejected})
-    assert [item.content for item in items] == [Text(prompt, chosen), Text(prompt, rejected)]
+    assert [item.content for item in items] == [PromptCompletion(prompt, chosen), PromptCompletion(prompt, rejected)]
 
 
 def test_a_pair_of_the_same_completion_twice_is_skipped() -> None:
@@ -111,7 +114,7 @@ def test_labelled_steps_are_one_completion_that_is_right_if_all_of_them_are() ->
     record = {"prompt": "p", "completions": ["one", "two"]}
     for labels in ([True, True], [True, False]):
         (trajectory,) = trajectories(trl_labels, record | {"labels": labels})
-        assert trajectory.content == Text("p", "one\ntwo")
+        assert trajectory.content == PromptCompletion("p", "one\ntwo")
         assert (trajectory.reward, trajectory.notes) == (float(all(labels)), (STEPS_NOTE,))
     assert refusal(trl_labels, record | {"labels": [True]}).endswith("expected true or false for each of 2 steps")
 

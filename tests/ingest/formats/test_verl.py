@@ -19,7 +19,7 @@ from treepack.ingest.formats.verl_dump import DECODED_NOTE
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 ROW = {"prompts": [0, 7], "responses": [8, 0], "attention_mask": [0, 1, 1, 0], "response_mask": [1, 0]}
@@ -131,7 +131,7 @@ def test_positions_of_three_rows_are_refused() -> None:
 def test_a_dump_is_text_whose_whole_output_is_trained_and_says_so() -> None:
     line = {"input": "user\n2+2?\nassistant\n", "output": "4", "gts": "4", "score": 0.5, "step": 7, "acc": True}
     trajectory = only(verl_dump, line)
-    assert trajectory.content == Text("user\n2+2?\nassistant\n", "4")
+    assert trajectory.content == PromptCompletion("user\n2+2?\nassistant\n", "4")
     assert (trajectory.reward, trajectory.step, trajectory.notes) == (0.5, 7, (DECODED_NOTE,))
     assert trajectory.metadata == {"gts": "4", "acc": True}
     assert read(verl_dump, line | {"output": ""}) == [Skipped("r.jsonl:1", "empty response")]

@@ -15,11 +15,11 @@ from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import METHODS, plan_rows
-from treepack.pack.plan.problem import Limits, Search, forest_of
+from treepack.pack.plan.problem import RowLimits, SearchOptions, shapes_of_trees
 from treepack.pack.plan.unions import row_sizes
 from treepack.pack.plan.workers import plan_trees
 from treepack.trajectory import Int64, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
 
@@ -49,7 +49,7 @@ def stars(seed: int, *, steps: int = 1) -> Trie:
 def test_auto_is_never_worse_than_a_quick_method(
     trajectories: list[Trajectory], capacity: int, budgets: tuple[int | None, int | None], multiple_of: int
 ) -> None:
-    trie, limits = build_trie(trajectories), Limits(capacity, *budgets)
+    trie, limits = build_trie(trajectories), RowLimits(capacity, *budgets)
     costs = {}
     for method in ("auto", "contiguous", "heuristic", "greedy-online"):
         try:
@@ -68,17 +68,17 @@ def test_auto_is_never_worse_than_a_quick_method(
 def test_pieces_that_merge_badly_are_exchanged(steps: int) -> None:
     exchanged = 0  # seeds for which the pieces of auto merge into more rows than the final plan
     for seed in range(40):
-        trie, limits = stars(seed, steps=steps), Limits(20)
+        trie, limits = stars(seed, steps=steps), RowLimits(20)
         auto = plan_rows(trie, capacity=limits)
         quick = [plan_rows(trie, capacity=limits, method=method) for method in ("contiguous", "heuristic")]
         assert cost(trie, auto) <= min(cost(trie, plan) for plan in quick)
-        forest = forest_of(trie)
-        rows, _ = plan_trees(forest, limits, METHODS["auto"], Search())
+        forest = shapes_of_trees(trie)
+        rows, _ = plan_trees(forest, limits, METHODS["auto"], SearchOptions())
         exchanged += merged(trie, rows[forest.leaf_of], limits).max() + 1 > auto.num_rows
     assert exchanged
 
 
-def merged(trie: Trie, pieces: Int64, limits: Limits) -> Int64:
+def merged(trie: Trie, pieces: Int64, limits: RowLimits) -> Int64:
     steps = np.zeros(int(pieces.max()) + 1, np.int64)
     steps[pieces] = trie.step_rank
     return merge_rows(row_sizes(trie, pieces, len(steps)), steps, limits)[pieces]
@@ -86,7 +86,7 @@ def merged(trie: Trie, pieces: Int64, limits: Limits) -> Int64:
 
 def test_nothing_is_tried_where_nothing_can_be_better() -> None:
     trie = stars(0)
-    limits, calls = Limits(1000), []
+    limits, calls = RowLimits(1000), []
 
     def finish(pieces: Int64) -> Int64:
         calls.append(pieces)
@@ -94,5 +94,5 @@ def test_nothing_is_tried_where_nothing_can_be_better() -> None:
 
     alone = trie.tree_id[trie.end_node].astype(np.int64)
     options = {"lower_bound": trie.tokens_tree, "multiple_of": 1}
-    row_of = best_final_rows(trie, forest_of(trie), limits, alone, finish, **options)
+    row_of = best_final_rows(trie, shapes_of_trees(trie), limits, alone, finish, **options)
     assert (len(calls), int(row_of.max())) == (1, 0)

@@ -19,7 +19,7 @@ from treepack.pack.plan.methods import online
 from treepack.pack.plan.methods.anneal import anneal
 from treepack.pack.plan.methods.contiguous import contiguous
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.plan.problem import Limits, PlanTree, Search, path_pairs
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, path_pairs
 from treepack.trajectory import Int64
 
 
@@ -39,7 +39,7 @@ def test_auto_needs_no_more_tokens_than_any_quick_method(
         tree = made.make_tree(family, leaves)
         trie = trie_of(forest_of_trees([tree]), shuffle=leaves)
         capacity = int(factor * tree.length.max())
-        plans = {name: plan_rows(trie, capacity=capacity, method=name, search=Search("low")) for name in methods}
+        plans = {name: plan_rows(trie, capacity=capacity, method=name, search=SearchOptions("low")) for name in methods}
         tokens = {name: check_plan(trie, plan).tokens_packed for name, plan in plans.items()}
         assert plans["auto"].lower_bound <= tokens["auto"] == min(tokens.values())
 
@@ -47,8 +47,8 @@ def test_auto_needs_no_more_tokens_than_any_quick_method(
 @pytest.mark.parametrize("name", ["star, short prompt", "star, long prompt", "one-token branches"])
 def test_a_star_of_100000_leaves_is_planned_within_a_thousandth_of_its_bound(name: str) -> None:
     family = {family.name: family for family in made.families()}[name]
-    tree, limits = made.make_tree(family, 100_000), Limits(32_768)
-    solution = auto(tree, limits, Search("low"))
+    tree, limits = made.make_tree(family, 100_000), RowLimits(32_768)
+    solution = auto(tree, limits, SearchOptions("low"))
     cost = fast_cost(tree, solution.row_of_leaf)
     assert solution.lower_bound <= cost[0] <= TOKENS_TO_STOP * solution.lower_bound
     order, steps = np.random.default_rng(0).permutation(100_000), np.zeros(100_000, np.int64)
@@ -66,8 +66,8 @@ def groups_of_answers(seed: int) -> PlanTree:
 def test_only_the_effort_high_searches_for_less_than_a_thousandth() -> None:
     better = 0
     for seed in (1, 2, 4):
-        tree, limits = groups_of_answers(seed), Limits(30_000)
-        quick, best = (auto(tree, limits, Search(effort)) for effort in ("low", "high"))
+        tree, limits = groups_of_answers(seed), RowLimits(30_000)
+        quick, best = (auto(tree, limits, SearchOptions(effort)) for effort in ("low", "high"))
         quick_cost, best_cost = (cost_of(tree, one.row_of_leaf, limits) for one in (quick, best))
         assert best_cost <= quick_cost
         better += best_cost[0] < quick_cost[0] <= TOKENS_TO_STOP * quick.lower_bound
@@ -77,18 +77,18 @@ def test_only_the_effort_high_searches_for_less_than_a_thousandth() -> None:
 def test_a_plan_near_the_bound_is_searched_if_it_has_a_row_too_many() -> None:
     # A row more costs one token of 15,150, but it is one row of eleven.
     sizes = np.random.default_rng(1).integers(300, 700, 30).tolist()
-    tree, limits = tree_of((1, [(size, []) for size in sizes])), Limits(1500)
+    tree, limits = tree_of((1, [(size, []) for size in sizes])), RowLimits(1500)
     orders, steps = (np.arange(30), np.argsort(-tree.length, kind="stable")), np.zeros(30, np.int64)
     pairs = path_pairs(tree.depth + tree.size)
     quick = [online.fill_rows(tree, pairs, order, steps, limits) for order in orders]
     assert min(cost_of(tree, rows, limits) for rows in quick) == (15_151, 12)
-    assert cost_of(tree, auto(tree, limits, Search("low")).row_of_leaf, limits) == (15_150, 11)
+    assert cost_of(tree, auto(tree, limits, SearchOptions("low")).row_of_leaf, limits) == (15_150, 11)
 
 
 @given(strategies.trees_and_capacities(max_leaves=12), st.integers(0, 1000))
 @settings(max_examples=60)
 def test_first_fit_stops_exactly_when_its_tokens_exceed_the_maximum(problem: tuple[PlanTree, int], seed: int) -> None:
-    tree, limits = problem[0], Limits(problem[1])
+    tree, limits = problem[0], RowLimits(problem[1])
     order, steps = np.random.default_rng(seed).permutation(tree.num_leaves), np.zeros(tree.num_leaves, np.int64)
     pairs = path_pairs(tree.depth + tree.size)
     rows = online.fill_rows(tree, pairs, order, steps, limits)
@@ -101,8 +101,8 @@ def test_first_fit_stops_exactly_when_its_tokens_exceed_the_maximum(problem: tup
 
 def test_no_pass_of_the_search_follows_a_plan_that_is_good_enough() -> None:
     tree = made.make_tree(made.families()[2], 60)
-    limits = Limits(int(1.5 * tree.length.max()))
-    start = contiguous(tree, limits, Search()).row_of_leaf
+    limits = RowLimits(int(1.5 * tree.length.max()))
+    start = contiguous(tree, limits, SearchOptions()).row_of_leaf
     cost = cost_of(tree, start, limits)
     assert np.array_equal(anneal(tree, limits, start, steps_per_leaf=30, enough=cost), start)
     for less in ((cost[0] - 1, cost[1]), (cost[0], cost[1] - 1)):

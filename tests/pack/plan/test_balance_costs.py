@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from support import strategies
 from support.command_line import Run
 from support.strategies import make
-from treepack.analysis.model_cost import ModelShape, pairs_of_token, read_shape
+from treepack.costs.limits import MAX_TOKEN_PAIRS
+from treepack.costs.model_cost import ModelShape, pairs_of_token, read_shape
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
-from treepack.pack.options import MAX_TOKEN_PAIRS, PackOptions
+from treepack.pack.options import PackOptions
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
 from treepack.trajectory import Float64, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
 
@@ -41,7 +42,7 @@ def test_rows_are_within_limits_and_the_most_expensive_of_a_step_come_first(
     trajectories: list[Trajectory], capacity: int, multiple_of: int, token_pairs: int, pairs: int | None
 ) -> None:
     trie = build_trie(trajectories)
-    limits = Limits(capacity, pairs)
+    limits = RowLimits(capacity, pairs)
     try:
         plan = plan_rows(trie, capacity=limits, multiple_of=multiple_of, token_pairs=token_pairs)
     except TreepackError as error:

@@ -19,10 +19,10 @@ from treepack.pack.plan.methods.completion import Rooms, State
 from treepack.pack.plan.methods.direct import direct
 from treepack.pack.plan.methods.dominance import drop_dominated
 from treepack.pack.plan.methods.exact import exact
-from treepack.pack.plan.methods.packing import Target, pack
+from treepack.pack.plan.methods.packing import PlanTarget, pack
 from treepack.pack.plan.methods.single_path import choose_shared_nodes, single_path
 from treepack.pack.plan.methods.subsets import subsets
-from treepack.pack.plan.problem import Limits, PlanTree, Search
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions
 
 
 def sequences_of(tree: PlanTree) -> list[list[int]]:
@@ -40,9 +40,9 @@ TIGHT_STAR = tree_of((2, [(size, []) for size in (6, 6, 5, 4, 4, 3, 3, 2)])), 13
 @example(ROUNDED_TWICE)
 @example(TIGHT_STAR)
 def test_subsets_are_the_best_of_all_partitions(problem: tuple[PlanTree, int]) -> None:
-    tree, limits = problem[0], Limits(problem[1])
+    tree, limits = problem[0], RowLimits(problem[1])
     best = oracle.best_plan(sequences_of(tree), problem[1])
-    assert proven_cost(tree, subsets(tree, limits, Search()), limits) == best
+    assert proven_cost(tree, subsets(tree, limits, SearchOptions()), limits) == best
 
 
 @given(strategies.trees_and_capacities(max_leaves=12) | strategies.trees_and_capacities(max_leaves=12, max_size=400))
@@ -50,18 +50,18 @@ def test_subsets_are_the_best_of_all_partitions(problem: tuple[PlanTree, int]) -
 @example(ROUNDED_TWICE)
 @example(TIGHT_STAR)
 def test_the_exact_program_finds_and_proves_the_best(problem: tuple[PlanTree, int]) -> None:
-    tree, limits = problem[0], Limits(problem[1])
-    best = proven_cost(tree, subsets(tree, limits, Search()), limits)
-    assert proven_cost(tree, exact(tree, limits, Search()), limits) == best
+    tree, limits = problem[0], RowLimits(problem[1])
+    best = proven_cost(tree, subsets(tree, limits, SearchOptions()), limits)
+    assert proven_cost(tree, exact(tree, limits, SearchOptions()), limits) == best
 
 
 @given(strategies.trees_and_capacities(max_leaves=10))
 @settings(max_examples=100)
 @example(ROUNDED_TWICE)
 def test_the_integer_program_finds_and_proves_the_best(problem: tuple[PlanTree, int]) -> None:
-    tree, limits = problem[0], Limits(problem[1])
-    best = proven_cost(tree, subsets(tree, limits, Search()), limits)
-    assert proven_cost(tree, direct(tree, limits, Search(), incumbent=alone(tree)), limits) == best
+    tree, limits = problem[0], RowLimits(problem[1])
+    best = proven_cost(tree, subsets(tree, limits, SearchOptions()), limits)
+    assert proven_cost(tree, direct(tree, limits, SearchOptions(), incumbent=alone(tree)), limits) == best
 
 
 def partitions(count: int) -> Iterator[list[list[int]]]:
@@ -77,15 +77,15 @@ def partitions(count: int) -> Iterator[list[list[int]]]:
 
 @given(limited(max_leaves=6))
 @settings(max_examples=60)
-def test_exact_methods_honour_limits_of_pairs_and_terms(problem: tuple[PlanTree, Limits]) -> None:
+def test_exact_methods_honour_limits_of_pairs_and_terms(problem: tuple[PlanTree, RowLimits]) -> None:
     tree, limits = problem
     best = min(
         (sum(int(tree.size[nodes_of(tree, leaves)].sum()) for leaves in rows), len(rows))
         for rows in partitions(tree.num_leaves)
         if all(fits(tree, leaves, limits) for leaves in rows)
     )
-    assert proven_cost(tree, subsets(tree, limits, Search()), limits) == best
-    assert proven_cost(tree, exact(tree, limits, Search()), limits) == best
+    assert proven_cost(tree, subsets(tree, limits, SearchOptions()), limits) == best
+    assert proven_cost(tree, exact(tree, limits, SearchOptions()), limits) == best
 
 
 def test_the_exact_program_proves_trees_of_40_leaves() -> None:
@@ -93,16 +93,18 @@ def test_the_exact_program_proves_trees_of_40_leaves() -> None:
     turns: list[strategies.Nested] = [
         (int(a), [(int(b), []) for b in rng.integers(1, 900, 4)]) for a in rng.integers(1, 900, 10)
     ]
-    tree, limits = tree_of((500, turns)), Limits(4000)
-    solution = exact(tree, limits, Search())
+    tree, limits = tree_of((500, turns)), RowLimits(4000)
+    solution = exact(tree, limits, SearchOptions())
     proven_cost(tree, solution, limits)
-    assert solution.lower_bound < cost_of(tree, single_path(tree, limits, Search()).row_of_leaf, limits)[0]
+    assert solution.lower_bound < cost_of(tree, single_path(tree, limits, SearchOptions()).row_of_leaf, limits)[0]
 
 
-@pytest.mark.parametrize("search", [Search(time_limit=0), Search(effort="low"), Search(effort="low", time_limit=0.1)])
-def test_a_search_that_ends_early_returns_a_plan_and_a_bound(search: Search) -> None:
+@pytest.mark.parametrize(
+    "search", [SearchOptions(time_limit=0), SearchOptions(effort="low"), SearchOptions(effort="low", time_limit=0.1)]
+)
+def test_a_search_that_ends_early_returns_a_plan_and_a_bound(search: SearchOptions) -> None:
     rng = np.random.default_rng(1)
-    tree, limits = tree_of((300, [(int(size), []) for size in rng.integers(2000, 3500, 60)])), Limits(9000)
+    tree, limits = tree_of((300, [(int(size), []) for size in rng.integers(2000, 3500, 60)])), RowLimits(9000)
     solution = exact(tree, limits, search)
     tokens, _ = cost_of(tree, solution.row_of_leaf, limits)
     assert tree.tokens < solution.lower_bound < tokens
@@ -111,18 +113,18 @@ def test_a_search_that_ends_early_returns_a_plan_and_a_bound(search: Search) -> 
 def test_a_search_without_a_time_limit_always_gives_the_same_plan() -> None:
     rng = np.random.default_rng(2)
     tree = tree_of((300, [(int(size), []) for size in rng.integers(2000, 3500, 45)]))
-    first, second = (exact(tree, Limits(9000), Search(effort="low")) for _ in range(2))
+    first, second = (exact(tree, RowLimits(9000), SearchOptions(effort="low")) for _ in range(2))
     np.testing.assert_array_equal(first.row_of_leaf, second.row_of_leaf)
     assert first.lower_bound == second.lower_bound
 
 
 def test_a_large_tree_gets_the_best_of_the_cheap_plans() -> None:
     tree = tree_of((5, [(1 + i % 7, []) for i in range(3000)]))
-    solution = exact(tree, Limits(40), Search())
+    solution = exact(tree, RowLimits(40), SearchOptions())
     assert int(np.bincount(solution.row_of_leaf, tree.size[tree.leaf]).max()) <= 35
 
 
-def selections(tree: PlanTree, limits: Limits, node: int = 0) -> Iterator[list[int]]:
+def selections(tree: PlanTree, limits: RowLimits, node: int = 0) -> Iterator[list[int]]:
     """Yield every cover of the leaves below `node` by disjoint feasible nodes, eq. 3; a leaf is always feasible."""
     paths = [path for path in paths_of(tree) if node in path]
     shared = int(tree.depth[node] + tree.size[node])
@@ -137,7 +139,7 @@ def selections(tree: PlanTree, limits: Limits, node: int = 0) -> Iterator[list[i
 
 @given(strategies.trees_and_capacities(max_leaves=7))
 def test_single_path_saves_the_most_that_feasible_nodes_can(problem: tuple[PlanTree, int]) -> None:
-    tree, limits = problem[0], Limits(problem[1])
+    tree, limits = problem[0], RowLimits(problem[1])
     below = [sum(node in path for path in paths_of(tree)) for node in range(tree.num_nodes)]
     ends = tree.depth + tree.size
     most, fewest = max(
@@ -148,7 +150,7 @@ def test_single_path_saves_the_most_that_feasible_nodes_can(problem: tuple[PlanT
 
 
 @given(limited(max_leaves=8))
-def test_single_path_rows_cost_at_most_what_the_paper_counts(problem: tuple[PlanTree, Limits]) -> None:
+def test_single_path_rows_cost_at_most_what_the_paper_counts(problem: tuple[PlanTree, RowLimits]) -> None:
     tree, limits = problem
     saving, row_of_leaf = choose_shared_nodes(tree, limits)
     assert cost_of(tree, row_of_leaf, limits)[0] <= int(tree.length.sum()) - saving
@@ -197,13 +199,13 @@ def test_packing_at_the_root_chooses_the_best_states(children: list[list[State]]
         for chosen in itertools.product(*children)
         for bins in [fewest_bins([(i, room - left) for i, (_, lefts) in enumerate(chosen) for left in lefts], room)]
     )
-    packing = pack(children, room, size, Target(best[0], best[1], 6), work=1e9, seconds=60)
+    packing = pack(children, room, size, PlanTarget(best[0], best[1], 6), work=1e9, seconds=60)
     assert packing.proven
     assert packing.chosen is not None
     number = 1 + max(row for _, rows in packing.chosen for row in rows)
     assert (sum(cost for (cost, _), _ in packing.chosen) + size * number, number) == best
     # With one row less there is no packing at this cost, and CP-SAT proves it.
-    nothing = pack(children, room, size, Target(best[0], best[1] - 1, 6), work=1e9, seconds=60)
+    nothing = pack(children, room, size, PlanTarget(best[0], best[1] - 1, 6), work=1e9, seconds=60)
     assert nothing.proven
     assert nothing.chosen is None
 
@@ -218,9 +220,9 @@ def test_an_interrupt_after_a_solver_ran_is_still_an_exception() -> None:
     code = """
 import os, signal, numpy as np
 from treepack.pack.plan.methods.direct import direct
-from treepack.pack.plan.problem import Limits, PlanTree, Search
+from treepack.pack.plan.problem import RowLimits, PlanTree, SearchOptions
 columns = ([1, 2, 2], [0, 1, 1], [-1, 0, 0], [3, 2, 3], [1, 2], [1, 1])
-direct(PlanTree(*(np.array(column) for column in columns)), Limits(3), Search(), incumbent=np.arange(2))
+direct(PlanTree(*(np.array(column) for column in columns)), RowLimits(3), SearchOptions(), incumbent=np.arange(2))
 try:
     os.kill(os.getpid(), signal.SIGINT)
     signal.pause()

@@ -15,9 +15,9 @@ from treepack.errors import TreepackError
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.files import read_plan_file
 from treepack.pack.plan.planning import plan_lines, plan_of_file, plan_rows
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 HEADER = {"format": "treepack-plan", "version": 1, "capacity": 12}
 IDS = [f"r{i}" for i in range(6)]
@@ -29,7 +29,7 @@ def test_a_plan_reads_back_as_written(
     tmp_path: Path, trajectories: list[Trajectory], capacity: int, pairs: int | None
 ) -> None:
     trie = build_trie(trajectories)
-    plan = plan_rows(trie, capacity=Limits(capacity, pairs))
+    plan = plan_rows(trie, capacity=RowLimits(capacity, pairs))
     path = tmp_path / "plan.jsonl"
     path.write_text("\n".join(plan_lines(trie, plan, trie_sha256="x")))
     back = plan_of_file(trie, read_plan_file(path))

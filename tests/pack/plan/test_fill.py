@@ -14,10 +14,10 @@ from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.plan.problem import Limits, path_pairs
+from treepack.pack.plan.problem import RowLimits, path_pairs
 from treepack.pack.plan.unions import RowSizes, range_minima, row_sizes
 from treepack.trajectory import Int64, Tokens, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, sequences_of
 
 
@@ -26,7 +26,7 @@ def pieces_of(tokens: list[int]) -> RowSizes:
     return RowSizes(values, path_pairs(values), values // 2)
 
 
-def merged(tokens: list[int], limits: Limits) -> Int64:
+def merged(tokens: list[int], limits: RowLimits) -> Int64:
     return merge_rows(pieces_of(tokens), np.zeros(len(tokens), np.int64), limits)
 
 
@@ -58,7 +58,7 @@ def test_sizes_of_any_rows_are_those_of_unions(trajectories: list[Trajectory], d
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(30, 50))
 def test_merging_never_needs_more_rows_than_best_fit_decreasing(tokens: list[int], capacity: int) -> None:
-    row_of = merged(tokens, Limits(capacity))
+    row_of = merged(tokens, RowLimits(capacity))
     assert np.bincount(row_of, tokens).max() <= capacity
     assert np.bincount(row_of).min() > 0
     assert row_of.max() + 1 <= oracle.best_fit_decreasing(tokens, capacity)
@@ -71,7 +71,7 @@ def test_merging_never_needs_more_rows_than_best_fit_decreasing(tokens: list[int
     st.none() | st.integers(15, 40),
 )
 def test_no_limit_is_exceeded(tokens: list[int], capacity: int, pairs: int | None, terms: int | None) -> None:
-    pieces, row_of = pieces_of(tokens), merged(tokens, Limits(capacity, pairs, terms))
+    pieces, row_of = pieces_of(tokens), merged(tokens, RowLimits(capacity, pairs, terms))
     for values, limit in ((pieces.tokens, capacity), (pieces.pairs, pairs), (pieces.terms, terms)):
         assert limit is None or np.bincount(row_of, values).max() <= limit
     assert np.bincount(row_of).min() > 0
@@ -82,14 +82,14 @@ def test_rows_are_filled_where_best_fit_leaves_gaps() -> None:
     tokens = [46, 35, 35, 32, 32, 33, 33, 19, 35]
     assert sum(tokens) == 300
     assert oracle.best_fit_decreasing(tokens, 100) == 4
-    assert merged(tokens, Limits(100)).max() + 1 == 3
+    assert merged(tokens, RowLimits(100)).max() + 1 == 3
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_small_trees_fill_rows(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tokens = rng.integers(50, 2000, 2000).tolist()
-    rows = merged(tokens, Limits(8192)).max() + 1
+    rows = merged(tokens, RowLimits(8192)).max() + 1
     assert sum(tokens) / (rows * 8192) > 0.99
 
 
@@ -112,7 +112,7 @@ def test_every_step_has_a_multiple_of_rows_within_all_limits(
     trajectories: list[Trajectory], capacity: int, multiple_of: int, pairs: int | None, terms: int | None
 ) -> None:
     trie = build_trie(trajectories)
-    limits = Limits(capacity, pairs, terms)
+    limits = RowLimits(capacity, pairs, terms)
     try:
         plan = plan_rows(trie, capacity=limits, multiple_of=multiple_of)
     except TreepackError as error:
@@ -169,6 +169,6 @@ def test_the_checker_and_the_planner_refuse_what_exceeds_budgets(pairs: int | No
     trie = build_trie([make("a", [1, 2, 3, 4]), make("b", [1, 2, 5, 6]), make("c", [9, 9, 9])])
     over = "score pairs, over the budget of pairs, 20" if pairs else "loss terms, over the budget of terms, 4"
     with pytest.raises(TreepackError, match=f"row 0 of the plan has .* {over}"):
-        check_plan(trie, Plan("mine", Limits(20, pairs, terms), np.zeros(3, np.int64)))
+        check_plan(trie, Plan("mine", RowLimits(20, pairs, terms), np.zeros(3, np.int64)))
     with pytest.raises(TreepackError, match=r"trajectory \w has .* \(2 such in total\)"):
-        plan_rows(trie, capacity=Limits(20, pairs and 9, terms and 2))
+        plan_rows(trie, capacity=RowLimits(20, pairs and 9, terms and 2))

@@ -15,9 +15,9 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
 
@@ -54,12 +54,12 @@ def test_groups_that_fit_together_share_a_row() -> None:
 @pytest.mark.parametrize(
     ("limits", "sentence"),
     [
-        (Limits(8), "group g0 has 9 tokens and the capacity is 8 (4 such groups)"),
-        (Limits(20, pairs=35), "score pairs and the budget of pairs is 35"),
-        (Limits(20, terms=9), "group g0 has 10 loss terms and the budget of terms is 9"),
+        (RowLimits(8), "group g0 has 9 tokens and the capacity is 8 (4 such groups)"),
+        (RowLimits(20, pairs=35), "score pairs and the budget of pairs is 35"),
+        (RowLimits(20, terms=9), "group g0 has 10 loss terms and the budget of terms is 9"),
     ],
 )
-def test_a_group_that_does_not_fit_is_named(limits: Limits, sentence: str) -> None:
+def test_a_group_that_does_not_fit_is_named(limits: RowLimits, sentence: str) -> None:
     with pytest.raises(TreepackError) as caught:
         plan_rows(build_trie(pairs(8)), capacity=limits, method="groups")
     assert sentence in str(caught.value)

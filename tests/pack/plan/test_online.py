@@ -20,11 +20,11 @@ from treepack.pack.files import write_packed
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.methods.online import arrival_order
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
 from treepack.pack.row import Row, row_counts, row_totals
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.check import check_trie
 from treepack.trie.trie import Trie, sequences_of, unshared
 
@@ -38,7 +38,7 @@ def loads(prefixes: Iterable[Prefix], trained: int) -> tuple[int, int, int]:
     return len(tokens), sum(map(len, tokens)), trained
 
 
-def naive_first_fit(trie: Trie, order: list[int], limits: Limits, *, share: bool) -> list[int]:
+def naive_first_fit(trie: Trie, order: list[int], limits: RowLimits, *, share: bool) -> list[int]:
     """Return the row of each trajectory, numbered as rows open; every row is a set of prefixes."""
     steps, row_of = trie.step_rank.tolist(), [-1] * trie.num_trajectories
     prefixes = [{tuple(ids[: n + 1].tolist()) for n in range(len(ids))} for ids in sequences_of(trie)]
@@ -79,12 +79,12 @@ def totals_of(rows: list[Row], capacity: int) -> dict[str, float]:
     return row_totals(counted, capacity=capacity)
 
 
-some_limits = st.builds(Limits, st.integers(9, 30), st.none() | st.integers(45, 120), st.none() | st.integers(8, 20))
+some_limits = st.builds(RowLimits, st.integers(9, 30), st.none() | st.integers(45, 120), st.none() | st.integers(8, 20))
 
 
 @given(trajectories=strategies.trajectories(max_count=12), limits=some_limits)
 def test_greedy_online_is_first_fit_of_unions_in_order_of_arrival(
-    trajectories: list[Trajectory], limits: Limits
+    trajectories: list[Trajectory], limits: RowLimits
 ) -> None:
     trie = build_trie(trajectories)
     plan = plan_rows(trie, capacity=limits, method="greedy-online")
@@ -93,7 +93,7 @@ def test_greedy_online_is_first_fit_of_unions_in_order_of_arrival(
 
 
 @given(trajectories=strategies.trajectories(max_count=12), limits=some_limits)
-def test_sequence_is_first_fit_decreasing_of_whole_lengths(trajectories: list[Trajectory], limits: Limits) -> None:
+def test_sequence_is_first_fit_decreasing_of_whole_lengths(trajectories: list[Trajectory], limits: RowLimits) -> None:
     trie = build_trie(trajectories)
     lengths = trie.lengths.tolist()
     order = sorted(arrival_order(trie).tolist(), key=lambda i: -lengths[i])

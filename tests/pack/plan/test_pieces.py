@@ -12,17 +12,17 @@ from treepack.errors import TreepackError
 from treepack.pack.options import METHODS
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan
-from treepack.pack.plan.planning import Excess, merge_pieces, plan_pieces, plan_rows, refuse_excesses
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.planning import ExcessTrajectories, merge_pieces, plan_pieces, plan_rows, refuse_excesses
+from treepack.pack.plan.problem import RowLimits
 from treepack.pack.plan.unions import RowSizes
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 
 @given(made=trajectories(), room=st.integers(0, 9), method=st.sampled_from(["contiguous", "heuristic", "single-path"]))
 def test_the_halves_together_are_the_plan(made: list[Trajectory], room: int, method: str) -> None:
     trie = build_trie(made)
-    limits = Limits(int(trie.lengths.max()) + room)
+    limits = RowLimits(int(trie.lengths.max()) + room)
     pieces = plan_pieces(trie, capacity=limits, method=method)
     rows = merge_pieces(pieces.sizes, pieces.steps, limits)[pieces.piece_of]
     plan = plan_rows(trie, capacity=limits, method=method)
@@ -34,7 +34,7 @@ def test_the_halves_together_are_the_plan(made: list[Trajectory], room: int, met
 @given(made=trajectories(), room=st.integers(0, 9), method=st.sampled_from(METHODS))
 def test_pieces_of_any_method_merge_to_a_plan(made: list[Trajectory], room: int, method: str) -> None:
     trie = build_trie(made)
-    limits = Limits(trie.tokens_flat if method == "groups" else int(trie.lengths.max()) + room)
+    limits = RowLimits(trie.tokens_flat if method == "groups" else int(trie.lengths.max()) + room)
     pieces = plan_pieces(trie, capacity=limits, method=method)
     assert len(pieces.tree_bounds) == trie.num_trees
     rows = merge_pieces(pieces.sizes, pieces.steps, limits)[pieces.piece_of]
@@ -50,7 +50,7 @@ def test_balanced_rows_of_pieces_are_a_multiple_for_each_step(tokens: list[int],
     amounts = np.array(tokens, np.int64)
     sizes, steps = RowSizes(amounts, amounts**2, amounts), np.arange(len(tokens)) % num_steps
     try:
-        rows = merge_pieces(sizes, steps, Limits(10), multiple_of=ranks)
+        rows = merge_pieces(sizes, steps, RowLimits(10), multiple_of=ranks)
     except TreepackError:  # fewer pieces than rows
         assume(False)
     assert np.bincount(rows, weights=amounts).max() <= 10
@@ -59,13 +59,17 @@ def test_balanced_rows_of_pieces_are_a_multiple_for_each_step(tokens: list[int],
 
 
 def test_trajectories_over_a_limit_are_counted_over_all_tries() -> None:
-    parts = [Excess("tokens", 12, "a", 2), Excess("tokens", 20, "b", 1), Excess("loss terms", 99, "c", 1)]
+    parts = [
+        ExcessTrajectories("tokens", 12, "a", 2),
+        ExcessTrajectories("tokens", 20, "b", 1),
+        ExcessTrajectories("loss terms", 99, "c", 1),
+    ]
     sentence = (
         "trajectory b has 20 tokens, capacity is 10 (3 such in total); raise the capacity: train --carry auto trains "
         "rows of any length, so memory is no reason to drop or truncate trajectories"
     )
     with pytest.raises(TreepackError) as error:
-        refuse_excesses(parts, Limits(10, terms=5))
+        refuse_excesses(parts, RowLimits(10, terms=5))
     assert str(error.value) == sentence
 
 

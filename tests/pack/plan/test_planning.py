@@ -15,11 +15,11 @@ from treepack.errors import TreepackError
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import METHODS, plan_rows
-from treepack.pack.plan.problem import Limits, Search, forest_of
+from treepack.pack.plan.problem import RowLimits, SearchOptions, shapes_of_trees
 from treepack.pack.plan.unions import row_sizes
 from treepack.pack.plan.workers import plan_trees
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, sequences_of
 
 methods = pytest.mark.parametrize("method", sorted(METHODS))
@@ -65,8 +65,8 @@ def test_contiguous_is_the_best_of_all_contiguous_cuts(sequences: list[list[int]
         if all(oracle.union_tokens(piece) <= capacity for piece in pieces)
     )
     trie = built(sequences)
-    forest = forest_of(trie)
-    rows, _ = plan_trees(forest, Limits(capacity), METHODS["contiguous"], Search())
+    forest = shapes_of_trees(trie)
+    rows, _ = plan_trees(forest, RowLimits(capacity), METHODS["contiguous"], SearchOptions())
     # Without merging, which may save more tokens if it merges pieces of one tree.
     assert row_sizes(trie, rows[forest.leaf_of], int(rows.max()) + 1).tokens.sum() == best
 
@@ -135,10 +135,10 @@ def test_too_long_names_the_trajectory_and_its_length() -> None:
 def test_checker_refuses_wrong_plans(row_of: list[int], sentence: str) -> None:
     trie = built([[1, 2, 3], [1, 4, 5]])
     with pytest.raises(TreepackError, match=sentence):
-        check_plan(trie, Plan("mine", Limits(4), np.array(row_of)))
+        check_plan(trie, Plan("mine", RowLimits(4), np.array(row_of)))
 
 
 def test_checker_refuses_mixed_steps() -> None:
     trie = build_trie([make("a", [1, 2], step=0), make("b", [1, 3], step=1)])
     with pytest.raises(TreepackError, match="row 0 of the plan mixes training steps"):
-        check_plan(trie, Plan("mine", Limits(10), np.array([0, 0])))
+        check_plan(trie, Plan("mine", RowLimits(10), np.array([0, 0])))

@@ -21,10 +21,10 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.planning import FOREST_METHODS, METHODS, plan_rows
-from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, forest_of
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeSolution, shapes_of_trees
 from treepack.pack.plan.workers import Method, plan_trees
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
 ALL = sorted([*METHODS, *FOREST_METHODS])
@@ -114,15 +114,15 @@ def test_one_tree_needs_no_workers() -> None:
     assert np.array_equal(plan_rows(trie, capacity=24, workers=3).row_of, plan_rows(trie, capacity=24).row_of)
 
 
-def refuse(tree: PlanTree, limits: Limits, search: Search) -> Solution:
+def refuse(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolution:
     raise TreepackError("no plan for this tree")
 
 
-def die(tree: PlanTree, limits: Limits, search: Search) -> Solution:
+def die(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolution:
     os._exit(1)
 
 
-def interrupt(tree: PlanTree, limits: Limits, search: Search) -> Solution:
+def interrupt(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolution:
     if tree.num_leaves == 2:
         os.kill(os.getppid(), signal.SIGINT)
     time.sleep(600)
@@ -140,7 +140,13 @@ def test_what_happens_in_a_worker_is_raised_and_no_worker_stays(
     method: Method, error: type[BaseException], sentence: str
 ) -> None:
     with pytest.raises(error, match=sentence):
-        plan_trees(forest_of(built([[0, 1], [0, 2], [9, 1], [9, 2], [9, 3]])), Limits(24), method, Search(), workers=2)
+        plan_trees(
+            shapes_of_trees(built([[0, 1], [0, 2], [9, 1], [9, 2], [9, 3]])),
+            RowLimits(24),
+            method,
+            SearchOptions(),
+            workers=2,
+        )
     assert not multiprocessing.active_children()
 
 
@@ -148,9 +154,9 @@ INTERRUPTED = """
 import multiprocessing
 from pack.plan import test_scale as here
 if __name__ == "__main__":
-    forest = here.forest_of(here.built([[0, 1], [0, 2], [9, 1], [9, 2], [9, 3]]))
+    forest = here.shapes_of_trees(here.built([[0, 1], [0, 2], [9, 1], [9, 2], [9, 3]]))
     try:
-        here.plan_trees(forest, here.Limits(24), here.interrupt, here.Search(), workers=2)
+        here.plan_trees(forest, here.RowLimits(24), here.interrupt, here.SearchOptions(), workers=2)
     except KeyboardInterrupt:
         print("interrupted", len(multiprocessing.active_children()))
 """

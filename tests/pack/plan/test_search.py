@@ -14,7 +14,7 @@ from support.plan_costs import Cost, alone, cost_of, limited, proven_cost
 from support.strategies import Nested, tree_of
 from treepack.pack.plan.auto import TOKENS_TO_STOP, auto
 from treepack.pack.plan.bounds import lower_bound as bounds
-from treepack.pack.plan.bounds.column_generation import Allowance
+from treepack.pack.plan.bounds.column_generation import WorkBudget
 from treepack.pack.plan.bounds.counting import count, passes
 from treepack.pack.plan.bounds.knapsack import best_profits
 from treepack.pack.plan.bounds.lower_bound import ProofEffort, lower_bound, recursive_bound
@@ -24,9 +24,9 @@ from treepack.pack.plan.methods.contiguous import contiguous, deepest_first
 from treepack.pack.plan.methods.exact import exact
 from treepack.pack.plan.methods.subsets import fewest, subsets
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.plan.problem import Limits, PlanTree, Search, forest_of
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, shapes_of_trees
 from treepack.trajectory import Int64, Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 
 Problem = tuple[PlanTree, int]
 
@@ -69,14 +69,14 @@ larger_trees = strategies.trees_and_capacities(max_leaves=22, max_size=60).filte
 
 
 def best_of(problem: Problem) -> Cost:
-    tree, limits = problem[0], Limits(problem[1])
-    return proven_cost(tree, subsets(tree, limits, Search()), limits)
+    tree, limits = problem[0], RowLimits(problem[1])
+    return proven_cost(tree, subsets(tree, limits, SearchOptions()), limits)
 
 
 def plans_of(problem: Problem) -> list[Int64]:
     """A poor plan and a good one."""
-    tree, limits = problem[0], Limits(problem[1])
-    return [alone(tree), contiguous(tree, limits, Search()).row_of_leaf]
+    tree, limits = problem[0], RowLimits(problem[1])
+    return [alone(tree), contiguous(tree, limits, SearchOptions()).row_of_leaf]
 
 
 def unknown(tree: PlanTree) -> bounds.NodeBounds:
@@ -91,7 +91,8 @@ def least_of_every_node(problem: Problem) -> tuple[Int64, Int64]:
     """Return the minimum tokens of each subtree and the minimum rows through each node, by the program over subsets."""
     tree, capacity = problem
     minima = [
-        fewest(bounds.subtree(tree, node), Limits(capacity - int(tree.depth[node]))) for node in range(tree.num_nodes)
+        fewest(bounds.subtree(tree, node), RowLimits(capacity - int(tree.depth[node])))
+        for node in range(tree.num_nodes)
     ]
     return np.array([tokens[0] for tokens, _ in minima]), np.array([times[0] for _, times in minima])
 
@@ -170,7 +171,7 @@ def test_programs_for_rows_and_for_tokens_stay_below_what_the_nodes_need(problem
         assert (better.tokens <= tokens).all()
         assert (better.times <= times).all()
         for node in np.flatnonzero(used > known.times).tolist():
-            assert bounds._min_rows(tree, node, capacity, rows, known, Allowance(1e7)) <= times[node]
+            assert bounds._min_rows(tree, node, capacity, rows, known, WorkBudget(1e7)) <= times[node]
 
 
 @given(some_trees)
@@ -213,15 +214,15 @@ def test_prices_in_large_rooms_do_not_overflow() -> None:
 @given(larger_trees, st.sampled_from(PROOFS))
 @settings(max_examples=12)
 def test_bounds_of_larger_trees_are_below_the_proven_best(problem: Problem, proof: ProofEffort) -> None:
-    tree, limits = problem[0], Limits(problem[1])
-    exact_solution = exact(tree, limits, Search(effort="low"))
+    tree, limits = problem[0], RowLimits(problem[1])
+    exact_solution = exact(tree, limits, SearchOptions(effort="low"))
     tokens = cost_of(tree, exact_solution.row_of_leaf, limits)[0]
     assume(exact_solution.lower_bound == tokens)
     assert max(lower_bound(tree, problem[1], rows, proof) for rows in plans_of(problem)) <= tokens
 
 
 @st.composite
-def searches(draw: st.DrawFn) -> tuple[PlanTree, Limits, Int64]:
+def searches(draw: st.DrawFn) -> tuple[PlanTree, RowLimits, Int64]:
     """A tree of up to 200 leaves, limits of which some are tight, and a plan within them."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     parents, leaves = [-1], draw(st.integers(2, 200))
@@ -241,18 +242,18 @@ def searches(draw: st.DrawFn) -> tuple[PlanTree, Limits, Int64]:
     tree = tree_of(nested(0), rng.integers(0, 5, leaves + 1).tolist()[: sum(not some for some in below)])
     capacity = int(tree.length.max()) + draw(st.integers(0, 200))
     most_pairs = int((tree.length * (tree.length + 1) // 2).max())
-    limits = Limits(
+    limits = RowLimits(
         capacity,
         draw(st.none() | st.integers(most_pairs, 3 * most_pairs)),
         draw(st.none() | st.integers(int(tree.terms.max()), 20)),
     )
-    return tree, limits, contiguous(tree, limits, Search()).row_of_leaf
+    return tree, limits, contiguous(tree, limits, SearchOptions()).row_of_leaf
 
 
 @given(searches(), st.sampled_from([2, 7, 48]), st.integers(1, 4))
 @settings(max_examples=40)
 def test_a_search_returns_a_plan_no_worse_than_its_start(
-    given_one: tuple[PlanTree, Limits, Int64], window: int, passes: int
+    given_one: tuple[PlanTree, RowLimits, Int64], window: int, passes: int
 ) -> None:
     tree, limits, start = given_one
     with pytest.MonkeyPatch.context() as patch:
@@ -265,31 +266,31 @@ def test_a_search_returns_a_plan_no_worse_than_its_start(
 @given(strategies.trajectories(max_count=8), st.integers(9, 16), st.integers(8, 16))
 @settings(max_examples=30)
 def test_a_search_places_trajectories_that_end_inside_others(ones: list[Trajectory], room: int, terms: int) -> None:
-    for tree in forest_of(build_trie(ones), split_ends=True).trees():
-        limits = Limits(room, terms=terms)
+    for tree in shapes_of_trees(build_trie(ones), split_ends=True).trees():
+        limits = RowLimits(room, terms=terms)
         plan = search.anneal(tree, limits, alone(tree), steps_per_leaf=20)
         assert cost_of(tree, plan, limits) <= cost_of(tree, alone(tree), limits)
 
 
 def test_a_search_finds_the_best_plan_from_the_worst() -> None:
     # The best plan is three times the root and one leaf of each size: 3 * (10 + 30 + 40 + 50) = 390 tokens.
-    tree, limits = tree_of((10, [(size, []) for size in (30, 40, 50) * 3])), Limits(130)
+    tree, limits = tree_of((10, [(size, []) for size in (30, 40, 50) * 3])), RowLimits(130)
     assert cost_of(tree, search.anneal(tree, limits, alone(tree), steps_per_leaf=100), limits) == (390, 3)
 
 
 @given(some_trees)
 @example(MORE_ROWS_THAN_NEEDED)
 def test_auto_is_the_best_of_small_trees(problem: Problem) -> None:
-    tree, limits = problem[0], Limits(problem[1])
-    assert proven_cost(tree, auto(tree, limits, Search()), limits) == best_of(problem)
+    tree, limits = problem[0], RowLimits(problem[1])
+    assert proven_cost(tree, auto(tree, limits, SearchOptions()), limits) == best_of(problem)
 
 
 @given(limited(max_leaves=8))
 @settings(max_examples=60)
-def test_auto_is_the_best_of_small_trees_within_all_limits(problem: tuple[PlanTree, Limits]) -> None:
+def test_auto_is_the_best_of_small_trees_within_all_limits(problem: tuple[PlanTree, RowLimits]) -> None:
     tree, limits = problem
-    best = cost_of(tree, subsets(tree, limits, Search()).row_of_leaf, limits)
-    solution = auto(tree, limits, Search())
+    best = cost_of(tree, subsets(tree, limits, SearchOptions()).row_of_leaf, limits)
+    solution = auto(tree, limits, SearchOptions())
     assert cost_of(tree, solution.row_of_leaf, limits) == best
     assert solution.lower_bound <= best[0]
 
@@ -297,21 +298,21 @@ def test_auto_is_the_best_of_small_trees_within_all_limits(problem: tuple[PlanTr
 @given(larger_trees)
 @settings(max_examples=15)
 def test_auto_needs_nearly_the_tokens_that_the_exact_method_proves(problem: Problem) -> None:
-    tree, limits = problem[0], Limits(problem[1])
-    exact_solution = exact(tree, limits, Search())
+    tree, limits = problem[0], RowLimits(problem[1])
+    exact_solution = exact(tree, limits, SearchOptions())
     tokens = cost_of(tree, exact_solution.row_of_leaf, limits)[0]
     assume(exact_solution.lower_bound == tokens)
-    solution = auto(tree, limits, Search())
+    solution = auto(tree, limits, SearchOptions())
     assert solution.lower_bound <= tokens <= cost_of(tree, solution.row_of_leaf, limits)[0] <= tokens * TOKENS_TO_STOP
 
 
 @given(searches(), st.sampled_from(["low", "normal"]))
 @settings(max_examples=5)
-def test_auto_is_never_worse_than_the_quick_methods(given_one: tuple[PlanTree, Limits, Int64], effort: str) -> None:
+def test_auto_is_never_worse_than_the_quick_methods(given_one: tuple[PlanTree, RowLimits, Int64], effort: str) -> None:
     tree, limits, _ = given_one
-    solution = auto(tree, limits, Search(effort, num_leaves=4000))
+    solution = auto(tree, limits, SearchOptions(effort, num_leaves=4000))
     cost = cost_of(tree, solution.row_of_leaf, limits)
-    quick = [method(tree, limits, Search()).row_of_leaf for method in (contiguous, deepest_first)]
+    quick = [method(tree, limits, SearchOptions()).row_of_leaf for method in (contiguous, deepest_first)]
     assert cost <= min(cost_of(tree, rows, limits) for rows in quick)
     assert recursive_bound(tree, limits.capacity) <= solution.lower_bound <= cost[0]
 
@@ -320,7 +321,7 @@ def test_auto_is_never_worse_than_the_quick_methods(given_one: tuple[PlanTree, L
 def test_a_larger_capacity_never_costs_tokens(problem: Problem, more: int) -> None:
     tree, capacity = problem
     assert best_of((tree, capacity + more))[0] <= best_of(problem)[0]
-    tight, loose = (auto(tree, Limits(room), Search()).lower_bound for room in (capacity, capacity + more))
+    tight, loose = (auto(tree, RowLimits(room), SearchOptions()).lower_bound for room in (capacity, capacity + more))
     assert loose <= tight
 
 

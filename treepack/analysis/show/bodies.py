@@ -18,9 +18,9 @@ from operator import itemgetter
 import numpy as np
 from rich.text import Text
 
-from treepack.analysis.show.decoding import CONTEXT, Decoder
+from treepack.analysis.show.decoding import CONTEXT, TokenDecoder
 from treepack.analysis.show.forest import DrawnForest
-from treepack.analysis.show.wrapping import ESCAPE, FAINT, SPECIAL, TRAINED, Chunk, TextRow, wrap
+from treepack.analysis.show.wrapping import ESCAPE, FAINT, SPECIAL, TRAINED, TextRow, TokenText, wrap
 
 # Tokens drawn at the head and the tail of a stretch of text without special tokens: some four rows and some two. A
 # stretch that would lose FEW tokens or fewer is drawn whole, because the line about the rest takes a row itself.
@@ -32,16 +32,16 @@ Word = tuple[str, str]  # a token id, perhaps with a bracket, and its style
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class DrawingOptions:
     """Options of a drawing: the columns of the terminal, `full` for all tokens, and a `decoder` for text, not ids."""
 
     width: int = 100
     full: bool = False
-    decoder: Decoder | None = None
+    decoder: TokenDecoder | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class WeightSegment:
     """The tokens `first .. stop - 1` of a node. Their loss weights, `low` to `high`, are all 0 or all positive."""
 
     first: int
@@ -54,30 +54,32 @@ class Segment:
         return self.high > 0
 
 
-def segments(forest: DrawnForest, node: int, *, most: int = MAX_WEIGHTS) -> list[Segment]:
+def segments(forest: DrawnForest, node: int, *, most: int = MAX_WEIGHTS) -> list[WeightSegment]:
     """Return the maximal runs of equal loss weight in a node; more than `most` trained runs in sequence are joined."""
     first, stop = forest.start[node : node + 2].tolist()
     weight = forest.loss_weight[first:stop]
     # weight [0, 0, 1, .5, 0] -> bounds [0, 2, 3, 4, 5] -> runs 0-2 of 0; 2-3 of 1 and 3-4 of .5, together; 4-5 of 0
     cuts = (np.flatnonzero(np.diff(weight)) + 1).tolist()
     bounds = [0, *cuts, stop - first]
-    result: list[Segment] = []
+    result: list[WeightSegment] = []
     for trained, run in groupby(pairwise(bounds), key=lambda bound: weight[bound[0]] > 0):
         parts = list(run)
         if trained and len(parts) > most:
             parts = [(parts[0][0], parts[-1][1])]
-        result += [Segment(first + a, first + b, float(weight[a:b].min()), float(weight[a:b].max())) for a, b in parts]
+        result += [
+            WeightSegment(first + a, first + b, float(weight[a:b].min()), float(weight[a:b].max())) for a, b in parts
+        ]
     return result
 
 
-def ids_rows(forest: DrawnForest, node: int, look: Look, width: int) -> Iterator[TextRow]:
+def ids_rows(forest: DrawnForest, node: int, look: DrawingOptions, width: int) -> Iterator[TextRow]:
     """Yield the ids of a node: one row without the middle, or as many rows as all of them need."""
     first, stop = forest.start[node : node + 2].tolist()
     words = _Words(forest.tokens[first:stop].tolist(), forest.loss_weight[first:stop].tolist())
     yield from _id_rows(words, first, look, width)
 
 
-def segment_ids(forest: DrawnForest, segment: Segment, look: Look, width: int) -> Iterator[TextRow]:
+def segment_ids(forest: DrawnForest, segment: WeightSegment, look: DrawingOptions, width: int) -> Iterator[TextRow]:
     """Yield the ids of a segment after its mark, without brackets."""
     ids = forest.tokens[segment.first : segment.stop].tolist()
     words = _Words(ids, [0.0] * len(ids), TRAINED if segment.trained else "")
@@ -85,7 +87,9 @@ def segment_ids(forest: DrawnForest, segment: Segment, look: Look, width: int) -
         yield _add_mark(row, segment)
 
 
-def segment_text(forest: DrawnForest, node: int, segment: Segment, look: Look, width: int) -> Iterator[TextRow]:
+def segment_text(
+    forest: DrawnForest, node: int, segment: WeightSegment, look: DrawingOptions, width: int
+) -> Iterator[TextRow]:
     """Yield the text of a segment, wrapped, after its mark; long stretches lose their middle."""
     chunks = _chunks(forest, node, segment, look)
     if segment.first > forest.start[node]:
@@ -98,13 +102,13 @@ def segment_text(forest: DrawnForest, node: int, segment: Segment, look: Look, w
         yield _add_mark(row, segment)
 
 
-def _add_mark(row: TextRow, segment: Segment) -> TextRow:
+def _add_mark(row: TextRow, segment: WeightSegment) -> TextRow:
     """Return `row` after the mark of its segment."""
     mark = (TRAINED_MARK, TRAINED) if segment.trained else UNTRAINED_MARK
     return TextRow(row.place, Text.assemble(mark, row.text))
 
 
-def _chunks(forest: DrawnForest, node: int, segment: Segment, look: Look) -> Iterator[Chunk]:
+def _chunks(forest: DrawnForest, node: int, segment: WeightSegment, look: DrawingOptions) -> Iterator[TokenText]:
     """Yield the decoded text of a segment, and a chunk for each stretch that is left out."""
     assert look.decoder is not None
     node_start = int(forest.start[node])
@@ -113,15 +117,15 @@ def _chunks(forest: DrawnForest, node: int, segment: Segment, look: Look) -> Ite
     done = 0
     for first, stop in _ranges(ids[offset:], look):
         if first > done:
-            yield Chunk(0, f"... {first - done:,} tokens ...", FAINT, whole=True)
+            yield TokenText(0, f"... {first - done:,} tokens ...", FAINT, whole=True)
         context = (before + ids[: offset + first])[-CONTEXT:]
         for piece in look.decoder.pieces(ids[offset + first : offset + stop], context):
             style = SPECIAL if piece.special else ESCAPE if piece.unknown else ""
-            yield Chunk(segment.first + first + piece.index, piece.text, style)
+            yield TokenText(segment.first + first + piece.index, piece.text, style)
         done = stop
 
 
-def _ranges(ids: list[int], look: Look) -> list[tuple[int, int]]:
+def _ranges(ids: list[int], look: DrawingOptions) -> list[tuple[int, int]]:
     """Return the ranges of `ids` to draw: all but the middle of long stretches between special tokens."""
     assert look.decoder is not None
     special = np.flatnonzero(np.isin(ids, list(look.decoder.special))).tolist()
@@ -158,7 +162,7 @@ class _Words:
         return words
 
 
-def _id_rows(words: _Words, first: int, look: Look, width: int) -> Iterator[TextRow]:
+def _id_rows(words: _Words, first: int, look: DrawingOptions, width: int) -> Iterator[TextRow]:
     """Yield rows of `words`, the first of which is token `first`."""
     num = len(words.ids)
     if look.full:

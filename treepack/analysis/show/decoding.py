@@ -21,7 +21,7 @@ REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DecodedToken:
     """Text that token `index` adds. A `special` token is a piece of its own; an `unknown` id has no text."""
 
     index: int
@@ -30,7 +30,7 @@ class Piece:
     unknown: bool = False
 
 
-class Decoder:
+class TokenDecoder:
     """The text of token ids by a fast tokenizer of transformers, with special tokens written out."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -38,7 +38,7 @@ class Decoder:
         self._backend = tokenizer.backend_tokenizer
         self.special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
-    def pieces(self, ids: list[int], before: list[int]) -> Iterator[Piece]:
+    def pieces(self, ids: list[int], before: list[int]) -> Iterator[DecodedToken]:
         """Yield the pieces of `ids`, which follow `before`; a character cut at the end is a replacement character."""
         run: list[int] = []  # ids since the last special or unknown id
         done = 0  # number of ids of run whose text was yielded: they remain as context
@@ -51,21 +51,21 @@ class Decoder:
                 # A text that ends with U+FFFD waits for more bytes: 226 -> "\ufffd", 226 130 172 -> "\u20ac"
                 if not new.endswith(REPLACEMENT) or len(run) - done > MAX_PENDING:
                     if index >= 0 and new:
-                        yield Piece(index, new)
+                        yield DecodedToken(index, new)
                     run = run[done:]
                     done = len(run)
                 continue
             if index > 0 and (new := self._added(run, done)):
-                yield Piece(index - 1, new)
+                yield DecodedToken(index - 1, new)
             is_special = token in self.special
             # The special id stays as context, because decoders strip the blank of a word that nothing precedes.
             run = [token] if is_special else []
             done = len(run)
             if index >= 0:
                 text = self._text([token]) if is_special else f"<unknown id {token}>"
-                yield Piece(index, text, is_special, not is_special)
+                yield DecodedToken(index, text, is_special, not is_special)
         if ids and (new := self._added(run, done)):
-            yield Piece(len(ids) - 1, new)
+            yield DecodedToken(len(ids) - 1, new)
 
     def _added(self, run: list[int], done: int) -> str:
         """Return the text of `run` after the text of its first `done` ids."""

@@ -22,10 +22,10 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from rich.text import Text
 
-from treepack.analysis.show.bodies import Look
-from treepack.analysis.show.figures import quantity
+from treepack.analysis.show.bodies import DrawingOptions
+from treepack.analysis.show.figures import quantity_in_digits
 from treepack.analysis.show.forest import DrawnForest
-from treepack.analysis.show.nodes import Nodes
+from treepack.analysis.show.nodes import NodeLines
 
 # rich.tree.Tree is no replacement: it indents every child, so a chain of a thousand turns would be drawn a thousand
 # levels deep, it has no gutter for places, and it holds and walks the whole tree before the first line.
@@ -33,7 +33,7 @@ from treepack.analysis.show.nodes import Nodes
 MAX_INDENT = 12  # levels by which the nodes of a row are indented: 24 columns, a quarter of a usual terminal
 
 
-def tree_lines(forest: DrawnForest, look: Look) -> Iterator[Text]:
+def draw_trees(forest: DrawnForest, look: DrawingOptions) -> Iterator[Text]:
     """Yield the trees of a forest one below the other, as trunks with branches, and their steps if these differ."""
     tree = _TreeDrawing(forest, look)
     roots = tree.children[-1]
@@ -48,10 +48,10 @@ def tree_lines(forest: DrawnForest, look: Look) -> Iterator[Text]:
 class _TreeDrawing:
     """The trunks and branches of a forest; `nodes` draws single nodes, and `children[-1]` are the roots."""
 
-    def __init__(self, forest: DrawnForest, look: Look) -> None:
+    def __init__(self, forest: DrawnForest, look: DrawingOptions) -> None:
         """Gather the children of each node."""
         self.forest = forest
-        self.nodes = Nodes(forest, look, forest.depth)
+        self.nodes = NodeLines(forest, look, forest.depth)
         self.children: dict[int, list[int]] = {}
         for node, up in enumerate(forest.parent.tolist()):
             self.children.setdefault(up, []).append(node)
@@ -87,13 +87,13 @@ class _TreeDrawing:
         """Yield a line that counts the `siblings` that are not drawn, if there are any."""
         hidden = [node for node in siblings if not self.nodes.shown[node]]
         if hidden:
-            what = quantity(len(hidden), f"more {noun}")
+            what = quantity_in_digits(len(hidden), f"more {noun}")
             yield self.nodes.left_out(prefix, what, [(node, int(self.forest.node_end[node])) for node in hidden])
 
 
-def row_lines(forest: DrawnForest, look: Look) -> Iterator[Text]:
+def row_lines(forest: DrawnForest, look: DrawingOptions) -> Iterator[Text]:
     """Yield the nodes of a packed row in its order, each with its interval `[first token, subtree_end)` at the left."""
-    nodes = Nodes(forest, look, forest.start[:-1], intervals=True)
+    nodes = NodeLines(forest, look, forest.start[:-1], intervals=True)
     # Only a node with siblings is one level deeper than its parent, so a chain of turns stays at the left.
     level = [0] * forest.num_nodes
     children = np.bincount(forest.parent[forest.parent >= 0], minlength=forest.num_nodes)
@@ -110,7 +110,7 @@ def row_lines(forest: DrawnForest, look: Look) -> Iterator[Text]:
         stop = node
         while stop < forest.num_nodes and not nodes.shown[stop]:
             stop += 1
-        yield nodes.left_out(indent, quantity(stop - node, "more node"), [(node, stop)])
+        yield nodes.left_out(indent, quantity_in_digits(stop - node, "more node"), [(node, stop)])
         node = stop
 
 
@@ -123,9 +123,9 @@ def _notes(forest: DrawnForest, node: int) -> list[str]:
     return parts
 
 
-def path_lines(forest: DrawnForest, look: Look) -> Iterator[Text]:
+def path_lines(forest: DrawnForest, look: DrawingOptions) -> Iterator[Text]:
     """Yield one trajectory turn by turn: the nodes of its path, and in each the runs of trained and other tokens."""
-    nodes = Nodes(forest, look, forest.depth, by_turn=True)
+    nodes = NodeLines(forest, look, forest.depth, by_turn=True)
     for node in range(forest.num_nodes):
         if forest.num_nodes > 1:
             yield from nodes.header(node, "", "")

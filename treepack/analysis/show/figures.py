@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Quantiles:
+class ValueRange:
     """Minimum, mean and maximum of the values that are not NaN."""
 
     min: float
@@ -19,22 +19,22 @@ class Quantiles:
     def __str__(self) -> str:
         """Return `1`, or `0 to 1, mean 0.5`."""
         if self.min == self.max:
-            return number(self.min)
-        return f"{number(self.min)} to {number(self.max)}, mean {number(self.mean)}"
+            return four_digits(self.min)
+        return f"{four_digits(self.min)} to {four_digits(self.max)}, mean {four_digits(self.mean)}"
 
 
-def spread(values: Iterable[float]) -> Quantiles | None:
+def spread(values: Iterable[float]) -> ValueRange | None:
     """Return minimum, mean and maximum of the `values` that are not NaN; None if all are."""
     known = np.array([value for value in values if not np.isnan(value)])
-    return Quantiles(float(known.min()), float(known.mean()), float(known.max())) if len(known) else None
+    return ValueRange(float(known.min()), float(known.mean()), float(known.max())) if len(known) else None
 
 
-def number(value: float) -> str:
+def four_digits(value: float) -> str:
     """Return a figure with four significant digits."""
     return f"{value:.4g}"
 
 
-def quantity(count: int, noun: str) -> str:
+def quantity_in_digits(count: int, noun: str) -> str:
     """Return `1 token`, `2,000 tokens`."""
     # trajectory -> trajectories, branch -> branches, token -> tokens
     plural = noun[:-1] + "ies" if noun.endswith("ry") else noun + ("es" if noun.endswith("ch") else "s")

@@ -15,8 +15,16 @@ import numpy as np
 from rich.cells import cell_len
 from rich.text import Text
 
-from treepack.analysis.show.bodies import TRAINED_MARK, Look, Segment, ids_rows, segment_ids, segment_text, segments
-from treepack.analysis.show.figures import number, quantity, spread
+from treepack.analysis.show.bodies import (
+    TRAINED_MARK,
+    DrawingOptions,
+    WeightSegment,
+    ids_rows,
+    segment_ids,
+    segment_text,
+    segments,
+)
+from treepack.analysis.show.figures import four_digits, quantity_in_digits, spread
 from treepack.analysis.show.forest import DrawnForest, num_trained_runs
 from treepack.analysis.show.wrapping import FAINT, NAME, TRAINED, TextRow, escape_text
 from treepack.trajectory import Int64
@@ -26,11 +34,17 @@ ENDINGS = 4  # lines about trajectories at one node: all of them, or three and t
 MIN_BODY = 24  # columns of a body, even if a deep tree leaves fewer: such lines are wider than the terminal
 
 
-class Nodes:
+class NodeLines:
     """The lines of single nodes of one forest."""
 
     def __init__(
-        self, forest: DrawnForest, look: Look, places: Int64, *, by_turn: bool = False, intervals: bool = False
+        self,
+        forest: DrawnForest,
+        look: DrawingOptions,
+        places: Int64,
+        *,
+        by_turn: bool = False,
+        intervals: bool = False,
     ) -> None:
         """Number the first token of node u `places[u]`, and choose the nodes to draw."""
         self.forest, self.look, self.places, self.by_turn, self.intervals = forest, look, places, by_turn, intervals
@@ -74,13 +88,13 @@ class Nodes:
         weight = forest.loss_weight[begin:stop]
         num_trained = int((weight != 0).sum())
         passing = int(forest.num_passing[node])
-        parts = [Text(f"* {quantity(stop - begin, 'token')}" + (f" x{passing:,}" if passing > 1 else ""))]
+        parts = [Text(f"* {quantity_in_digits(stop - begin, 'token')}" + (f" x{passing:,}" if passing > 1 else ""))]
         if num_trained and not self.by_turn:
             turns, total = num_trained_runs(weight), float(weight.sum())
             parts.append(Text(f"{num_trained:,} trained" + (f" in {turns:,} turns" if turns > 1 else ""), TRAINED))
             # 1e-9: a sum of weights of 1 may be off by rounding, and "loss weight 3" after "3 trained" is no news.
             if abs(total - num_trained) > 1e-9 * num_trained:
-                parts.append(Text(f"loss weight {number(total)}", TRAINED))
+                parts.append(Text(f"loss weight {four_digits(total)}", TRAINED))
         place: int | str = int(self.places[node])
         if self.intervals:
             place = f"[{place}, {forest.start[forest.node_end[node]]})"
@@ -112,7 +126,7 @@ class Nodes:
         place = None if row.place is None else int(self.places[node]) + row.place - int(self.forest.start[node])
         return self.line(place, prefix, row.text)
 
-    def _label(self, segment: Segment, begins_node: bool) -> str:
+    def _label(self, segment: WeightSegment, begins_node: bool) -> str:
         """Return the label above a trained segment: the turn that begins there, a weight that changes or is not 1."""
         first, forest = segment.first, self.forest
         if not segment.trained:
@@ -121,15 +135,15 @@ class Nodes:
         if self.by_turn and self.begins_turn[first]:
             # argmax finds the first untrained token; it is 0 if there is none, and then the turn ends with the tokens.
             stop = first + int((forest.loss_weight[first:] == 0).argmax() or len(forest.loss_weight) - first)
-            parts = [f"turn {self.turn[first]}: {quantity(stop - first, 'token')}"]
+            parts = [f"turn {self.turn[first]}: {quantity_in_digits(stop - first, 'token')}"]
             for name, values in forest.values.items():
                 known = values[first:stop][~np.isnan(values[first:stop])]
-                parts += [f"mean {name} {number(float(known.mean()))}"] if len(known) else []
+                parts += [f"mean {name} {four_digits(float(known.mean()))}"] if len(known) else []
         above = 0.0 if first == 0 or (begins_node and not self.by_turn) else float(forest.loss_weight[first - 1])
         if segment.low != segment.high:
-            parts.append(f"loss weights {number(segment.low)} to {number(segment.high)}")
+            parts.append(f"loss weights {four_digits(segment.low)} to {four_digits(segment.high)}")
         elif segment.low not in (1, above) or above not in (0, segment.low):
-            parts.append(f"loss weight {number(segment.low)}")
+            parts.append(f"loss weight {four_digits(segment.low)}")
         return ", ".join(parts)
 
     def _endings(self, node: int) -> list[str]:
@@ -163,7 +177,11 @@ class Nodes:
         start, ending = self.forest.start, self.forest.endings
         tokens = sum(int(start[stop] - start[first]) for first, stop in ranges)
         indices = [i for first, stop in ranges for i in ending.within(first, stop)]
-        parts = [quantity(len(indices), "trajectory"), quantity(tokens, "token"), *self._figures(indices)]
+        parts = [
+            quantity_in_digits(len(indices), "trajectory"),
+            quantity_in_digits(tokens, "token"),
+            *self._figures(indices),
+        ]
         text = f"... {what}"
         for separator, part in zip([": ", ", ", ", ", ", "], parts, strict=False):
             if cell_len(text + separator + part) <= self.room(prefix):

@@ -90,7 +90,7 @@ def members(trie: Trie, group_id: str, *, where: str) -> list[int]:
     return indices
 
 
-def matches(wanted: str, trajectory_id: str, source: str) -> bool:
+def names_trajectory(wanted: str, trajectory_id: str, source: str) -> bool:
     """Return whether `wanted` names a trajectory: by its id, the id of its conversation, or its file and line."""
     if wanted in (trajectory_id, source, f"{trajectory_id}@{source}"):
         return True
@@ -105,7 +105,7 @@ def trajectories(trie: Trie, wanted: str, *, where: str) -> list[int]:
     """
     ids, sources = trie.trajectories["trajectory_id"].to_pylist(), trie.trajectories["source"].to_pylist()
     indices = [i for i, name in enumerate(ids) if name == wanted]
-    indices = indices or [i for i, name in enumerate(ids) if matches(wanted, name, sources[i])]
+    indices = indices or [i for i, name in enumerate(ids) if names_trajectory(wanted, name, sources[i])]
     if not indices:
         raise unknown(wanted, ids, noun="trajectory", where=where)
     return sorted(indices, key=lambda i: (len(ids[i]), ids[i]))  # by length first: turn-9, turn-10
@@ -124,7 +124,7 @@ def first_named(
     for rollout in rollouts:
         if source is not None and rollout.source != source:  # samples of one record are consecutive
             return
-        if matches(wanted, rollout.trajectory_id, rollout.source):
+        if names_trajectory(wanted, rollout.trajectory_id, rollout.source):
             source = rollout.source
             yield rollout
         elif source is None:
@@ -182,7 +182,7 @@ def row_with(directory: Path, manifest: Manifest, wanted: str) -> tuple[Row, int
         part = open_part(directory, entry, schema.PACKED)
         for row_ids in part.read(["trajectory_ids"])["trajectory_ids"].to_pylist():
             for i, name in enumerate(row_ids):
-                if matches(wanted, name, name):
+                if names_trajectory(wanted, name, name):
                     return read_row(directory, manifest, number), i
             ids += row_ids
             number += 1

@@ -1,7 +1,7 @@
 """The views of `treepack show`: a group's tree, a trajectory or a packed row, with facts about it, as lines or JSON.
 
-    Trie, Trajectory, Row --> View(facts, forest) --lines--> Text, Text, ...
-                                                  --as_json--> {"kind": ..., facts, "nodes": [...]}
+    Trie, Trajectory, Row --> ForestView(facts, forest) --lines--> Text, Text, ...
+                                                  --view_as_json--> {"kind": ..., facts, "nodes": [...]}
 
 Facts have the names that `treepack stats --json` and the columns on disk use.
 """
@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from treepack.analysis.show import selection
-from treepack.analysis.show.bodies import Look, segments
-from treepack.analysis.show.decoding import CONTEXT, Decoder
-from treepack.analysis.show.drawing import path_lines, row_lines, tree_lines
-from treepack.analysis.show.figures import Quantiles, spread
+from treepack.analysis.show.bodies import DrawingOptions, segments
+from treepack.analysis.show.decoding import CONTEXT, TokenDecoder
+from treepack.analysis.show.drawing import draw_trees, path_lines, row_lines
+from treepack.analysis.show.figures import ValueRange, spread
 from treepack.analysis.show.forest import (
     DrawnForest,
     forest_of_row,
@@ -35,7 +35,7 @@ from treepack.analysis.show.wrapping import FAINT, NAME, escape_text, shorten, t
 from treepack.files.manifest import Manifest
 from treepack.pack.row import Row
 from treepack.trajectory import Trajectory
-from treepack.trie.build import build_trie
+from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 GROUPS = 10  # groups listed below the first one, which leaves room for its tree on a screen
@@ -45,7 +45,7 @@ GAP = "   "  # between two facts on a line
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ForestView:
     """A forest of a `kind`, "tree", "trajectory" or "row", and the facts printed above it; None is unknown."""
 
     kind: str
@@ -53,7 +53,7 @@ class View:
     forest: DrawnForest
 
 
-def group_view(trie: Trie, group_id: str, *, where: str) -> View:
+def group_view(trie: Trie, group_id: str, *, where: str) -> ForestView:
     """Return the tree of one group alone; prefixes that it shares with other groups are not counted as overlap.
 
     Raises:
@@ -72,10 +72,10 @@ def group_view(trie: Trie, group_id: str, *, where: str) -> View:
         "por": 1 - tree.tokens_tree / tree.tokens_flat,
         "rewards": spread(forest.endings.reward),
     }
-    return View("tree", facts, forest)
+    return ForestView("tree", facts, forest)
 
 
-def trajectory_views(trie: Trie, wanted: str, *, where: str) -> Iterator[View]:
+def trajectory_views(trie: Trie, wanted: str, *, where: str) -> Iterator[ForestView]:
     """Yield the trajectories of a trie that `wanted` names, with the number that share each part of their paths.
 
     Raises:
@@ -83,12 +83,12 @@ def trajectory_views(trie: Trie, wanted: str, *, where: str) -> Iterator[View]:
     """
     for i in selection.trajectories(trie, wanted, where=where):
         (trajectory,) = trajectories_of(selection.subset(trie, [i]))
-        yield View("trajectory", _facts(trajectory), path_of_trie(trie, trajectory, int(trie.end_node[i])))
+        yield ForestView("trajectory", _facts(trajectory), path_of_trie(trie, trajectory, int(trie.end_node[i])))
 
 
-def rollout_view(trajectory: Trajectory) -> View:
+def rollout_view(trajectory: Trajectory) -> ForestView:
     """Return the view of one tokenised rollout."""
-    return View("trajectory", _facts(trajectory), forest_of_trajectory(trajectory))
+    return ForestView("trajectory", _facts(trajectory), forest_of_trajectory(trajectory))
 
 
 def _facts(trajectory: Trajectory) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _facts(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def row_view(row: Row, manifest: Manifest) -> View:
+def row_view(row: Row, manifest: Manifest) -> ForestView:
     """Return the view of a packed row."""
     forest = forest_of_row(row)
     facts = {
@@ -129,10 +129,10 @@ def row_view(row: Row, manifest: Manifest) -> View:
         "total_weight": row.total_weight,
         "num_terms": None if row.terms is None else len(row.terms.token),
     }
-    return View("row", facts, forest)
+    return ForestView("row", facts, forest)
 
 
-def row_trajectory_view(row: Row, trajectory: int) -> View:
+def row_trajectory_view(row: Row, trajectory: int) -> ForestView:
     """Return the view of one trajectory of a packed row.
 
     Without terms, a shared token has the sum of the weights of all trajectories that share it.
@@ -149,7 +149,7 @@ def row_trajectory_view(row: Row, trajectory: int) -> View:
         "advantage": _or_none(forest.endings.advantage[0]),
         "notes": "weights include all trajectories of the row that share a token" if row.terms is None else None,
     }
-    return View("trajectory", facts, forest)
+    return ForestView("trajectory", facts, forest)
 
 
 def _or_none(value: float) -> float | None:
@@ -157,15 +157,15 @@ def _or_none(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def lines(view: View, look: Look) -> Iterator[Text]:
+def lines(view: ForestView, look: DrawingOptions) -> Iterator[Text]:
     """Yield the facts, a blank line, and the drawing."""
     yield from _fact_lines(view.facts, look)
     yield Text()
-    draw = {"tree": tree_lines, "trajectory": path_lines, "row": row_lines}[view.kind]
+    draw = {"tree": draw_trees, "trajectory": path_lines, "row": row_lines}[view.kind]
     yield from draw(view.forest, look)
 
 
-def _fact_lines(facts: dict[str, Any], look: Look) -> Iterator[Text]:
+def _fact_lines(facts: dict[str, Any], look: DrawingOptions) -> Iterator[Text]:
     """Yield names and values, as many on a line as fit."""
     line = Text()
     for name, value in facts.items():
@@ -186,7 +186,7 @@ def _fact_lines(facts: dict[str, Any], look: Look) -> Iterator[Text]:
 def _text(name: str, value: Any) -> str:
     if name == "por":
         return f"{100 * value:.1f} %"
-    if isinstance(value, Quantiles):
+    if isinstance(value, ValueRange):
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"
@@ -196,7 +196,7 @@ def _text(name: str, value: Any) -> str:
     return escape_text(value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False))
 
 
-def group_lines(groups: list[selection.SelectedGroup], look: Look) -> Iterator[Text]:
+def group_lines(groups: list[selection.SelectedGroup], look: DrawingOptions) -> Iterator[Text]:
     """Yield a table of groups: the first of them, or all if `look.full` is set. 0.3 ms a group."""
     groups_drawn = groups if look.full else groups[:GROUPS]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style=FAINT)
@@ -218,7 +218,7 @@ def group_lines(groups: list[selection.SelectedGroup], look: Look) -> Iterator[T
     yield Text("choose one with --group ID", FAINT)
 
 
-def as_json(view: View, decoder: Decoder | None) -> dict[str, Any]:
+def view_as_json(view: ForestView, decoder: TokenDecoder | None) -> dict[str, Any]:
     """Return the facts and every node with its segments of equal loss weight, as plain values; nothing is left out."""
     forest = view.forest
     ending = forest.endings
@@ -252,5 +252,5 @@ def as_json(view: View, decoder: Decoder | None) -> dict[str, Any]:
                 entry["text"] = "".join(piece.text for piece in decoder.pieces(ids, before))
             record["segments"].append(entry)
         nodes.append(record)
-    facts = {name: asdict(value) if isinstance(value, Quantiles) else value for name, value in view.facts.items()}
+    facts = {name: asdict(value) if isinstance(value, ValueRange) else value for name, value in view.facts.items()}
     return {"kind": view.kind, **facts, "nodes": nodes}

@@ -68,7 +68,7 @@ def table_lines(table: Table) -> Iterator[Text]:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TokenText:
     """Text of token number `place`, to be wrapped. A `whole` text gets a row of its own."""
 
     place: int
@@ -85,7 +85,7 @@ class TextRow:
     text: Text
 
 
-def wrap(chunks: Iterable[Chunk], *, width: int, trained: bool, begins: bool = False) -> Iterator[TextRow]:
+def wrap(chunks: Iterable[TokenText], *, width: int, trained: bool, begins: bool = False) -> Iterator[TextRow]:
     """Yield the rows of `chunks`, broken at line breaks and at `width` columns, after a blank if one is near.
 
     A blank at the very end is written as an escape, because it would be invisible; so is a blank at the beginning if a
@@ -99,7 +99,7 @@ def wrap(chunks: Iterable[Chunk], *, width: int, trained: bool, begins: bool = F
             yield TextRow(line.place if i == 0 else None, row)
 
 
-def _lines_of_text(chunks: Iterable[Chunk], *, trained: bool, begins: bool) -> Iterator[TextRow]:
+def _lines_of_text(chunks: Iterable[TokenText], *, trained: bool, begins: bool) -> Iterator[TextRow]:
     """Yield the lines of text in `chunks`, unwrapped, each with its line break as an escape."""
     style = TRAINED if trained else ""
     line, place = Text(style=style), None

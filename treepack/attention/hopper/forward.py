@@ -2,7 +2,7 @@
 
 In step i a consumer issues the scores of key tile i and then the product with the values of tile i - 1; tiles have 128
 keys. It computes the exponentials of tile i while the second product is in flight. A sink is one more score after the
-last tile. Same inputs and outputs as `portable.forward`.
+last tile. Same inputs and outputs as `portable_forward`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ The blocks of one branch end together, so programs that start together read the 
 are transposed (keys down, queries across), which makes P and dS operands in registers. The log-sum-exp is the initial
 value of the scores' accumulator, and delta that of dP's accumulator, so neither takes registers of its own.
 
-Same inputs and outputs as `portable.backward`.
+Same inputs and outputs as `portable_backward`.
 """
 
 from __future__ import annotations

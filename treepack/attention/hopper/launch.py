@@ -43,23 +43,23 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 CACHE_BYTES = 32_000_000
 
 
-def forward(
+def hopper_forward(
     query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float, *, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return output [B, H, T - first, D_v] in the dtype of `query`, and lse, float32 [B, H, T_pad - first].
 
     Args:
-        query, key, value, schedule, scale: as in `portable.forward`.
+        query, key, value, schedule, scale: as in `portable_forward`.
         sinks: float32 [H], one more score per head, without a value.
     """
     out = token_major(query, value.shape[-1])
     places = (*query.shape[:2], schedule.end.shape[1] - schedule.first)
     lse = torch.empty(places, dtype=torch.float32, device=query.device)
-    forward_launch(Inputs(query, key, value, schedule, scale, sinks), out, lse).run()
+    hopper_forward_launch(Inputs(query, key, value, schedule, scale, sinks), out, lse).run()
     return out, lse
 
 
-def backward(
+def hopper_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -74,16 +74,16 @@ def backward(
     """Return the gradients of query, key, value and sinks, the first three in their dtypes and in memory [B, T, H, D].
 
     Args:
-        query, key, value, schedule, scale, sinks: as in `forward`.
-        out, lse: the results of `forward` for the same arguments.
+        query, key, value, schedule, scale, sinks: as in `hopper_forward`.
+        out, lse: the results of `hopper_forward` for the same arguments.
         grad: [B, H, T - first, D_v], the gradient of `out`.
     """
     inputs = Inputs(query, key, value, schedule, scale, sinks)
     incoming = Incoming(grad, lse, compute_delta(out, grad, lse))
     dq, dk, dv = token_major(query), token_major(key), token_major(value)
-    query_launch(inputs, incoming, dq).run()
+    hopper_query_launch(inputs, incoming, dq).run()
     sums = empty_sums(inputs)
-    key_launch(inputs, incoming, dk, dv, sums).run()
+    hopper_key_launch(inputs, incoming, dk, dv, sums).run()
     if sums is not None:
         join_shares(sums, dk, dv, schedule, scale)
     # The weights of the sinks come from lse, so that the two kernels do not see them.
@@ -91,7 +91,7 @@ def backward(
     return dq, dk, dv, dsinks
 
 
-def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor) -> Launch:
+def hopper_forward_launch(inputs: Inputs, out: Tensor, lse: Tensor) -> Launch:
     """Describe the launch that writes `out` [B, H, T - first, D_v] and `lse` [B, H, T_pad - first]."""
     shape = _shape(inputs)
     has_sinks = inputs.sinks is not None
@@ -110,7 +110,7 @@ def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor) -> Launch:
     return _launch(shape.kernels.forward, _query_programs(inputs), arguments, constants)
 
 
-def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor) -> Launch:
+def hopper_query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor) -> Launch:
     """Describe the launch that writes `dq` [B, H, T - first, D]."""
     shape = _shape(inputs)
     constants = {"GROUP": inputs.group, "WINDOWED": inputs.is_windowed, **shape.query}
@@ -140,7 +140,7 @@ def empty_sums(inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     return dk, dv
 
 
-def key_launch(
+def hopper_key_launch(
     inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor, sums: tuple[Tensor, Tensor] | None = None
 ) -> Launch:
     """Describe the launch that writes `dk` [B, H_kv, T, D] and `dv` [B, H_kv, T, D_v], or `sums` of divided blocks."""

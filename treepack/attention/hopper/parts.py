@@ -67,7 +67,7 @@ def stage_of(tiles, stage):
 
 
 @gluon.jit
-def rows_of(tile, FIRST: gl.constexpr, COUNT: gl.constexpr):
+def rows_of_parts(tile, FIRST: gl.constexpr, COUNT: gl.constexpr):
     """Return COUNT rows of a tile, all of its parts."""
     if len(tile) == 1:
         return (tile[0].slice(FIRST, COUNT, dim=0),)
@@ -103,7 +103,7 @@ def gather_tile(source, granules, barrier, tile, COUNT: gl.constexpr):
     """Start the copies of COUNT granules of 32 tokens into the rows of a tile; granule -1 fetches granule 0."""
     for i in gl.static_range(COUNT):
         token = gl.maximum(gl.load(granules + i), 0) * 32
-        copy_tile(source, token, barrier, rows_of(tile, i * 32, 32))
+        copy_tile(source, token, barrier, rows_of_parts(tile, i * 32, 32))
 
 
 @gluon.jit
@@ -157,7 +157,7 @@ def inner(a, b, start, USE_START: gl.constexpr):
 
 
 @gluon.jit
-def outer(a, b, to):
+def outer_product(a, b, to):
     """Start the products of a [M, N], in registers, and a tile b [N, D], added to the accumulators `to` [M, D]."""
     # [M, N] @ [N, D] -> [M, D]
     layout: gl.constexpr = gl.DotOperandLayout(0, to[0].type.layout, 2)
@@ -170,8 +170,8 @@ def outer(a, b, to):
 
 
 @gluon.jit
-def finish(product, PENDING: gl.constexpr):
-    """Return the accumulators of `outer` after all products but the last PENDING ones."""
+def finish_tile(product, PENDING: gl.constexpr):
+    """Return the accumulators of `outer_product` after all products but the last PENDING ones."""
     if len(product) == 1:
         return (warpgroup_mma_wait(PENDING, deps=(product[0],)),)
     else:

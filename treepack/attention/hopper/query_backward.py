@@ -1,7 +1,7 @@
 """Gradient of the queries on Hopper: one program for 128 queries of one head.
 
 In step i a consumer computes the exponentials of key tile i while the product dS K of tile i - 1 is in flight. Same
-inputs and outputs as `portable.backward`.
+inputs and outputs as `portable_backward`.
 """
 
 from __future__ import annotations

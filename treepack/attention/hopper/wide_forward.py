@@ -17,11 +17,11 @@ from treepack.attention.hopper.parts import (
     copy_tile,
     expect,
     feed_tiles,
-    finish,
+    finish_tile,
     inner,
-    outer,
+    outer_product,
     ring_of,
-    rows_of,
+    rows_of_parts,
     scaled,
     sources,
     stage_of,
@@ -80,7 +80,7 @@ def _consume(
     # [KEYS]
     columns = gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))
     # [64, D] of [128, D]
-    q = rows_of(q_tile, FIRST_ROW, 64)
+    q = rows_of_parts(q_tile, FIRST_ROW, 64)
     # [64, KEYS]
     zeros = gl.zeros((64, KEYS), gl.float32, s_layout)
     # [64]
@@ -111,7 +111,7 @@ def _consume(
         s_product = inner(q, stage_of(k_ring.tiles, stage), zeros, False)
         mbarrier.wait(v_ring.full.index(before), ((i - 1) // V) & 1)
         # [64, KEYS] @ [KEYS, D] -> [64, D], tile i - 1
-        o_product = outer(weights, stage_of(v_ring.tiles, before), o)
+        o_product = outer_product(weights, stage_of(v_ring.tiles, before), o)
         s = warpgroup_mma_wait(PARTS, deps=(s_product,))
         mbarrier.arrive(k_ring.empty.index(stage), count=1)
         if i < partial_tiles:
@@ -125,7 +125,7 @@ def _consume(
         shrink = gl.exp2(highest - raised)
         total = total * shrink + gl.sum(p, 1)
         highest = raised
-        o = finish(o_product, 0)
+        o = finish_tile(o_product, 0)
         mbarrier.arrive(v_ring.empty.index(before), count=1)
         # [64, D] * [64, 1] -> [64, D]
         o = scaled(o, shrink)
@@ -134,7 +134,7 @@ def _consume(
     last = (tiles - 1) % V
     mbarrier.wait(v_ring.full.index(last), ((tiles - 1) // V) & 1)
     # [64, KEYS] @ [KEYS, D] -> [64, D]
-    o = finish(outer(weights, stage_of(v_ring.tiles, last), o), 0)
+    o = finish_tile(outer_product(weights, stage_of(v_ring.tiles, last), o), 0)
 
     # [64], the factor of the output
     factors = 1.0 / total

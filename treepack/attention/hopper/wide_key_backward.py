@@ -23,10 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from treepack.attention.hopper.parts import (
     expect,
-    finish,
+    finish_tile,
     gather_tile,
     inner,
-    outer,
+    outer_product,
     ring_of,
     scaled,
     send,
@@ -42,7 +42,7 @@ from treepack.attention.hopper.tiles import Ring, place
 SHIFT = gl.constexpr(16384.0)
 
 
-class Shared(NamedTuple):
+class WideShared(NamedTuple):
     """Shared memory of a program: its keys and values, and rings of queries, output gradients, P', lse and delta."""
 
     k: gl.shared_memory_descriptor
@@ -55,7 +55,7 @@ class Shared(NamedTuple):
     delta: gl.shared_memory_descriptor
 
 
-class Pointers(NamedTuple):
+class WidePointers(NamedTuple):
     """Pointers into global memory: granules of the half block, lists of the row, numbers of the group's queries."""
 
     granules: gl.tensor
@@ -66,7 +66,7 @@ class Pointers(NamedTuple):
     delta: gl.tensor
 
 
-class KeyWork(NamedTuple):
+class WideKeyWork(NamedTuple):
     """The numbers that consumers read; `origin` and `places` are as in `key_backward.KeyWork`.
 
     `steps` is query tiles of the program times heads of its group.
@@ -172,7 +172,7 @@ def _consume_values(
         if CARRIED:
             mbarrier.wait(shared.do.full.index(before % STAGES), (before // STAGES) & 1)
             # [64, QUERIES] @ [QUERIES, D_v] -> [64, D_v], the step before
-            dv_product = outer(p_before, stage_of(shared.do.tiles, before % STAGES), dv)
+            dv_product = outer_product(p_before, stage_of(shared.do.tiles, before % STAGES), dv)
         s = warpgroup_mma_wait(CARRIED * PARTS, deps=(s_product,))
         mbarrier.arrive(shared.q.empty.index(stage), count=1)
         # [64, QUERIES]
@@ -189,20 +189,20 @@ def _consume_values(
         shared.p.tiles.index(p_stage).store((p * SHIFT).to(shared.p.tiles.dtype))
         mbarrier.arrive(shared.p.full.index(p_stage), count=1)
         if CARRIED:
-            dv = finish(dv_product, 0)
+            dv = finish_tile(dv_product, 0)
             mbarrier.arrive(shared.do.empty.index(before % STAGES), count=1, pred=step > 0)
             # [64, QUERIES]
             p_before = gl.convert_layout(p.to(dtype), p_layout)
         else:
             mbarrier.wait(shared.do.full.index(stage), phase)
             # [64, QUERIES] @ [QUERIES, D_v] -> [64, D_v]
-            dv = finish(outer(p.to(dtype), stage_of(shared.do.tiles, stage), dv), 0)
+            dv = finish_tile(outer_product(p.to(dtype), stage_of(shared.do.tiles, stage), dv), 0)
             mbarrier.arrive(shared.do.empty.index(stage), count=1)
     if CARRIED:
         last = gl.maximum(work.steps - 1, 0)
         mbarrier.wait(shared.do.full.index(last % STAGES), (last // STAGES) & 1, pred=work.steps > 0)
         # [64, QUERIES] @ [QUERIES, D_v] -> [64, D_v], the last step
-        dv = finish(outer(p_before, stage_of(shared.do.tiles, last % STAGES), dv), 0)
+        dv = finish_tile(outer_product(p_before, stage_of(shared.do.tiles, last % STAGES), dv), 0)
     # [64, D_v]; only this consumer reads the keys, so their tile stages the gradient
     _store(dv_pointer, dv_stride, key, granule, work, dv, shared.k)
 
@@ -247,7 +247,7 @@ def _consume_keys(
         if CARRIED:
             mbarrier.wait(shared.q.full.index(before % STAGES), (before // STAGES) & 1)
             # [64, QUERIES] @ [QUERIES, D] -> [64, D], the step before
-            dk_product = outer(ds_before, stage_of(shared.q.tiles, before % STAGES), dk)
+            dk_product = outer_product(ds_before, stage_of(shared.q.tiles, before % STAGES), dk)
         dp = warpgroup_mma_wait(CARRIED * PARTS, deps=(dp_product,))
         mbarrier.arrive(shared.do.empty.index(stage), count=1)
         mbarrier.wait(shared.p.full.index(p_stage), (step // P_STAGES) & 1)
@@ -256,20 +256,20 @@ def _consume_keys(
         mbarrier.arrive(shared.p.empty.index(p_stage), count=1)
         ds = (p * dp) * (1.0 / SHIFT)
         if CARRIED:
-            dk = finish(dk_product, 0)
+            dk = finish_tile(dk_product, 0)
             mbarrier.arrive(shared.q.empty.index(before % STAGES), count=1, pred=step > 0)
             # [64, QUERIES]
             ds_before = gl.convert_layout(ds.to(dtype), ds_layout)
         else:
             mbarrier.wait(shared.q.full.index(stage), phase)
             # [64, QUERIES] @ [QUERIES, D] -> [64, D]
-            dk = finish(outer(ds.to(dtype), stage_of(shared.q.tiles, stage), dk), 0)
+            dk = finish_tile(outer_product(ds.to(dtype), stage_of(shared.q.tiles, stage), dk), 0)
             mbarrier.arrive(shared.q.empty.index(stage), count=1)
     if CARRIED:
         last = gl.maximum(work.steps - 1, 0)
         mbarrier.wait(shared.q.full.index(last % STAGES), (last // STAGES) & 1, pred=work.steps > 0)
         # [64, QUERIES] @ [QUERIES, D] -> [64, D], the last step
-        dk = finish(outer(ds_before, stage_of(shared.q.tiles, last % STAGES), dk), 0)
+        dk = finish_tile(outer_product(ds_before, stage_of(shared.q.tiles, last % STAGES), dk), 0)
     # [64]
     rows = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     granule = gl.load(pointers.granules + rows // 32)
@@ -314,7 +314,7 @@ def _allocate(
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
     p_ring = Ring(p_tiles, p_full, p_empty)
-    return Shared(k_tile, v_tile, block_full, q_ring, do_ring, p_ring, lse_tiles, delta_tiles)
+    return WideShared(k_tile, v_tile, block_full, q_ring, do_ring, p_ring, lse_tiles, delta_tiles)
 
 
 @gluon.jit(do_not_specialize=["length", "blocks", "section"])
@@ -377,12 +377,12 @@ def wide_key_kernel(
     of_head = (row.to(gl.int64) * kv_heads + group) * GROUP * places - origin
     dk_pointer += row.to(gl.int64) * dk_strides[0] + group * dk_strides[1]
     dv_pointer += row.to(gl.int64) * dv_strides[0] + group * dv_strides[1]
-    pointers = Pointers(
+    pointers = WidePointers(
         granules, ends + row * padded, starts + row * padded, key_tiles, lse_pointer + of_head, delta_pointer + of_head
     )
     full_begin = gl.load(ranges + 1)
     full_end = gl.load(ranges + 2)
-    work = KeyWork(steps, first, full_begin, full_end, last, length, origin, places, factor, scale)
+    work = WideKeyWork(steps, first, full_begin, full_end, last, length, origin, places, factor, scale)
     sides = (sources(k_first, k_second, k_at, row, group, 0), sources(v_first, v_second, v_at, row, group, 0))
     streams = (q_first, q_second, do_first, do_second, q_at, do_at, row, group)
     # The tuples are written here: in a tuple with a name, constants would become values of the run.

@@ -15,11 +15,11 @@ from treepack.attention.hopper.parts import (
     copy_tile,
     expect,
     feed_tiles,
-    finish,
+    finish_tile,
     inner,
-    outer,
+    outer_product,
     ring_of,
-    rows_of,
+    rows_of_parts,
     scaled,
     sources,
     stage_of,
@@ -79,8 +79,8 @@ def _consume(
     lse = gl.load(lse_pointer + query)
     delta = gl.load(delta_pointer + query)
     # [64, D] of [128, D], and [64, D_v] of [128, D_v]
-    q = rows_of(q_tile, FIRST_ROW, 64)
-    do = rows_of(do_tile, FIRST_ROW, 64)
+    q = rows_of_parts(q_tile, FIRST_ROW, 64)
+    do = rows_of_parts(do_tile, FIRST_ROW, 64)
     # [64, KEYS], the left operand of dS K
     ds = gl.zeros((64, KEYS), dtype, ds_layout)
     mbarrier.wait(inputs_full, 0)
@@ -99,7 +99,7 @@ def _consume(
         dp_product = inner(do, stage_of(v_ring.tiles, stage_v), gl.zeros((64, KEYS), gl.float32, s_layout), False)
         if CARRIED:
             # [64, KEYS] @ [KEYS, D] -> [64, D], tile i - 1
-            dq_product = outer(ds, stage_of(k_ring.tiles, before), dq)
+            dq_product = outer_product(ds, stage_of(k_ring.tiles, before), dq)
         s = warpgroup_mma_wait(len(do) + CARRIED * PARTS, deps=(s_product,))
         # [64, KEYS]
         p = gl.exp2(s * factor - lse[:, None])
@@ -111,17 +111,17 @@ def _consume(
         # [64, KEYS] * ([64, KEYS] - [64, 1]) = dS
         p = p * (dp - delta[:, None])
         if CARRIED:
-            dq = finish(dq_product, 0)
+            dq = finish_tile(dq_product, 0)
             mbarrier.arrive(k_ring.empty.index(before), count=1, pred=i > 0)
             # [64, KEYS]
             ds = gl.convert_layout(p.to(dtype), ds_layout)
         else:
             # [64, KEYS] @ [KEYS, D] -> [64, D]
-            dq = finish(outer(p.to(dtype), stage_of(k_ring.tiles, stage), dq), 0)
+            dq = finish_tile(outer_product(p.to(dtype), stage_of(k_ring.tiles, stage), dq), 0)
             mbarrier.arrive(k_ring.empty.index(stage), count=1)
     if CARRIED:
         # [64, KEYS] @ [KEYS, D] -> [64, D], the last tile
-        dq = finish(outer(ds, stage_of(k_ring.tiles, (tiles - 1) % K), dq), 0)
+        dq = finish_tile(outer_product(ds, stage_of(k_ring.tiles, (tiles - 1) % K), dq), 0)
 
     # [64, D]
     store_parts(dq_pointer, dq_stride, query, query < length, scaled(dq, gl.full_like(lse, scale)), q)

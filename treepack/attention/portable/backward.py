@@ -1,4 +1,4 @@
-"""Backward of `portable.forward`: three kernels, one for each line below.
+"""Backward of `portable_forward`: three kernels, one for each line below.
 
 delta       sum(o * do) per query, which the other two kernels read
 dq          one program per block of queries and head, over the same list of key tiles as the forward
@@ -33,7 +33,7 @@ from treepack.attention.kernel_launch import (
     token_major,
 )
 from treepack.attention.portable.forward import (
-    Config,
+    PortableConfig,
     bend,
     cap_of,
     configs_of,
@@ -41,10 +41,10 @@ from treepack.attention.portable.forward import (
     heads_at_a_time,
     key_tokens,
     load_key_tile,
-    load_rows,
+    load_portable_rows,
     options_of,
-    place,
-    store_rows,
+    portable_place,
+    store_portable_rows,
 )
 from treepack.attention.schedule import KEY_BLOCK, QUERY_BLOCK, Schedule
 
@@ -64,8 +64,10 @@ def _delta_kernel(
     o_q = i_q * BLOCK + tl.arange(0, BLOCK)
     m_q = o_q < length
     # [BLOCK, BLOCK_D]
-    b_o = load_rows(o + row * o_strides[0] + head * o_strides[1], o_q, m_q, o_strides[2], D, BLOCK_D, True)
-    b_do = load_rows(do + row * do_strides[0] + head * do_strides[1], o_q, m_q, do_strides[2], D, BLOCK_D, True)
+    b_o = load_portable_rows(o + row * o_strides[0] + head * o_strides[1], o_q, m_q, o_strides[2], D, BLOCK_D, True)
+    b_do = load_portable_rows(
+        do + row * do_strides[0] + head * do_strides[1], o_q, m_q, do_strides[2], D, BLOCK_D, True
+    )
     # [BLOCK, BLOCK_D] -> [BLOCK]
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
     # [BLOCK]
@@ -122,7 +124,7 @@ def _query_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 128 // BLOCK  # programs that share one query block and its list
-    i_h, i_b, rank = place(tl.program_id(0), section, batch, blocks * PARTS)
+    i_h, i_b, rank = portable_place(tl.program_id(0), section, batch, blocks * PARTS)
     i_q = tl.load(query_order + i_b * blocks + rank // PARTS)
     p_offset = query_offsets + i_b * (blocks + 1) + i_q
     first, last = tl.load(p_offset), tl.load(p_offset + 1)
@@ -143,8 +145,10 @@ def _query_kernel(
     b_lse = tl.load(lse + at + o_row, mask=m_q, other=0.0)
     b_delta = tl.load(delta + at + o_row, mask=m_q, other=0.0)
     # [BLOCK, BLOCK_D] and [BLOCK, BLOCK_V]
-    b_q = load_rows(q + row * q_strides[0] + head * q_strides[1], o_row, m_q, q_strides[2], D, BLOCK_D, True)
-    b_do = load_rows(do + row * do_strides[0] + head * do_strides[1], o_row, m_q, do_strides[2], D_V, BLOCK_V, True)
+    b_q = load_portable_rows(q + row * q_strides[0] + head * q_strides[1], o_row, m_q, q_strides[2], D, BLOCK_D, True)
+    b_do = load_portable_rows(
+        do + row * do_strides[0] + head * do_strides[1], o_row, m_q, do_strides[2], D_V, BLOCK_V, True
+    )
     b_dq = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
     b_dq = _query_section(
         b_dq, b_q, b_do, b_lse, b_delta, o_q, b_start, p_k, p_v, p_end, granules, first, middle, k_strides[2],
@@ -156,7 +160,7 @@ def _query_kernel(
     )  # fmt: skip
     p_dq = dq + row * dq_strides[0] + head * dq_strides[1]
     # [BLOCK, BLOCK_D]
-    store_rows(p_dq, o_row, m_q, dq_strides[2], b_dq * scale, D, BLOCK_D)
+    store_portable_rows(p_dq, o_row, m_q, dq_strides[2], b_dq * scale, D, BLOCK_D)
 
 
 @triton.jit
@@ -189,8 +193,8 @@ def _key_section(
         o_row = o_q - origin
         m_q = o_q < length
         # [TILE, BLOCK_D] and [TILE, BLOCK_V]
-        b_q = load_rows(p_q + head * q_strides[1], o_row, m_q, q_strides[2], D, BLOCK_D, MASKED)
-        b_do = load_rows(p_do + head * do_strides[1], o_row, m_q, do_strides[2], D_V, BLOCK_V, MASKED)
+        b_q = load_portable_rows(p_q + head * q_strides[1], o_row, m_q, q_strides[2], D, BLOCK_D, MASKED)
+        b_do = load_portable_rows(p_do + head * do_strides[1], o_row, m_q, do_strides[2], D_V, BLOCK_V, MASKED)
         # [TILE]
         at = head * num_queries
         if MASKED:
@@ -239,7 +243,7 @@ def _key_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 128 // BLOCK  # programs that share one key block and its range
-    i_h, i_b, rank = place(tl.program_id(0), section, batch, blocks * PARTS)
+    i_h, i_b, rank = portable_place(tl.program_id(0), section, batch, blocks * PARTS)
     i_k = i_b * blocks + tl.load(key_order + i_b * blocks + rank // PARTS)
     p_range = key_ranges + i_k * 4
     first, full_begin, full_end, last = (
@@ -252,8 +256,8 @@ def _key_kernel(
     m_k = (o_k >= 0) & (o_k < length)
     b_end = tl.load(ends + row * padded + o_k, mask=o_k >= 0, other=0)
     # [BLOCK, BLOCK_D] and [BLOCK, BLOCK_V]
-    b_k = load_rows(k + row * k_strides[0] + head * k_strides[1], o_k, m_k, k_strides[2], D, BLOCK_D, True)
-    b_v = load_rows(v + row * v_strides[0] + head * v_strides[1], o_k, m_k, v_strides[2], D_V, BLOCK_V, True)
+    b_k = load_portable_rows(k + row * k_strides[0] + head * k_strides[1], o_k, m_k, k_strides[2], D, BLOCK_D, True)
+    b_v = load_portable_rows(v + row * v_strides[0] + head * v_strides[1], o_k, m_k, v_strides[2], D_V, BLOCK_V, True)
     b_dk = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
     b_dv = tl.zeros([BLOCK, BLOCK_V], dtype=tl.float32)
 
@@ -280,11 +284,13 @@ def _key_kernel(
         GROUP, TILE, D, D_V, BLOCK_D, BLOCK_V, False, WINDOWED, CAPPED, PRECISION,
     )  # fmt: skip
     # [BLOCK, BLOCK_D] and [BLOCK, BLOCK_V]
-    store_rows(dk + row * dk_strides[0] + head * dk_strides[1], o_k, m_k, dk_strides[2], b_dk * scale, D, BLOCK_D)
-    store_rows(dv + row * dv_strides[0] + head * dv_strides[1], o_k, m_k, dv_strides[2], b_dv, D_V, BLOCK_V)
+    store_portable_rows(
+        dk + row * dk_strides[0] + head * dk_strides[1], o_k, m_k, dk_strides[2], b_dk * scale, D, BLOCK_D
+    )
+    store_portable_rows(dv + row * dv_strides[0] + head * dv_strides[1], o_k, m_k, dv_strides[2], b_dv, D_V, BLOCK_V)
 
 
-def backward(
+def portable_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -335,7 +341,7 @@ def _delta(out: Tensor, grad: Tensor) -> Tensor:
     return delta
 
 
-def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor, config: Config) -> Launch:
+def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor, config: PortableConfig) -> Launch:
     """Describe the launch that writes `dq` [B, H, T - first, D]."""
     query, key, value, schedule, scale = inputs[:5]
     batch, heads = query.shape[:2]
@@ -361,7 +367,7 @@ def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor, config: Config)
     return Launch(_query_kernel, programs, arguments, constants_of(inputs, config), options_of(config))
 
 
-def key_launch(inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor, config: Config) -> Launch:
+def key_launch(inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor, config: PortableConfig) -> Launch:
     """Describe the launch that writes `dk` [B, H_kv, T, D] and `dv` [B, H_kv, T, D_v]."""
     query, key, value, schedule, scale = inputs[:5]
     batch, kv_heads = key.shape[:2]

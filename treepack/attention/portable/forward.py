@@ -1,6 +1,6 @@
 """Tree attention in Triton for any GPU: the forward kernel, and the functions that it shares with `backward`.
 
-One program computes one block of queries of one head, as `naive.forward` does: first the partial section of the block's
+One program computes one block of queries of one head, as `naive_forward` does: first the partial section of the block's
 list, under the mask, then the full section, without a mask. A tile of keys is gathered from 1, 2 or 4 granules:
 
     key token = granules[entry + i // 32] * 32 + i % 32        i = 0 ... tile - 1; negative if there is no granule
@@ -46,7 +46,7 @@ from treepack.attention.schedule import QUERY_BLOCK, Schedule
 CACHE_BYTES = 32 << 20
 
 
-class Config(NamedTuple):
+class PortableConfig(NamedTuple):
     """Shape of one kernel: tokens per program (block) and per step of its loop (tile), warps, pipeline stages."""
 
     block: int
@@ -58,9 +58,9 @@ class Config(NamedTuple):
 class Configs(NamedTuple):
     """Shapes of the three kernels that have a loop: forward, dq, and dk with dv."""
 
-    forward: Config
-    query: Config
-    key: Config
+    forward: PortableConfig
+    query: PortableConfig
+    key: PortableConfig
 
 
 # Each key of a table is the largest head dimension that its entry takes.
@@ -72,26 +72,26 @@ class Configs(NamedTuple):
 # Entry 512, with 8 query and 4 key heads: forward 37.1 ms, backward 149. A forward with 64 queries a program took 22.6
 # ms, but only its time was measured, not its errors.
 HOPPER = {
-    64: Configs(Config(128, 64, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
-    128: Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
-    256: Configs(Config(128, 32, 8, 3), Config(128, 32, 8, 2), Config(32, 64, 8, 2)),
-    512: Configs(Config(32, 32, 8, 2), Config(32, 32, 8, 2), Config(32, 16, 8, 2)),
+    64: Configs(PortableConfig(128, 64, 8, 3), PortableConfig(64, 64, 4, 3), PortableConfig(64, 64, 4, 3)),
+    128: Configs(PortableConfig(128, 64, 4, 3), PortableConfig(64, 64, 4, 3), PortableConfig(64, 64, 4, 2)),
+    256: Configs(PortableConfig(128, 32, 8, 3), PortableConfig(128, 32, 8, 2), PortableConfig(32, 64, 8, 2)),
+    512: Configs(PortableConfig(32, 32, 8, 2), PortableConfig(32, 32, 8, 2), PortableConfig(32, 16, 8, 2)),
 }
 # For other GPUs, not measured. These shapes spill at most 36 bytes a thread on sm_80. Up to 256 they need at most 99 KB
 # of shared memory, because small GPUs have no more; 512 needs 112 KB, and 194 in float32, which `dispatch` checks.
 PORTABLE = {
-    64: Configs(Config(128, 64, 4, 3), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
-    128: Configs(Config(128, 32, 8, 3), Config(64, 32, 4, 2), Config(64, 32, 4, 2)),
-    256: Configs(Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 32, 8, 1)),
-    512: Configs(Config(32, 32, 8, 2), Config(16, 32, 8, 1), Config(32, 16, 8, 1)),
+    64: Configs(PortableConfig(128, 64, 4, 3), PortableConfig(128, 64, 8, 2), PortableConfig(128, 32, 8, 2)),
+    128: Configs(PortableConfig(128, 32, 8, 3), PortableConfig(64, 32, 4, 2), PortableConfig(64, 32, 4, 2)),
+    256: Configs(PortableConfig(64, 32, 8, 2), PortableConfig(64, 32, 8, 1), PortableConfig(32, 32, 8, 1)),
+    512: Configs(PortableConfig(32, 32, 8, 2), PortableConfig(16, 32, 8, 1), PortableConfig(32, 16, 8, 1)),
 }
 # For float32, whose exact products the matrix units do not compute. Up to 256 these shapes spill at most 24 bytes a
 # thread. At 512, dk and dv spill 1,440 bytes, for 32 keys are the fewest of a program.
 FLOAT32 = {
-    64: Configs(Config(64, 32, 8, 1), Config(64, 32, 8, 1), Config(32, 32, 8, 1)),
-    128: Configs(Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
-    256: Configs(Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(32, 16, 8, 1)),
-    512: Configs(Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(32, 16, 16, 1)),
+    64: Configs(PortableConfig(64, 32, 8, 1), PortableConfig(64, 32, 8, 1), PortableConfig(32, 32, 8, 1)),
+    128: Configs(PortableConfig(32, 32, 8, 1), PortableConfig(32, 32, 8, 1), PortableConfig(32, 16, 8, 1)),
+    256: Configs(PortableConfig(32, 32, 8, 1), PortableConfig(16, 32, 8, 1), PortableConfig(32, 16, 8, 1)),
+    512: Configs(PortableConfig(16, 32, 8, 1), PortableConfig(16, 32, 8, 1), PortableConfig(32, 16, 16, 1)),
 }
 
 
@@ -106,7 +106,7 @@ def configs_of(query: Tensor, value: Tensor) -> Configs:
 
 
 @triton.jit
-def place(program, heads, batch, blocks):
+def portable_place(program, heads, batch, blocks):
     """Return head, row and rank (index in the row's order of blocks) of a program; `heads` is the size of a section.
 
     Sections vary slowest, then ranks, then rows, and the heads of a section vary fastest.
@@ -143,7 +143,7 @@ def key_tokens(p_granules, entry, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_rows(p_rows, o_rows, m_rows, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+def load_portable_rows(p_rows, o_rows, m_rows, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
     """Return [rows, BLOCK_D] of the tokens `o_rows`: zero past D and, if MASKED, in rows whose `m_rows` is false."""
     # [BLOCK_D]
     o_d = tl.arange(0, BLOCK_D)
@@ -166,7 +166,7 @@ def load_rows(p_rows, o_rows, m_rows, stride, D: tl.constexpr, BLOCK_D: tl.const
 
 
 @triton.jit
-def store_rows(p_rows, o_rows, m_rows, stride, b_rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_portable_rows(p_rows, o_rows, m_rows, stride, b_rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write `b_rows` [rows, BLOCK_D] to the tokens `o_rows` for which `m_rows` is true."""
     # [BLOCK_D]
     o_d = tl.arange(0, BLOCK_D)
@@ -193,8 +193,8 @@ def load_key_tile(
         # [TILE]
         b_end = tl.load(p_end + o_k, mask=o_k >= 0, other=0)
     # [TILE, BLOCK_D] and [TILE, BLOCK_V]
-    b_k = load_rows(p_k, o_k, m_k, k_stride, D, BLOCK_D, MASKED)
-    b_v = load_rows(p_v, o_k, m_k, v_stride, D_V, BLOCK_V, MASKED)
+    b_k = load_portable_rows(p_k, o_k, m_k, k_stride, D, BLOCK_D, MASKED)
+    b_v = load_portable_rows(p_v, o_k, m_k, v_stride, D_V, BLOCK_V, MASKED)
     return o_k, b_end, b_k, b_v
 
 
@@ -253,7 +253,7 @@ def _forward_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 128 // BLOCK  # programs that share one query block and its list
-    i_h, i_b, rank = place(tl.program_id(0), section, batch, blocks * PARTS)
+    i_h, i_b, rank = portable_place(tl.program_id(0), section, batch, blocks * PARTS)
     i_q = tl.load(query_order + i_b * blocks + rank // PARTS)
     p_offset = query_offsets + i_b * (blocks + 1) + i_q
     first, last = tl.load(p_offset), tl.load(p_offset + 1)
@@ -271,7 +271,7 @@ def _forward_kernel(
     if WINDOWED:
         b_start = tl.load(starts + row * padded + o_q)
     # [BLOCK, BLOCK_D]
-    b_q = load_rows(q + row * q_strides[0] + head * q_strides[1], o_row, m_q, q_strides[2], D, BLOCK_D, True)
+    b_q = load_portable_rows(q + row * q_strides[0] + head * q_strides[1], o_row, m_q, q_strides[2], D, BLOCK_D, True)
     # [BLOCK, BLOCK_V]
     b_acc = tl.zeros([BLOCK, BLOCK_V], dtype=tl.float32)
     # [BLOCK]
@@ -297,12 +297,12 @@ def _forward_kernel(
         b_max = b_new
     p_o = o + row * o_strides[0] + head * o_strides[1]
     # [BLOCK, BLOCK_V] / [BLOCK, 1] -> [BLOCK, BLOCK_V]
-    store_rows(p_o, o_row, m_q, o_strides[2], b_acc / b_sum[:, None], D_V, BLOCK_V)
+    store_portable_rows(p_o, o_row, m_q, o_strides[2], b_acc / b_sum[:, None], D_V, BLOCK_V)
     # [BLOCK]
     tl.store(lse + (row * heads + head) * (length - origin) + o_row, b_max + tl.log2(b_sum), mask=m_q)
 
 
-def forward(
+def portable_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -319,7 +319,7 @@ def forward(
     return out, lse
 
 
-def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor, config: Config) -> Launch:
+def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor, config: PortableConfig) -> Launch:
     """Describe the launch that writes `out` [B, H, T - first, D_v] and `lse` [B, H, T - first]."""
     query, key, value, schedule = inputs[:4]
     batch, heads = query.shape[:2]
@@ -348,7 +348,7 @@ def heads_at_a_time(key: Tensor) -> int:
     return key_heads_per_section(key, CACHE_BYTES)
 
 
-def constants_of(inputs: Inputs, config: Config) -> dict[str, Any]:
+def constants_of(inputs: Inputs, config: PortableConfig) -> dict[str, Any]:
     """Return the compile-time arguments of a kernel with a loop."""
     width, value_width = inputs.query.shape[-1], inputs.value.shape[-1]
     return {
@@ -370,6 +370,6 @@ def cap_of(inputs: Inputs) -> float:
     return 0.0 if inputs.softcap is None else inputs.softcap * LOG2E
 
 
-def options_of(config: Config) -> dict[str, int]:
+def options_of(config: PortableConfig) -> dict[str, int]:
     """Return the compiler options of a shape."""
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -33,7 +33,7 @@ from treepack.ingest.readers.files.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, LIST, ValueKind
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason
-from treepack.trajectory import Skipped, Text, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 LIKELIHOOD_NOTE = "loglikelihood sample, in which the model has written nothing"
 FILTER_NOTE = "sample under another filter, read with the first one"
@@ -127,7 +127,7 @@ def _rollout(
     if messages is None:
         if not isinstance(request.prompt, str):
             raise TreepackError(f"{record.source}: has the prompt {shown(request.prompt)}; expected text or messages")
-        yield describe(record, Text(request.prompt, text), used=(), options=options, notes=notes)
+        yield describe(record, PromptCompletion(request.prompt, text), used=(), options=options, notes=notes)
     elif messages and messages[-1].get("role") == "assistant":
         yield Skipped(record.source, CONTINUED_NOTE)
     elif (reason := skip_reason(messages)) is not None:

@@ -16,7 +16,7 @@ from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import TEXT
-from treepack.trajectory import Skipped, Text, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 
 def read_skyrl_dump(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -26,7 +26,7 @@ def read_skyrl_dump(record: Record, options: ReadOptions) -> Iterator[Trajectory
     if not value["output_response"]:
         yield Skipped(record.source, "empty response")
         return
-    content = Text(value["input_prompt"], value["output_response"])
+    content = PromptCompletion(value["input_prompt"], value["output_response"])
     yield describe(record, content, used={"input_prompt", "output_response", "env_extras"}, options=options)
 
 

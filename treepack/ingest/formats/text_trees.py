@@ -37,7 +37,7 @@ from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, FILLED, OBJECT, no
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.conversation_settings import normalise_template_kwargs
-from treepack.trajectory import Chat, Skipped, Text, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 ROOTS = ("tree", "root")  # fields that may have the root, if it is not the record itself
 ASKED = ("prompt", "messages", "question", "problem", "query", "instruction")  # the prompt, in this order
@@ -201,7 +201,9 @@ def _trajectory(
         text = "".join(message["content"] for message in said)
         if said and said[-1].get("finish_reason") is not None:
             record = replace(record, value=value | {"finish_reason": said[-1]["finish_reason"]})
-        return describe(record, Text(prompt, text), used=used, options=options, notes=notes) if text else None
+        return (
+            describe(record, PromptCompletion(prompt, text), used=used, options=options, notes=notes) if text else None
+        )
     asked = _as_messages(prompt)
     messages = [*asked, *_turns(said)]
     if not any(message.get("role") == "assistant" for message in messages[len(asked) :]):

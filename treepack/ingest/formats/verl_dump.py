@@ -16,7 +16,7 @@ from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, TEXT
-from treepack.trajectory import Skipped, Text, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 # Counted once per record, so that a user notices that a better source may exist.
 DECODED_NOTE = "text of verl's dump, decoded without special tokens"
@@ -29,7 +29,7 @@ def read_verl_dump(record: Record, options: ReadOptions) -> Iterator[Trajectory 
     if not value["output"]:
         yield Skipped(record.source, "empty response")
         return
-    content = Text(value["input"], value["output"])
+    content = PromptCompletion(value["input"], value["output"])
     yield describe(record, content, used={"input", "output"}, options=options, notes=(DECODED_NOTE,))
 
 

@@ -32,7 +32,7 @@ from treepack.ingest.readers.messages.conversation_settings import (
     tools_of,
 )
 from treepack.ingest.readers.messages.normal_form import has_media, normalise_messages
-from treepack.trajectory import Chat, Skipped, Text, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 # Fields of AReaL's dumps, whose texts were decoded with their special tokens.
 AREAL = frozenset({"seqlen", "prompt_len", "head_version", "tail_version"})
@@ -70,7 +70,7 @@ def read_chat(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
             raise TreepackError(f"{source}: has no messages{hint}; expected messages, or prompt and completion")
         # Text has no turns, so no chat template is applied to it.
         if isinstance(prompt, str) and isinstance(completion, str) and not (system := _system(value, [])):
-            text = Text(prompt, completion, has_special=value.keys() >= AREAL)
+            text = PromptCompletion(prompt, completion, has_special=value.keys() >= AREAL)
             yield describe(record, text, used={"prompt", "completion"}, options=options)
             return
         if isinstance(prompt, str) and isinstance(completion, str):

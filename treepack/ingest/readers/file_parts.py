@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import AnyPath, RemotePath, as_path, as_remote_path, is_address
-from treepack.files.cache import borrowed_copy
+from treepack.files.remote import object_store
+from treepack.files.remote.cache import borrowed_copy
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files import ranges
 from treepack.ingest.readers.files.byte_streams import COMPRESSION, RecordLimits

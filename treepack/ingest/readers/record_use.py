@@ -28,7 +28,7 @@ from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages.containers import with_containers
 from treepack.ingest.readers.reading import recognised_file
 from treepack.ingest.readers.registry import all_formats
-from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
 MAX_TRIED = 20  # values of one field, in elements of lists, that are changed
 MAX_READ = 64  # records of a file whose records belong together
@@ -128,7 +128,7 @@ def _outcome(items: Items) -> list[str]:
 
 
 def _kind(item: Trajectory) -> str:
-    names = {Chat: "conversation", Text: "prompt and completion as text", Tokens: "token ids"}
+    names = {Chat: "conversation", PromptCompletion: "prompt and completion as text", Tokens: "token ids"}
     return names[type(item.content)]
 
 
@@ -193,8 +193,8 @@ def _differences(before: Items, after: Items) -> set[str]:
     return uses
 
 
-def _in_content(old: Chat | Text | Tokens, new: Chat | Text | Tokens) -> set[str]:
-    if isinstance(old, Text) and isinstance(new, Text):
+def _in_content(old: Chat | PromptCompletion | Tokens, new: Chat | PromptCompletion | Tokens) -> set[str]:
+    if isinstance(old, PromptCompletion) and isinstance(new, PromptCompletion):
         uses = {TRAINED} if old.completion != new.completion else set()
         return uses | ({PROMPT} if old.prompt != new.prompt else set())
     if isinstance(old, Chat) and isinstance(new, Chat):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from treepack.model.four_bits import num_weights
+from treepack.model.adapters.four_bits import num_weights
 from treepack.model.layers import find_decoder
 
 # Names of the number of experts that a token has, in configurations of transformers.

@@ -33,7 +33,7 @@ NUM_WARPS = 8  # of the products
 _ROW_BLOCK = 2048  # elements of a row per step of `combine` and `gate_back`
 
 
-class Config(NamedTuple):
+class ExpertConfig(NamedTuple):
     """Largest BLOCK_N and pipeline stages of each kernel."""
 
     gate_up: tuple[int, int]
@@ -43,12 +43,12 @@ class Config(NamedTuple):
 
 # HOPPER holds the fastest of three or four shapes for each kernel, measured on an H200 with 128 experts of 2,048 x 768
 # and 258,000 pairs: 540, 530 to 640 and 510 to 530 TFLOP/s. They need 147 to 197 KB of shared memory.
-HOPPER = Config((128, 3), (256, 4), (256, 4))
+HOPPER = ExpertConfig((128, 3), (256, 4), (256, 4))
 # For other GPUs, not measured: at most 99 KB of shared memory, because small GPUs have no more.
-PORTABLE = Config((64, 3), (128, 3), (128, 3))
+PORTABLE = ExpertConfig((64, 3), (128, 3), (128, 3))
 
 
-def _config(x: Tensor) -> Config:
+def _config(x: Tensor) -> ExpertConfig:
     large = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
     return HOPPER if large else PORTABLE
 

@@ -30,7 +30,7 @@ def multiply(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def outer(a: Tensor, b: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+def outer_products(a: Tensor, b: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Return out[e] = a[rows of e].T @ b[rows of e]: [S, M], [S, N] -> [E, M, N] in `dtype`, 0 without rows."""
     if _is_native(a, a.shape[1], b.shape[1]):
         return grouped_mm(a.t(), b, offs=ends).to(dtype)
@@ -71,7 +71,7 @@ class _GroupedLinear(torch.autograd.Function):
             x_grad = multiply(grad, w.transpose(1, 2) if ctx.transposed else w, ends)
         if ctx.needs_input_grad[1]:
             a, b = (x, grad) if ctx.transposed else (grad, x)
-            weight_grad = outer(a, b, ends, weight.dtype)
+            weight_grad = outer_products(a, b, ends, weight.dtype)
         return x_grad, weight_grad, None, None
 
 

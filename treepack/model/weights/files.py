@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from treepack.errors import TreepackError
-from treepack.files.hub import is_offline
-from treepack.model.compatibility import translate_errors
+from treepack.files.remote.hub import is_offline
+from treepack.model.foreign_errors import translate_errors
 from treepack.model.source import local_source
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

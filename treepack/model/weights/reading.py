@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treepack.model.adapter import base_name
+from treepack.model.adapters.adapter import base_name
 from treepack.model.weights.conversion import stored_tensors, trace_loading
 from treepack.model.weights.files import DTYPES, translate_read_errors
-from treepack.model.weights.traced import Piece, Ranges, Traced
+from treepack.model.weights.traced import Ranges, Traced, TracedBox
 
 
 def find_plan(model: Any, files: Mapping[str, Path], source: str) -> dict[str, Traced] | None:
@@ -91,7 +91,7 @@ def read_part(traced: Traced, part: Ranges, files: Mapping[str, Path], tensor: T
     """Read the box `part` of a traced tensor into `tensor`, which has its shape."""
     from safetensors import safe_open
 
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[TracedBox]] = {}
     for piece in traced.pieces or ():
         if (inside := piece.within(part)) is not None:
             pieces.setdefault(inside.name, []).append(inside)

@@ -3,8 +3,8 @@
     a = Traced.whole("a", (2, 3), torch.float32)
     b = Traced.whole("b", (2, 3), torch.float32)
     torch.cat([a, b])[1:3].pieces
-        Piece("a", source=((1, 2), (0, 3)), axes=(0, 1), start=(0, 0))    row 1 of a is row 0
-        Piece("b", source=((0, 1), (0, 3)), axes=(0, 1), start=(1, 0))    row 0 of b is row 1
+        TracedBox("a", source=((1, 2), (0, 3)), axes=(0, 1), start=(0, 0))    row 1 of a is row 0
+        TracedBox("b", source=((0, 1), (0, 3)), axes=(0, 1), start=(1, 0))    row 0 of b is row 1
 
 A function that only cuts, joins, permutes and casts tensors, such as the conversion of a checkpoint, runs on them as on
 real ones. Every other operation makes the elements of its results unknown. `weights.conversion` runs transformers' own
@@ -27,7 +27,7 @@ Ranges = tuple[tuple[int, int], ...]  # first and one past the last index in eac
 
 
 @dataclass(frozen=True)
-class Piece:
+class TracedBox:
     """A box of the tensor `name`, and its place in a traced tensor.
 
     Attributes:
@@ -54,7 +54,7 @@ class Piece:
         lengths = [1 if axis is None else self.source[axis][1] - self.source[axis][0] for axis in self.axes]
         return tuple((first, first + length) for first, length in zip(self.start, lengths, strict=True))
 
-    def within(self, window: Ranges) -> Piece | None:
+    def within(self, window: Ranges) -> TracedBox | None:
         """Return the part of the piece inside a box of the traced tensor, or None; its `start` counts from the box."""
         source, start = list(self.source), []
         for axis, (first, stop), (low, high) in zip(self.axes, self.target, window, strict=True):
@@ -88,10 +88,10 @@ class Piece:
 class Traced(Tensor):
     """A tensor that has only shape, dtype and `pieces`; `pieces` is None if an operation computed its elements."""
 
-    pieces: tuple[Piece, ...] | None
+    pieces: tuple[TracedBox, ...] | None
 
     @staticmethod
-    def __new__(cls, pieces: Iterable[Piece] | None, shape: Sequence[int], dtype: torch.dtype) -> Traced:
+    def __new__(cls, pieces: Iterable[TracedBox] | None, shape: Sequence[int], dtype: torch.dtype) -> Traced:
         made: Traced = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         made.pieces = None if pieces is None else tuple(pieces)
         return made
@@ -101,7 +101,7 @@ class Traced(Tensor):
         """Return the tensor `name` itself."""
         ranges = tuple((0, size) for size in shape)
         axes = tuple(range(len(shape)))
-        pieces = [Piece(name, ranges, axes, (0,) * len(shape))] if math.prod(shape) else []
+        pieces = [TracedBox(name, ranges, axes, (0,) * len(shape))] if math.prod(shape) else []
         return cls(pieces, shape, dtype)
 
     @property
@@ -154,7 +154,7 @@ def _cast(tensor: Traced, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
     return Traced(tensor.pieces, tensor.shape, dtype)
 
 
-def _pieces(tensor: Traced) -> tuple[Piece, ...]:
+def _pieces(tensor: Traced) -> tuple[TracedBox, ...]:
     assert tensor.pieces is not None
     return tensor.pieces
 

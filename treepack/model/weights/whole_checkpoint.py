@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from treepack.errors import TreepackError
-from treepack.files.hub import snapshot
+from treepack.files.remote.hub import snapshot
 from treepack.model.source import NOT_THE_MODEL, local_source
 from treepack.model.text_half import is_text_half
 from treepack.model.weights.files import INDEX_FILE, SINGLE_FILE, translate_read_errors, weight_files

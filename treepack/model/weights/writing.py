@@ -24,10 +24,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from treepack.model.adapter import is_adapted
+from treepack.model.adapters.adapter import is_adapted
 from treepack.model.weights.conversion import stored_tensors, trace_saving
 from treepack.model.weights.files import DTYPES, INDEX_FILE, SINGLE_FILE
-from treepack.model.weights.traced import Piece, Traced
+from treepack.model.weights.traced import Traced, TracedBox
 
 MAX_FILE_BYTES = 50_000_000_000  # the default of transformers
 
@@ -62,7 +62,7 @@ class SavedWeights:
             OSError: the disk fails. Other ranks then wait for the rest: call `gather`.
         """
         places = _plan_files(self.layout, self._names_in_order(), max_file_bytes)
-        pieces: dict[str, list[tuple[str, Piece]]] = {}
+        pieces: dict[str, list[tuple[str, TracedBox]]] = {}
         for target, traced in self.layout.items():
             for piece in traced.pieces or ():
                 pieces.setdefault(piece.name, []).append((target, piece))
@@ -110,7 +110,7 @@ class _Assembled:
     tensor: Tensor
     num_elements: int = 0
 
-    def add(self, piece: Piece, source: Tensor) -> bool:
+    def add(self, piece: TracedBox, source: Tensor) -> bool:
         """Put a piece of `source` in its place; return True if the tensor is complete."""
         piece.put(source, self.tensor)
         self.num_elements += piece.num_elements

@@ -22,7 +22,7 @@ from treepack.errors import TreepackError
 from treepack.pack.plan.balance import steps_of
 from treepack.pack.plan.methods import online
 from treepack.pack.plan.methods.contiguous import contiguous, deepest_first
-from treepack.pack.plan.problem import Limits, PlanForest, Search
+from treepack.pack.plan.problem import PlanForest, RowLimits, SearchOptions
 from treepack.pack.plan.unions import row_sizes
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
@@ -33,7 +33,14 @@ Finish = Callable[[Int64], Int64]
 
 
 def best_final_rows(
-    trie: Trie, forest: PlanForest, limits: Limits, pieces: Int64, finish: Finish, *, lower_bound: int, multiple_of: int
+    trie: Trie,
+    forest: PlanForest,
+    limits: RowLimits,
+    pieces: Int64,
+    finish: Finish,
+    *,
+    lower_bound: int,
+    multiple_of: int,
 ) -> Int64:
     """Return the final row of each trajectory, int64 [trajectories], made of `pieces` or of other rows of single trees.
 
@@ -70,7 +77,7 @@ def best_final_rows(
     return best
 
 
-def _alternatives(trie: Trie, forest: PlanForest, limits: Limits, pieces: Int64, *, mixed: bool) -> Iterator[Int64]:
+def _alternatives(trie: Trie, forest: PlanForest, limits: RowLimits, pieces: Int64, *, mixed: bool) -> Iterator[Int64]:
     """Yield the rows of each quick method, and if `mixed`, first `pieces` with these rows for some of the trees.
 
     These trees are the ones for which the quick method needs as few tokens as `pieces`. A quick plan with more tokens
@@ -81,7 +88,7 @@ def _alternatives(trie: Trie, forest: PlanForest, limits: Limits, pieces: Int64,
     for method in QUICK_METHODS:
         rows_of_trees, num_rows = [], 0
         for tree in forest.trees():
-            rows = method(tree, limits, Search()).row_of_leaf
+            rows = method(tree, limits, SearchOptions()).row_of_leaf
             rows_of_trees.append(rows + num_rows)
             num_rows += int(rows.max()) + 1
         quick = np.concatenate(rows_of_trees)[forest.leaf_of]

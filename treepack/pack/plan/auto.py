@@ -24,7 +24,7 @@ from treepack.pack.plan.methods.anneal import anneal
 from treepack.pack.plan.methods.contiguous import contiguous, deepest_first
 from treepack.pack.plan.methods.exact import exact
 from treepack.pack.plan.methods.subsets import MAX_LEAVES, subsets
-from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, path_pairs
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeSolution, path_pairs
 from treepack.trajectory import Int64
 
 # Total leaves above which the steps per leaf are scaled by sqrt(LEAVES_FOR_FULL_EFFORT / leaves), so that ten times the
@@ -92,7 +92,7 @@ WORK = {
 }
 
 
-def auto(tree: PlanTree, limits: Limits, search: Search) -> Solution:
+def auto(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolution:
     """Plan a tree for minimum tokens, then minimum rows, within the work of the effort; return a bound too.
 
     The plan is never worse than the plan of `contiguous`. With more than 13 leaves it is never worse than the other
@@ -105,13 +105,13 @@ def auto(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     best = bound, max(int(known.times[0]), -(-bound // limits.capacity))
     # The bound is met in tokens, and there cannot be fewer rows: nothing can be better.
     if _cost(tree, rows) == best:
-        return Solution(rows, bound)
+        return TreeSolution(rows, bound)
     if tree.num_leaves <= MAX_LEAVES:
         return subsets(tree, limits, search)
     enough = best if search.effort == "high" else (int(best[0] * TOKENS_TO_STOP), int(best[1] * ROWS_TO_STOP))
     rows = _quick_plan(tree, limits, rows, enough)
     if _is_enough(_cost(tree, rows), enough):
-        return Solution(rows, bound)
+        return TreeSolution(rows, bound)
     work, leaves = WORK[search.effort], max(search.num_leaves, tree.num_leaves)
     steps, passes = work.search_for(leaves)
     rows = anneal(tree, limits, rows, steps_per_leaf=steps, passes=passes, enough=enough)
@@ -120,14 +120,14 @@ def auto(tree: PlanTree, limits: Limits, search: Search) -> Solution:
         return _exact(tree, limits, rows, bound)
     if _cost(tree, rows)[0] > enough[0]:
         bound = lower_bound(tree, limits.capacity, rows, proof)
-    return Solution(rows, bound)
+    return TreeSolution(rows, bound)
 
 
 def _is_enough(cost: tuple[int, int], enough: tuple[int, int]) -> bool:
     return cost[0] <= enough[0] and cost[1] <= enough[1]
 
 
-def _quick_plan(tree: PlanTree, limits: Limits, rows: Int64, enough: tuple[int, int]) -> Int64:
+def _quick_plan(tree: PlanTree, limits: RowLimits, rows: Int64, enough: tuple[int, int]) -> Int64:
     """Return the best of `rows` and the plans of quick methods; stop at the first plan that is good enough."""
     best = _cost(tree, rows)
     for plan in _quick_plans(tree, limits):
@@ -139,20 +139,20 @@ def _quick_plan(tree: PlanTree, limits: Limits, rows: Int64, enough: tuple[int, 
     return rows
 
 
-def _quick_plans(tree: PlanTree, limits: Limits) -> Iterator[Int64]:
+def _quick_plans(tree: PlanTree, limits: RowLimits) -> Iterator[Int64]:
     """Yield the plans of first fit, longest leaf first and in depth-first order, and of `heuristic`."""
     if online.num_first_fit_steps(tree) <= online.MAX_FIRST_FIT_STEPS:
         pairs, steps = path_pairs(tree.depth + tree.size), np.zeros(tree.num_leaves, np.int64)
         for order in (np.argsort(-tree.length, kind="stable"), np.arange(tree.num_leaves)):
             yield online.fill_rows(tree, pairs, order, steps, limits)
-    yield deepest_first(tree, limits, Search()).row_of_leaf
+    yield deepest_first(tree, limits, SearchOptions()).row_of_leaf
 
 
-def _exact(tree: PlanTree, limits: Limits, rows: Int64, bound: int) -> Solution:
+def _exact(tree: PlanTree, limits: RowLimits, rows: Int64, bound: int) -> TreeSolution:
     """Return the better of `rows` and the plan of the multi-path program with little work."""
-    solution = exact(tree, limits, Search("low"))
+    solution = exact(tree, limits, SearchOptions("low"))
     best = min(rows, solution.row_of_leaf, key=lambda plan: _cost(tree, plan))
-    return Solution(best, max(bound, solution.lower_bound))
+    return TreeSolution(best, max(bound, solution.lower_bound))
 
 
 def _cost(tree: PlanTree, rows: Int64) -> tuple[int, int]:

@@ -21,8 +21,8 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.pack.plan.fill import by_step, merge_rows
-from treepack.pack.plan.problem import Limits, path_pairs
-from treepack.pack.plan.unions import RowSizes, row_sizes, shared_with_previous
+from treepack.pack.plan.problem import RowLimits, path_pairs
+from treepack.pack.plan.unions import RowSizes, row_sizes, shared_in_rows
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
@@ -35,7 +35,7 @@ MAX_MOVES = 2000  # ... and at most in total, to bound the time of steps with ma
 EVEN_RATIO = 1.005  # cost of a row over the mean of all rows, at which the row is even enough
 
 
-def balanced_rows(trie: Trie, row_of: Int64, limits: Limits, multiple_of: int, *, token_pairs: int = 0) -> Int64:
+def balanced_rows(trie: Trie, row_of: Int64, limits: RowLimits, multiple_of: int, *, token_pairs: int = 0) -> Int64:
     """Return the final row of each trajectory, int64 [num_trajectories], from the rows `row_of` of single trees.
 
     A token costs as much as `token_pairs` score pairs.
@@ -57,7 +57,7 @@ def balanced_rows(trie: Trie, row_of: Int64, limits: Limits, multiple_of: int, *
     return _spread_steps(_Pieces.of(sizes, token_pairs), piece_steps, limits, num_rows)[row_of]
 
 
-def balanced_pieces(sizes: RowSizes, steps: Int64, limits: Limits, multiple_of: int) -> Int64:
+def balanced_pieces(sizes: RowSizes, steps: Int64, limits: RowLimits, multiple_of: int) -> Int64:
     """Return the row of each piece, int64 [pieces], as `balanced_rows` if no piece has to be split.
 
     Raises:
@@ -74,7 +74,7 @@ def balanced_pieces(sizes: RowSizes, steps: Int64, limits: Limits, multiple_of: 
     return _spread_steps(_Pieces.of(sizes), steps, limits, num_rows)
 
 
-def _num_rows(sizes: RowSizes, steps: Int64, limits: Limits, multiple_of: int) -> Int64:
+def _num_rows(sizes: RowSizes, steps: Int64, limits: RowLimits, multiple_of: int) -> Int64:
     """Return the number of rows of each step, int64 [steps], from its pieces."""
     merged = merge_rows(sizes, steps, limits)
     merged_rows = [len(np.unique(merged[mine])) for mine in by_step(steps)]
@@ -102,7 +102,7 @@ class _Pieces:
         return _Pieces(self.sizes.take(pieces), self.costs[pieces])
 
 
-def _spread_steps(pieces: _Pieces, steps: Int64, limits: Limits, num_rows: Int64) -> Int64:
+def _spread_steps(pieces: _Pieces, steps: Int64, limits: RowLimits, num_rows: Int64) -> Int64:
     row_of, first = np.zeros(len(steps), np.int64), 0
     for mine, rows in zip(by_step(steps), num_rows.tolist(), strict=True):
         row_of[mine] = first + _spread(pieces.take(mine), limits, rows)
@@ -136,7 +136,7 @@ def split_cheapest(trie: Trie, row_of: Int64, lacking: Int64) -> Int64:
     """
     order = np.argsort(row_of, kind="stable")
     rows = row_of[order]
-    shared = shared_with_previous(trie, row_of, order)
+    shared = shared_in_rows(trie, row_of, order)
     stop = np.cumsum(path_pairs(trie.lengths[order]) - path_pairs(shared))
     # rows [0, 0, 1, 1, 1] -> begins [1, 0, 1, 0, 0]; a cut is possible at the places [1, 3, 4].
     begins = np.concatenate([[True], rows[1:] != rows[:-1]])
@@ -157,7 +157,7 @@ def split_cheapest(trie: Trie, row_of: Int64, lacking: Int64) -> Int64:
     return new_row_of
 
 
-def _spread(pieces: _Pieces, limits: Limits, num_rows: int) -> Int64:
+def _spread(pieces: _Pieces, limits: RowLimits, num_rows: int) -> Int64:
     """Assign the pieces of one step to exactly `num_rows` rows, none empty, with even costs."""
     row_of = _assign_by_cost(pieces, limits, num_rows)
     if row_of is None:
@@ -166,7 +166,7 @@ def _spread(pieces: _Pieces, limits: Limits, num_rows: int) -> Int64:
     return _improve(_CostSpread.of(pieces, limits, row_of))
 
 
-def _assign_by_cost(pieces: _Pieces, limits: Limits, num_rows: int) -> Int64 | None:
+def _assign_by_cost(pieces: _Pieces, limits: RowLimits, num_rows: int) -> Int64 | None:
     """Assign each piece, by falling cost, to the row with the lowest cost that has room; None if a row is missing.
 
     A piece gives up after `ROWS_TO_TRY` rows without room.
@@ -195,7 +195,7 @@ def _assign_by_cost(pieces: _Pieces, limits: Limits, num_rows: int) -> Int64 | N
     return row_of
 
 
-def _row_limits(pieces: RowSizes, limits: Limits) -> tuple[int, int, int]:
+def _row_limits(pieces: RowSizes, limits: RowLimits) -> tuple[int, int, int]:
     """Return the maximum tokens, pairs and terms of a row; without a limit, the sum over all pieces."""
     return (
         limits.capacity,
@@ -249,7 +249,7 @@ class _CostSpread:
     used: Int64
 
     @classmethod
-    def of(cls, pieces: _Pieces, limits: Limits, row_of: Int64) -> _CostSpread:
+    def of(cls, pieces: _Pieces, limits: RowLimits, row_of: Int64) -> _CostSpread:
         columns = pieces.sizes
         sizes = np.stack([columns.tokens, columns.pairs, columns.terms, pieces.costs], axis=1)
         num_rows = int(row_of.max()) + 1

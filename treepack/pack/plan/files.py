@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from treepack.errors import TreepackError, shown
+from treepack.errors import TreepackError, quoted_value
 from treepack.files.address import AnyPath
-from treepack.files.cache import local_copy
+from treepack.files.remote.cache import local_copy
 from treepack.pack.options import MAX_BUDGET, MAX_CAPACITY
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
@@ -43,7 +43,7 @@ class PlanFile:
     """
 
     path: Path
-    limits: Limits
+    limits: RowLimits
     multiple_of: int
     lower_bound: int
     method: str
@@ -52,7 +52,7 @@ class PlanFile:
     lines: list[int]
 
 
-def plan_lines(header: dict[str, Any], row_of: Int64, trajectory_ids: list[str]) -> Iterator[str]:
+def lines_of_file(header: dict[str, Any], row_of: Int64, trajectory_ids: list[str]) -> Iterator[str]:
     """Yield the lines of a plan file, without line ends. Keys of `header` whose value is None are left out."""
     yield json.dumps({"format": FORMAT, "version": VERSION} | {k: v for k, v in header.items() if v is not None})
     # row_of [1, 0, 1] -> order [1, 0, 2], rows in order [0, 1, 1], cut after place 0 -> [1], [0, 2]
@@ -63,7 +63,7 @@ def plan_lines(header: dict[str, Any], row_of: Int64, trajectory_ids: list[str])
 
 
 def read_plan_file(path: AnyPath) -> PlanFile:
-    """Read a plan file. `rows_of` and `check_plan` check that it fits a trie.
+    """Read a plan file. `rows_of_plan_file` and `check_plan` check that it fits a trie.
 
     Raises:
         TreepackError: the file cannot be read, or a line is malformed; the message names the file and the line.
@@ -86,7 +86,7 @@ def read_plan_file(path: AnyPath) -> PlanFile:
             raise TreepackError(f'{path}:{number}: is no row; expected {{"trajectory_ids": [at least one id]}}')
     return PlanFile(
         path,
-        Limits(header["capacity"], header.get("pairs"), header.get("terms")),
+        RowLimits(header["capacity"], header.get("pairs"), header.get("terms")),
         header.get("multiple_of", 1),
         header.get("lower_bound", 0),
         header.get("method", "given"),
@@ -114,21 +114,21 @@ def _check_header(path: Path, number: int, header: dict[str, Any]) -> None:
         )
     if header.get("version") != VERSION:
         raise TreepackError(
-            f"{path}:{number}: has version {shown(header.get('version'))}; this treepack reads version {VERSION}"
+            f"{path}:{number}: has version {quoted_value(header.get('version'))}; this treepack reads version {VERSION}"
         )
     for name, value in header.items():
         # `type` and not isinstance, because True is an int; lower_bound may be 0, all other counts are at least 1.
         if name in _COUNTS and (type(value) is not int or value < (name != "lower_bound")):
-            raise TreepackError(f"{path}:{number}: {name} is {shown(value)}; expected a positive integer")
+            raise TreepackError(f"{path}:{number}: {name} is {quoted_value(value)}; expected a positive integer")
         if name in _COUNTS and value > (maximum := MAX_CAPACITY if name == "capacity" else MAX_BUDGET):
-            raise TreepackError(f"{path}:{number}: {name} is {shown(value)}; expected at most {maximum}")
+            raise TreepackError(f"{path}:{number}: {name} is {quoted_value(value)}; expected at most {maximum}")
         if name in _NAMES and not isinstance(value, str):
-            raise TreepackError(f"{path}:{number}: {name} is {shown(value)}; expected a string")
+            raise TreepackError(f"{path}:{number}: {name} is {quoted_value(value)}; expected a string")
         if name not in (*_COUNTS, *_NAMES, "format", "version"):
-            raise TreepackError(f"{path}:{number}: has the unknown key {shown(name)}; remove it")
+            raise TreepackError(f"{path}:{number}: has the unknown key {quoted_value(name)}; remove it")
 
 
-def rows_of(file: PlanFile, trie: Trie) -> Int64:
+def rows_of_plan_file(file: PlanFile, trie: Trie) -> Int64:
     """Return the row of each trajectory of `trie`, int64 [num_trajectories].
 
     Raises:
@@ -142,7 +142,7 @@ def rows_of(file: PlanFile, trie: Trie) -> Int64:
             i = index.get(name, -1)
             if i < 0:
                 raise TreepackError(
-                    f"{file.path}:{number}: the trie has no trajectory {shown(name)} to pack; remove it"
+                    f"{file.path}:{number}: the trie has no trajectory {quoted_value(name)} to pack; remove it"
                 )
             if row_of[i] >= 0:
                 where = f"line {file.lines[row_of[i]]}" if row_of[i] != row else "the same line"

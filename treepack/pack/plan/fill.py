@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
 from treepack.pack.plan.unions import RowSizes
 from treepack.trajectory import Int64
 
@@ -28,7 +28,7 @@ MAX_FILL_WORK = 1e10  # about ten seconds; inputs that need more have so many pi
 WORK_PER_CANDIDATE = 1500  # time of Python for each candidate, in bytes that are shifted in the same time
 
 
-def merge_rows(pieces: RowSizes, steps: Int64, limits: Limits) -> Int64:
+def merge_rows(pieces: RowSizes, steps: Int64, limits: RowLimits) -> Int64:
     """Return the row of each piece, int64 [pieces]. Pieces of different `steps` int64 [pieces] never share a row.
 
     The numbers of the rows are arbitrary, without a gap. O(pieces log pieces), and at most `MAX_FILL_WORK`.
@@ -48,7 +48,7 @@ def by_step(steps: Int64) -> Iterator[Int64]:
     yield from np.split(order, np.flatnonzero(np.diff(steps[order])) + 1)
 
 
-def _merge_step(pieces: RowSizes, limits: Limits) -> Int64:
+def _merge_step(pieces: RowSizes, limits: RowLimits) -> Int64:
     # The scarcest limit comes first: it orders the pieces and the rows.
     uses = sorted(_uses(pieces, limits), key=_Use.rows, reverse=True)
     best = _best_fit(uses)
@@ -76,7 +76,7 @@ class _Use:
         return float(self.amounts.sum() / self.limit)
 
 
-def _uses(pieces: RowSizes, limits: Limits) -> list[_Use]:
+def _uses(pieces: RowSizes, limits: RowLimits) -> list[_Use]:
     """Return the `_Use` of the tokens, and one for each other limit that is set."""
     pairs_of_use = ((pieces.tokens, limits.capacity), (pieces.pairs, limits.pairs), (pieces.terms, limits.terms))
     return [_Use(amounts, limit) for amounts, limit in pairs_of_use if limit is not None]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
 from treepack.trajectory import Int64
 
 
@@ -24,7 +24,7 @@ class Plan:
     """
 
     method: str
-    limits: Limits
+    limits: RowLimits
     row_of: Int64
     lower_bound: int = 0
     multiple_of: int = 1

@@ -1,6 +1,7 @@
 """Assign every trajectory to a row: `plan_rows`, the entry point of this folder, and its table of methods.
 
-    Trie --forest_of--> PlanTree, ... --a method--> Solution, ... --merge_rows--> Plan --check_plan--> PlanTotals
+    Trie --shapes_of_trees--> PlanTree, ... --a method--> TreeSolution, ...
+    TreeSolution, ... --merge_rows--> Plan --check_plan--> PlanTotals
 
 N_pack, the tokens of all rows together, is a sum over trees, so each tree is planned alone:
 
@@ -32,14 +33,14 @@ from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.methods import contiguous, exact, online, single_path
 from treepack.pack.plan.methods.groups import whole_groups
 from treepack.pack.plan.plan import Plan
-from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, forest_of, path_pairs
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeSolution, path_pairs, shapes_of_trees
 from treepack.pack.plan.unions import RowSizes, row_sizes, trained_tokens
 from treepack.pack.plan.workers import plan_trees
 from treepack.processes import Progress, ReportProgress
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie, unshared
 
-Method = Callable[[PlanTree, Limits, Search], Solution]
+Method = Callable[[PlanTree, RowLimits, SearchOptions], TreeSolution]
 
 METHODS: dict[str, Method] = {
     "auto": auto.auto,
@@ -59,9 +60,9 @@ GROUPS = "groups"
 def plan_rows(
     trie: Trie,
     *,
-    capacity: int | Limits,
+    capacity: int | RowLimits,
     method: str = "auto",
-    search: Search = Search(),  # noqa: B008
+    search: SearchOptions = SearchOptions(),  # noqa: B008
     multiple_of: int = 1,
     token_pairs: int = 0,
     workers: int = 1,
@@ -82,7 +83,7 @@ def plan_rows(
         raise TreepackError(
             "--balance splits groups to make rows even, but the method groups keeps each group in one row; choose one"
         )
-    limits = Limits(capacity) if isinstance(capacity, int) else capacity
+    limits = RowLimits(capacity) if isinstance(capacity, int) else capacity
     pieces = plan_pieces(trie, capacity=limits, method=method, search=search, workers=workers, progress=progress)
     bound = int(pieces.tree_bounds.sum())
     # Balancing counts score pairs, and the rows of the method sequence are rows of the unshared trie.
@@ -99,7 +100,7 @@ def plan_rows(
     if progress is not None and method in METHODS:
         progress(Progress("merging rows", 0, None, ""))
     if method == "auto":
-        forest = forest_of(trie, split_ends=limits.terms is not None)
+        forest = shapes_of_trees(trie, split_ends=limits.terms is not None)
         row_of = best_final_rows(
             trie, forest, limits, pieces.piece_of, finish, lower_bound=bound, multiple_of=multiple_of
         )
@@ -110,7 +111,7 @@ def plan_rows(
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class TreeRows:
     """The first half of a plan: rows of single trees. Their sizes alone decide how they are merged.
 
     Attributes:
@@ -129,12 +130,12 @@ class Pieces:
 def plan_pieces(
     trie: Trie,
     *,
-    capacity: int | Limits,
+    capacity: int | RowLimits,
     method: str = "auto",
-    search: Search = Search(),  # noqa: B008
+    search: SearchOptions = SearchOptions(),  # noqa: B008
     workers: int = 1,
     progress: ReportProgress | None = None,
-) -> Pieces:
+) -> TreeRows:
     """Assign every trajectory to a piece of at most `capacity` tokens: a row of one tree, which need not be full.
 
     Pieces of "greedy-online" and "sequence" are rows of all trees of a step, and those of "groups" are whole groups.
@@ -146,26 +147,26 @@ def plan_pieces(
     names = [*METHODS, *FOREST_METHODS, GROUPS]
     if method not in names:
         raise TreepackError(f"method is {method!r}; expected one of {', '.join(names)}")
-    limits = Limits(capacity) if isinstance(capacity, int) else capacity
+    limits = RowLimits(capacity) if isinstance(capacity, int) else capacity
     refuse_excesses(excesses(trie, limits), limits)
     if method == GROUPS:
         return _pieces(trie, whole_groups(trie, limits), tree_bounds(trie, limits))
     if method in FOREST_METHODS:
-        pieces = online.plan_forest(trie, limits, FOREST_METHODS[method])
+        pieces = online.plan_first_fit(trie, limits, FOREST_METHODS[method])
         return _pieces(trie, pieces, tree_bounds(trie, limits))
-    forest = forest_of(trie, split_ends=limits.terms is not None)
+    forest = shapes_of_trees(trie, split_ends=limits.terms is not None)
     row_of_leaf, bounds = plan_trees(forest, limits, METHODS[method], search, workers=workers, progress=progress)
     # rows of the leaves [0, 0, 1], leaves of the trajectories [0, 1, 1, 2] -> pieces [0, 0, 0, 1]
     return _pieces(trie, row_of_leaf[forest.leaf_of], bounds)
 
 
-def _pieces(trie: Trie, piece_of: Int64, bounds: Int64) -> Pieces:
+def _pieces(trie: Trie, piece_of: Int64, bounds: Int64) -> TreeRows:
     num_pieces = int(piece_of.max()) + 1
     steps = balance.steps_of(piece_of, trie.step_rank, num_pieces)
-    return Pieces(piece_of, row_sizes(trie, piece_of, num_pieces), steps, bounds)
+    return TreeRows(piece_of, row_sizes(trie, piece_of, num_pieces), steps, bounds)
 
 
-def merge_pieces(sizes: RowSizes, steps: Int64, limits: Limits, multiple_of: int = 1) -> Int64:
+def merge_pieces(sizes: RowSizes, steps: Int64, limits: RowLimits, multiple_of: int = 1) -> Int64:
     """Return the row of each piece, int64 [pieces]; rows never mix training steps. The pieces may be of several tries.
 
     The rows are numbered without a gap. If `multiple_of` is over 1, the number of rows of every step is a multiple of
@@ -190,7 +191,7 @@ def plan_lines(trie: Trie, plan: Plan, *, trie_sha256: str | None = None) -> Ite
         "trie": trie_sha256,
         "lower_bound": plan.lower_bound,
     }
-    return files.plan_lines(header, plan.row_of, trie.trajectories["trajectory_id"].to_pylist())
+    return files.lines_of_file(header, plan.row_of, trie.trajectories["trajectory_id"].to_pylist())
 
 
 def plan_of_file(trie: Trie, file: files.PlanFile) -> Plan:
@@ -200,7 +201,7 @@ def plan_of_file(trie: Trie, file: files.PlanFile) -> Plan:
         TreepackError: a trajectory of the file is not in `trie`, is in two rows, is in none, or exceeds a limit alone.
     """
     refuse_excesses(excesses(trie, file.limits), file.limits)
-    row_of = files.rows_of(file, trie)
+    row_of = files.rows_of_plan_file(file, trie)
     bound = max(int(tree_bounds(trie, file.limits).sum()), file.lower_bound)
     return Plan(file.method, file.limits, row_of, bound, file.multiple_of)
 
@@ -213,13 +214,13 @@ def packed_trie(trie: Trie, method: str) -> Trie:
     return unshared(trie) if method == "sequence" else trie
 
 
-def tree_bounds(trie: Trie, limits: Limits) -> Int64:
+def tree_bounds(trie: Trie, limits: RowLimits) -> Int64:
     """Return a lower bound on the tokens of all rows of each tree, int64 [num_trees], whatever plan made them."""
-    return np.array([recursive_bound(tree, limits.capacity) for tree in forest_of(trie).trees()], np.int64)
+    return np.array([recursive_bound(tree, limits.capacity) for tree in shapes_of_trees(trie).trees()], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Excess:
+class ExcessTrajectories:
     """Trajectories that exceed a limit alone: their number, and the one with the largest `value` in `unit`."""
 
     unit: str
@@ -228,7 +229,7 @@ class Excess:
     count: int
 
 
-def excesses(trie: Trie, limits: Limits) -> list[Excess]:
+def excesses(trie: Trie, limits: RowLimits) -> list[ExcessTrajectories]:
     """Return the trajectories that exceed each limit alone, one entry for each limit that is exceeded."""
     lengths = trie.lengths
     alone = (
@@ -241,11 +242,11 @@ def excesses(trie: Trie, limits: Limits) -> list[Excess]:
         if limit is not None and (values > limit).any():
             worst = int(values.argmax())
             name = trie.trajectories["trajectory_id"][worst].as_py()
-            entries.append(Excess(unit, int(values[worst]), name, int((values > limit).sum())))
+            entries.append(ExcessTrajectories(unit, int(values[worst]), name, int((values > limit).sum())))
     return entries
 
 
-def refuse_excesses(entries: Iterable[Excess], limits: Limits) -> None:
+def refuse_excesses(entries: Iterable[ExcessTrajectories], limits: RowLimits) -> None:
     """Refuse trajectories that exceed a limit alone, in one or several tries.
 
     Raises:

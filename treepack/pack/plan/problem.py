@@ -1,7 +1,7 @@
 """Input and output of a packing method: the shape and sizes of one tree, without its tokens.
 
-    Trie --forest_of--> PlanForest --trees--> PlanTree, PlanTree, ...
-    a method:  PlanTree, Limits, Search -> Solution
+    Trie --shapes_of_trees--> PlanForest --trees--> PlanTree, PlanTree, ...
+    a method:  PlanTree, RowLimits, SearchOptions -> TreeSolution
 
 A method assigns the leaves to rows. A trajectory that ends inside the tree goes to the row of the first leaf below its
 end, which costs no token. A node with exactly one child is merged with this child, so every inner node branches.
@@ -80,7 +80,7 @@ def path_pairs(length: Int64) -> Int64:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RowLimits:
     """Maximum tokens of one row, and maximum attention score pairs and loss terms unless these are None."""
 
     capacity: int
@@ -97,7 +97,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class SearchOptions:
     """The work that a method may do.
 
     `effort` is one of `options.EFFORTS`. It limits counted work, not time, so the plan is the same on any machine.
@@ -111,7 +111,7 @@ class Search:
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class TreeSolution:
     """The rows of one tree: `row_of_leaf` int64 [leaves], rows numbered from 0 without a gap.
 
     No plan of the tree within the capacity has fewer tokens than `lower_bound`; it is 0 if the method proves nothing.
@@ -153,7 +153,7 @@ class PlanForest:
             yield PlanTree(joined.size[a:b], joined.depth[a:b], parent, joined.end[a:b] - a, leaf, terms)
 
 
-def forest_of(trie: Trie, *, split_ends: bool = False) -> PlanForest:
+def shapes_of_trees(trie: Trie, *, split_ends: bool = False) -> PlanForest:
     """Return the shapes of all trees of `trie`. O(nodes + trajectories), vectorised.
 
     With `split_ends` every trajectory gets a leaf of its own. The leaf has no tokens if another trajectory passes

@@ -44,7 +44,7 @@ def row_sizes(trie: Trie, row_of: Int64, num_rows: int) -> RowSizes:
     O(n log n) for n nodes and trajectories, without a Python step for each of them.
     """
     order = np.argsort(row_of, kind="stable")
-    shared = shared_with_previous(trie, row_of, order)
+    shared = shared_in_rows(trie, row_of, order)
     lengths = trie.lengths[order]
     # row_of [0, 1, 0] -> order [0, 2, 1], sorted rows [0, 0, 1] -> stops [0, 2, 3]: row 0 is order[0:2]
     stops = np.searchsorted(row_of[order], np.arange(num_rows + 1))
@@ -68,7 +68,7 @@ def trained_tokens(trie: Trie) -> Int64:
     return spans.total(spans.sizes.astype(np.float64)).astype(np.int64)
 
 
-def shared_with_previous(trie: Trie, row_of: Int64, order: Int64) -> Int64:
+def shared_in_rows(trie: Trie, row_of: Int64, order: Int64) -> Int64:
     """Return the tokens that each trajectory of `order` shares with the one before it in its row; 0 if it is the first.
 
     `order` sorts the trajectories by row, and inside a row by the order of the trie.

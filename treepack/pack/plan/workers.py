@@ -15,11 +15,11 @@ from functools import partial
 import numpy as np
 
 from treepack.pack.plan.bounds import lower_bound as bounds
-from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, Search, Solution
+from treepack.pack.plan.problem import PlanForest, PlanTree, RowLimits, SearchOptions, TreeSolution
 from treepack.processes import Progress, ReportProgress, unordered
 from treepack.trajectory import Int64
 
-Method = Callable[[PlanTree, Limits, Search], Solution]
+Method = Callable[[PlanTree, RowLimits, SearchOptions], TreeSolution]
 RowsAndBounds = tuple[Int64, Int64]
 
 # Parts are equal in nodes, not in time. With 8 parts per worker, the last parts are small and end at about one time.
@@ -32,9 +32,9 @@ WORK_PER_TREE = 20
 
 def plan_trees(
     forest: PlanForest,
-    limits: Limits,
+    limits: RowLimits,
     method: Method,
-    search: Search,
+    search: SearchOptions,
     *,
     workers: int = 1,
     progress: ReportProgress | None = None,
@@ -70,7 +70,7 @@ def _progress(forest: PlanForest, planned: list[PlanForest]) -> Progress:
     return Progress("planning", done, forest.num_trees, "trees", share)
 
 
-_Job = tuple[Limits, Method, Search]
+_Job = tuple[RowLimits, Method, SearchOptions]
 
 
 def _planner(job: _Job) -> Callable[[PlanForest], RowsAndBounds]:

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treepack.recurrent.chunks import Chunks
+from treepack.recurrent.chunks import TokenChunks
 from treepack.recurrent.kernels.decays import decays, decays_backward
-from treepack.recurrent.kernels.delta_rule import multiply, solve_backward, solve_forward
+from treepack.recurrent.kernels.delta_rule import multiply_inverse, solve_backward, solve_forward
 from treepack.recurrent.kernels.outputs import local_backward, outputs_forward, products_backward
 from treepack.recurrent.kernels.states import states_backward, states_forward
 
 
-def triton_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks: Chunks) -> Tensor:
+def triton_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks: TokenChunks) -> Tensor:
     """Return the outputs o [N, H, V] of the tokens of a tree, in the dtype of `v`.
 
     Args:
@@ -44,7 +44,9 @@ def triton_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks: Chunks) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks: TokenChunks
+    ) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
         beta = None if beta is None else beta.contiguous()
         if not len(v):
@@ -73,10 +75,10 @@ class _Scan(torch.autograd.Function):
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, beta: Tensor | None, do: Tensor, *, inverse: Tensor | None,
-    chunks: Chunks,
+    chunks: TokenChunks,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return the gradients of q, k, v, g and beta."""
-    w, u = (None, v) if beta is None or inverse is None else multiply(k, v, beta, a, inverse, chunks)
+    w, u = (None, v) if beta is None or inverse is None else multiply_inverse(k, v, beta, a, inverse, chunks)
     h, new = states_forward(k, u, w, a, chunks)
     dh, du = states_backward(q, k, w, a, do, local_backward(q, k, a, do, chunks), chunks=chunks)
     dq, dk, dw, da = products_backward(q, k, new, h, a, do=do, dh=dh, du=du, chunks=chunks, delta=w is not None)

@@ -3,11 +3,11 @@
     forward   x [N, C]                  --> out [N, C]
     weight    x, gradient of out        --> inner [N, C], the gradient before silu, and partial sums of the gradients of
                                             weight and bias
-    distant   inner                     --> [E, C], the shares of the distant readers of each target (`Taps`)
+    distant   inner                     --> [E, C], the shares of the distant readers of each target (`ConvolutionTaps`)
     input     inner, distant            --> gradient of x [N, C]
 
-A program computes tiles of tokens times channels. Tokens are gathered through `Taps.ancestors`; neighbours in a tile
-read nearly the same tokens, so most of these loads hit the L1 cache. The forward keeps nothing but x.
+A program computes tiles of tokens times channels. Tokens are gathered through `ConvolutionTaps.ancestors`; neighbours
+in a tile read nearly the same tokens, so most of these loads hit the L1 cache. The forward keeps nothing but x.
 
 Sums are in float32 and in one order, so two runs agree in every bit. `weights` is float32 [W, C]; row i belongs to tap
 i, which reads the i-th ancestor. SIZES are W, C, and the row strides of x and of a gradient.
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treepack.attention.kernel_launch import Launch
-from treepack.recurrent.convolution import Taps, check_activation
+from treepack.recurrent.convolution import ConvolutionTaps, check_activation
 
 # A program is one warp, and a thread has 8 neighbouring channels of every token of a tile: 16 bytes in half precision.
 # So sums over the tokens of a tile need no exchange between threads.
@@ -191,17 +191,17 @@ def _convolution_input_kernel(
     tl.store(p_dx, b_dx.to(dx.dtype.element_ty), mask=m_t[:, None] & m_c[None, :])
 
 
-class Inputs(NamedTuple):
+class ConvolutionInputs(NamedTuple):
     """Operands of a convolution: x [N, C], weights float32 [W, C], bias [C] or None, silu or no activation, taps."""
 
     x: Tensor
     weights: Tensor
     bias: Tensor | None
     is_silu: bool
-    taps: Taps
+    taps: ConvolutionTaps
 
 
-class Gradients(NamedTuple):
+class ConvolutionGradients(NamedTuple):
     """Tensors of a backward with E targets and P = `partial_sums(N)`: the gradient of the output, and the results.
 
     do        [N, C]
@@ -220,7 +220,7 @@ class Gradients(NamedTuple):
     dbias: Tensor
 
 
-def forward_launch(inputs: Inputs, out: Tensor) -> Launch:
+def convolution_launch(inputs: ConvolutionInputs, out: Tensor) -> Launch:
     """Return the launch that writes the convolution to `out` [N, C]."""
     arguments, constants = _operands(inputs), _constants(inputs)
     constants |= {"HAS_BIAS": inputs.bias is not None, "SILU": inputs.is_silu}
@@ -228,7 +228,7 @@ def forward_launch(inputs: Inputs, out: Tensor) -> Launch:
     return _launch(_convolution_kernel, programs, {**arguments, "out": out}, constants)
 
 
-def weight_launch(inputs: Inputs, gradients: Gradients) -> Launch:
+def weight_launch(inputs: ConvolutionInputs, gradients: ConvolutionGradients) -> Launch:
     """Return the launch that writes `dweights`, `dbias` and, with silu, `inner`."""
     constants = _constants(inputs, gradients.do) | {"HAS_BIAS": inputs.bias is not None, "SILU": inputs.is_silu}
     block = constants["BLOCK_T"] // 2
@@ -237,7 +237,7 @@ def weight_launch(inputs: Inputs, gradients: Gradients) -> Launch:
     return _launch(_convolution_weight_kernel, partial_sums(len(inputs.x)), {**_operands(inputs), **tensors}, constants)
 
 
-def distant_launch(inputs: Inputs, gradients: Gradients) -> Launch:
+def distant_launch(inputs: ConvolutionInputs, gradients: ConvolutionGradients) -> Launch:
     """Return the launch that reads `inner` and writes `distant`; there is at least one target."""
     taps = inputs.taps
     arguments = {
@@ -251,7 +251,7 @@ def distant_launch(inputs: Inputs, gradients: Gradients) -> Launch:
     return _launch(_convolution_distant_kernel, len(taps.targets), arguments, _constants(inputs, gradients.inner))
 
 
-def input_launch(inputs: Inputs, gradients: Gradients) -> Launch:
+def input_launch(inputs: ConvolutionInputs, gradients: ConvolutionGradients) -> Launch:
     """Return the launch that reads `inner` and `distant` and writes `dx`."""
     arguments = {
         "weights": inputs.weights,
@@ -271,7 +271,7 @@ def partial_sums(tokens: int) -> int:
     return -(-tokens // PART)
 
 
-def _operands(inputs: Inputs) -> dict[str, Any]:
+def _operands(inputs: ConvolutionInputs) -> dict[str, Any]:
     x, weights, bias, _, taps = inputs
     # Without a bias, the kernel does not read it.
     return {
@@ -283,7 +283,7 @@ def _operands(inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def _constants(inputs: Inputs, gradient: Tensor | None = None) -> dict[str, Any]:
+def _constants(inputs: ConvolutionInputs, gradient: Tensor | None = None) -> dict[str, Any]:
     # Strides are constants, so that addresses are known to be multiples of 16 bytes.
     stride = 0 if gradient is None else gradient.stride(0)
     sizes = (len(inputs.weights), inputs.x.shape[1], inputs.x.stride(0), stride)
@@ -299,12 +299,14 @@ def _launch(kernel: Any, rows: int, arguments: dict[str, Any], constants: dict[s
 
 class _TreeConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_silu: bool, taps: Taps) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_silu: bool, taps: ConvolutionTaps
+    ) -> Tensor:
         x = _with_rows(x)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         with torch.cuda.device_of(x):
             if out.numel():
-                forward_launch(Inputs(x, _by_taps(weight), bias, is_silu, taps), out).run()
+                convolution_launch(ConvolutionInputs(x, _by_taps(weight), bias, is_silu, taps), out).run()
         ctx.save_for_backward(x, weight, bias)
         ctx.is_silu, ctx.taps = is_silu, taps
         return out
@@ -314,10 +316,10 @@ class _TreeConvolution(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         (count, channels), parts = x.shape, partial_sums(len(x))
-        inputs = Inputs(x, _by_taps(weight), bias, ctx.is_silu, ctx.taps)
+        inputs = ConvolutionInputs(x, _by_taps(weight), bias, ctx.is_silu, ctx.taps)
         wide: Any = {"dtype": torch.float32, "device": x.device}
         do = _with_rows(gradients[0])
-        results = Gradients(
+        results = ConvolutionGradients(
             do=do,
             inner=torch.empty((count, channels), **wide) if ctx.is_silu else do,
             distant=torch.empty((len(ctx.taps.targets), channels), **wide),
@@ -347,7 +349,9 @@ def _by_taps(weight: Tensor) -> Tensor:
     return weight.float().mT.flip(0).contiguous()
 
 
-def triton_convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, taps: Taps) -> Tensor:
+def triton_convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, taps: ConvolutionTaps
+) -> Tensor:
     """Return the convolution of the tokens of a tree, [N, C]; arguments as in `convolution.convolve`.
 
     The dtype of `x` is one of `DTYPES`. Rows may be a part of wider ones; channels side by side are not copied.

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from treepack.attention.kernel_launch import Launch
-from treepack.recurrent.chunks import Chunks
+from treepack.recurrent.chunks import TokenChunks
 
 _MAX_HEADS = 32  # per program
 
@@ -36,7 +36,7 @@ def _sum_kernel(x, out, begin, length, heads, blocks, SIZE: tl.constexpr, BLOCK_
     tl.store(out + o_x, tl.cumsum(b_x, 0, reverse=REVERSE), mask=m_x)
 
 
-def sum_launch(x: Tensor, out: Tensor, chunks: Chunks, *, reverse: bool) -> Launch:
+def decay_sum_launch(x: Tensor, out: Tensor, chunks: TokenChunks, *, reverse: bool) -> Launch:
     """Return the launch that writes the sums of `x` [N, H] inside each chunk to `out`."""
     heads = x.shape[1]
     block = min(_MAX_HEADS, int(triton.next_power_of_2(heads)))
@@ -53,7 +53,7 @@ def sum_launch(x: Tensor, out: Tensor, chunks: Chunks, *, reverse: bool) -> Laun
     return Launch(_sum_kernel, len(chunks.begin) * blocks, arguments, constants, {"num_warps": 4, "num_stages": 1})
 
 
-def decays(g: Tensor, chunks: Chunks) -> Tensor:
+def decays(g: Tensor, chunks: TokenChunks) -> Tensor:
     """Return the sum of the logarithms of decays from the first token of each chunk on, float32 [N, H].
 
     Args:
@@ -63,14 +63,14 @@ def decays(g: Tensor, chunks: Chunks) -> Tensor:
     return _sum(g, chunks, reverse=False)
 
 
-def decays_backward(da: Tensor, chunks: Chunks) -> Tensor:
+def decays_backward(da: Tensor, chunks: TokenChunks) -> Tensor:
     """Return the gradient of `g`, float32 [N, H], from the gradient of the sums."""
     return _sum(da, chunks, reverse=True)
 
 
-def _sum(x: Tensor, chunks: Chunks, *, reverse: bool) -> Tensor:
+def _sum(x: Tensor, chunks: TokenChunks, *, reverse: bool) -> Tensor:
     x = x.float().contiguous()
     out = torch.empty_like(x)
     if len(chunks.begin):
-        sum_launch(x, out, chunks, reverse=reverse).run()
+        decay_sum_launch(x, out, chunks, reverse=reverse).run()
     return out

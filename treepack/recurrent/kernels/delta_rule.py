@@ -7,7 +7,7 @@ With a = the sum of g inside the chunk, and A[i, j] = beta_i exp(a_i - a_j) (k_i
     backward  dT = dU (beta v)' + dW (beta exp(a) k)'        dA = -T' dT T'
 
 In: k [N, Hk, K], v [N, H, V] in bfloat16, float16 or float32, K and V at most 256; beta, a float32 [N, H]; all
-contiguous and on one device; `Chunks` of at most 64 tokens. Head h of v has key head h // (H / Hk). T is stored as
+contiguous and on one device; `TokenChunks` of at most 64 tokens. Head h of v has key head h // (H / Hk). T is stored as
 [N, H, 64] in the dtype of k: a row for each token, a column for each place of its chunk, 0 at places without a token.
 
 One program computes one chunk of one head, and nothing else writes its tokens: two runs agree in every bit.
@@ -26,13 +26,20 @@ import triton.language as tl
 from torch import Tensor
 
 from treepack.attention.kernel_launch import LOG2E, Launch, is_on_hopper, padded_width
-from treepack.recurrent.chunks import CHUNK, Chunks
-from treepack.recurrent.kernels.inverse import inverse_kernel, load_ends, load_rows, pair_decays, place, store_rows
+from treepack.recurrent.chunks import CHUNK, TokenChunks
+from treepack.recurrent.kernels.inverse import (
+    chunk_place,
+    inverse_kernel,
+    load_columns,
+    load_ends,
+    pair_decays,
+    store_columns,
+)
 
 _LOG2E = tl.constexpr(LOG2E)
 
 
-class Config(NamedTuple):
+class DeltaRuleConfig(NamedTuple):
     """Shape of one kernel: columns of k and v per step of its loops (tile), warps, pipeline stages."""
 
     tile: int
@@ -40,40 +47,40 @@ class Config(NamedTuple):
     num_stages: int
 
 
-class Configs(NamedTuple):
+class DeltaRuleConfigs(NamedTuple):
     """Shapes of the three kernels."""
 
-    inverse: Config
-    products: Config
-    backward: Config
+    inverse: DeltaRuleConfig
+    products: DeltaRuleConfig
+    backward: DeltaRuleConfig
 
 
 # Not measured. In half precision no thread spills more than 16 bytes. One warp computes an inverse, because a block of
 # 16 x 16 has no more than 8 numbers for each of its threads.
-HOPPER = Configs(Config(32, 1, 2), Config(64, 4, 2), Config(64, 4, 2))
-PORTABLE = Configs(Config(32, 1, 2), Config(64, 4, 2), Config(32, 4, 2))
+HOPPER = DeltaRuleConfigs(DeltaRuleConfig(32, 1, 2), DeltaRuleConfig(64, 4, 2), DeltaRuleConfig(64, 4, 2))
+PORTABLE = DeltaRuleConfigs(DeltaRuleConfig(32, 1, 2), DeltaRuleConfig(64, 4, 2), DeltaRuleConfig(32, 4, 2))
 # For float32, whose exact products the matrix units do not compute. The backward spills 732 bytes a thread.
-FLOAT32 = Configs(Config(32, 2, 1), Config(32, 4, 1), Config(16, 8, 1))
+FLOAT32 = DeltaRuleConfigs(DeltaRuleConfig(32, 2, 1), DeltaRuleConfig(32, 4, 1), DeltaRuleConfig(16, 8, 1))
 
 
-def configs_of(k: Tensor) -> Configs:
+def delta_rule_configs(k: Tensor) -> DeltaRuleConfigs:
     """Return the shapes of the kernels for the dtype and device of `k`."""
     if k.dtype == torch.float32:
         return FLOAT32
     return HOPPER if is_on_hopper(k) else PORTABLE
 
 
-class Operands(NamedTuple):
+class DeltaRuleOperands(NamedTuple):
     """Tensors that all kernels read; the header gives their shapes."""
 
     k: Tensor
     v: Tensor
     beta: Tensor
     a: Tensor
-    chunks: Chunks
+    chunks: TokenChunks
 
 
-class Gradients(NamedTuple):
+class DeltaRuleGradients(NamedTuple):
     """Tensors of the backward: it reads dw and du, and writes the others."""
 
     dw: Tensor
@@ -90,25 +97,25 @@ def _products_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TILE_K: tl.constexpr,
     TILE_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    i_h, first, length = place(begins, lengths, H)
+    i_h, first, length = chunk_place(begins, lengths, H)
     row = first * H + i_h
     # [64]
     o = tl.arange(0, 64)
     b_beta = tl.load(beta + row + o * H, mask=o < length, other=0.0)
     b_rate = b_beta * tl.exp2(tl.load(a + row + o * H, mask=o < length, other=0.0) * _LOG2E)
     # [64, 64]
-    b_t = load_rows(inverse + row * 64, o, length, H * 64, 0, 64, 64)
+    b_t = load_columns(inverse + row * 64, o, length, H * 64, 0, 64, 64)
     for start in range(0, V, TILE_V):
-        b_v = load_rows(v + row * V, o, length, H * V, start, V, TILE_V)
+        b_v = load_columns(v + row * V, o, length, H * V, start, V, TILE_V)
         # [64, 64] @ [64, TILE_V] -> [64, TILE_V]
         b_u = tl.dot(b_t, (b_v * b_beta[:, None]).to(b_v.dtype), input_precision=PRECISION)
-        store_rows(u + row * V, o, length, H * V, start, V, TILE_V, b_u)
+        store_columns(u + row * V, o, length, H * V, start, V, TILE_V, b_u)
     p_k = k + (first * (H // GROUP) + i_h // GROUP) * K
     for start in range(0, K, TILE_K):
-        b_k = load_rows(p_k, o, length, H // GROUP * K, start, K, TILE_K)
+        b_k = load_columns(p_k, o, length, H // GROUP * K, start, K, TILE_K)
         # [64, 64] @ [64, TILE_K] -> [64, TILE_K]
         b_w = tl.dot(b_t, (b_k * b_rate[:, None]).to(b_k.dtype), input_precision=PRECISION)
-        store_rows(w + row * K, o, length, H * K, start, K, TILE_K, b_w)
+        store_columns(w + row * K, o, length, H * K, start, K, TILE_K, b_w)
 
 
 @triton.jit
@@ -117,7 +124,7 @@ def _backward_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TILE_K: tl.constexpr,
     TILE_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    i_h, first, length = place(begins, lengths, H)
+    i_h, first, length = chunk_place(begins, lengths, H)
     row = first * H + i_h
     # [64]
     o = tl.arange(0, 64)
@@ -127,21 +134,21 @@ def _backward_kernel(
     b_dbeta = tl.zeros([64], dtype=tl.float32)
     # T and dT, [64, 64]
     p_t = inverse + row * 64
-    b_t = load_rows(p_t, o, length, H * 64, 0, 64, 64)
+    b_t = load_columns(p_t, o, length, H * 64, 0, 64, 64)
     b_dt = tl.zeros([64, 64], dtype=tl.float32)
     for start in range(0, V, TILE_V):
         # [64, TILE_V]
-        b_v = load_rows(v + row * V, o, length, H * V, start, V, TILE_V)
-        b_du = load_rows(du + row * V, o, length, H * V, start, V, TILE_V)
+        b_v = load_columns(v + row * V, o, length, H * V, start, V, TILE_V)
+        b_du = load_columns(du + row * V, o, length, H * V, start, V, TILE_V)
         # [64, TILE_V] @ [TILE_V, 64] -> [64, 64]
         b_dt = tl.dot(b_du, tl.trans((b_v * b_beta[:, None]).to(b_v.dtype)), b_dt, input_precision=PRECISION)
         if k.dtype.element_ty == tl.float32:
             # Products without matrix units would keep T in registers through the loop, and spill.
-            b_t = load_rows(p_t, o, length, H * 64, 0, 64, 64)
+            b_t = load_columns(p_t, o, length, H * 64, 0, 64, 64)
         # [64, 64] @ [64, TILE_V] -> [64, TILE_V], the gradient of beta v
         b_dvb = tl.dot(tl.trans(b_t), b_du, input_precision=PRECISION)
         b_dbeta += tl.sum(b_dvb * b_v, 1)
-        store_rows(dv + row * V, o, length, H * V, start, V, TILE_V, b_dvb * b_beta[:, None])
+        store_columns(dv + row * V, o, length, H * V, start, V, TILE_V, b_dvb * b_beta[:, None])
 
     p_k = k + (first * (H // GROUP) + i_h // GROUP) * K
     # [64]; k k', [64, 64]
@@ -149,8 +156,8 @@ def _backward_kernel(
     b_s = tl.zeros([64, 64], dtype=tl.float32)
     for start in range(0, K, TILE_K):
         # [64, TILE_K]
-        b_k = load_rows(p_k, o, length, H // GROUP * K, start, K, TILE_K)
-        b_dw = load_rows(dw + row * K, o, length, H * K, start, K, TILE_K)
+        b_k = load_columns(p_k, o, length, H // GROUP * K, start, K, TILE_K)
+        b_dw = load_columns(dw + row * K, o, length, H * K, start, K, TILE_K)
         # [64, TILE_K] @ [TILE_K, 64] -> [64, 64]
         b_s = tl.dot(b_k, tl.trans(b_k), b_s, input_precision=PRECISION)
         b_kb = (b_k * (b_beta * b_decay)[:, None]).to(b_k.dtype)
@@ -175,42 +182,44 @@ def _backward_kernel(
     b_m = (b_x + tl.trans(b_x)).to(b_t.dtype)
     for start in range(0, K, TILE_K):
         # [64, TILE_K] -> [TILE_K, 64]
-        b_kt = tl.trans(load_rows(p_k, o, length, H // GROUP * K, start, K, TILE_K))
-        b_dwt = tl.trans(load_rows(dw + row * K, o, length, H * K, start, K, TILE_K))
+        b_kt = tl.trans(load_columns(p_k, o, length, H // GROUP * K, start, K, TILE_K))
+        b_dwt = tl.trans(load_columns(dw + row * K, o, length, H * K, start, K, TILE_K))
         if k.dtype.element_ty == tl.float32:
-            b_t = load_rows(p_t, o, length, H * 64, 0, 64, 64)
+            b_t = load_columns(p_t, o, length, H * 64, 0, 64, 64)
         # [TILE_K, 64] @ [64, 64] -> [TILE_K, 64], twice; the first one is the gradient of beta exp(a) k
         b_dk = tl.dot(b_dwt, b_t, input_precision=PRECISION) * (b_beta * b_decay)[None, :]
         b_dk = tl.dot(b_kt, b_m, b_dk, input_precision=PRECISION)
-        store_rows(dk + row * K, o, length, H * K, start, K, TILE_K, tl.trans(b_dk))
+        store_columns(dk + row * K, o, length, H * K, start, K, TILE_K, tl.trans(b_dk))
     tl.store(dbeta + row + o * H, b_dbeta, mask=o < length)
     tl.store(da + row + o * H, b_da, mask=o < length)
 
 
-def solve_forward(k: Tensor, v: Tensor, beta: Tensor, a: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
+def solve_forward(k: Tensor, v: Tensor, beta: Tensor, a: Tensor, chunks: TokenChunks) -> tuple[Tensor, Tensor, Tensor]:
     """Return W [N, H, K], U [N, H, V] and the inverse T [N, H, 64], in the dtype of k.
 
     Args:
         k, v, beta, a, chunks: as in the header.
     """
     assert chunks.size <= CHUNK, "a chunk has at most 64 tokens"
-    operands = Operands(k, v, beta, a, chunks)
+    operands = DeltaRuleOperands(k, v, beta, a, chunks)
     inverse = torch.empty((*beta.shape, CHUNK), dtype=k.dtype, device=k.device)
-    inverse_launch(operands, inverse, configs_of(k).inverse).run()
-    return (*multiply(k, v, beta, a, inverse, chunks), inverse)
+    inverse_launch(operands, inverse, delta_rule_configs(k).inverse).run()
+    return (*multiply_inverse(k, v, beta, a, inverse, chunks), inverse)
 
 
-def multiply(k: Tensor, v: Tensor, beta: Tensor, a: Tensor, inverse: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
+def multiply_inverse(
+    k: Tensor, v: Tensor, beta: Tensor, a: Tensor, inverse: Tensor, chunks: TokenChunks
+) -> tuple[Tensor, Tensor]:
     """Return W and U with the bits of the `solve_forward` that returned `inverse`."""
-    operands = Operands(k, v, beta, a, chunks)
+    operands = DeltaRuleOperands(k, v, beta, a, chunks)
     w = torch.empty((*beta.shape, k.shape[-1]), dtype=k.dtype, device=k.device)
     u = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    products_launch(operands, inverse, w, u, configs_of(k).products).run()
+    delta_products_launch(operands, inverse, w, u, delta_rule_configs(k).products).run()
     return w, u
 
 
 def solve_backward(
-    k: Tensor, v: Tensor, beta: Tensor, a: Tensor, inverse: Tensor, *, dw: Tensor, du: Tensor, chunks: Chunks
+    k: Tensor, v: Tensor, beta: Tensor, a: Tensor, inverse: Tensor, *, dw: Tensor, du: Tensor, chunks: TokenChunks
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dk [N, H, K], one for each head of v, dv [N, H, V], and dbeta and da, float32 [N, H].
 
@@ -219,14 +228,14 @@ def solve_backward(
         inverse: the third result of `solve_forward` for them.
         dw, du: the gradients of its other results, contiguous and in the dtype of k.
     """
-    operands = Operands(k, v, beta, a, chunks)
+    operands = DeltaRuleOperands(k, v, beta, a, chunks)
     new = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (dw, v, beta, a)]
-    gradients = Gradients(dw, du, *new)
-    backward_launch(operands, inverse, gradients, configs_of(k).backward).run()
+    gradients = DeltaRuleGradients(dw, du, *new)
+    gradient_launch(operands, inverse, gradients, delta_rule_configs(k).backward).run()
     return gradients.dk, gradients.dv, gradients.dbeta, gradients.da
 
 
-def inverse_launch(operands: Operands, inverse: Tensor, config: Config) -> Launch:
+def inverse_launch(operands: DeltaRuleOperands, inverse: Tensor, config: DeltaRuleConfig) -> Launch:
     """Describe the launch that writes `inverse`."""
     k, _, beta, a, chunks = operands
     # Three products of parts of float32 numbers have the errors of float32, and need fewer registers than exact ones.
@@ -236,34 +245,42 @@ def inverse_launch(operands: Operands, inverse: Tensor, config: Config) -> Launc
     return _launch(inverse_kernel, operands, arguments, constants, config)
 
 
-def products_launch(operands: Operands, inverse: Tensor, w: Tensor, u: Tensor, config: Config) -> Launch:
+def delta_products_launch(
+    operands: DeltaRuleOperands, inverse: Tensor, w: Tensor, u: Tensor, config: DeltaRuleConfig
+) -> Launch:
     """Describe the launch that writes `w` and `u`."""
     arguments = {**_inputs(operands), "inverse": inverse, "w": w, "u": u}
     return _launch(_products_kernel, operands, arguments, _widths(operands, config), config)
 
 
-def backward_launch(operands: Operands, inverse: Tensor, gradients: Gradients, config: Config) -> Launch:
+def gradient_launch(
+    operands: DeltaRuleOperands, inverse: Tensor, gradients: DeltaRuleGradients, config: DeltaRuleConfig
+) -> Launch:
     """Describe the launch that writes the gradients of k, v, beta and a."""
     arguments = {**_inputs(operands), "inverse": inverse, **gradients._asdict(), "ends": operands.chunks.end}
     return _launch(_backward_kernel, operands, arguments, _widths(operands, config), config)
 
 
-def _inputs(operands: Operands) -> dict[str, Any]:
+def _inputs(operands: DeltaRuleOperands) -> dict[str, Any]:
     return {name: getattr(operands, name) for name in ("k", "v", "beta", "a")}
 
 
-def _widths(operands: Operands, config: Config) -> dict[str, Any]:
+def _widths(operands: DeltaRuleOperands, config: DeltaRuleConfig) -> dict[str, Any]:
     width_k, width_v = operands.k.shape[-1], operands.v.shape[-1]
     return {"K": width_k, "V": width_v, "TILE_K": _tile(width_k, config), "TILE_V": _tile(width_v, config)}
 
 
-def _tile(width: int, config: Config) -> int:
+def _tile(width: int, config: DeltaRuleConfig) -> int:
     """Return the columns per step of a loop over `width` columns."""
     return min(config.tile, padded_width(width))
 
 
 def _launch(
-    kernel: Any, operands: Operands, arguments: dict[str, Any], constants: dict[str, Any], config: Config
+    kernel: Any,
+    operands: DeltaRuleOperands,
+    arguments: dict[str, Any],
+    constants: dict[str, Any],
+    config: DeltaRuleConfig,
 ) -> Launch:
     chunks, heads = operands.chunks, operands.beta.shape[1]
     return Launch(

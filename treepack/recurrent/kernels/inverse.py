@@ -22,7 +22,7 @@ _LOG2E = tl.constexpr(LOG2E)
 
 
 @triton.jit
-def place(begins, lengths, H: tl.constexpr):
+def chunk_place(begins, lengths, H: tl.constexpr):
     """Return the head of a program, and the first token (int64) and the number of tokens of its chunk."""
     i_c = tl.program_id(0) // H
     return tl.program_id(0) % H, tl.load(begins + i_c).to(tl.int64), tl.load(lengths + i_c)
@@ -37,7 +37,7 @@ def load_ends(ends, first, length, o):
 
 
 @triton.jit
-def load_rows(p_x, o, length, stride, start, X: tl.constexpr, TILE: tl.constexpr):
+def load_columns(p_x, o, length, stride, start, X: tl.constexpr, TILE: tl.constexpr):
     """Return TILE columns of places `o` [len(o), TILE], the first of them `start`; 0 beyond the chunk and X columns."""
     # [TILE], [len(o), 1]
     o_x = start + tl.arange(0, TILE)
@@ -48,8 +48,8 @@ def load_rows(p_x, o, length, stride, start, X: tl.constexpr, TILE: tl.constexpr
 
 
 @triton.jit
-def store_rows(p_x, o, length, stride, start, X: tl.constexpr, TILE: tl.constexpr, b_x):
-    """Write b_x [len(o), TILE] to the columns of `load_rows`."""
+def store_columns(p_x, o, length, stride, start, X: tl.constexpr, TILE: tl.constexpr, b_x):
+    """Write b_x [len(o), TILE] to the columns of `load_columns`."""
     # [TILE], [len(o), 1]
     o_x = start + tl.arange(0, TILE)
     mask = (o < length)[:, None]
@@ -61,10 +61,10 @@ def store_rows(p_x, o, length, stride, start, X: tl.constexpr, TILE: tl.constexp
 @triton.jit
 def _store_blocks(p_t, o, length, H: tl.constexpr, t0, t1, t2, t3):
     """Write the four blocks [16, 16] of the rows `o` of T."""
-    store_rows(p_t, o, length, H * 64, 0, 64, 16, t0)
-    store_rows(p_t, o, length, H * 64, 16, 64, 16, t1)
-    store_rows(p_t, o, length, H * 64, 32, 64, 16, t2)
-    store_rows(p_t, o, length, H * 64, 48, 64, 16, t3)
+    store_columns(p_t, o, length, H * 64, 0, 64, 16, t0)
+    store_columns(p_t, o, length, H * 64, 16, 64, 16, t1)
+    store_columns(p_t, o, length, H * 64, 32, 64, 16, t2)
+    store_columns(p_t, o, length, H * 64, 48, 64, 16, t3)
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def inverse_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):  # fmt: skip
-    i_h, first, length = place(begins, lengths, H)
+    i_h, first, length = chunk_place(begins, lengths, H)
     o0 = tl.arange(0, 16)
     o1, o2, o3 = o0 + 16, o0 + 32, o0 + 48
     p_k = k + (first * (H // GROUP) + i_h // GROUP) * K
@@ -107,10 +107,10 @@ def inverse_kernel(
     s10, s11, s20, s21, s22, s30, s31, s32, s33 = s00, s00, s00, s00, s00, s00, s00, s00, s00
     for start in range(0, K, TILE):
         # [16, TILE]
-        k0 = load_rows(p_k, o0, length, H // GROUP * K, start, K, TILE)
-        k1 = load_rows(p_k, o1, length, H // GROUP * K, start, K, TILE)
-        k2 = load_rows(p_k, o2, length, H // GROUP * K, start, K, TILE)
-        k3 = load_rows(p_k, o3, length, H // GROUP * K, start, K, TILE)
+        k0 = load_columns(p_k, o0, length, H // GROUP * K, start, K, TILE)
+        k1 = load_columns(p_k, o1, length, H // GROUP * K, start, K, TILE)
+        k2 = load_columns(p_k, o2, length, H // GROUP * K, start, K, TILE)
+        k3 = load_columns(p_k, o3, length, H // GROUP * K, start, K, TILE)
         # [16, TILE] @ [TILE, 16] -> [16, 16]
         s00 = tl.dot(k0, tl.trans(k0), s00, input_precision=PRECISION)
         s10 = tl.dot(k1, tl.trans(k0), s10, input_precision=PRECISION)

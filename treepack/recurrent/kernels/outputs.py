@@ -14,9 +14,9 @@ With dS[i, j] = S[i, j] (do_i u_j), z_j = exp(a_last - a_j) dh u_j and t = the l
                                                              da_t += sum_j k_j z_j + exp(a_t) <h, dh>
 
 In: q, k [N, Hk, K], u, do, du [N, H, V], h, dh [C, H, K, V] in bfloat16, float16 or float32, K and V at most 256; a
-float32 [N, H]; all contiguous and on one device; `Chunks` of at most 64 tokens. Head h of u has key head h // (H / Hk).
-One program computes a chunk of one head, or a tile of V of it, and nothing else writes its tokens: two runs agree in
-every bit.
+float32 [N, H]; all contiguous and on one device; `TokenChunks` of at most 64 tokens. Head h of u has key head h // (H /
+Hk). One program computes a chunk of one head, or a tile of V of it, and nothing else writes its tokens: two runs agree
+in every bit.
 
 Every product is computed transposed, as o' = h' q' + u' P':
 
@@ -37,13 +37,13 @@ import triton.language as tl
 from torch import Tensor
 
 from treepack.attention.kernel_launch import LOG2E, Launch, is_on_hopper, padded_width
-from treepack.recurrent.chunks import Chunks
-from treepack.recurrent.kernels.inverse import load_ends, load_rows, store_rows
+from treepack.recurrent.chunks import TokenChunks
+from treepack.recurrent.kernels.inverse import load_columns, load_ends, store_columns
 
 _LOG2E = tl.constexpr(LOG2E)
 
 
-class Config(NamedTuple):
+class OutputConfig(NamedTuple):
     """Shape of one kernel: columns of keys and of values per step of its loops, warps, pipeline stages."""
 
     tile_k: int
@@ -52,31 +52,31 @@ class Config(NamedTuple):
     num_stages: int
 
 
-class Configs(NamedTuple):
+class OutputConfigs(NamedTuple):
     """Shapes of the three kernels."""
 
-    outputs: Config
-    local: Config
-    products: Config
+    outputs: OutputConfig
+    local: OutputConfig
+    products: OutputConfig
 
 
 # Not measured. With triton 3.6 and 3.9, no thread spills for sm_90 with K of 128 and 256 and V of 64, 128 and 256. One
 # warpgroup (4 warps) per program: Triton 3.6 does not synchronise two of them after an asynchronous product. Two
 # programs fit on one multiprocessor, because a thread of `products` has 255 registers.
-HOPPER = Configs(Config(64, 128, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2))
+HOPPER = OutputConfigs(OutputConfig(64, 128, 4, 2), OutputConfig(64, 64, 4, 2), OutputConfig(64, 64, 4, 2))
 # For other GPUs, not measured: no spills on sm_80 and sm_120 with K and V of 128, and 29 KB of shared memory at most.
-PORTABLE = Configs(Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 32, 4, 2))
+PORTABLE = OutputConfigs(OutputConfig(64, 64, 4, 2), OutputConfig(64, 64, 4, 2), OutputConfig(32, 32, 4, 2))
 # For float32, whose exact products the matrix units do not compute. `products` spills 112 bytes a thread.
-FLOAT32 = Configs(Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(16, 16, 8, 1))
+FLOAT32 = OutputConfigs(OutputConfig(32, 32, 8, 1), OutputConfig(32, 32, 8, 1), OutputConfig(16, 16, 8, 1))
 
 
-class Operands(NamedTuple):
+class OutputOperands(NamedTuple):
     """Tensors that all kernels read; the header gives their shapes."""
 
     q: Tensor
     k: Tensor
     a: Tensor
-    chunks: Chunks
+    chunks: TokenChunks
 
 
 @triton.jit
@@ -120,21 +120,21 @@ def _outputs_kernel(
     b_o = tl.zeros([TILE_V, PLACES], dtype=tl.float32)
     for start in tl.range(0, K, TILE_K):
         # [PLACES, TILE_K] twice, [TILE_K, TILE_V]
-        b_q = load_rows(q + p_key, o, length, H // GROUP * K, start, K, TILE_K)
-        b_k = load_rows(k + p_key, o, length, H // GROUP * K, start, K, TILE_K)
+        b_q = load_columns(q + p_key, o, length, H // GROUP * K, start, K, TILE_K)
+        b_k = load_columns(k + p_key, o, length, H // GROUP * K, start, K, TILE_K)
         b_h = _load_state(h + p_state, start, v, K, V, TILE_K, TILE_V).to(b_q.dtype)
         # [j, TILE_K] @ [TILE_K, i] -> [j, i]
         b_p = tl.dot(b_k, tl.trans(b_q), b_p, input_precision=PRECISION)
         # [TILE_V, TILE_K] @ [TILE_K, i] -> [TILE_V, i]
         b_o = tl.dot(tl.trans(b_h), tl.trans(b_q), b_o, input_precision=PRECISION)
-    b_new = load_rows(new + p_value, o, length, H * V, v, V, TILE_V)
+    b_new = load_columns(new + p_value, o, length, H * V, v, V, TILE_V)
     # [PLACES]
     b_a = tl.load(a + first * H + i_h + o * H, mask=o < length, other=0.0)
     b_p *= _decays(o[None, :], o[:, None], b_a[None, :], b_a[:, None], b_end[:, None])
     b_o *= tl.exp2(b_a * _LOG2E)[None, :]
     # [TILE_V, j] @ [j, i] -> [TILE_V, i]
     b_o = tl.dot(tl.trans(b_new), b_p.to(b_new.dtype), b_o, input_precision=PRECISION)
-    store_rows(out + p_value, o, length, H * V, v, V, TILE_V, tl.trans(b_o))
+    store_columns(out + p_value, o, length, H * V, v, V, TILE_V, tl.trans(b_o))
 
 
 @triton.jit
@@ -153,8 +153,8 @@ def _local_kernel(
     b_p = tl.zeros([PLACES, PLACES], dtype=tl.float32)
     for start in tl.range(0, K, TILE_K):
         # [PLACES, TILE_K]
-        b_q = load_rows(q + p_key, o, length, H // GROUP * K, start, K, TILE_K)
-        b_k = load_rows(k + p_key, o, length, H // GROUP * K, start, K, TILE_K)
+        b_q = load_columns(q + p_key, o, length, H // GROUP * K, start, K, TILE_K)
+        b_k = load_columns(k + p_key, o, length, H // GROUP * K, start, K, TILE_K)
         # [i, TILE_K] @ [TILE_K, j] -> [i, j]
         b_p = tl.dot(b_q, tl.trans(b_k), b_p, input_precision=PRECISION)
     # [PLACES]
@@ -162,10 +162,10 @@ def _local_kernel(
     b_p = (b_p * _decays(o[:, None], o[None, :], b_a[:, None], b_a[None, :], b_end[None, :])).to(q.dtype.element_ty)
     for start in tl.range(0, V, TILE_V):
         # [PLACES, TILE_V]
-        b_do = load_rows(do + p_value, o, length, H * V, start, V, TILE_V)
+        b_do = load_columns(do + p_value, o, length, H * V, start, V, TILE_V)
         # [TILE_V, i] @ [i, j] -> [TILE_V, j]
         b_du = tl.dot(tl.trans(b_do), b_p, input_precision=PRECISION)
-        store_rows(du + p_value, o, length, H * V, start, V, TILE_V, tl.trans(b_du))
+        store_columns(du + p_value, o, length, H * V, start, V, TILE_V, tl.trans(b_du))
 
 
 @triton.jit
@@ -196,8 +196,8 @@ def _products_kernel(
     hdh = 0.0
     for v in tl.range(0, V, TILE_V):
         # [PLACES, TILE_V] twice, [TILE_K, TILE_V] twice
-        b_do = load_rows(do + p_value, o, length, H * V, v, V, TILE_V)
-        b_new = load_rows(new + p_value, o, length, H * V, v, V, TILE_V)
+        b_do = load_columns(do + p_value, o, length, H * V, v, V, TILE_V)
+        b_new = load_columns(new + p_value, o, length, H * V, v, V, TILE_V)
         b_h = _load_state(h + p_state, start, v, K, V, TILE_K, TILE_V)
         b_dh = _load_state(dh + p_state, start, v, K, V, TILE_K, TILE_V)
         hdh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32))
@@ -207,14 +207,14 @@ def _products_kernel(
         b_dk = tl.dot(b_dh.to(b_new.dtype), tl.trans(b_new), b_dk, input_precision=PRECISION)
     b_ds *= _decays(o[:, None], o[None, :], b_a[:, None], b_a[None, :], b_end[None, :])
     # [PLACES, TILE_K] -> [TILE_K, PLACES]
-    b_q = tl.trans(load_rows(q + p_key, o, length, H // GROUP * K, start, K, TILE_K))
-    b_k = tl.trans(load_rows(k + p_key, o, length, H // GROUP * K, start, K, TILE_K))
+    b_q = tl.trans(load_columns(q + p_key, o, length, H // GROUP * K, start, K, TILE_K))
+    b_k = tl.trans(load_columns(k + p_key, o, length, H // GROUP * K, start, K, TILE_K))
     b_dk *= tl.exp2((last - b_a) * _LOG2E)[None, :]
     of_last = tl.sum(b_k.to(tl.float32) * b_dk) + tl.exp2(last * _LOG2E) * hdh
     # [TILE_K, i] @ [i, j] -> [TILE_K, j]
     b_dk = tl.dot(b_q, b_ds.to(b_q.dtype), b_dk, input_precision=PRECISION)
     b_da = tl.where(o == length - 1, of_last, 0.0) - tl.sum(b_k.to(tl.float32) * b_dk, 0)
-    store_rows(dk + p_out, o, length, H * K, start, K, TILE_K, tl.trans(b_dk))
+    store_columns(dk + p_out, o, length, H * K, start, K, TILE_K, tl.trans(b_dk))
 
     # dq and dw: [j, i], which is b_ds transposed, but computed again: a second product costs less than registers that
     # hold it until here; and [TILE_K, i] twice
@@ -223,29 +223,29 @@ def _products_kernel(
     b_dw = tl.zeros([TILE_K, PLACES], dtype=tl.float32)
     for v in tl.range(0, V, TILE_V):
         # [PLACES, TILE_V] twice, [TILE_K, TILE_V]
-        b_do = load_rows(do + p_value, o, length, H * V, v, V, TILE_V)
-        b_new = load_rows(new + p_value, o, length, H * V, v, V, TILE_V)
+        b_do = load_columns(do + p_value, o, length, H * V, v, V, TILE_V)
+        b_new = load_columns(new + p_value, o, length, H * V, v, V, TILE_V)
         b_h = _load_state(h + p_state, start, v, K, V, TILE_K, TILE_V).to(b_do.dtype)
         # [j, TILE_V] @ [TILE_V, i] -> [j, i]
         b_dst = tl.dot(b_new, tl.trans(b_do), b_dst, input_precision=PRECISION)
         # [TILE_K, TILE_V] @ [TILE_V, i] -> [TILE_K, i]
         b_dq = tl.dot(b_h, tl.trans(b_do), b_dq, input_precision=PRECISION)
         if DELTA:
-            b_du = load_rows(du + p_value, o, length, H * V, v, V, TILE_V)
+            b_du = load_columns(du + p_value, o, length, H * V, v, V, TILE_V)
             b_dw = tl.dot(b_h, tl.trans(b_du), b_dw, input_precision=PRECISION)
     if DELTA:
-        store_rows(dw + p_out, o, length, H * K, start, K, TILE_K, tl.trans(-b_dw))
+        store_columns(dw + p_out, o, length, H * K, start, K, TILE_K, tl.trans(-b_dw))
     b_dst *= _decays(o[None, :], o[:, None], b_a[None, :], b_a[:, None], b_end[:, None])
     # [TILE_K, j] @ [j, i] -> [TILE_K, i]
     b_dq = tl.dot(b_k, b_dst.to(b_k.dtype), b_dq * tl.exp2(b_a * _LOG2E)[None, :], input_precision=PRECISION)
     b_da += tl.sum(b_q.to(tl.float32) * b_dq, 0)
-    store_rows(dq + p_out, o, length, H * K, start, K, TILE_K, tl.trans(b_dq))
+    store_columns(dq + p_out, o, length, H * K, start, K, TILE_K, tl.trans(b_dq))
     # da [N, H, TILES], of which each program writes one
     p_da = da + (first * H + i_h) * TILES + i_k
     tl.store(p_da + o * (H * TILES), b_da, mask=o < length)
 
 
-def outputs_forward(q: Tensor, k: Tensor, new: Tensor, h: Tensor, a: Tensor, chunks: Chunks) -> Tensor:
+def outputs_forward(q: Tensor, k: Tensor, new: Tensor, h: Tensor, a: Tensor, chunks: TokenChunks) -> Tensor:
     """Return the outputs o [N, H, V], in the dtype of `new`.
 
     Args:
@@ -256,11 +256,11 @@ def outputs_forward(q: Tensor, k: Tensor, new: Tensor, h: Tensor, a: Tensor, chu
         chunks: of the N tokens, on their device.
     """
     o = torch.empty(new.shape, dtype=new.dtype, device=new.device)
-    outputs_launch(Operands(q, k, a, chunks), new, h, o, configs_of(q).outputs).run()
+    outputs_launch(OutputOperands(q, k, a, chunks), new, h, o, output_configs(q).outputs).run()
     return o
 
 
-def local_backward(q: Tensor, k: Tensor, a: Tensor, do: Tensor, chunks: Chunks) -> Tensor:
+def local_backward(q: Tensor, k: Tensor, a: Tensor, do: Tensor, chunks: TokenChunks) -> Tensor:
     """Return the part of the gradient of the new values that stays in their chunks: P' do, [N, H, V] as `do`.
 
     Args:
@@ -268,12 +268,12 @@ def local_backward(q: Tensor, k: Tensor, a: Tensor, do: Tensor, chunks: Chunks) 
         do: gradient of the outputs, [N, H, V].
     """
     du = torch.empty(do.shape, dtype=do.dtype, device=do.device)
-    local_launch(Operands(q, k, a, chunks), do, du, configs_of(q).local).run()
+    local_launch(OutputOperands(q, k, a, chunks), do, du, output_configs(q).local).run()
     return du
 
 
 def products_backward(
-    q: Tensor, k: Tensor, new: Tensor, h: Tensor, a: Tensor, *, do: Tensor, dh: Tensor, du: Tensor, chunks: Chunks,
+    q: Tensor, k: Tensor, new: Tensor, h: Tensor, a: Tensor, *, do: Tensor, dh: Tensor, du: Tensor, chunks: TokenChunks,
     delta: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Return dq, dk [N, H, K], dw [N, H, K] and da float32 [N, H].
@@ -291,21 +291,21 @@ def products_backward(
     shape = (*new.shape[:2], q.shape[-1])
     dq, dk = (torch.empty(shape, dtype=q.dtype, device=q.device) for _ in range(2))
     dw = torch.empty(shape, dtype=q.dtype, device=q.device) if delta else None
-    config = configs_of(q).products
+    config = output_configs(q).products
     da = torch.empty((*a.shape, count_key_tiles(q.shape[-1], config)), dtype=torch.float32, device=a.device)
     incoming, results = {"do": do, "dh": dh, "du": du}, {"dq": dq, "dk": dk, "dw": dq if dw is None else dw, "da": da}
-    products_launch(Operands(q, k, a, chunks), new, h, incoming, results, config, delta=delta).run()
+    gradient_products_launch(OutputOperands(q, k, a, chunks), new, h, incoming, results, config, delta=delta).run()
     return dq, dk, dw, da.sum(-1)
 
 
-def configs_of(q: Tensor) -> Configs:
+def output_configs(q: Tensor) -> OutputConfigs:
     """Return the shapes of the kernels for the dtype and the device of `q`."""
     if q.dtype == torch.float32:
         return FLOAT32
     return HOPPER if is_on_hopper(q) else PORTABLE
 
 
-def outputs_launch(operands: Operands, new: Tensor, h: Tensor, o: Tensor, config: Config) -> Launch:
+def outputs_launch(operands: OutputOperands, new: Tensor, h: Tensor, o: Tensor, config: OutputConfig) -> Launch:
     """Return the launch that computes the outputs `o`."""
     constants, options = _shape(operands, new, config)
     tiles = -(-new.shape[-1] // constants["TILE_V"])
@@ -313,16 +313,16 @@ def outputs_launch(operands: Operands, new: Tensor, h: Tensor, o: Tensor, config
     return Launch(_outputs_kernel, tiles * _programs(operands, new), arguments, constants, options)
 
 
-def local_launch(operands: Operands, do: Tensor, du: Tensor, config: Config) -> Launch:
+def local_launch(operands: OutputOperands, do: Tensor, du: Tensor, config: OutputConfig) -> Launch:
     """Return the launch that computes the local gradient of the new values, `du`."""
     constants, options = _shape(operands, do, config)
     arguments = {**_arguments(operands), "do": do, "du": du}
     return Launch(_local_kernel, _programs(operands, do), arguments, constants, options)
 
 
-def products_launch(
-    operands: Operands, new: Tensor, h: Tensor, incoming: dict[str, Tensor], results: dict[str, Tensor],
-    config: Config, *, delta: bool,
+def gradient_products_launch(
+    operands: OutputOperands, new: Tensor, h: Tensor, incoming: dict[str, Tensor], results: dict[str, Tensor],
+    config: OutputConfig, *, delta: bool,
 ) -> Launch:  # fmt: skip
     """Return the launch that computes dq, dk, dw and da.
 
@@ -339,24 +339,24 @@ def products_launch(
     return Launch(_products_kernel, programs, arguments, {**constants, "DELTA": delta}, options)
 
 
-def count_key_tiles(keys: int, config: Config) -> int:
+def count_key_tiles(keys: int, config: OutputConfig) -> int:
     """Return the number of programs of `products` for a chunk and head: each has a tile of K, and a share of da."""
     # K 96, tiles of 64 -> 2
     return -(-keys // min(config.tile_k, padded_width(keys)))
 
 
-def _programs(operands: Operands, values: Tensor) -> int:
+def _programs(operands: OutputOperands, values: Tensor) -> int:
     return len(operands.chunks.begin) * values.shape[1]
 
 
-def _arguments(operands: Operands) -> dict[str, Any]:
+def _arguments(operands: OutputOperands) -> dict[str, Any]:
     """Return the arguments that all kernels take."""
     chunks = operands.chunks
     tables = {"begins": chunks.begin, "lengths": chunks.length, "ends": chunks.end}
     return {"q": operands.q, "k": operands.k, "a": operands.a, **tables}
 
 
-def _shape(operands: Operands, values: Tensor, config: Config) -> tuple[dict[str, Any], dict[str, int]]:
+def _shape(operands: OutputOperands, values: Tensor, config: OutputConfig) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the constants of a kernel and the options of the compiler."""
     (_, key_heads, keys), (_, heads, width) = operands.q.shape, values.shape
     constants = {

@@ -14,7 +14,7 @@ from torch import Tensor
 _MIN_BLOCK = 16  # columns of a product
 
 
-class Config(NamedTuple):
+class StateConfig(NamedTuple):
     """Shape of a kernel: columns of the state per program, warps, pipeline stages."""
 
     block_v: int
@@ -22,29 +22,35 @@ class Config(NamedTuple):
     num_stages: int
 
 
-class Configs(NamedTuple):
+class StateConfigs(NamedTuple):
     """Shapes of the two kernels."""
 
-    forward: Config
-    backward: Config
+    forward: StateConfig
+    backward: StateConfig
 
 
 # Not measured. Each key is the largest K that its entry takes. HALF, for bfloat16 and float16, spills nothing on sm_90;
 # K = V = 128 needs 97 KiB of shared memory forward and 137 backward, 85 and 117 with 32 columns. Of three stages, the
 # first loads the number and the first token of a chunk, the second its tensors, so that neither waits for the other.
-HALF = {128: Configs(Config(64, 4, 3), Config(64, 4, 3)), 256: Configs(Config(32, 4, 3), Config(32, 4, 3))}
+HALF = {
+    128: StateConfigs(StateConfig(64, 4, 3), StateConfig(64, 4, 3)),
+    256: StateConfigs(StateConfig(32, 4, 3), StateConfig(32, 4, 3)),
+}
 # For float32, whose exact products the matrix units do not compute: a thread spills at most 370 bytes at 128, and with
 # the delta rule 10 KB at 256.
-FLOAT32 = {128: Configs(Config(16, 8, 1), Config(16, 8, 1)), 256: Configs(Config(16, 8, 1), Config(16, 8, 1))}
+FLOAT32 = {
+    128: StateConfigs(StateConfig(16, 8, 1), StateConfig(16, 8, 1)),
+    256: StateConfigs(StateConfig(16, 8, 1), StateConfig(16, 8, 1)),
+}
 
 
-def configs_of(k: Tensor) -> Configs:
+def state_configs(k: Tensor) -> StateConfigs:
     """Return the shapes of the kernels for the dtype and the width of keys [N, Hk, K]."""
     table = FLOAT32 if k.dtype == torch.float32 else HALF
     return next(configs for limit, configs in table.items() if k.shape[2] <= limit)
 
 
-def narrow(config: Config, columns: int, multiprocessors: int) -> Config:
+def narrow_config(config: StateConfig, columns: int, multiprocessors: int) -> StateConfig:
     """Return the shape for a launch that computes `columns` columns of states, all runs and heads together.
 
     If so few columns leave half of the multiprocessors idle, each program has half of its columns, and takes less time
@@ -62,6 +68,6 @@ def _count_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
-def choose_shape(config: Config, runs: int, h: Tensor) -> Config:
+def choose_shape(config: StateConfig, runs: int, h: Tensor) -> StateConfig:
     """Return the shape for a stage of `runs` runs, with states like `h` [C, H, K, V]."""
-    return narrow(config, runs * h.shape[1] * h.shape[3], _count_multiprocessors(h.device))
+    return narrow_config(config, runs * h.shape[1] * h.shape[3], _count_multiprocessors(h.device))

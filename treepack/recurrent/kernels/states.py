@@ -4,8 +4,8 @@
     backward   du = du_local + exp(a_last - a) (k G)      dh = exp(a_last) G + q' (exp(a) do) - w' du
 
 h is the state before a chunk, h' the state after it, G the gradient of h'. One launch computes the runs of one stage of
-`Chunks`, and one program computes a run for one head and BLOCK_V of its V columns; columns do not depend on each other.
-The program keeps its part of the state in registers, float32 [K, BLOCK_V], and goes from chunk to chunk:
+`TokenChunks`, and one program computes a run for one head and BLOCK_V of its V columns; columns do not depend on each
+other. The program keeps its part of the state in registers, float32 [K, BLOCK_V], and goes from chunk to chunk:
 
     run 0:  chunk 0 - 1 - 2 - 3           forward: after chunk 1 the state is saved, because run 1 begins from it
     run 1:          `- 4 - 5              backward: G after chunk 1 = dh of chunk 2 + dh of chunk 4, in this order
@@ -29,8 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from treepack.attention.kernel_launch import Launch, padded_width
-from treepack.recurrent.chunks import Chunks, Stage
-from treepack.recurrent.kernels.state_shapes import Config, choose_shape, configs_of
+from treepack.recurrent.chunks import RunStage, TokenChunks
+from treepack.recurrent.kernels.state_shapes import StateConfig, choose_shape, state_configs
 
 _PART = 128  # rows of a state in one block; K has at most two such parts
 _SUM_BLOCK = 2048  # elements of a state per program
@@ -228,7 +228,7 @@ def _sum_kernel(
         tl.store(p_sum, b_sum, mask=o_x < ELEMENTS)
 
 
-class Forward(NamedTuple):
+class ForwardOperands(NamedTuple):
     """Operands of the forward recursion; `h`, `new` and `states` [S, H, K, V] are written. Shapes as in the header."""
 
     k: Tensor
@@ -240,7 +240,7 @@ class Forward(NamedTuple):
     states: Tensor
 
 
-class Backward(NamedTuple):
+class BackwardOperands(NamedTuple):
     """Operands of the backward recursion; `dh`, `du` and `d_states` are written."""
 
     q: Tensor
@@ -254,19 +254,19 @@ class Backward(NamedTuple):
     d_states: Tensor
 
 
-def forward_launch(tensors: Forward, chunks: Chunks, stage: Stage, config: Config) -> Launch:
+def run_forward_launch(tensors: ForwardOperands, chunks: TokenChunks, stage: RunStage, config: StateConfig) -> Launch:
     """Return the launch that computes the runs of a stage."""
     arguments = {**tensors._asdict(), **_table(chunks, stage)}
     return _launch(_forward_kernel, arguments, tensors.h, chunks, config)
 
 
-def backward_launch(tensors: Backward, chunks: Chunks, stage: Stage, config: Config) -> Launch:
+def run_backward_launch(tensors: BackwardOperands, chunks: TokenChunks, stage: RunStage, config: StateConfig) -> Launch:
     """Return the launch that computes the gradients of the runs of a stage."""
     arguments = {**tensors._asdict(), **_table(chunks, stage), **_followers(chunks)}
     return _launch(_backward_kernel, arguments, tensors.dh, chunks, config)
 
 
-def sum_launch(d_states: Tensor, chunks: Chunks, stage: Stage) -> Launch:
+def run_sum_launch(d_states: Tensor, chunks: TokenChunks, stage: RunStage) -> Launch:
     """Return the launch that adds the entries of the runs of a stage, any but the first."""
     elements = d_states[0].numel()
     arguments = {"d_states": d_states, "run_state": chunks.run_state, "first_run": stage.first, **_followers(chunks)}
@@ -275,7 +275,7 @@ def sum_launch(d_states: Tensor, chunks: Chunks, stage: Stage) -> Launch:
     return Launch(_sum_kernel, programs, arguments, constants, {"num_warps": 4, "num_stages": 2})
 
 
-def _table(chunks: Chunks, stage: Stage) -> dict[str, Any]:
+def _table(chunks: TokenChunks, stage: RunStage) -> dict[str, Any]:
     """Return the arguments of both kernels about chunks and runs."""
     return {
         "chunks": stage.chunks,
@@ -288,12 +288,12 @@ def _table(chunks: Chunks, stage: Stage) -> dict[str, Any]:
     }
 
 
-def _followers(chunks: Chunks) -> dict[str, Any]:
+def _followers(chunks: TokenChunks) -> dict[str, Any]:
     """Return the arguments about the runs that begin from saved states."""
     return {"state_begins": chunks.state_begins, "state_runs": chunks.state_runs, "num_roots": count_roots(chunks)}
 
 
-def _launch(kernel: Any, arguments: dict[str, Any], h: Tensor, chunks: Chunks, config: Config) -> Launch:
+def _launch(kernel: Any, arguments: dict[str, Any], h: Tensor, chunks: TokenChunks, config: StateConfig) -> Launch:
     k, w = arguments["k"], arguments["w"]
     heads, keys, values = h.shape[1:]
     part = min(keys, _PART)
@@ -315,12 +315,12 @@ def _launch(kernel: Any, arguments: dict[str, Any], h: Tensor, chunks: Chunks, c
     return Launch(kernel, programs, arguments, constants, options)
 
 
-def count_roots(chunks: Chunks) -> int:
+def count_roots(chunks: TokenChunks) -> int:
     """Return the number of runs that begin at roots, which are the runs of the first stage."""
     return len(chunks.stages[0].begins) - 1 if chunks.stages else 0
 
 
-def states_forward(k: Tensor, u: Tensor, w: Tensor | None, a: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
+def states_forward(k: Tensor, u: Tensor, w: Tensor | None, a: Tensor, chunks: TokenChunks) -> tuple[Tensor, Tensor]:
     """Return the state before each chunk, h [C, H, K, V] in the dtype of `k`, and the new values [N, H, V].
 
     Args:
@@ -335,14 +335,16 @@ def states_forward(k: Tensor, u: Tensor, w: Tensor | None, a: Tensor, chunks: Ch
     h = torch.empty((len(chunks.begin), heads, k.shape[2], values), dtype=k.dtype, device=k.device)
     states = torch.empty((saved, *h.shape[1:]), dtype=torch.float32, device=k.device)
     new = u if w is None else torch.empty_like(u)
-    tensors = Forward(k, u, w, a, h, new, states)
+    tensors = ForwardOperands(k, u, w, a, h, new, states)
     for stage in chunks.stages:
-        forward_launch(tensors, chunks, stage, choose_shape(configs_of(k).forward, len(stage.begins) - 1, h)).run()
+        run_forward_launch(
+            tensors, chunks, stage, choose_shape(state_configs(k).forward, len(stage.begins) - 1, h)
+        ).run()
     return h, new
 
 
 def states_backward(
-    q: Tensor, k: Tensor, w: Tensor | None, a: Tensor, do: Tensor, du_local: Tensor, *, chunks: Chunks
+    q: Tensor, k: Tensor, w: Tensor | None, a: Tensor, do: Tensor, du_local: Tensor, *, chunks: TokenChunks
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of the state after each chunk, dh [C, H, K, V], and that of the new values, du [N, H, V].
 
@@ -358,11 +360,13 @@ def states_backward(
     dh = torch.empty((len(chunks.begin), heads, k.shape[2], values), dtype=k.dtype, device=k.device)
     d_states = torch.empty((len(chunks.state_runs), *dh.shape[1:]), dtype=torch.float32, device=k.device)
     du = torch.empty_like(du_local)
-    tensors = Backward(q, k, w, a, do, du_local, dh, du, d_states)
+    tensors = BackwardOperands(q, k, w, a, do, du_local, dh, du, d_states)
     # A state that only one run begins from has nothing to add.
     has_sums = len(chunks.state_runs) > len(chunks.state_begins) - 1
     for stage in reversed(chunks.stages):
-        backward_launch(tensors, chunks, stage, choose_shape(configs_of(k).backward, len(stage.begins) - 1, dh)).run()
+        run_backward_launch(
+            tensors, chunks, stage, choose_shape(state_configs(k).backward, len(stage.begins) - 1, dh)
+        ).run()
         if stage.first and has_sums:
-            sum_launch(d_states, chunks, stage).run()
+            run_sum_launch(d_states, chunks, stage).run()
     return dh, du

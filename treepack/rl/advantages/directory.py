@@ -12,13 +12,13 @@ from typing import Any
 
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_output, as_path
-from treepack.files.cache import local_copy, naming_addresses
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
+from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.ingest.readers.files.inputs import displayed
-from treepack.rl.advantages.estimate import AdvantageOptions, Estimates, estimate_advantages, with_advantages
-from treepack.trie.files import read_trie, write_trie
+from treepack.rl.advantages.estimate import AdvantageEstimates, AdvantageOptions, estimate_advantages, with_advantages
+from treepack.trie.store.trie_files import read_trie, write_trie
 from treepack.trie.totals import trie_totals
 
 
@@ -36,7 +36,7 @@ class AdvantagesSummary:
 
     path: AnyPath
     manifest: Manifest
-    estimates: Estimates
+    estimates: AdvantageEstimates
     num_trajectories: int
     replaced: bool
 

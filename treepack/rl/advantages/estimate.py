@@ -1,7 +1,7 @@
 """Advantages of a trie's trajectories by the name of an estimator, as columns of a new trie.
 
-    Trie, AdvantageOptions --estimate_advantages--> Estimates(kept, advantage of each trajectory or each trained token)
-    Trie, Estimates --with_advantages--> Trie      the same rollouts with the column filled in, ready for pack and train
+    Trie, AdvantageOptions --estimate_advantages--> AdvantageEstimates(kept, advantages of trajectories or of tokens)
+    Trie, AdvantageEstimates --with_advantages--> Trie     the same rollouts with the column filled in, ready for pack
 
 A group that an estimator cannot use is rejected as a whole and counted under one reason: a reward is missing or not
 finite, a single rollout has nothing to be compared with, or all rewards are equal and such groups are rejected. A group
@@ -39,11 +39,11 @@ from treepack.rl.advantages.gae import (
 from treepack.rl.advantages.tree import of_trajectories, tree_grpo, tree_grpo_segments, treepo, treerl, treerpo
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import LeafWeights, required_leaf_weights
-from treepack.rl.rollouts import Rollouts, refuse_split, rollouts_of
+from treepack.rl.rollouts import TrieRollouts, refuse_split, rollouts_of
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.trajectory import Float64, Int32, Int64, positions
-from treepack.trie.build import build_trie
-from treepack.trie.token_values import carried_values
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.token_values import carried_values
 from treepack.trie.trie import Trie, trajectories_of
 
 # Names of the command line: estimators of groups (flat.py), of the tree (tree.py) and of a critic's values (gae.py).
@@ -149,7 +149,7 @@ class AdvantageOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimates:
+class AdvantageEstimates:
     """Advantages of the trajectories `kept` (indices into the trie's, ascending), one per trajectory or one per token.
 
     Either `advantage` is float64 [num_kept], or `per_token` is float64 [trained tokens of all kept trajectories, in
@@ -178,7 +178,7 @@ class Estimates:
         return values
 
 
-def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
+def estimate_advantages(trie: Trie, options: AdvantageOptions) -> AdvantageEstimates:
     """Estimate the advantages of every trajectory of `trie` whose group can be used.
 
     Raises:
@@ -209,7 +209,7 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
     step = np.unique(trie.step_rank[kept], return_inverse=True)[1].astype(np.int64)
     # Compare one trajectory of each rollout: rollouts [0, 0, 1] -> once [0, 2], owner [0, 0, 1].
     once, owner = np.unique(rollouts.of_trajectory[kept], return_index=True, return_inverse=True)[1:]
-    counted = Estimates(kept, None, None, rejected, int(group.max()) + 1, None, num_rollouts=len(once))
+    counted = AdvantageEstimates(kept, None, None, rejected, int(group.max()) + 1, None, num_rollouts=len(once))
     reward = reward[kept]
     if options.estimator == "gae":
         return _along_paths(trie, rollouts, reward, step if options.whiten == "batch" else group, counted, options)
@@ -235,8 +235,13 @@ _ONE_TRAJECTORY = (
 
 
 def _along_paths(
-    trie: Trie, rollouts: Rollouts, reward: Float64, scope: Int64, counted: Estimates, options: AdvantageOptions
-) -> Estimates:
+    trie: Trie,
+    rollouts: TrieRollouts,
+    reward: Float64,
+    scope: Int64,
+    counted: AdvantageEstimates,
+    options: AdvantageOptions,
+) -> AdvantageEstimates:
     """Fill in `counted` by gae from the `reward` of its trajectories; `scope` is that of whitening."""
     kept = counted.kept
     owner, position = _trained_tokens(trie, kept)
@@ -377,7 +382,7 @@ def _span_owners(trie: Trie, spans: SpanView, kept: Int64) -> Int64:
     return np.repeat(index, np.diff(spans.offsets))
 
 
-def with_advantages(trie: Trie, estimates: Estimates, *, rejected: str = "drop") -> Trie:
+def with_advantages(trie: Trie, estimates: AdvantageEstimates, *, rejected: str = "drop") -> Trie:
     """Replace the columns advantage, advantages and `schema.CREDIT` of `trie`; `rejected` as in `AdvantageOptions`.
 
     Columns of an earlier estimator are removed, because returns and factors belong to their advantages. If trajectories

@@ -20,7 +20,7 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format, read_trajectories
 from treepack.ingest.stream import read
-from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
 USER, ANSWER = {"role": "user", "content": "Bolts?"}, {"role": "assistant", "content": "Seven."}
 SHOP = [("user", "Bolts?", 0.0), ("assistant", "Seven.", 1.0)]
@@ -89,7 +89,7 @@ def test_usual_layouts_are_read_as_a_conversation(tmp_path: Path, value: dict[st
 
 
 def test_texts_of_prompt_and_response_stay_text_without_a_system_prompt(tmp_path: Path) -> None:
-    assert one(tmp_path, {"prompt": "Bolts?", "response": "Seven."}).content == Text("Bolts?", "Seven.")
+    assert one(tmp_path, {"prompt": "Bolts?", "response": "Seven."}).content == PromptCompletion("Bolts?", "Seven.")
     with_system = one(tmp_path, {"prompt": "Bolts?", "response": "Seven.", "system": "Be brief."})
     assert turns(with_system) == [("system", "Be brief.", 0.0), *SHOP]
 
@@ -105,8 +105,8 @@ def test_a_list_of_responses_is_one_group(tmp_path: Path) -> None:
     value = {"prompt": "2 + 2?", "responses": ["4", "5"], "rewards": [1.0, 0.0]}
     both = items(tmp_path, value)
     assert [(each.content, each.reward) for each in both if isinstance(each, Trajectory)] == [
-        (Text("2 + 2?", "4"), 1.0),
-        (Text("2 + 2?", "5"), 0.0),
+        (PromptCompletion("2 + 2?", "4"), 1.0),
+        (PromptCompletion("2 + 2?", "5"), 0.0),
     ]
     assert {each.group_id for each in both} == {f"{tmp_path}/r.jsonl:1"}
 
@@ -231,7 +231,7 @@ def test_calls_and_tools_as_json_texts_are_parsed(tmp_path: Path) -> None:
     [("Write a chat as JSON.", json.dumps([ANSWER])), ('[{"a": 1}]', '[{"b": 2}]'), ("[not JSON", "{")],
 )
 def test_prose_and_json_that_is_no_conversation_stay_text(tmp_path: Path, prompt: str, completion: str) -> None:
-    assert one(tmp_path, {"prompt": prompt, "completion": completion}).content == Text(prompt, completion)
+    assert one(tmp_path, {"prompt": prompt, "completion": completion}).content == PromptCompletion(prompt, completion)
 
 
 def test_a_pair_as_json_text_is_a_pair_of_conversations(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.stream import read
-from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
 TURNS = [{"who": "customer", "said": "Bolts?"}, {"who": "clerk", "said": "Seven."}]
 NAMED, FLAGS = [("human", "Bolts?"), ("AI", "Seven.")], [(False, "Bolts?"), (True, "Seven.")]
@@ -93,7 +93,7 @@ def test_a_file_or_an_object_gives_the_same_map_as_text(tmp_path: Path) -> None:
 
 
 def test_text_of_a_prompt_stays_text_and_the_text_of_a_question_is_a_message_of_the_user() -> None:
-    assert one("prompt=p,answer=a", {"p": "Bolts?", "a": "Seven."}).content == Text("Bolts?", "Seven.")
+    assert one("prompt=p,answer=a", {"p": "Bolts?", "a": "Seven."}).content == PromptCompletion("Bolts?", "Seven.")
     value = {"p": "Bolts?", "more": "In box A.", "a": "Seven.", "sys": "Be brief."}
     assert turns(one("question=p+more?+none?,answer=a,system_prompt=sys", value)) == [
         ("system", "Be brief.", 0.0),
@@ -128,8 +128,8 @@ def test_the_rest_of_a_mapped_list_of_answers_is_no_other_answer() -> None:
     }
     both = items("prompt=prompt,answer=completions[].completion", value)
     assert [item.content for item in both if isinstance(item, Trajectory)] == [
-        Text("Bolts?", "Seven."),
-        Text("Bolts?", "Six."),
+        PromptCompletion("Bolts?", "Seven."),
+        PromptCompletion("Bolts?", "Six."),
     ]
 
 
@@ -138,7 +138,7 @@ def test_columns_without_content_are_added_to_a_record_of_a_known_layout() -> No
     item = one("reward=info.score,assistant=agent", {"messages": chat, "info": {"score": 1}})
     assert (turns(item), item.reward) == (SHOP, 1.0)
     item = one("reward=info.score", {"prompt": "Bolts?", "response": "Seven.", "info": {"score": 1}})
-    assert (item.content, item.reward) == (Text("Bolts?", "Seven."), 1.0)
+    assert (item.content, item.reward) == (PromptCompletion("Bolts?", "Seven."), 1.0)
     item = one("group=t", {"input_ids": [1, 2], "loss_mask": [0, 1], "t": 7})
     assert isinstance(item.content, Tokens)
     assert item.group_id == "7"

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from treepack import build_trie_directory, read_trie
+from treepack import build_trie_directory
 from treepack.ingest.readers.files.number_lists import LARGE, list_fields
+from treepack.trie.store.trie_files import read_trie
 
 MEASURE = """
 import resource, sys

@@ -19,7 +19,7 @@ from treepack.ingest.readers.files.records import LineBlock
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.registry import all_formats
 from treepack.native.library import is_compiled
-from treepack.trajectory import Skipped, Text, Tokens, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Tokens, Trajectory
 
 NAMES = ["input_ids", "loss_mask", "m"]
 FAST = [each for each in all_formats() if each.arrays]
@@ -203,7 +203,7 @@ def read(reader: Format, lines_of_file: LineBlock, options: ReadOptions, arrays:
 def plain(items: list[Any]) -> list[Any]:
     """`items` with the arrays of tokens as their type and values, so that they can be compared."""
     return [
-        (replace(item, content=Text("", "")), [named(item.content, name) for name in Tokens.__slots__])
+        (replace(item, content=PromptCompletion("", "")), [named(item.content, name) for name in Tokens.__slots__])
         if isinstance(item, Trajectory) and isinstance(item.content, Tokens)
         else item
         for item in items

@@ -11,7 +11,7 @@ import pytest
 
 from support.written_rollouts import write_rollouts
 from treepack.errors import TreepackError
-from treepack.files.cache import addresses_in
+from treepack.files.remote.cache import addresses_in
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.files import remote_inputs
 from treepack.ingest.readers.files.inputs import list_inputs

@@ -8,8 +8,8 @@ from dataclasses import replace
 from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import (
     MAX_INSIDE,
+    PromptCompletion,
     Skipped,
-    Text,
     Tokens,
     Trajectory,
     derived_group,
@@ -67,7 +67,7 @@ def _group(items: Sequence[Trajectory | Skipped]) -> str | None:
 def group_of_first(item: Trajectory) -> str | None:
     """Return the group for a rollout of several trajectories without one, by the prompt of its first, `item`."""
     content = item.content
-    if isinstance(content, Text):
+    if isinstance(content, PromptCompletion):
         return None
     return derived_group(
         prompt_tokens(content) if isinstance(content, Tokens) else prompt_messages(content, content.tools)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from treepack.trajectory import Chat, Text, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Trajectory
 
 ENDED, CUT, FILTERED = "complete", "cut by a limit", "stopped by a filter"
 # Fields of a message, a choice, a response or a record; of several, a cut counts first, then a filter.
@@ -190,7 +190,7 @@ def last_is_cut(chat: Chat) -> bool:
 def cut(item: Trajectory) -> Trajectory:
     """Return `item` with its last answer marked as cut; token ids stay as they are, because they are exact."""
     content: Any = item.content
-    if isinstance(content, Text):
+    if isinstance(content, PromptCompletion):
         content = replace(content, is_cut=True)
     elif isinstance(content, Chat):
         cuts = list(content.message_cuts or [False] * len(content.messages))

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from treepack.ingest.readers.fields.unread import is_prose
-from treepack.trajectory import Chat, Text, Tokens
+from treepack.trajectory import Chat, PromptCompletion, Tokens
 
 NAMES = frozenset({"role", "from", "type", "name", "id", "speaker"})  # fields of a message that are not text
 
 
-def repeats(value: Any, content: Tokens | Chat | Text) -> bool:
+def repeats(value: Any, content: Tokens | Chat | PromptCompletion) -> bool:
     """Return whether each text in `value` is a message of `content`, or `value` is one text with all messages."""
     said = [text.strip() for text in _said(content) if text.strip()]
     own = [text.strip() for text in _texts(value) if text.strip()]
@@ -36,10 +36,10 @@ def note_on(name: str) -> str:
     return f"field '{name}' not used, because it repeats the messages"
 
 
-def _said(content: Tokens | Chat | Text) -> list[str]:
+def _said(content: Tokens | Chat | PromptCompletion) -> list[str]:
     if isinstance(content, Chat):
         return [str(message.get("content") or "") for message in content.messages]
-    return [content.prompt, content.completion] if isinstance(content, Text) else []
+    return [content.prompt, content.completion] if isinstance(content, PromptCompletion) else []
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -25,7 +25,7 @@ from treepack.ingest.readers.fields.rewards import REWARDS, is_equal, reward_of
 from treepack.ingest.readers.fields.unread import ANSWER, MASK, danger, is_empty, not_used
 from treepack.ingest.readers.fields.values import BadValueError, as_fact, fault_in_json, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
+from treepack.trajectory import Chat, PromptCompletion, Tokens, Trajectory, check_scalars
 
 # Of several names in one record, the first in these lists counts.
 IDS = ("trajectory_id", "rollout_id", "session_id", "trace_id", "id", "index")
@@ -49,7 +49,7 @@ NUMBER = re.compile(r"[0-9]{1,4}(\.[0-9]{1,20})?")  # a temperature as text
 
 def describe(
     record: Record,
-    content: Tokens | Chat | Text,
+    content: Tokens | Chat | PromptCompletion,
     *,
     used: Collection[str],
     options: ReadOptions,

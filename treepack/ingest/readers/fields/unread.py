@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from treepack.ingest.readers.files.json_text import parsed_json
-from treepack.trajectory import Chat, Skipped, Text, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 Declared = dict[str, Any]  # name -> Declared; an empty one covers everything under the name
 MAX_WORD = 64  # characters of a single word; a longer one is text, for example in a language without spaces
@@ -195,7 +195,7 @@ def _texts_of(item: Trajectory) -> Iterator[Any]:
     content = item.content
     if isinstance(content, Chat):
         yield from (content.messages, content.tools, content.chat_template_kwargs)
-    elif isinstance(content, Text):
+    elif isinstance(content, PromptCompletion):
         # A line of the record may begin in the prompt and end in the completion: "Assistant: Yes."
         yield from (content.prompt, content.completion, content.prompt + content.completion)
     yield from (item.metadata, item.trajectory_id, item.group_id, item.rollout_id)

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import as_remote_path, is_address
-from treepack.files.cache import addresses_in
+from treepack.files.remote import object_store
+from treepack.files.remote.cache import addresses_in
 from treepack.ingest.readers.files.inputs import STDIN, displayed
 from treepack.ingest.readers.files.path_steps import step_of_path
 from treepack.ingest.readers.files.record_files import read_records

@@ -14,8 +14,8 @@ from collections import deque
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import RemotePath
+from treepack.files.remote import object_store
 
 BLOCK = 1 << 25  # bytes of one request
 

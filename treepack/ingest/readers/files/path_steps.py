@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import PurePath
 
-from treepack.files.cache import addresses_in
+from treepack.files.remote.cache import addresses_in
 from treepack.trajectory import Skipped, Tokens, Trajectory
 
 STEP_NOTE = "training step taken from the path"

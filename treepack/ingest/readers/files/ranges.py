@@ -23,9 +23,9 @@ import orjson
 import pyarrow as pa
 
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import RemotePath, as_path, as_remote_path, is_address
 from treepack.files.location import locate
+from treepack.files.remote import object_store
 from treepack.ingest.readers.files.byte_streams import CHUNK, COMPRESSION, RecordLimits, num_newlines
 from treepack.ingest.readers.files.inputs import STDIN, FileHash, InputHash, displayed, unreadable
 from treepack.ingest.readers.files.json_files import (
@@ -46,7 +46,7 @@ from treepack.ingest.readers.files.records import (
     RecordBlock,
     TableRows,
 )
-from treepack.ingest.readers.files.tables import PARQUET_MAGIC, RowGroup, parquet_batches, parquet_groups
+from treepack.ingest.readers.files.tables import PARQUET_MAGIC, ParquetGroup, parquet_batches, parquet_groups
 from treepack.trajectory import Skipped
 
 # Smaller files are read here: a thread and two more openings of the file would cost more than reading it.
@@ -343,7 +343,7 @@ def _parquet_source(file: str) -> Iterator[Any]:
 def _row_groups(shown: str, real: str, how: RecordLimits) -> Iterator[tuple[RecordBlock | Range, int]]:
     """Yield blocks of row groups, each with the end of its bytes; with `skip_bad` all groups in one block."""
     with _parquet_source(real) as source:
-        groups: list[RowGroup] = parquet_groups(source, shown)
+        groups: list[ParquetGroup] = parquet_groups(source, shown)
     start, first, size, position = 0, 0, 0, 0
     for i, group in enumerate(groups):
         size += group.num_bytes

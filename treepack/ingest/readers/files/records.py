@@ -27,7 +27,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.files.inputs import COMPRESSED, EXTENSIONS
 from treepack.ingest.readers.files.json_text import parse_leniently
 from treepack.ingest.readers.files.number_lists import LineParser
-from treepack.ingest.readers.files.tables import row_values
+from treepack.ingest.readers.files.tables import values_of_columns
 from treepack.trajectory import Skipped
 
 DAMAGED_RECORD, DAMAGED_FILE = "damaged record", "damaged file, or the damaged rest of one"
@@ -153,7 +153,7 @@ class TableRows:
             TreepackError: a text is not UTF-8, or Python has no such date, and `damaged` is None.
         """
         try:
-            columns = row_values(self.batch, self.path)
+            columns = values_of_columns(self.batch, self.path)
         except TreepackError as error:
             if damaged is None or self.batch.num_rows == 1:
                 _put_aside(error, f"{self.path}[{self.start}]", damaged)

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.files import object_store
 from treepack.files.address import RemotePath, as_path, is_address
-from treepack.files.cache import addresses_in, copies_below, recent_copy
-from treepack.files.object_store import ObjectInfo
+from treepack.files.remote import object_store
+from treepack.files.remote.cache import addresses_in, copies_below, recent_copy
+from treepack.files.remote.object_store import ObjectInfo
 from treepack.trajectory import Skipped, Trajectory
 
 LARGE = 1 << 26  # bytes

@@ -1,6 +1,6 @@
 """Parquet and Arrow files as batches of rows, and the rows as Python values.
 
-    file --parquet_batches, arrow_batches--> record batches of a bounded size --row_values--> one list per column
+    file --parquet_batches, arrow_batches--> record batches of a bounded size --values_of_columns--> one list per column
 
 Arrow's own format is a file or, if `save_to_disk` of Hugging Face wrote it, a stream.
 """
@@ -25,14 +25,14 @@ ROWS, ROW_BYTES = 1024, 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class RowGroup:
+class ParquetGroup:
     """A row group of a Parquet file: its rows, and its bytes as stored."""
 
     num_rows: int
     num_bytes: int
 
 
-def parquet_groups(source: Any, path: str) -> list[RowGroup]:
+def parquet_groups(source: Any, path: str) -> list[ParquetGroup]:
     """Return the row groups of a Parquet file, given as a path or a buffer.
 
     Raises:
@@ -41,7 +41,7 @@ def parquet_groups(source: Any, path: str) -> list[RowGroup]:
     with _readable(path), pq.ParquetFile(source) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         return [
-            RowGroup(group.num_rows, sum(group.column(i).total_compressed_size for i in range(group.num_columns)))
+            ParquetGroup(group.num_rows, sum(group.column(i).total_compressed_size for i in range(group.num_columns)))
             for group in groups
         ]
 
@@ -105,7 +105,7 @@ def _readable(path: str) -> Iterator[None]:
         raise TreepackError(f"{path}: not a readable Parquet or Arrow file ({reason}); write the file again") from error
 
 
-def row_values(batch: pa.RecordBatch, path: str) -> list[Sequence[Any]]:
+def values_of_columns(batch: pa.RecordBatch, path: str) -> list[Sequence[Any]]:
     """Return the values of each column, one per row; lists of numbers are numpy arrays.
 
     Raises:

@@ -66,13 +66,13 @@ class PricingProgram:
 
 
 @dataclass(slots=True)
-class Allowance:
+class WorkBudget:
     """The work that is left, in entries of knapsack tables."""
 
     left: float
 
 
-def lower_bound(program: PricingProgram, allowance: Allowance, *, known: int) -> int:
+def generated_bound(program: PricingProgram, allowance: WorkBudget, *, known: int) -> int:
     """Return a lower bound on the cost of any plan, at least `known`, which is already proven.
 
     Stops if no bound above `known` is possible, if `upper` is proven, or if the allowance is used up.
@@ -190,7 +190,7 @@ class _Generator:
         self.costs.append(float(self.program.cost[taken].sum()))
         return True
 
-    def advance(self, allowance: Allowance) -> bool:
+    def advance(self, allowance: WorkBudget) -> bool:
         """Do one round: centre, then the rows with the highest profit. Return False if nothing is left to gain."""
         allowance.left -= self._centre() * len(self.prices) ** 3 / NEWTON_ENTRIES
         new, improved, tables = self._price()

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from treepack.pack.plan.bounds import column_generation
-from treepack.pack.plan.bounds.column_generation import Allowance, PricingProgram
+from treepack.pack.plan.bounds.column_generation import PricingProgram, WorkBudget
 from treepack.pack.plan.bounds.counting import count, passes
 from treepack.pack.plan.methods.exact import exact
 from treepack.pack.plan.methods.subsets import fewest
-from treepack.pack.plan.problem import Limits, PlanTree, Search
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions
 from treepack.trajectory import Int64
 
 MIN_GAIN_DIVISOR = 2000  # rows through a node get a program if they may add at least 1 / 2000 of the tokens
@@ -83,8 +83,8 @@ def lower_bound(tree: PlanTree, capacity: int, rows: Int64, proof: ProofEffort) 
     leaves = _subtree_sums(tree, np.bincount(tree.leaf, minlength=tree.num_nodes))
     for node in _maximal_nodes(tree, leaves, proof.exact).tolist():
         if leaves[node] > proof.sets and paid[node] > known.tokens[node]:
-            limits = Limits(capacity - int(tree.depth[node]))
-            bound = exact(subtree(tree, node), limits, Search("low")).lower_bound
+            limits = RowLimits(capacity - int(tree.depth[node]))
+            bound = exact(subtree(tree, node), limits, SearchOptions("low")).lower_bound
             known.tokens[node] = max(known.tokens[node], bound)
     for max_leaves in proof.programs:
         known = _count(tree, capacity, known)
@@ -131,7 +131,7 @@ def _small_subtrees(tree: PlanTree, capacity: int, *, most_leaves: int) -> NodeB
         # A subtree that fits into one row needs no program: counting finds its tokens.
         if not _fits(tree, node, capacity):
             part = slice(node, int(tree.end[node]))
-            limits = Limits(capacity - int(tree.depth[node]))
+            limits = RowLimits(capacity - int(tree.depth[node]))
             known.tokens[part], known.times[part] = fewest(subtree(tree, node), limits)
     return known
 
@@ -157,7 +157,7 @@ def _by_programs(
     used = passes(part.parent, part.leaf, plan)
     upper = int(part.size @ used)
     # A third of the work goes to the rows, the rest and anything left over to the tokens.
-    for_rows = Allowance(proof.entries / 3)
+    for_rows = WorkBudget(proof.entries / 3)
     open_at = leaves > proof.sets
     for _ in range(MAX_ROW_PROGRAMS):
         # Tokens that a tight bound on the rows through each node could add.
@@ -171,8 +171,8 @@ def _by_programs(
     base = int(counted.tokens[0])
     max_rows = _max_rows(part, room, upper, counted)
     program = PricingProgram(part, room, part.size, counted.times, counted.tokens, plan, upper, max_rows)
-    allowance = Allowance(proof.entries * 2 / 3 + max(0.0, for_rows.left))
-    counted.tokens[0] = column_generation.lower_bound(program, allowance, known=base)
+    allowance = WorkBudget(proof.entries * 2 / 3 + max(0.0, for_rows.left))
+    counted.tokens[0] = column_generation.generated_bound(program, allowance, known=base)
     return counted
 
 
@@ -190,7 +190,7 @@ def _max_rows(tree: PlanTree, capacity: int, upper: int, known: NodeBounds) -> i
     return min(max_rows, (upper - below) // root) if root else max_rows
 
 
-def _min_rows(tree: PlanTree, node: int, capacity: int, plan: Int64, known: NodeBounds, allowance: Allowance) -> int:
+def _min_rows(tree: PlanTree, node: int, capacity: int, plan: Int64, known: NodeBounds, allowance: WorkBudget) -> int:
     """Return a lower bound on the rows that pass through `node`, by column generation in its subtree."""
     part, inside = subtree(tree, node), slice(node, int(tree.end[node]))
     first = int(np.searchsorted(tree.leaf, node))
@@ -200,4 +200,4 @@ def _min_rows(tree: PlanTree, node: int, capacity: int, plan: Int64, known: Node
     cost[0] = 1
     upper, room = int(part_plan.max()) + 1, capacity - int(tree.depth[node])
     program = PricingProgram(part, room, cost, known.times[inside], known.tokens[inside], part_plan, upper, upper)
-    return column_generation.lower_bound(program, allowance, known=int(known.times[node]))
+    return column_generation.generated_bound(program, allowance, known=int(known.times[node]))

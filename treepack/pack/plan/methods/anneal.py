@@ -22,7 +22,7 @@ import numpy as np
 
 from treepack.native.library import FLOAT, INT, INT32, INT64, in_c
 from treepack.pack.plan.methods.jump_tree import jump_tree
-from treepack.pack.plan.problem import Limits, PlanTree
+from treepack.pack.plan.problem import PlanTree, RowLimits
 from treepack.pack.plan.unions import range_minima
 from treepack.trajectory import Int32, Int64
 
@@ -71,7 +71,7 @@ class AnnealedRows(NamedTuple):
 
 def anneal(
     tree: PlanTree,
-    limits: Limits,
+    limits: RowLimits,
     row_of_leaf: Int64,
     *,
     steps_per_leaf: int,

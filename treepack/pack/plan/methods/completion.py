@@ -56,7 +56,7 @@ class SubtreeShape:
 
 
 @dataclass(slots=True)
-class Completion:
+class CompletionBounds:
     """Bounds for plans of fewer than `tokens` tokens, or of exactly `tokens` tokens and at most `rows` rows."""
 
     shape: SubtreeShape
@@ -131,7 +131,7 @@ def suffix_maximum(values: Int64) -> Int64:
     return np.maximum.accumulate(values[::-1])[::-1]
 
 
-class Sums:
+class TokenSums:
     """Sets of token sums that can be added to a traversal, as bit masks; None if almost every sum can.
 
     Bit s is set if s tokens can be added. If x is the room of a traversal, and y <= x is the largest sum that can be

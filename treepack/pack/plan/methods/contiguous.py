@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, path_pairs
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeSolution, path_pairs
 from treepack.trajectory import Int64
 
 
@@ -38,7 +38,7 @@ def _measure(whole: Int64, again: Int64, limit: int) -> _Measure:
     return _Measure(np.concatenate([[0], np.cumsum(whole - again)]).tolist(), again.tolist(), limit)
 
 
-def _measures(tree: PlanTree, limits: Limits, order: Int64, shared: Int64) -> list[_Measure]:
+def _measures(tree: PlanTree, limits: RowLimits, order: Int64, shared: Int64) -> list[_Measure]:
     """Return a measure for each limit that is set; each leaf of `order` shares `shared` tokens with the one before."""
     lengths = tree.length[order]
     measures = [_measure(lengths, shared, limits.capacity)]
@@ -49,7 +49,7 @@ def _measures(tree: PlanTree, limits: Limits, order: Int64, shared: Int64) -> li
     return measures
 
 
-def contiguous(tree: PlanTree, limits: Limits, search: Search) -> Solution:
+def contiguous(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolution:
     """Cut the depth-first order of the leaves into rows with minimum tokens, then minimum rows. O(leaves).
 
     best[k] is the cost of the first k leaves, over all first leaves a of the last row:
@@ -60,7 +60,7 @@ def contiguous(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     the best one.
     """
     shared = tree.shared
-    return Solution(_cut(_measures(tree, limits, np.arange(tree.num_leaves), shared), shared.tolist()))
+    return TreeSolution(_cut(_measures(tree, limits, np.arange(tree.num_leaves), shared), shared.tolist()))
 
 
 def cut_in_order(lengths: Int64, shared: Int64, capacity: int) -> Int64:
@@ -109,7 +109,7 @@ def _rows_of_begins(begin: list[int]) -> Int64:
     return np.cumsum(rows) - 1
 
 
-def deepest_first(tree: PlanTree, limits: Limits, search: Search) -> Solution:
+def deepest_first(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolution:
     """Visit children by their deepest leaf, deepest first, and begin a new row if the next leaf does not fit.
 
     Tree Training (arXiv 2511.00413), section 2.2.2, "heuristic algorithm".
@@ -122,7 +122,7 @@ def deepest_first(tree: PlanTree, limits: Limits, search: Search) -> Solution:
         if any(m.total[k + 1] - m.total[start] + m.again[start] > m.limit for m in measures):
             row, start = row + 1, k
         rows[leaf] = row
-    return Solution(rows)
+    return TreeSolution(rows)
 
 
 def _deepest_first_order(tree: PlanTree) -> tuple[list[int], list[int]]:

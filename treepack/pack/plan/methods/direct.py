@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeSolution
 from treepack.trajectory import Int64
 
 # Work for one tree without a time limit, in units of CP-SAT's own deterministic count, about a second each.
 _WORK = {"low": 5.0, "normal": 30.0, "high": 300.0}
 
 
-def direct(tree: PlanTree, limits: Limits, search: Search, *, incumbent: Int64) -> Solution:
+def direct(tree: PlanTree, limits: RowLimits, search: SearchOptions, *, incumbent: Int64) -> TreeSolution:
     """Return the best plan that CP-SAT finds, never worse than `incumbent` int64 [leaves], and the bound it proves.
 
     The plan has minimum tokens, then minimum rows, within all limits. It is the same on any machine, unless
@@ -57,9 +57,9 @@ def direct(tree: PlanTree, limits: Limits, search: Search, *, incumbent: Int64) 
     # The bound is a float of a whole number; 1e-6 keeps an error upwards from rounding up. Rows are fewer than `big`.
     bound = max(0, int(np.ceil(solver.best_objective_bound - 1e-6))) // big
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Solution(incumbent, bound)
+        return TreeSolution(incumbent, bound)
     name = [next(r for r in range(k + 1) if solver.boolean_value(on[v, r])) for k, v in enumerate(tree.leaf.tolist())]
-    return Solution(np.unique(name, return_inverse=True)[1].astype(np.int64), bound)
+    return TreeSolution(np.unique(name, return_inverse=True)[1].astype(np.int64), bound)
 
 
 def _variables(model: Any, tree: PlanTree) -> dict[tuple[int, int], Any]:
@@ -80,7 +80,7 @@ def _variables(model: Any, tree: PlanTree) -> dict[tuple[int, int], Any]:
     }
 
 
-def _add_constraints(model: Any, on: dict[tuple[int, int], Any], tree: PlanTree, limits: Limits) -> None:
+def _add_constraints(model: Any, on: dict[tuple[int, int], Any], tree: PlanTree, limits: RowLimits) -> None:
     from ortools.sat.python.cp_model import LinearExpr
 
     weighted_sum = LinearExpr.weighted_sum

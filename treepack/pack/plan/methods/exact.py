@@ -25,12 +25,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.pack.plan.methods.completion import IMPOSSIBLE, Completion, SubtreeShape
+from treepack.pack.plan.methods.completion import IMPOSSIBLE, CompletionBounds, SubtreeShape
 from treepack.pack.plan.methods.contiguous import contiguous, deepest_first
 from treepack.pack.plan.methods.direct import direct
 from treepack.pack.plan.methods.single_path import single_path
-from treepack.pack.plan.methods.traversals import Budget, Outcome, OutOfWorkError, TraversalProgram
-from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution
+from treepack.pack.plan.methods.traversals import OutOfWorkError, PlacementBudget, SearchOutcome, TraversalProgram
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeSolution
 from treepack.trajectory import Int64
 
 MAX_LEAVES = 500  # of trees that are searched; bounds need leaves * nodes of memory
@@ -40,7 +40,7 @@ _TARGETS = (0.0, 0.125, 0.5)  # shares of the way from the bound to the best pla
 _ALL_STATES = 1 << 50  # a width that no node reaches
 
 
-def exact(tree: PlanTree, limits: Limits, search: Search) -> Solution:
+def exact(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolution:
     """Return the plan with minimum tokens, then minimum rows, or the best plan that the work or time allows.
 
     The plan is proven to have minimum tokens if they equal `lower_bound`.
@@ -51,31 +51,31 @@ def exact(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     if limits.pairs is not None or limits.terms is not None:
         return _exact_with_budgets(tree, limits, search, best)
     if tree.num_leaves > MAX_LEAVES:
-        return Solution(best.row_of_leaf)
+        return TreeSolution(best.row_of_leaf)
     shape = SubtreeShape.of(tree, limits.capacity)
-    bounds = Completion(shape, best.tokens, best.rows)
-    proof = _ExactProof(tree, shape, best, bounds.bound(), Budget.of(search))
+    bounds = CompletionBounds(shape, best.tokens, best.rows)
+    proof = _ExactProof(tree, shape, best, bounds.bound(), PlacementBudget.of(search))
     # argmax finds the first True: [F, F, F, T, T] -> at least 3 rows.
     min_rows = int(np.argmax(bounds.lifted[0] < IMPOSSIBLE))
     if (proof.lower, min_rows) != (best.tokens, best.rows):
         with contextlib.suppress(OutOfWorkError):
             proof.find()
-    return Solution(proof.best.row_of_leaf, proof.lower)
+    return TreeSolution(proof.best.row_of_leaf, proof.lower)
 
 
-def _exact_with_budgets(tree: PlanTree, limits: Limits, search: Search, best: _MeasuredPlan) -> Solution:
+def _exact_with_budgets(tree: PlanTree, limits: RowLimits, search: SearchOptions, best: _MeasuredPlan) -> TreeSolution:
     """Return the best plan for the capacity alone if it is within all limits, else the plan of the integer program."""
     # Each of the two gets half of the time.
     seconds = None if search.time_limit is None else search.time_limit / 2
-    search = Search(search.effort, seconds)
-    unlimited = exact(tree, Limits(limits.capacity), search)
+    search = SearchOptions(search.effort, seconds)
+    unlimited = exact(tree, RowLimits(limits.capacity), search)
     tokens = _measure(tree, unlimited.row_of_leaf).tokens
     if unlimited.lower_bound == tokens and _is_within(tree, unlimited.row_of_leaf, limits):
         return unlimited
     if tree.num_leaves > MAX_LEAVES_WITH_BUDGETS:
-        return Solution(best.row_of_leaf, unlimited.lower_bound)
+        return TreeSolution(best.row_of_leaf, unlimited.lower_bound)
     limited = direct(tree, limits, search, incumbent=best.row_of_leaf)
-    return Solution(limited.row_of_leaf, max(limited.lower_bound, unlimited.lower_bound))
+    return TreeSolution(limited.row_of_leaf, max(limited.lower_bound, unlimited.lower_bound))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class _ExactProof:
     shape: SubtreeShape
     best: _MeasuredPlan
     lower: int
-    budget: Budget
+    budget: PlacementBudget
 
     def find(self) -> None:
         """Close the gap between the best plan and the bound.
@@ -120,11 +120,11 @@ class _ExactProof:
         if self._better_plan(_ALL_STATES).exhaustive:
             self.lower = self.best.tokens
 
-    def _better_plan(self, width: int) -> Outcome:
+    def _better_plan(self, width: int) -> SearchOutcome:
         return self._run(self.best.tokens, self.best.rows - 1, width)
 
-    def _run(self, tokens: int, rows: int, width: int) -> Outcome:
-        outcome = TraversalProgram(self.shape, Completion(self.shape, tokens, rows), self.budget, width).run()
+    def _run(self, tokens: int, rows: int, width: int) -> SearchOutcome:
+        outcome = TraversalProgram(self.shape, CompletionBounds(self.shape, tokens, rows), self.budget, width).run()
         if outcome.rows is not None:
             plan = _measure(self.tree, outcome.rows)
             assert (plan.tokens, plan.rows) < (self.best.tokens, self.best.rows), "a run found nothing better"
@@ -132,7 +132,7 @@ class _ExactProof:
         return outcome
 
 
-def _quick_plan(tree: PlanTree, limits: Limits, search: Search) -> _MeasuredPlan:
+def _quick_plan(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> _MeasuredPlan:
     methods = (contiguous, deepest_first, single_path)
     plans = [_measure(tree, method(tree, limits, search).row_of_leaf) for method in methods]
     return min(plans, key=lambda plan: (plan.tokens, plan.rows))
@@ -144,7 +144,7 @@ def _measure(tree: PlanTree, row_of_leaf: Int64) -> _MeasuredPlan:
     return _MeasuredPlan(row_of_leaf, tokens, int(row_of_leaf.max()) + 1)
 
 
-def _is_within(tree: PlanTree, row_of_leaf: Int64, limits: Limits) -> bool:
+def _is_within(tree: PlanTree, row_of_leaf: Int64, limits: RowLimits) -> bool:
     """Return whether every row is within the limits on score pairs and loss terms."""
     # Pairs (node, row) as two arrays: [(0, 0), (1, 0), (2, 1)] -> nodes [0, 1, 2], rows [0, 0, 1]
     nodes, rows = np.array(sorted(_nodes_of_rows(tree, row_of_leaf))).T

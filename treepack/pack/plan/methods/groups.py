@@ -11,13 +11,13 @@ import numpy as np
 
 from treepack.columns import text_codes
 from treepack.errors import TreepackError
-from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.problem import RowLimits
 from treepack.pack.plan.unions import row_sizes
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
 
-def whole_groups(trie: Trie, limits: Limits) -> Int64:
+def whole_groups(trie: Trie, limits: RowLimits) -> Int64:
     """Return the piece of each trajectory, int64 [num_trajectories]: one piece for each training step and group.
 
     Raises:

@@ -4,7 +4,7 @@
     sequence        each trajectory alone, longest first, to the first row that has room for all of it
 
 Both plan all trees at once, so no rows are left to merge. In their forests every trajectory is a leaf of its own
-(`forest_of(trie, split_ends=True)`). `first_fit.py` is the loop.
+(`shapes_of_trees(trie, split_ends=True)`). `first_fit.py` is the loop.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from collections.abc import Callable
 import numpy as np
 
 from treepack.pack.plan.methods.first_fit import NO_LIMIT, first_fit
-from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, forest_of, path_pairs
+from treepack.pack.plan.problem import PlanForest, PlanTree, RowLimits, path_pairs, shapes_of_trees
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
 MAX_FIRST_FIT_STEPS = 10**9  # nodes on the paths to all leaves, in methods that may do without: a few seconds
 
 
-ForestMethod = Callable[[PlanForest, Int64, Int64, Limits], Int64]
+ForestMethod = Callable[[PlanForest, Int64, Int64, RowLimits], Int64]
 
 
-def plan_forest(trie: Trie, limits: Limits, method: ForestMethod) -> Int64:
+def plan_first_fit(trie: Trie, limits: RowLimits, method: ForestMethod) -> Int64:
     """Return the row of each trajectory by a method of this file, int64 [num_trajectories]."""
     forest, order, steps = _arriving_leaves(trie)
     return method(forest, order, steps, limits)[forest.leaf_of]
 
 
-def greedy_online_within(trie: Trie, limits: Limits, *, max_tokens: int) -> Int64 | None:
+def greedy_online_within(trie: Trie, limits: RowLimits, *, max_tokens: int) -> Int64 | None:
     """Return the row of each trajectory by `greedy_online`, or None if all rows together need more than `max_tokens`.
 
     None as well if first fit would take too long.
@@ -47,13 +47,13 @@ def greedy_online_within(trie: Trie, limits: Limits, *, max_tokens: int) -> Int6
 
 def _arriving_leaves(trie: Trie) -> tuple[PlanForest, Int64, Int64]:
     """Return a forest with a leaf for every trajectory, the leaves by arrival, and the training step of each leaf."""
-    forest = forest_of(trie, split_ends=True)
+    forest = shapes_of_trees(trie, split_ends=True)
     steps = np.zeros(forest.num_leaves, np.int64)
     steps[forest.leaf_of] = trie.step_rank
     return forest, forest.leaf_of[arrival_order(trie)], steps
 
 
-def greedy_online(forest: PlanForest, order: Int64, steps: Int64, limits: Limits) -> Int64:
+def greedy_online(forest: PlanForest, order: Int64, steps: Int64, limits: RowLimits) -> Int64:
     """Return the row of each leaf, int64 [num_leaves], by first fit in the `order` of arrival.
 
     `order` is a permutation of the leaves, and `steps` int64 [num_leaves] the training step of each leaf; rows never
@@ -65,7 +65,7 @@ def greedy_online(forest: PlanForest, order: Int64, steps: Int64, limits: Limits
     return fill_rows(tree, pairs, order, steps, limits)
 
 
-def sequence(forest: PlanForest, order: Int64, steps: Int64, limits: Limits) -> Int64:
+def sequence(forest: PlanForest, order: Int64, steps: Int64, limits: RowLimits) -> Int64:
     """Return the row of each leaf, int64 [num_leaves], by first fit decreasing over whole lengths: N_pack is N_flat.
 
     If the trie shares prefixes, its rows still share them. The function `unshared` makes a trie whose rows do not.
@@ -78,7 +78,7 @@ def sequence(forest: PlanForest, order: Int64, steps: Int64, limits: Limits) -> 
     return fill_rows(tree, path_pairs(length), longest_first, steps, limits)
 
 
-def fill_rows(tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: Limits) -> Int64:
+def fill_rows(tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: RowLimits) -> Int64:
     """Return the row of each leaf, int64 [num_leaves], by first fit in `order`.
 
     `pairs` int64 [nodes] is the number of score pairs of the path from the root to the end of each node.
@@ -89,7 +89,7 @@ def fill_rows(tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: 
 
 
 def rows_within(
-    tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: Limits, *, max_tokens: int
+    tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: RowLimits, *, max_tokens: int
 ) -> Int64 | None:
     """Return the rows of `fill_rows`, or None, and sooner, if all rows together need more than `max_tokens`."""
     path = tree.depth + tree.size

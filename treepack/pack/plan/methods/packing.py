@@ -23,7 +23,7 @@ _MAX_VARIABLES = 20_000  # with more, CP-SAT is too slow to be of use
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PlanTarget:
     """Plans of fewer than `tokens` tokens, or of exactly `tokens` in at most `rows` rows; all with up to `max_rows`."""
 
     tokens: int
@@ -32,7 +32,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class TraversalPacking:
     """The chosen state of each child with the row of each of its traversals, and the work of finding it.
 
     `chosen` is None if there is no packing within the target, or if CP-SAT found none and `proven` is False. If
@@ -44,7 +44,7 @@ class Packing:
     work: float
 
 
-def is_small(children: list[list[State]], target: Target) -> bool:
+def is_small(children: list[list[State]], target: PlanTarget) -> bool:
     """Return whether CP-SAT can solve the program: it has a variable for each state, and for each kind and row."""
     kinds = sum(len(_kinds(states)) for states in children)
     return kinds * target.max_rows + sum(map(len, children)) <= _MAX_VARIABLES
@@ -59,7 +59,9 @@ def _kinds(states: list[State]) -> list[tuple[int, int]]:
     return sorted(kinds)
 
 
-def pack(children: list[list[State]], room: int, size: int, target: Target, *, work: float, seconds: float) -> Packing:
+def pack(
+    children: list[list[State]], room: int, size: int, target: PlanTarget, *, work: float, seconds: float
+) -> TraversalPacking:
     """Return the best packing into rows with `room` tokens below a root of `size` tokens.
 
     The costs of the states are their tokens strictly below the root.
@@ -92,7 +94,7 @@ def pack(children: list[list[State]], room: int, size: int, target: Target, *, w
     status = solver.solve(model)
     spent = solver.response_proto.deterministic_time * WORK_PER_SECOND
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Packing(None, status == cp_model.INFEASIBLE, spent)
+        return TraversalPacking(None, status == cp_model.INFEASIBLE, spent)
     chosen = []
     for states, some, rows in zip(children, picks, places, strict=True):
         state = states[next(i for i, pick in enumerate(some) if solver.boolean_value(pick))]
@@ -102,7 +104,7 @@ def pack(children: list[list[State]], room: int, size: int, target: Target, *, w
             row_of.append(next(i for i, place in enumerate(rows[left, seen[left]]) if solver.boolean_value(place)))
             seen[left] += 1
         chosen.append((state, tuple(row_of)))
-    return Packing(chosen, status == cp_model.OPTIMAL, spent)
+    return TraversalPacking(chosen, status == cp_model.OPTIMAL, spent)
 
 
 def _add_traversals(

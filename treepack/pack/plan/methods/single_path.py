@@ -16,19 +16,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeSolution
 from treepack.trajectory import Int64
 
 
-def single_path(tree: PlanTree, limits: Limits, search: Search) -> Solution:
+def single_path(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolution:
     """Plan the rows that save the maximum, and of these plans the one with minimum rows. O(nodes).
 
     Tree Training (arXiv 2511.00413), section 2.2.1, eq. 3-5.
     """
-    return Solution(choose_shared_nodes(tree, limits)[1])
+    return TreeSolution(choose_shared_nodes(tree, limits)[1])
 
 
-def choose_shared_nodes(tree: PlanTree, limits: Limits) -> tuple[int, Int64]:
+def choose_shared_nodes(tree: PlanTree, limits: RowLimits) -> tuple[int, Int64]:
     """Return the maximum saving of feasible nodes, eq. 5, and the row of each leaf, int64 [num_leaves]."""
     # The leaves below node u are first[u] .. stop[u] - 1: leaf nodes [1, 3, 4], ends [5, 2, 5, 4, 5] -> first
     # [0, 0, 1, 1, 2], stop [3, 1, 3, 2, 3].
@@ -61,7 +61,7 @@ def choose_shared_nodes(tree: PlanTree, limits: Limits) -> tuple[int, Int64]:
     return total, rows
 
 
-def _feasible(tree: PlanTree, limits: Limits, first: Int64, stop: Int64) -> NDArray[np.bool_]:
+def _feasible(tree: PlanTree, limits: RowLimits, first: Int64, stop: Int64) -> NDArray[np.bool_]:
     """Return eq. 3 for every node, bool [nodes], together with the limits on pairs and terms if there are any."""
     # lengths[stop] - lengths[first] is the sum of the lengths of all leaves below a node.
     lengths = np.concatenate([[0], np.cumsum(tree.length)])

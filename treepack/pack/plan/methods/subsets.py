@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.native.library import BOOL, INT64, in_c
-from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, path_pairs
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeSolution, path_pairs
 from treepack.trajectory import Int64
 
 MAX_LEAVES = 13  # 3^13 is 1.6 million steps, a few milliseconds; each further leaf takes three times as long
 
 
-def subsets(tree: PlanTree, limits: Limits, search: Search) -> Solution:
+def subsets(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolution:
     """Return the plan with minimum tokens, then minimum rows, within all limits; its bound proves the tokens.
 
     The tree has at most `MAX_LEAVES` leaves, and each of them fits alone.
@@ -36,10 +36,10 @@ def subsets(tree: PlanTree, limits: Limits, search: Search) -> Solution:
         inside = int(first_row[left])
         rows[[leaf for leaf in range(num) if inside >> leaf & 1]] = row
         left, row = left & ~inside, row + 1
-    return Solution(rows, int(best[-1]) // (num + 1))
+    return TreeSolution(rows, int(best[-1]) // (num + 1))
 
 
-def fewest(tree: PlanTree, limits: Limits) -> tuple[Int64, Int64]:
+def fewest(tree: PlanTree, limits: RowLimits) -> tuple[Int64, Int64]:
     """Return the minimum tokens of each subtree and the minimum rows through each node; int64 [nodes] each.
 
     The two minima of a node may belong to different plans.
@@ -59,7 +59,7 @@ def fewest(tree: PlanTree, limits: Limits) -> tuple[Int64, Int64]:
     return min_tokens, rows[((1 << (high - low)) - 1) << low]
 
 
-def _tokens_of_sets(tree: PlanTree, limits: Limits) -> tuple[Int64, NDArray[np.bool_]]:
+def _tokens_of_sets(tree: PlanTree, limits: RowLimits) -> tuple[Int64, NDArray[np.bool_]]:
     """Return the tokens of a row for each set of leaves, and whether the row is within the limits; [2^leaves] each."""
     num = tree.num_leaves
     assert num <= MAX_LEAVES, f"{num} leaves are too many for a program over subsets"

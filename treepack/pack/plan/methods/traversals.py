@@ -16,7 +16,8 @@ of u are merged one after another: each traversal of the next child joins a diff
 rules keep the number of states small, and none of them loses the best plan:
 
 - Completion (`completion.py`): a partial plan is dropped if its cheapest completion exceeds the target.
-- Rounding (`Sums`): the room of a traversal is rounded down to the largest sum that can still be added, so that many
+- Rounding (`TokenSums`): the room of a traversal is rounded down to the largest sum that can still be added, so that
+many
   states become equal. At the root nothing can be added, so all states of the same number of traversals are equal.
 - Dominance (`dominance.py`): a state is dropped if another one is at least as good in every plan.
 - Exact fit: if traversal t fills up traversal r exactly, t joins r or an earlier one. In a plan with t in another row
@@ -34,9 +35,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.pack.plan.methods.completion import Completion, Rooms, State, SubtreeShape, Sums, add_sums, suffix_maximum
-from treepack.pack.plan.methods.packing import Target, is_small, pack
-from treepack.pack.plan.problem import Search
+from treepack.pack.plan.methods.completion import (
+    CompletionBounds,
+    Rooms,
+    State,
+    SubtreeShape,
+    TokenSums,
+    add_sums,
+    suffix_maximum,
+)
+from treepack.pack.plan.methods.packing import PlanTarget, is_small, pack
+from treepack.pack.plan.problem import SearchOptions
 from treepack.trajectory import Int64
 
 # The origin of a partial state: the partial state before it, the state of the child, and for each traversal of the
@@ -53,14 +62,14 @@ class OutOfWorkError(Exception):
 
 
 @dataclass(slots=True)
-class Budget:
+class PlacementBudget:
     """The work that is left, counted in placements, and the time at which to stop."""
 
     work: float
     deadline: float
 
     @classmethod
-    def of(cls, search: Search) -> Budget:
+    def of(cls, search: SearchOptions) -> PlacementBudget:
         """Return a budget that begins now: the time limit if there is one, else the work of the effort."""
         if search.time_limit is None:
             return cls(_WORK[search.effort], math.inf)
@@ -106,7 +115,7 @@ class _Rounding(dict[int, int]):
 
 
 @dataclass(slots=True)
-class Outcome:
+class SearchOutcome:
     """The best plan within the target, if there is one, and the proof of the run.
 
     `rows` int64 [leaves] is None if the run has no plan. If `exhaustive` is True, no plan within the target is better
@@ -121,9 +130,9 @@ class Outcome:
 class TraversalProgram:
     """One run of the dynamic program for the plans within the target of `completion`."""
 
-    def __init__(self, shape: SubtreeShape, completion: Completion, budget: Budget, width: int) -> None:
+    def __init__(self, shape: SubtreeShape, completion: CompletionBounds, budget: PlacementBudget, width: int) -> None:
         self.shape, self.completion, self.budget, self.width = shape, completion, budget, width
-        self.sums = Sums(shape)
+        self.sums = TokenSums(shape)
         self.exhaustive = True
         self.num_states = 0
         self.excess = 1 << 50  # no plan outside the target has been dropped yet
@@ -131,7 +140,7 @@ class TraversalProgram:
         self.roundings: list[list[_Rounding]] = [[] for _ in shape.size]
         self.states: list[list[State]] = [[] for _ in shape.size]
 
-    def run(self) -> Outcome:
+    def run(self) -> SearchOutcome:
         """Solve all nodes from the last to the root, and return the best plan of the root.
 
         Raises:
@@ -141,12 +150,12 @@ class TraversalProgram:
         for node in range(len(shape.size) - 1, -1, -1):
             self.states[node] = self._solve(node) if shape.children[node] else [(0, (shape.room[node],))]
             if not self.states[node]:
-                return Outcome(None, self.exhaustive, max(1, self.excess))
+                return SearchOutcome(None, self.exhaustive, max(1, self.excess))
             self.sums.settle(node, {left for _, rooms in self.states[node] for left in rooms})
             if shape.children[node]:
                 self.completion.settle(node, [(len(rooms), cost) for cost, rooms in self.states[node]])
         best = min(self.states[0], key=lambda state: (state[0] + len(state[1]) * shape.size[0], len(state[1])))
-        return Outcome(self._rows(best[1]), self.exhaustive, 0)
+        return SearchOutcome(self._rows(best[1]), self.exhaustive, 0)
 
     def _solve(self, node: int) -> list[State]:
         """Return the states of an inner node, cheapest first, by merging the states of one child after another."""
@@ -170,7 +179,7 @@ class TraversalProgram:
             if len(partial) > self.width:
                 partial, self.exhaustive = partial[: self.width], False
             if node == 0 and len(partial) > STATES_FOR_CP_SAT and at < len(children) - 1:
-                target = Target(self.completion.tokens, self.completion.rows, int(np.flatnonzero(allowed >= 0)[-1]))
+                target = PlanTarget(self.completion.tokens, self.completion.rows, int(np.flatnonzero(allowed >= 0)[-1]))
                 if is_small(children, target):
                     return self._pack_root(children, target)
         return partial
@@ -180,7 +189,7 @@ class TraversalProgram:
         size = self.shape.size[node]
         return sorted((cost + len(rooms) * size, rooms) for cost, rooms in self.states[node])
 
-    def _pack_root(self, children: list[list[State]], target: Target) -> list[State]:
+    def _pack_root(self, children: list[list[State]], target: PlanTarget) -> list[State]:
         """Return the best state of the root by CP-SAT, with steps as if its children had been merged one by one."""
         budget = self.budget
         seconds = budget.deadline - time.monotonic()

@@ -1,0 +1,182 @@
+"""Rollouts of a report: their lines, names and outcomes, and the places at which they lose sharing."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.paths import SAMPLE_DATA
+from support.strategies import make, sequences
+from treepack.costs.model_cost import read_shape
+from treepack.ingest.conversations import conversations_of_log
+from treepack.ingest.options import BuildOptions
+from treepack.ingest.tokenization import load_tokenizer
+from treepack.report.causes import difference_runs, read_sharing
+from treepack.report.contents import read_contents
+from treepack.report.figures import MAX_BARS, ReportSubject, count_rewards, group_rates, measure
+from treepack.report.outline import outline
+from treepack.report.page import render_page
+from treepack.report.parts import groups_of
+from treepack.report.rollouts import outcomes_of, short_names, sorted_rollouts
+from treepack.report.texts import ids_as_text
+from treepack.trajectory import Trajectory
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.directory import read_to_trie
+from treepack.trie.totals import trie_totals
+from treepack.trie.trie import Trie
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> list[Trajectory]:
+    """Trajectories of one group that are turns of up to four rollouts, as templates that rewrite history make them."""
+    made = []
+    for i, ids in enumerate(draw(sequences(max_count=10))):
+        rollout, reward = draw(st.integers(0, 3)), float(draw(st.sampled_from([0, 1])))
+        made.append(make(f"r{rollout}/turn-{i}", ids, reward=reward))
+    return made
+
+
+@given(turns())
+def test_a_rollout_is_one_line_and_no_token_is_drawn_twice(made: list[Trajectory]) -> None:
+    trie = build_trie(made)
+    rollouts = sorted_rollouts(trie)
+    blocks = outline(trie, np.arange(trie.num_trajectories), rollouts)
+    assert sum(block.size for block in blocks) == trie.tokens_tree
+    assert Counter(rollout for block in blocks for rollout in block.finals) == Counter(range(len(rollouts.names)))
+    # Blocks on one row do not overlap, and leave no gap: the row is as long as its tokens.
+    rows: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for block in blocks:
+        for row in range(block.row, block.row + block.rows):
+            rows[row].append((block.x, block.x + block.size))
+    for places in rows.values():
+        places.sort()
+        assert places[0][0] == 0
+        assert all(left[1] == right[0] for left, right in pairwise(places))
+
+
+def test_turns_that_nothing_continues_are_in_the_line_of_their_rollout() -> None:
+    # 1 2 +- 3 3 3        turn 0, with its reasoning
+    #     '- 4 +- 5 5 5   turn 1
+    #          '- 6 7     turn 2, the last one
+    made = [make(f"a/turn-{i}", ids) for i, ids in enumerate([[1, 2, 3, 3, 3], [1, 2, 4, 5, 5, 5], [1, 2, 4, 6, 7]])]
+    trie = build_trie(made)
+    blocks = outline(trie, np.arange(3), sorted_rollouts(trie))
+    places = sorted((block.x, block.size, block.is_branch) for block in blocks)
+    assert places == [(0, 2, False), (2, 3, True), (5, 1, False), (6, 3, True), (9, 2, False)]
+    assert {block.row for block in blocks} == {0}
+
+
+def test_a_turn_of_rollouts_that_separate_later_is_before_the_place_where_they_do() -> None:
+    made = [make(f"{r}/turn-0", [1, 2, 2]) for r in "ab"]
+    made += [make("a/turn-1", [1, 3, 4]), make("b/turn-1", [1, 3, 5])]
+    trie = build_trie(made)
+    blocks = outline(trie, np.arange(4), sorted_rollouts(trie))
+    shared = next(block for block in blocks if block.is_branch)
+    assert (shared.x, shared.size, shared.rows) == (1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "models", "labels"),
+    [
+        (["run/a/task-1", "run/b/task-1"], ["", ""], ["a", "b"]),
+        (["desk-005/0", "desk-005/1"], ["", ""], ["#0", "#1"]),
+        (["t/leaf-12", "t/leaf-3"], ["", ""], ["leaf-12", "leaf-3"]),
+        (["t/0", "t/1"], ["qwen", "llama"], ["qwen #0", "llama #1"]),
+        (["t/0", "t/1"], ["qwen", "qwen"], ["#0", "#1"]),
+        (["qwen/t", "llama/t"], ["qwen", "llama"], ["qwen", "llama"]),
+        (["a/b", "a/b/c"], ["", ""], ["b", "c"]),
+        (["file.jsonl:7"], [""], ["#7"]),
+    ],
+)
+def test_names_show_what_differs_inside_a_group(names: list[str], models: list[str], labels: list[str]) -> None:
+    assert short_names(names, [{"model": model} if model else {} for model in models]) == labels
+
+
+def test_rollouts_that_differ_in_temperature_are_told_apart_by_it() -> None:
+    made = [make(f"t/{i}", [1, i + 2], temperature=value) for i, value in enumerate((0.5, 1.0))]
+    assert sorted_rollouts(build_trie(made)).labels == ["0.5 #0", "1.0 #1"]
+
+
+def trie_of_outcomes() -> Trie:
+    """Group a has the outcomes 1, 0; b 0, 0; c 1 and one that is unknown; d has one rollout of two turns."""
+    rewards = {"a0": 1.0, "a1": 0.0, "b0": 0.0, "b1": 0.0, "c0": 1.0, "c1": None}
+    made = [make(name, [1, i + 2], group=name[0], reward=reward) for i, (name, reward) in enumerate(rewards.items())]
+    return build_trie([*made, *(make(f"d0/turn-{i}", [1, 9, i + 1], group="d", reward=1.0) for i in range(2))])
+
+
+def test_outcomes_are_of_rollouts_and_the_most_mixed_group_is_opened() -> None:
+    trie = trie_of_outcomes()
+    groups = groups_of(trie)
+    outcomes = outcomes_of(groups, sorted_rollouts(trie))
+    assert groups.names == ["a", "b", "c", "d"]
+    assert outcomes.num_rollouts.tolist() == [2, 2, 2, 1]
+    assert outcomes.spread.tolist() == [0.5, 0, 0, 0]
+    assert outcomes.is_one.tolist() == [False, True, False, False]
+    assert outcomes.most_mixed(groups.overlap) == 0
+
+
+def test_pass_rates_are_of_every_group_with_a_reward_in_ascending_order() -> None:
+    trie = trie_of_outcomes()
+    records = group_rates(groups_of(trie), sorted_rollouts(trie))
+    assert [(record["name"], record["rate"], record["is_one"]) for record in records] == [
+        ("b", 0, True),
+        ("a", 0.5, False),
+        ("c", 1, False),
+        ("d", 1, False),
+    ]
+    many = build_trie([make(f"t{i}", [1, i + 2], group=f"g{i:03}", reward=float(i % 2)) for i in range(3 * MAX_BARS)])
+    bars = group_rates(groups_of(many), sorted_rollouts(many))
+    assert len(bars) == MAX_BARS
+    assert sum(int(bar["name"].split()[0]) for bar in bars) == 3 * MAX_BARS
+    assert (bars[0]["start"], bars[-1]["end"]) == (0, 1)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, float("nan")]) | st.floats(0, 1), max_size=40))
+def test_every_known_reward_is_counted_once(rewards: list[float]) -> None:
+    known = sum(not np.isnan(reward) for reward in rewards)
+    assert sum(record["count"] for record in count_rewards(np.array(rewards, np.float64))) == known
+
+
+@given(st.text("ab 1,"), st.text("ab 1,"))
+def test_runs_of_a_difference_are_the_texts_and_agree_where_they_say_so(a: str, b: str) -> None:
+    first, second = difference_runs(a, b)
+    assert ("".join(run.text for run in first), "".join(run.text for run in second)) == (a, b)
+    same = [[run.text for run in runs if run.kind == "same"] for runs in (first, second)]
+    assert "".join(same[0]) == "".join(same[1])
+
+
+def test_an_example_names_both_samples_the_place_and_what_is_lost() -> None:
+    # The prompts 1 2 3 and 1 4 3 differ from token 1 on; the second loses 4 3.
+    made = [
+        make("x", [1, 2, 3, 7], spans=[(3, 4, 1.0)]),
+        make("y", [1, 4, 3, 8], spans=[(3, 4, 1.0)]),
+    ]
+    trie = build_trie(made)
+    sharing = read_sharing(trie, groups_of(trie).of, None, ids_as_text)
+    assert sum(sharing.reasons.values()) == trie.tokens_tree
+    (cause,) = sharing.causes
+    ids = trie.trajectories["trajectory_id"].to_pylist()
+    assert (cause.name, cause.tokens, cause.num_places) == ("prompt differs", 2, 1)
+    (example,) = cause.examples
+    assert (ids[example.trajectory], ids[example.other], example.position, example.lost) == ("y", "x", 1, 2)
+    assert (example.before, [run.text for run in example.expected]) == ("1 ", ["2 ", "3 ", "7 "])
+    assert read_sharing(trie, groups_of(trie).of, None, None).causes[0].examples[0].actual == []
+
+
+def test_a_page_without_text_has_the_causes_but_no_text_of_an_example(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("".join((SAMPLE_DATA / "chat.jsonl").open().readlines()[:4]))
+    tokenizer = load_tokenizer(str(SAMPLE_DATA / "tokenizer"))
+    options = BuildOptions(tokenizer=str(SAMPLE_DATA / "tokenizer"), expand="turns")
+    trie, log = read_to_trie([tmp_path / "in.jsonl"], options, tokenizer=tokenizer)
+    subject = ReportSubject("in.jsonl", trie, conversations=conversations_of_log(log, trie_totals(trie)))
+    figures = measure(subject, read_shape("qwen3-8b"))
+    pages = [render_page(subject, figures, read_contents(trie, tokenizer, limit=limit)) for limit in (10**6, None)]
+    assert all("Only reasoning differs" in page for page in pages)
+    assert ["The rules say to look up" in page for page in pages] == [True, False]
+    assert all("4 conversations, " in page and "one append-only sequence per conversation" in page for page in pages)

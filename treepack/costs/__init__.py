@@ -1,0 +1,1 @@
+"""Operations of a model, from its config.json."""

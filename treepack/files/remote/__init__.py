@@ -1,0 +1,1 @@
+"""Object stores and the hub: addresses read through one cache, and outputs that are uploaded."""

@@ -1,0 +1,1 @@
+"""Which models and rows can be computed exactly: by configuration, by a probe, and by the first batch."""

@@ -1,0 +1,114 @@
+"""Observation of a forward pass of a causal language model: its hidden states and its calls of attention.
+
+    with observe(causal) as seen:
+        seen.logits = model(..., record=seen.attention).logits      model: `causal`, or a wrapper of a trainer around it
+    seen.states           [B, T, D], the input of the output layer
+    check_attention       every attention layer called tree attention, and every recurrent layer its functions on trees
+    measure_logit_map     how the model changes the result of its output layer (`head`)
+
+The two checks need no second forward pass, so they work at any precision, and also if weights are sharded. `probe`
+compares two forward passes, and needs the whole weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treepack.attention.interface import AttentionCall
+from treepack.errors import TreepackError
+from treepack.model.accept.compatibility import NOT_PASSED_ON, OWN_STATE, count_attention_layers, count_recurrent_layers
+from treepack.model.foreign_errors import NO_INTERFACE, REMEDY
+from treepack.model.head.output_head import HeadCall, find_head, head_replaced, known_logits
+from treepack.recurrent.entry import upgrade_hint
+from treepack.recurrent.interface import CONVOLUTION, RecurrentCall
+
+
+class AttentionRecord:
+    """The calls of attention in one forward pass.
+
+    Wrappers of trainers copy lists that they pass on, so this is no list.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+        self.recurrent: list[RecurrentCall] = []
+
+    def append(self, call: AttentionCall | RecurrentCall) -> None:
+        """Add a call; `attention.interface` and `recurrent.interface` do so."""
+        if isinstance(call, RecurrentCall):
+            self.recurrent.append(call)
+        else:
+            self.calls.append(call)
+
+
+@dataclass
+class Observation:
+    """The output layer's call in one forward pass, the calls of attention, and the logits [B, 1, V] of the last token.
+
+    The logits are those that the model makes of `known_logits`.
+    """
+
+    head: HeadCall
+    attention: AttentionRecord = field(default_factory=AttentionRecord)
+    logits: Tensor | None = None
+
+    @property
+    def states(self) -> Tensor:
+        """Hidden states [B, T, D], the input of the output layer."""
+        return self.head.states[-1]
+
+
+@contextmanager
+def observe(causal: Any) -> Iterator[Observation]:
+    """Record the forward pass that runs inside the block, without gradients.
+
+    Args:
+        causal: a causal language model of transformers.
+
+    Raises:
+        TreepackError: if the block does not run the output layer once.
+    """
+    head = find_head(causal)
+    # The rows of the weight may be sharded, but not the number of words that the layer says it has.
+    numbers = known_logits(head.out_features, next(causal.parameters()).device)
+    with torch.no_grad(), head_replaced(causal, lambda *_: None, returns=numbers) as call:
+        yield Observation(call)
+
+
+def check_observed_attention(seen: Observation, causal: Any, *, source: str) -> None:
+    """Refuse a model unless each of its layers that mix tokens called a function on trees.
+
+    Raises:
+        TreepackError: if none was called, or the calls do not match the layers.
+    """
+    calls, config = seen.attention.calls, causal.config.get_text_config()
+    layers, recurrent = count_attention_layers(config), count_recurrent_layers(config)
+    if not calls and not seen.attention.recurrent:
+        # transformers marks models whose caches hold a state.
+        own = OWN_STATE if getattr(causal, "_is_stateful", False) else NO_INTERFACE
+        fault = f"{NOT_PASSED_ON}; {upgrade_hint() or REMEDY}" if any(recurrent) else f"{own}; {REMEDY}"
+        raise TreepackError(f"{source}: {fault}")
+    # Fewer modules than layers: a layer mixes tokens by other means. A module may call twice, as in DiffLlama.
+    modules = {call.module for call in calls}
+    if len(modules) != layers:
+        raise TreepackError(
+            f"{source}: its {layers} attention layers call attention {len(calls)} times, from {len(modules)} modules, "
+            f"so that some of them may mix tokens in another way; {REMEDY}"
+        )
+    # A layer may have a convolution each for queries, keys and values. It has one scan.
+    names = [call.name for call in seen.attention.recurrent]
+    convolutions = names.count(CONVOLUTION)
+    scans = len(names) - convolutions
+    with_convolution, with_scan = recurrent
+    if convolutions < with_convolution or convolutions % max(with_convolution, 1) or scans != with_scan:
+        raise TreepackError(
+            f"{source}: its {with_convolution} recurrent layers, {with_scan} of them with a scan, call a convolution "
+            f"{convolutions} times and a scan {scans} times, so that some of them may mix tokens in another way; "
+            f"{upgrade_hint() or REMEDY}"
+        )

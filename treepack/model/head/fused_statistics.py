@@ -1,0 +1,205 @@
+"""`token_statistics` in Triton: the logits are read once in each direction and are never stored in float32.
+
+    statistics  one program per target goes through the words in blocks    log p[label], lse, entropy    float32 [n]
+    gradients   one program per state and block of words                   the gradients of x, in its place    [m, V]
+
+Running values of a target, with m the largest z so far and d = z - m <= 0:
+
+    total = sum exp(d)      weighted = sum d exp(d)      lse = m + log(total)      H = log(total) - weighted / total
+
+Both parts of H are small where the distribution is nearly one word; lse - sum p z would lose its digits there. When m
+grows by s, total becomes exp(-s) total, and weighted becomes exp(-s) (weighted - s total).
+
+In: x [m, V] in bfloat16, float16 or float32, stride 1 in the last dimension. Sums are in float32 and in one order, so
+two runs agree in every bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from treepack.model.head.head_chunks import ChunkTargets
+from treepack.model.head.logit_map import LogitMap, Slopes, Statistics
+
+STATISTICS_BLOCK = 4096  # words per step of a target
+GRADIENT_BLOCK = 4096  # words per program
+NUM_WARPS = 8
+
+
+@triton.jit
+def _mapped_logits(x, scale, cap, HAS_CAP: tl.constexpr):
+    # x [BLOCK] -> the model's logits y [BLOCK]. tanh(u) = 1 - 2 / (exp(2 u) + 1) is right for u = -inf and inf too.
+    # Near 0 it would lose digits, and the first terms of the series u - u^3 / 3 + 2 u^5 / 15 - ... are exact to 1e-8.
+    y = x * scale
+    if HAS_CAP:
+        u = y / cap
+        square = u * u
+        series = u * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+        y = cap * tl.where(square < 0.01, series, 1 - 2 / (tl.exp(2 * u) + 1))
+    return y
+
+
+@triton.jit
+def _statistics_kernel(
+    x,
+    rows,
+    labels,
+    temperatures,
+    logprobs,
+    totals,
+    entropies,
+    num_words,
+    stride,
+    scale,
+    cap,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i_target = tl.program_id(0)
+    # rows [0 0 1]: targets 0 and 1 read the logits of state 0
+    p_row = x + tl.load(rows + i_target).to(tl.int64) * stride
+    temperature = 1.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperatures + i_target)
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    weighted = tl.full((), 0.0, tl.float32)
+    for start in range(0, num_words, BLOCK):
+        # words [BLOCK], their tempered logits [BLOCK]
+        o_word = start + tl.arange(0, BLOCK)
+        m_word = o_word < num_words
+        b_x = tl.load(p_row + o_word, mask=m_word, other=0.0).to(tl.float32)
+        b_z = tl.where(m_word, _mapped_logits(b_x, scale, cap, HAS_CAP) / temperature, float("-inf"))
+        before = largest
+        largest = tl.maximum(before, tl.max(b_z, 0))
+        # Logits of -inf are allowed: a word that cannot be chosen. A row that begins with them has no maximum yet.
+        shift = tl.where(largest == float("-inf"), 0.0, largest)
+        growth = tl.where(before == float("-inf"), 0.0, shift - before)
+        b_d = b_z - shift
+        b_e = tl.exp(b_d)
+        factor = tl.exp(-growth)
+        weighted = factor * (weighted - growth * total) + tl.sum(tl.where(b_e > 0, b_d * b_e, 0.0), 0)
+        total = factor * total + tl.sum(b_e, 0)
+    label = tl.load(labels + i_target)
+    m_label = (label >= 0) & (label < num_words)  # another label gets NaN
+    b_label = tl.load(p_row + label, mask=m_label, other=float("nan")).to(tl.float32)
+    lse = largest + tl.log(total)
+    tl.store(logprobs + i_target, _mapped_logits(b_label, scale, cap, HAS_CAP) / temperature - lse)
+    tl.store(totals + i_target, lse)
+    tl.store(entropies + i_target, tl.log(total) - weighted / total)
+
+
+@triton.jit
+def _gradient_kernel(
+    x,
+    first,
+    labels,
+    temperatures,
+    totals,
+    entropies,
+    logprob_slopes,
+    entropy_slopes,
+    num_words,
+    stride,
+    scale,
+    cap,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_LOGPROB_SLOPE: tl.constexpr,
+    HAS_ENTROPY_SLOPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i_state = tl.program_id(0)
+    o_word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_word = o_word < num_words
+    p_x = x + i_state.to(tl.int64) * stride + o_word
+    b_x = tl.load(p_x, mask=m_word, other=0.0).to(tl.float32)
+    b_y = _mapped_logits(b_x, scale, cap, HAS_CAP)
+    # [BLOCK], the gradient by y
+    b_grad = tl.zeros([BLOCK], tl.float32)
+    for i_target in range(tl.load(first + i_state), tl.load(first + i_state + 1)):
+        temperature = 1.0
+        if HAS_TEMPERATURE:
+            temperature = tl.load(temperatures + i_target)
+        # [BLOCK]: log p, p, and the gradient of this target by z
+        b_log = b_y / temperature - tl.load(totals + i_target)
+        b_p = tl.exp(b_log)
+        b_own = tl.zeros([BLOCK], tl.float32)
+        if HAS_LOGPROB_SLOPE:
+            g = tl.load(logprob_slopes + i_target)
+            b_own += g * (tl.where(o_word == tl.load(labels + i_target), 1.0, 0.0) - b_p)
+        if HAS_ENTROPY_SLOPE:
+            g = tl.load(entropy_slopes + i_target)
+            b_own -= g * b_p * (tl.where(b_p > 0, b_log, 0.0) + tl.load(entropies + i_target))
+        b_grad += b_own / temperature
+    b_grad = b_grad * scale
+    if HAS_CAP:
+        b_tanh = b_y / cap
+        b_grad = b_grad * (1 - b_tanh * b_tanh)
+    tl.store(p_x, b_grad.to(x.dtype.element_ty), mask=m_word)
+
+
+def fused_statistics(x: Tensor, targets: ChunkTargets, logit_map: LogitMap) -> Statistics:
+    """Compute `token_statistics.token_statistics` in one kernel; entropies cost nothing and are always there."""
+    assert x.stride(1) == 1
+    num_targets, num_words = len(targets.labels), x.shape[1]
+    temperatures = _floats(targets.temperature)
+    # Not initialised: the kernel writes every element.
+    logprobs, totals, entropies = (x.new_empty(num_targets, dtype=torch.float32) for _ in range(3))
+    _statistics_kernel[(num_targets,)](
+        x,
+        targets.rows,
+        targets.labels,
+        totals if temperatures is None else temperatures,
+        logprobs,
+        totals,
+        entropies,
+        num_words,
+        x.stride(0),
+        float(logit_map.scale),
+        float(logit_map.cap or 0),
+        HAS_TEMPERATURE=temperatures is not None,
+        HAS_CAP=logit_map.cap is not None,
+        BLOCK=min(STATISTICS_BLOCK, triton.next_power_of_2(num_words)),
+        num_warps=NUM_WARPS,
+    )
+    return Statistics(logprobs, totals, entropies)
+
+
+def fused_gradients(
+    x: Tensor, targets: ChunkTargets, logit_map: LogitMap, statistics: Statistics, slopes: Slopes
+) -> None:
+    """Compute `token_statistics.turn_into_gradients` in one kernel."""
+    assert x.stride(1) == 1
+    num_states, num_words = x.shape
+    block = min(GRADIENT_BLOCK, triton.next_power_of_2(num_words))
+    temperatures, logprobs, entropies = map(_floats, (targets.temperature, *slopes))
+    totals = statistics.totals
+    _gradient_kernel[(num_states, triton.cdiv(num_words, block))](
+        x,
+        targets.first,
+        targets.labels,
+        totals if temperatures is None else temperatures,
+        totals,
+        statistics.entropies,
+        totals if logprobs is None else logprobs,
+        totals if entropies is None else entropies,
+        num_words,
+        x.stride(0),
+        float(logit_map.scale),
+        float(logit_map.cap or 0),
+        HAS_TEMPERATURE=temperatures is not None,
+        HAS_CAP=logit_map.cap is not None,
+        HAS_LOGPROB_SLOPE=logprobs is not None,
+        HAS_ENTROPY_SLOPE=entropies is not None,
+        BLOCK=block,
+        num_warps=NUM_WARPS,
+    )
+
+
+def _floats(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.float().contiguous()

@@ -1,0 +1,51 @@
+"""The last step of a model's logits, and numbers about the targets of a chunk: values of `token_statistics`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """The last step of some models: logits = cap * tanh(scale * x / cap) of the output layer's result x.
+
+    Without a cap, logits = scale * x (Cohere, Granite). Gemma 2 has the scale 1 and a cap of 30.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the logits of `x`; `x` itself if nothing changes."""
+        if self.scale != 1:
+            x = x * self.scale
+        return x if self.cap is None else (x / self.cap).tanh() * self.cap
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Return the derivative of `logits` by the output layer's result."""
+        # d/dx cap tanh(s x / cap) = s (1 - tanh^2) = s (1 - (logits / cap)^2)
+        return self.scale if self.cap is None else (1 - (logits / self.cap).square_()).mul_(self.scale)
+
+
+class Statistics(NamedTuple):
+    """Numbers about n targets, [n] each: float64 for float64 logits, else float32.
+
+    `totals` are log sum exp z. Entropies are NaN if they are not wanted.
+    """
+
+    logprobs: Tensor
+    totals: Tensor
+    entropies: Tensor
+
+
+class Slopes(NamedTuple):
+    """The derivatives of a loss by the log-probabilities and by the entropies of n targets, [n] each; None for 0.
+
+    Their dtype is that of the statistics.
+    """
+
+    logprobs: Tensor | None
+    entropies: Tensor | None

@@ -1,0 +1,228 @@
+r"""Losses of a packed row from its hidden states, without the logits of the whole row in memory.
+
+    weighted_nll    weighted next-token cross-entropy: one scalar
+    nll_of_rows     the same, with the part of each row of a joined batch
+    tree_logprobs   log-probability and entropy of every chosen token, for objectives over terms (`objectives`)
+
+    token j is predicted from the hidden state of parent[j]
+
+           0 - 1 - 2        targets  1  2  3  4       tokens 1 and 3 are both predicted from
+            \              from     0  1  0  3       hidden[0]: autograd sums the branches there
+              3 - 4
+
+`weighted_nll` is the SUM of loss_weight * nll. The caller divides it by the denominator of the optimiser step, which is
+the sum of loss_weight over all rows of the step. A mean per row would give a mean of means.
+
+`tree_logprobs` divides the logits by the temperature at which a token was sampled, because ratios and gradients of
+reinforcement learning are about the distribution that was sampled. `weighted_nll` has no temperature.
+
+Targets are processed in chunks of `chunk`: only the logits of one chunk are in memory at a time, in forward and in
+backward, and a state with several children has its logits computed once. `weighted_nll` and `priced_terms`, an
+objective whose slope at a token depends on that token alone, compute their gradients in the forward pass, from the same
+logits. `tree_logprobs` serves every other objective, and computes the logits again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from treepack.errors import TreepackError
+from treepack.model.head.head_chunks import ChunkTargets, invert, split_targets
+from treepack.model.head.head_gradients import HeadOptions, Price, priced_loss, token_scores
+from treepack.model.head.logit_map import LogitMap, Slopes
+from treepack.model.transfers import sent
+
+# Targets whose logits are in memory at a time: enough rows for a fast product, 1.2 GB in float32 with 151,936 words.
+CHUNK = 2048
+
+
+def weighted_nll(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: tuple[Tensor, Tensor, Tensor],
+    *,
+    bias: Tensor | None = None,
+    logit_map: LogitMap = LogitMap(),  # noqa: B008  # a frozen value
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Return the sum over the row's tokens j with loss_weight[j] != 0 of loss_weight[j] * nll(j | hidden[parent[j]]).
+
+    Arguments and errors are those of `nll_of_rows`. The result is a float64 scalar, attached to `hidden` and the
+    weights; 0 for a row without targets.
+    """
+    return nll_of_rows(hidden, weight, targets, bias=bias, logit_map=logit_map, chunk=chunk)[0]
+
+
+def nll_of_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: tuple[Tensor, Tensor, Tensor],
+    *,
+    edges: Sequence[int] | None = None,
+    bias: Tensor | None = None,
+    logit_map: LogitMap = LogitMap(),  # noqa: B008  # a frozen value
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Return `weighted_nll` of a batch of n rows, and the part of each row.
+
+    Matrix products run in the dtype of `hidden` (or of autocast). The softmax runs in float64 for float64 logits and in
+    float32 for all others. Chunks are summed in float64.
+
+    Args:
+        hidden: [T, D], after the model's final norm.
+        weight: [V, D], the output embedding.
+        targets: input_ids int64 [T], parent int64 [T] and loss_weight float [T] of the row. If the last two are on the
+            CPU, nothing waits for a GPU.
+        edges: n + 1 numbers; row i has the targets edges[i] .. edges[i + 1] - 1. None for one row.
+        bias: [V], if the output layer has one.
+        logit_map: the change that the model makes to the result of its output layer.
+        chunk: targets whose logits are in memory at a time.
+
+    Returns:
+        a float64 scalar, attached to `hidden` and the weights, and float64 [n] without a graph.
+
+    Raises:
+        IndexError, RuntimeError: if a root has weight; the type depends on the device.
+        TreepackError: loss_weight requires a gradient.
+    """
+    input_ids, parent, loss_weight = targets
+    if loss_weight.requires_grad and torch.is_grad_enabled():
+        raise TreepackError(
+            "weighted_nll: loss_weight requires a gradient, which is not computed; detach it, or weigh tree_logprobs"
+        )
+    # loss_weight [0, 1, 2, 0, .5] -> tokens [1, 2, 4]; with parent [-1, 0, 1, 0, 3] -> sources [0, 1, 3]
+    tokens = loss_weight.nonzero().squeeze(-1)
+    if len(tokens) == 0:
+        # [0, D] -> [0, V] -> 0, still attached to `hidden` and the weights: FSDP needs gradients from every rank.
+        nothing = linear(hidden[:0], weight, bias).sum(dtype=torch.float64)
+        return nothing, nothing.detach().new_zeros(1 if edges is None else len(edges) - 1)
+
+    chosen = sent(loss_weight.index_select(0, tokens), hidden.device)
+
+    def prices(order: Tensor) -> Price:
+        weights = chosen.index_select(0, order)
+        parts = torch.split(weights, chunk)
+
+        def value(logprobs: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+            losses = -(logprobs.double() * weights)
+            total = losses.sum()
+            return total, total[None] if edges is None else sums_of_rows(losses[invert(order)], edges)
+
+        # In the dtype of the log-probabilities, into which the subtraction casts the weights.
+        return Price(lambda number, found: Slopes(torch.zeros_like(found.logprobs).sub_(parts[number]), None), value)
+
+    options: Any = {"bias": bias, "logit_map": logit_map, "with_entropies": False, "chunk": chunk}
+    return priced_terms(hidden, weight, (tokens, input_ids, parent), prices, **options)
+
+
+def sums_of_rows(values: Tensor, edges: Sequence[int]) -> Tensor:
+    """Return the sum of values[edges[i] : edges[i + 1]] for each row i, in an order that is equal in every run."""
+    # values [1 2 3], edges (0, 2, 3) -> [3 3]
+    return torch.stack([values[begin:end].sum() for begin, end in pairwise(edges)])
+
+
+def priced_terms(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: tuple[Tensor, Tensor, Tensor],
+    prices: Callable[[Tensor], Price],
+    *,
+    bias: Tensor | None = None,
+    temperature: Tensor | float = 1.0,
+    logit_map: LogitMap = LogitMap(),  # noqa: B008  # a frozen value
+    with_entropies: bool = True,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Return a loss that knows its slopes chunk by chunk, and its further sums; one backward pass may go through it.
+
+    Args:
+        hidden: [T, D], after the model's final norm.
+        weight: [V, D], the output embedding.
+        targets: int64 tokens [n], at least one, input_ids [T] and parent [T], as in `tree_logprobs`. If tokens and
+            parents are on the CPU, nothing waits for a GPU.
+        prices: gets the numbers of the tokens in the order of the chunks, int64 [n], and returns their price.
+        bias: [V], if the output layer has one.
+        temperature: as in `tree_logprobs`.
+        logit_map: the change that the model makes to the result of its output layer.
+        with_entropies: False if the price reads no entropies.
+        chunk: tokens of a chunk.
+
+    Returns:
+        a float64 scalar, attached to `hidden` and the weights, and float64 [k] without a graph.
+    """
+    tokens, input_ids, parent = targets
+    order, chunks = _split((tokens, input_ids, parent), _divisors(hidden, len(tokens), temperature), chunk)
+    return priced_loss(hidden, weight, bias, HeadOptions(chunks, logit_map, with_entropies), prices(order))
+
+
+def tree_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    input_ids: Tensor,
+    parent: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: Tensor | float = 1.0,
+    logit_map: LogitMap = LogitMap(),  # noqa: B008  # a frozen value
+    with_entropies: bool = True,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each chosen token given its path, and the entropy of its distribution.
+
+    The distribution is softmax(logits / temperature). Each is computed once, even if many trajectories share the token.
+    Both are differentiable. They are float64 for float64 hidden states and float32 for all others.
+
+    Args:
+        hidden: [T, D], after the model's final norm.
+        weight: [V, D], the output embedding.
+        tokens: int64 [n], row indices of the chosen tokens; none may be a root. A token may occur several times.
+        input_ids: int64 [T].
+        parent: int64 [T]. If tokens and parents are on the CPU, nothing waits for a GPU.
+        bias: [V], if the output layer has one.
+        temperature: one for all, or float [n], one for each entry of `tokens`; all above 0.
+        logit_map: the change that the model makes to the result of its output layer.
+        with_entropies: if False, the entropies are not computed, and NaN takes their place.
+        chunk: tokens whose logits are in memory at a time.
+
+    Returns:
+        log-probabilities [n] and entropies [n], in nats; attached to `hidden` even if n is 0.
+    """
+    if len(tokens) == 0:
+        # [0, D] -> [0, V] -> [0], still attached to `hidden` and the weights: FSDP needs gradients from every rank.
+        empty = linear(hidden[:0], weight, bias).sum(-1)
+        empty = empty if empty.dtype == torch.float64 else empty.float()
+        return empty, empty
+    order, chunks = _split((tokens, input_ids, parent), _divisors(hidden, len(tokens), temperature), chunk)
+    logprobs, entropies = token_scores(hidden, weight, bias, HeadOptions(chunks, logit_map, with_entropies))
+    places = invert(order)
+    return logprobs.index_select(0, places), entropies.index_select(0, places)
+
+
+def _split(
+    targets: tuple[Tensor, Tensor, Tensor], divisors: Tensor | None, chunk: int
+) -> tuple[Tensor, list[ChunkTargets]]:
+    """Return `split_targets` of tokens of a row."""
+    tokens, input_ids, parent = targets
+    labels = input_ids.index_select(0, sent(tokens, input_ids.device))
+    return split_targets(parent.index_select(0, tokens), labels, divisors, chunk)
+
+
+def _divisors(hidden: Tensor, count: int, temperature: Tensor | float) -> Tensor | None:
+    """Return a temperature for each of `count` tokens; None if it is 1 for all."""
+    if isinstance(temperature, Tensor):
+        return temperature
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    return None if temperature == 1 else hidden.new_full((count,), temperature, dtype=dtype)
+
+
+def filled_temperature(temperature: Tensor | None, missing: float | None) -> Tensor | float:
+    """Return `temperature` with `missing` in place of NaN, or `missing` if there is none; 1 if `missing` is None."""
+    fill = 1.0 if missing is None else missing
+    return fill if temperature is None else torch.nan_to_num(temperature, nan=fill)

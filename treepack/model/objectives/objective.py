@@ -1,0 +1,156 @@
+"""A loss with its options: the names, the usual values of each loss, and the columns that it needs.
+
+    name | preset, options --choose_objective--> Objective
+
+`objectives` has the formulas, the papers and the losses themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from treepack.errors import TreepackError
+
+LOSSES = ("sft", "grpo", "ppo", "gspo", "cispo", "dpo", "value")
+DENOMINATORS = ("token", "trajectory", "group", "global", "edge")
+ESTIMATORS = ("k1", "k2", "k3")
+
+GREEDY = ", because ratios need the probabilities of a sampler, and greedy sampling has none"
+
+# Usual values of each loss; `objectives` names the papers.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "denominator": "token"},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2, "denominator": "trajectory"},
+    "dapo": {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.28, "denominator": "token"},
+    "dr_grpo": {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.2, "denominator": "global"},
+    # The ratio of a sequence is a mean over its tokens and varies much less than the ratio of one token.
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "denominator": "trajectory"},
+    # 1 - clip_low = 0: no lower bound, because a ratio is positive.
+    "cispo": {"clip_low": 1.0, "clip_high": 0.2, "denominator": "token"},
+    "dpo": {},
+    "value": {"denominator": "token"},
+}
+PRESETS = tuple(_PRESETS)
+
+_POLICY = "clip_low clip_high denominator response_length kl kl_estimator entropy importance_cap temperature"
+_POLICY_OPTIONS = set(_POLICY.split()) | {"value_coef", "value_clip"}
+# Options of each loss; `choose_objective` refuses all others.
+_OPTIONS: dict[str, set[str]] = {
+    **dict.fromkeys(("ppo", "grpo", "gspo"), _POLICY_OPTIONS | {"dual_clip"}),
+    "cispo": _POLICY_OPTIONS,
+    "dpo": {"beta"},
+    "sft": set(),
+    "value": {"denominator", "response_length", "value_clip"},
+}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss with its options; `choose_objective` fills in the usual values of a loss.
+
+    `clip_low` and `clip_high` are distances from 1. `kl` and `entropy` are coefficients. `importance_cap` and
+    `dual_clip` are off if None. `temperature` is that of the sampler for terms that have none, 1 if None; sft and dpo
+    always compute at 1. `sft` is the weighted cross-entropy of `loss.weighted_nll` and has no options. `value_coef` is
+    the coefficient of the value loss beside a policy loss, and `value_clip` the bound of `value_loss`; 0 turns either
+    off. `preset` is the name that `choose_objective` got, for messages only.
+    """
+
+    loss: str = "sft"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    denominator: str = "token"
+    response_length: int = 1
+    kl: float = 0.0
+    kl_estimator: str = "k3"
+    entropy: float = 0.0
+    importance_cap: float | None = None
+    beta: float = 0.1
+    temperature: float | None = None
+    value_coef: float = 0.0
+    value_clip: float = 0.2
+    preset: str | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuse values outside the range of an option.
+
+        Raises:
+            TreepackError: if a value is none of the choices, not finite or too small; the message names the option.
+        """
+        choices_of = {"loss": LOSSES, "denominator": DENOMINATORS, "kl_estimator": ESTIMATORS}
+        for name, choices in choices_of.items():
+            if getattr(self, name) not in choices:
+                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
+        # A dual_clip below 1 would bound the loss at ratio 1 already, without a gradient if the advantage is negative.
+        minima = {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "response_length": 1, "kl": 0, "entropy": 0}
+        minima |= {"importance_cap": 0, "beta": 0, "value_coef": 0, "value_clip": 0}
+        for name, minimum in minima.items():
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= minimum):
+                raise TreepackError(f"{name} is {value}; expected a finite number of at least {minimum}")
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
+
+    @property
+    def name(self) -> str:
+        """The name of the loss in messages: the preset if there is one, else `loss`."""
+        return self.preset or self.loss
+
+    @property
+    def is_policy(self) -> bool:
+        """True if the loss is about the sampled distribution: it reads advantages, and old log-probabilities if any."""
+        return self.loss in ("ppo", "grpo", "gspo", "cispo")
+
+    @property
+    def is_tokenwise(self) -> bool:
+        """True if the slope of the loss by a log-probability depends on that log-probability and its entropy alone."""
+        return self.loss in ("ppo", "grpo", "cispo")
+
+    @property
+    def has_values(self) -> bool:
+        """True if the loss reads values, so that the model has a value head."""
+        return self.loss == "value" or self.value_coef > 0
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of `schema.TERMS` that the loss requires."""
+        if self.loss == "sft":
+            return ()
+        if self.loss == "dpo":
+            return ("term_ref_logprob", "trajectory_rewards")
+        required = {
+            "term_advantage": self.is_policy,
+            "term_ref_logprob": self.is_policy and self.kl > 0,
+            "term_sampling_logprob": self.is_policy and self.importance_cap is not None,
+            "term_return": self.has_values,
+            "term_edge_factor": self.denominator == "edge",
+        }
+        return tuple(name for name, is_required in required.items() if is_required)
+
+
+def choose_objective(name: str, **options: Any) -> Objective:
+    """Return the objective called `name`, a loss or a preset (dapo, dr_grpo).
+
+    An option that is missing or None gets the usual value of the loss.
+
+    Raises:
+        TreepackError: if the name is unknown, the loss lacks an option, or a value is out of range.
+    """
+    if name not in _PRESETS:
+        raise TreepackError(f"loss is {name!r}; expected one of {', '.join(PRESETS)}")
+    usual = {"loss": name, **_PRESETS[name]}
+    changes = {option: value for option, value in options.items() if value is not None}
+    unknown = sorted(changes.keys() - _OPTIONS[usual["loss"]])
+    if unknown:
+        available = sorted(_OPTIONS[usual["loss"]])
+        remedy = f"it has {', '.join(available)}" if available else "it has no options"
+        raise TreepackError(f"{unknown[0]} is no option of the loss {name}; {remedy}")
+    if "value_clip" in changes and usual["loss"] != "value" and not changes.get("value_coef"):
+        raise TreepackError("value_clip is about the value loss, which has no weight; give value_coef too, or neither")
+    objective = Objective(**{**usual, **changes}, preset=name)
+    if objective.has_values and objective.denominator == "edge":
+        raise TreepackError("no estimator writes edges beside the returns of values; choose another denominator")
+    return objective

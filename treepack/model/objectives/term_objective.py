@@ -1,0 +1,204 @@
+"""Objectives over terms from the states of a row, joined rows or a piece, through the output layer.
+
+    states [T, D], terms --TermObjective.loss--> PassLoss: the total, the part of each row, sums for the step's means
+    states [T, D], tokens --score--> Scores: log-probabilities, entropies, values of the tokens
+
+`forward` runs whole rows and `carry.backward` pieces of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from treepack.data.batch import RowEdges, TermTensors
+from treepack.data.joined import terms_of_row
+from treepack.errors import TreepackError
+from treepack.model.head.head_gradients import is_float16
+from treepack.model.head.output_head import OutputLayer
+from treepack.model.head.token_loss import filled_temperature
+from treepack.model.head.value_head import ValueHead
+from treepack.model.loaded import LoadedModel
+from treepack.model.objectives.losses import name_sums, objective_loss, weigh_terms
+from treepack.model.objectives.objective import Objective
+from treepack.model.objectives.policy_terms import TERM_MEANS
+from treepack.model.objectives.term_prices import prices_of_terms
+from treepack.model.objectives.value_loss import value_loss
+from treepack.model.transfers import sent
+
+
+class PassLoss(NamedTuple):
+    """The loss of a pass over one row or several joined rows.
+
+    Attributes:
+        total: float64 scalar with a graph.
+        rows: float64 [n], the part of each row, without a graph.
+        sums: float64 scalars for the means of a step, see `objectives.objective_loss`.
+    """
+
+    total: Tensor
+    rows: Tensor
+    sums: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The numbers that are computed about each of some tokens; entropies only beside log-probabilities."""
+
+    logprobs: bool = True
+    entropies: bool = True
+    values: bool = False
+
+    @classmethod
+    def of(cls, objective: Objective) -> Self:
+        """Return the numbers that an objective over terms reads."""
+        return cls(objective.loss != "value", objective.is_policy, objective.has_values)
+
+
+class Scores(NamedTuple):
+    """The numbers of the model about n tokens, [n] each; None if they are not computed."""
+
+    logprobs: Tensor | None
+    entropies: Tensor | None
+    values: Tensor | None
+
+
+def score(
+    loaded: LoadedModel,
+    reads: Reads,
+    states: Tensor,
+    layer: OutputLayer,
+    targets: tuple[Tensor, Tensor, Tensor],
+    *,
+    temperature: Tensor | float,
+    chunk: int,
+) -> Scores:
+    """Return the numbers that an objective reads, from the states [T, D] of a row or piece.
+
+    Args:
+        loaded: the model, with a value head if values are read.
+        reads: the numbers to compute.
+        states: what the output layer gets.
+        layer: the output layer.
+        targets: int64 tokens [n], input_ids [T] and parent [T], see `loss.tree_logprobs`.
+        temperature: one for all tokens, or one for each.
+        chunk: tokens whose logits are in memory at a time.
+
+    Raises:
+        TreepackError: the model has no value head and values are read.
+    """
+    tokens, input_ids, parent = targets
+    logprobs = entropies = values = None
+    if reads.logprobs:
+        options: Any = {"temperature": temperature, "with_entropies": reads.entropies, "chunk": chunk}
+        logprobs, entropies = layer.logprobs(states, tokens, input_ids, parent, **options)
+        entropies = entropies if reads.entropies else None  # they would be NaN
+    if reads.values:
+        # The value before a token is that of the state after its parent.
+        values = require_value_head(loaded)(states, sent(parent.index_select(0, tokens), states.device))
+    return Scores(logprobs, entropies, values)
+
+
+@dataclass(frozen=True)
+class TermObjective:
+    """An objective over the terms of a row, joined rows or a piece.
+
+    Attributes:
+        objective: any but sft.
+        terms: the terms, about the tokens in `targets`.
+        factors: float64 [num_trajectories], from `denominators.step_factors`.
+        targets: int64 tokens [n], input_ids [T] and parent [T], see `loss.tree_logprobs`.
+        temperature: one for all tokens, or one for each.
+        chunk: tokens whose logits are in memory at a time.
+        edges: of joined rows.
+    """
+
+    objective: Objective
+    terms: TermTensors
+    factors: Tensor
+    targets: tuple[Tensor, Tensor, Tensor]
+    temperature: Tensor | float
+    chunk: int
+    edges: RowEdges | None = None
+
+    def loss(self, loaded: LoadedModel, states: Tensor, layer: OutputLayer) -> PassLoss:
+        """Return loss and sums, see `objectives.objective_loss`, from the states [T, D] of the rows or the piece.
+
+        An objective with `is_tokenwise` computes its gradients through the output layer here, except in float16. So
+        only one backward pass may go through the loss.
+
+        Raises:
+            TreepackError: the model has no value head and values are read, or a column is missing.
+        """
+        is_priced = self.objective.is_tokenwise and len(self.targets[0]) > 0 and torch.is_grad_enabled()
+        # A loss scale acts after the loss: too late for the slopes here, of 1 / tokens of a step, if they are float16.
+        if not is_priced or is_float16(states):
+            options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.chunk}
+            scores = score(loaded, Reads.of(self.objective), states, layer, self.targets, **options)
+            return self._by_row(self.terms, scores, self._objective_loss)
+        terms = weigh_terms(self.terms, self.objective)
+        edges = None if self.edges is None else self.edges.terms
+        total, numbers = layer.priced(
+            states,
+            self.targets,
+            lambda order: prices_of_terms(terms, self.factors, self.objective, order, chunk=self.chunk, edges=edges),
+            temperature=self.temperature,
+            chunk=self.chunk,
+        )
+        of_terms, rows = numbers[: len(TERM_MEANS)], numbers[len(TERM_MEANS) :]
+        loss = PassLoss(total, rows.detach(), name_sums(terms, of_terms, self.objective))
+        if not self.objective.has_values:
+            return loss
+        tokens, _, parent = self.targets
+        values = require_value_head(loaded)(states, sent(parent.index_select(0, tokens), states.device))
+        more = self._by_row(terms, Scores(None, None, values), self._value_loss)
+        coefficient = self.objective.value_coef
+        return PassLoss(total + coefficient * more.total, rows + coefficient * more.rows, {**loss.sums, **more.sums})
+
+    def _by_row(
+        self, terms: TermTensors, scores: Scores, compute: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    ) -> PassLoss:
+        """Return the sums over the rows of compute(terms of a row, its scores, its factors)."""
+        if self.edges is None:
+            total, sums = compute(terms, scores, self.factors)
+            return PassLoss(total, total.detach()[None], sums)
+        losses, sums = [], {}
+        for i in range(len(self.edges.row_ids)):
+            scored, owners = (slice(each[i], each[i + 1]) for each in (self.edges.scored, self.edges.trajectories))
+            own = Scores(*(None if each is None else each[scored] for each in scores))
+            loss, part = compute(terms_of_row(terms, self.edges, i), own, self.factors[owners])
+            losses.append(loss)
+            sums = {name: value + sums[name] if sums else value for name, value in part.items()}
+        rows = torch.stack(losses)
+        return PassLoss(rows.sum(), rows.detach(), sums)
+
+    def _objective_loss(self, terms: TermTensors, scores: Scores, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return objective_loss(scores.logprobs, scores.entropies, terms, factors, self.objective, values=scores.values)
+
+    def _value_loss(self, terms: TermTensors, scores: Scores, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        assert scores.values is not None
+        return value_loss(scores.values, terms, factors, clip=self.objective.value_clip)
+
+
+def loss_temperature(terms: TermTensors, objective: Objective) -> Tensor | float:
+    """Return the temperature of each of `terms.tokens`, or one for all: 1 for a loss that is not about the sampler."""
+    return filled_temperature(terms.temperature, objective.temperature) if objective.is_policy else 1.0
+
+
+def require_value_head(loaded: LoadedModel) -> ValueHead:
+    """Return the value head of a model.
+
+    Raises:
+        TreepackError: it has none.
+    """
+    head = loaded.value_head
+    if head is None:
+        raise TreepackError(
+            f"{loaded.source}: has no value head; load it with load_model(..., value_head=True), or train one with "
+            "`treepack train --loss value`"
+        )
+    return head

@@ -1,0 +1,182 @@
+"""Trajectories of a row run one by one, by the plain model of transformers: the slow side of a verification.
+
+    Batch, trajectory --follow parents--> token ids --PlainModel--> logits, states --> loss of the trajectory
+
+The output layer is applied to a chunk of positions at a time if that is wanted; a value head is applied to the states
+that the output layer gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from treepack.data.batch import Batch, TermTensors
+from treepack.model.experts.replay import use_routes
+from treepack.model.head.output_head import OutputLayer, head_replaced
+from treepack.model.head.value_head import value_head_of
+from treepack.model.objectives.losses import objective_loss
+from treepack.model.objectives.objective import Objective
+from treepack.model.objectives.term_objective import Reads, Scores
+
+
+@dataclass(frozen=True)
+class PlainModel:
+    """The model under its own attention; with a `chunk`, that many positions have logits in memory at one time."""
+
+    model: Any
+    causal: Any
+    chunk: int | None
+
+    def replay(self, batch: Batch, path: Tensor) -> Tensor:
+        """Return the tokens of a row at `path`, int64 [L], and replay their recorded routes from now on."""
+        use_routes(self.causal, type(self.causal).__name__, None if batch.routes is None else batch.routes[path])
+        return batch.input_ids[path]
+
+    def reduce(self, tokens: Tensor, positions: Tensor, function: Callable[..., Any], *columns: Tensor) -> list[Any]:
+        """Return `function(logits, *columns)` of each chunk of `positions`.
+
+        Args:
+            tokens: int64 [L], a trajectory.
+            positions: int64 [n], whose logits [n, V] the function gets.
+            function: reduces logits and the parts of the columns that belong to their positions.
+            columns: [n] each.
+        """
+        if self.chunk is None:
+            return [function(self.model(input_ids=tokens[None], use_cache=False).logits[0, positions], *columns)]
+        chunk = self.chunk
+
+        def compute(states: Tensor, layer: OutputLayer) -> list[Any]:
+            def part(states: Tensor, *parts: Tensor) -> Any:
+                return function(layer.logits(states), *parts)
+
+            # The logits of a chunk are computed again in the backward pass.
+            pieces = zip(*(torch.split(column, chunk) for column in (states[positions], *columns)), strict=True)
+            return [checkpoint(part, *piece, use_reentrant=False) for piece in pieces]
+
+        with head_replaced(self.causal, compute) as call:
+            self.model(input_ids=tokens[None], use_cache=False)
+        results: list[Any] = call.result
+        return results
+
+    def values(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the values [n] of the states after the tokens at `positions`, int64 [n], of a trajectory alone."""
+        head = value_head_of(self.causal)
+        assert head is not None, "checked by the packed side"
+        with head_replaced(self.causal, lambda states, _: states) as call:
+            self.model(input_ids=tokens[None], use_cache=False)
+        # w . h + b written out: the packed side has another product
+        chosen: Tensor = call.result[positions].to(head.weight.dtype)
+        return (chosen * head.weight[0]).sum(-1) + head.bias[0]
+
+
+def losses_alone(plain: PlainModel, batch: Batch, factors: Tensor | None, objective: Objective) -> Iterator[Tensor]:
+    """Yield the loss of each trajectory of the row, from the logits of the plain model."""
+    if factors is not None:
+        yield from _objective_alone(plain, batch, factors, objective)
+        return
+    # scale is the number of trajectories through a token, and 0 for padding, whose weight is 0 too.
+    parent, share = batch.parent.tolist(), batch.loss_weight / batch.scale.clamp(min=1)
+    for end in batch.trajectory_ends.tolist():
+        path = torch.tensor(_path(parent, end), device=batch.input_ids.device)
+        tokens, weights = plain.replay(batch, path), share[path]
+        if len(tokens) == 1:  # predicts nothing, and nothing predicts it
+            continue
+        # Every position except the last, which predicts nothing: logits[i] predicts tokens[i + 1].
+        positions = torch.arange(len(tokens) - 1, device=path.device)
+        yield torch.stack(plain.reduce(tokens, positions, _weighted_nll, tokens[1:], weights[1:])).sum()
+
+
+def _weighted_nll(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return (cross_entropy(logits, labels, reduction="none").double() * weights).sum()
+
+
+def _objective_alone(plain: PlainModel, batch: Batch, factors: Tensor, objective: Objective) -> Iterator[Tensor]:
+    """Yield one scalar per trajectory, with its gradient; the first has the loss of the row as its value, the others 0.
+
+    The objective needs all trajectories at once, but memory has room for the graph of one. So the gradient of the
+    objective by every log-probability and entropy comes first, from runs without a graph. Then each trajectory runs
+    again, and its scalar passes its part of this gradient back to the parameters.
+    """
+    terms = batch.terms
+    assert terms is not None
+    num, each = len(batch.trajectory_ids), torch.arange(len(terms.index), device=factors.device)
+    reads, divisors = Reads.of(objective), _term_temperatures(terms, objective)
+    with torch.no_grad():
+        parts = [_scores_alone(plain, batch, reads, divisors, i) for i in range(num)]
+    # Numbers of [N] terms each: one value per term, even if several terms are about one token.
+    columns: list[Tensor | None] = [
+        torch.zeros(len(terms.index), dtype=torch.float64, device=factors.device) if is_read else None
+        for is_read in (reads.logprobs, reads.entropies, reads.values)
+    ]
+    for mine, values in parts:
+        for column, value in zip(columns, values, strict=True):
+            if column is not None and value is not None:
+                column[mine] = value.double()
+    leaves = [column.requires_grad_() for column in columns if column is not None]
+    logprobs, entropies, values_before = columns
+    # index [0, 1, ..., N - 1]: each term reads its own value, where the packed row lets terms of one token share one.
+    own = replace(terms, index=each)
+    loss, _ = objective_loss(logprobs, entropies, own, factors, objective, values=values_before)
+    slopes = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    value = loss.detach()
+    for i in range(num):
+        mine, scores = _scores_alone(plain, batch, reads, divisors, i)
+        read = [number for number in scores if number is not None]
+        # sum of slope * x has the gradient sum of slope * dx, which is the chain rule
+        chained = [(x.double() * slope[mine]).sum() for x, slope in zip(read, slopes, strict=True)]
+        total = torch.stack(chained).sum()
+        yield total - total.detach() + value  # the gradient of `total` with the value `value`
+        value = torch.zeros_like(value)
+
+
+def _term_temperatures(terms: TermTensors, objective: Objective) -> Tensor:
+    """Return the temperature of each term, float64 [N]: of the data or objective for a policy loss, 1 for others."""
+    if not objective.is_policy:
+        return terms.weight.new_ones(len(terms.index))
+    fill = 1.0 if objective.temperature is None else objective.temperature
+    if terms.temperature is None:
+        return terms.weight.new_full((len(terms.index),), fill)
+    of_terms = terms.temperature[terms.index]  # float32, so the filled values are rounded to it too
+    return torch.where(of_terms.isnan(), torch.full_like(of_terms, fill), of_terms).double()
+
+
+def _scores_alone(plain: PlainModel, batch: Batch, reads: Reads, divisors: Tensor, i: int) -> tuple[Tensor, Scores]:
+    """Run trajectory `i` alone; return the indices of its terms, and the numbers that the objective reads of them.
+
+    `divisors` float64 [N] are the temperatures of all terms.
+    """
+    terms = batch.terms
+    assert terms is not None
+    mine = (terms.trajectory == i).nonzero().squeeze(-1)
+    path = torch.tensor(_path(batch.parent.tolist(), int(batch.trajectory_ends[i])), device=mine.device)
+    # Row tokens to positions in the trajectory: path [0, 1, 4, 5], tokens [4, 5] -> [2, 3]. A path ascends.
+    positions = torch.searchsorted(path, terms.tokens[terms.index[mine]])
+    tokens, labels = plain.replay(batch, path), batch.input_ids[path[positions]]
+    logprobs = entropies = values = None
+    if reads.logprobs:
+        parts = plain.reduce(tokens, positions - 1, _label_statistics, labels, divisors[mine])
+        logprobs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
+    if reads.values:
+        values = plain.values(tokens, positions - 1)
+    return mine, Scores(logprobs, entropies if reads.entropies else None, values)
+
+
+def _label_statistics(logits: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    logs = (logits / temperature.to(logits.dtype)[:, None]).log_softmax(-1)
+    return logs.gather(-1, labels[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
+
+
+def _path(parent: list[int], token: int) -> list[int]:
+    # parent [-1, 0, 1, 0, 3], token 4 -> [0, 3, 4]
+    path = []
+    while token >= 0:
+        path.append(token)
+        token = parent[token]
+    return path[::-1]

@@ -1,0 +1,125 @@
+"""Compare the gradients of rows with the gradients of their trajectories, within the available memory and time.
+
+rows, free memory --plan_memory--> limits --choose_part, restrict_row--> rows that fit --verify_gradients--> report
+                                      ^                                                  |
+                                      '------ half of the tokens <------ out of memory --'
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treepack.data.batch import Batch
+from treepack.errors import TreepackError
+from treepack.memory.shortage import is_memory_error
+from treepack.model.loaded import LoadedModel
+from treepack.model.objectives.objective import Objective
+from treepack.model.verify.gradients import GradientReport, RowBackward, verify_gradients
+from treepack.model.verify.verify_memory import MAX_OPERATIONS, MemoryPlan, free_memory, model_sizes, plan_memory
+from treepack.model.verify.verify_subset import choose_part, restrict_row
+
+_log = logging.getLogger("treepack")
+
+_MIN_TOKENS = 32  # a smaller part of a row proves little, and a model that cannot run it has no memory at all
+
+
+@dataclass(frozen=True)
+class RowsReport:
+    """The comparison of some rows: its result, the rows or parts of rows that were compared, and the plan for them."""
+
+    gradients: GradientReport
+    batches: tuple[Batch, ...]
+    plan: MemoryPlan
+
+
+def verify_rows(
+    loaded: LoadedModel,
+    batches: Sequence[Batch],
+    *,
+    objective: Objective = Objective(),  # noqa: B008
+    factors: Sequence[Tensor | None] | None = None,
+    free: float | None = None,
+    backward: RowBackward | None = None,
+) -> RowsReport:
+    """Compare the gradients of rows, or of parts of them, with the gradients of their trajectories run alone.
+
+    Args:
+        loaded: a model in float64 or float32.
+        batches: rows on the CPU.
+        objective: the objective of the training.
+        factors: factors of each row's trajectories; None for sft.
+        free: free bytes beside the weights; by default the free memory of the model's device.
+        backward: how the packed side runs a row; None for one pass over the whole row.
+
+    Raises:
+        TreepackError: as `verify_gradients`, and if memory runs out for the smallest part.
+    """
+    plan, tried = _first_plan(loaded, batches, free), float("inf")
+    while True:
+        parts, part_factors = _restrict(batches, factors or [None] * len(batches), plan)
+        tokens, alone = sum(part.num_tokens for part in parts), sum(part.tokens_flat for part in parts)
+        _log.info("comparing gradients of %s packed tokens with %s tokens one by one", f"{tokens:,}", f"{alone:,}")
+        try:
+            report = verify_gradients(
+                loaded,
+                [part.to(loaded.device) for part in parts],
+                objective=objective,
+                factors=[None if each is None else each.to(loaded.device) for each in part_factors],
+                plan=plan,
+                backward=backward,
+            )
+            return RowsReport(report, tuple(parts), plan)
+        except (RuntimeError, MemoryError) as error:
+            if not is_memory_error(error):
+                raise
+            # The next part would be too small, or this one was no smaller than the one before.
+            if plan.max_tokens < 2 * _MIN_TOKENS or tokens >= tried:
+                raise TreepackError(
+                    f"{loaded.source}: out of memory for the gradients of {tokens:,} tokens; verify on a GPU "
+                    "with more free memory, or a smaller model of the same type"
+                ) from error
+        # Outside of the except clause, which keeps the tensors of the failed attempt alive.
+        loaded.model.zero_grad(set_to_none=True)
+        gc.collect()
+        if loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+        plan, tried = plan.halved(), tokens
+        _log.info("memory was too small: at most %d tokens of a row now", plan.max_tokens)
+
+
+def _first_plan(loaded: LoadedModel, batches: Sequence[Batch], free: float | None) -> MemoryPlan:
+    longest = max((batch.num_tokens for batch in batches), default=0)
+    free = free_memory(loaded.device) if free is None else free
+    sizes = model_sizes(loaded.causal, attention=loaded.attention, attention_alone=loaded.attention_alone)
+    on_gpu = loaded.device.type == "cuda"
+    return plan_memory(
+        sizes,
+        float("inf") if free is None else free,
+        longest,
+        longest_path=max((int(batch.position_ids.max()) + 1 for batch in batches), default=0),
+        max_operations=MAX_OPERATIONS if on_gpu else None,
+    )
+
+
+def _restrict(
+    batches: Sequence[Batch], factors: Sequence[Tensor | None], plan: MemoryPlan
+) -> tuple[list[Batch], list[Tensor | None]]:
+    """Return the rows or parts of rows that the plan allows, and the factors of their trajectories."""
+    parts, part_factors = [], []
+    max_flat = max(2, plan.max_flat // max(1, len(batches)))  # of each row; the limit is for all of them together
+    for batch, factor in zip(batches, factors, strict=True):
+        fits = batch.num_tokens <= plan.max_tokens and batch.tokens_flat <= max_flat
+        if not batch.total_weight or (fits and int(batch.position_ids.max()) < plan.max_depth):
+            parts.append(batch)
+            part_factors.append(factor)
+            continue
+        part = choose_part(batch, max_tokens=plan.max_tokens, max_flat=max_flat, max_depth=plan.max_depth)
+        parts.append(restrict_row(batch, part))
+        part_factors.append(None if factor is None else factor[list(part.trajectories)])
+    return parts, part_factors

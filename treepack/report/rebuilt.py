@@ -1,0 +1,67 @@
+"""The trie of the trajectories in packed rows, for a packed directory whose trie is missing.
+
+    Row, Row, ... --trie_of_rows--> Trie
+
+Rows contain ids, groups, steps, rewards and advantages. Rows without terms do not record which of several trajectories
+trains a token; in the trie, all of them train it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from treepack.pack.row import Row
+from treepack.trajectory import Float64, Int64, Tokens, Trajectory, spans_of_mask
+from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.trie import Trie
+
+
+def trie_of_rows(rows: Iterable[Row]) -> Trie:
+    """Build the trie of everything in `rows`, prefixes shared between all trajectories of a step.
+
+    Raises:
+        TreepackError: there is no row.
+    """
+    return build_trie(trajectory for row in rows for trajectory in _trajectories(row))
+
+
+def _trajectories(row: Row) -> Iterator[Trajectory]:
+    terms = row.terms
+    for i, end in enumerate(row.trajectory_ends.tolist()):
+        path = _path(row, end)
+        advantages = reward = None
+        trained = row.loss_weight[path] > 0
+        if terms is not None:
+            own_terms = np.flatnonzero(terms.trajectory == i)
+            trained = np.zeros(len(path), np.bool_)
+            # Terms name row indices; the position of a token is its index on the path.
+            trained[row.position_ids[terms.token[own_terms]]] = True
+            advantages = _complete(terms.advantage, own_terms)
+            if terms.trajectory_rewards is not None and not np.isnan(terms.trajectory_rewards[i]):
+                reward = float(terms.trajectory_rewards[i])
+        content = Tokens(row.input_ids[path], *spans_of_mask(trained.astype(np.float64)), advantages=advantages)
+        yield Trajectory(
+            row.trajectory_ids[i],
+            f"row {row.row_id}",
+            content,
+            group_id=row.trajectory_groups[i],
+            step=row.step,
+            reward=reward,
+        )
+
+
+def _path(row: Row, end: int) -> Int64:
+    """Return the row indices from the root to `end`."""
+    # The ancestors of a token are the earlier tokens whose subtree has not ended: subtree_end [5, 3, 3, 5, 5], end 3
+    # -> tokens 0 and 3
+    above = np.arange(end + 1)
+    return above[row.subtree_end[: end + 1] > end].astype(np.int64)
+
+
+def _complete(values: Float64 | None, terms: Int64) -> Float64 | None:
+    """Return the values of `terms`, None if there are none or one is NaN."""
+    if values is None or np.isnan(values[terms]).any():
+        return None
+    return values[terms]

@@ -1,0 +1,293 @@
+"""The prefix value predictor: a backbone with a scalar head, its files, and its values on rows of prefixes.
+
+    out/ --load_values--> ValueModel
+    ValueModel, AnchorRow --end_states--> [n, D] --values_of_states--> [n]      values in 0 .. 1
+    ValueModel, trie --predict_values--> a table of predictions, in the format of `research.trace.predictions`
+
+    out/config.json, model.safetensors   the backbone, as transformers saves it; its output layer is not trained
+    out/head.safetensors                 weight [1, D], bias [1]
+    out/metrics.jsonl                    a line per optimiser step
+    out/values.json                      written last: format, options, tokenizer, hash of every file
+
+V(h) = sigmoid(w . s + b), TRACE (arXiv 2606.11119) eq. 17: s is the hidden state of a causal language model, after its
+final norm, at the last token of the prefix h. `predictor.fit` fits the predictor, `predictor.rows` makes its rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor, nn
+
+from treepack import __version__
+from treepack.attention import row_multiple
+from treepack.data.batch import make_batch
+from treepack.errors import TreepackError
+from treepack.files import schema
+from treepack.files.manifest import TokenizerEntry, check_part, file_sha256, read_manifest
+from treepack.memory.shortage import memory_errors
+from treepack.model.accept.compatibility import check_fits
+from treepack.model.adapters.adapter import is_adapted
+from treepack.model.forward import hidden_states, prepare_batch
+from treepack.model.load import hide_progress_bars, load_model
+from treepack.model.loaded import LoadedModel
+from treepack.model.source import local_source
+from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone
+from treepack.research.trace.predictions import group_ids
+from treepack.research.trace.targets import TurnPrefixes, anchors
+from treepack.train.ranks import find_device
+from treepack.trajectory import Float64
+from treepack.trie.store.trie_files import read_trie
+from treepack.trie.trie import Trie
+
+FORMAT, VERSION = "treepack-values", 1
+RECORD, HEAD, METRICS = "values.json", "head.safetensors", "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class ValueModel:
+    """A backbone and its head, a linear layer from hidden states [n, D] to logits [n, 1] in the dtype of the weights.
+
+    `record` is the content of values.json; it is empty if the predictor was not read from a directory.
+    """
+
+    loaded: LoadedModel
+    head: nn.Linear
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+def new_head(loaded: LoadedModel) -> nn.Linear:
+    """Return a head that gives every prefix the value 0.5, in the dtype and on the device of the model's weights."""
+    # Zeros, because a random direction would rank prefixes before any of them was seen. The first update gives the head
+    # a direction, and from the second update on gradients reach the backbone.
+    weight = loaded.model.get_input_embeddings().weight
+    size = loaded.model.config.get_text_config().hidden_size
+    head = nn.Linear(size, 1, device=weight.device, dtype=weight.dtype)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def end_states(loaded: LoadedModel, row: AnchorRow, *, dtype: str = "fp32") -> Tensor:
+    """Return the hidden states [n, D] at the ends of the prefixes of a row; each token of the row is computed once."""
+    batch = prepare_batch(loaded, make_batch(row.row, multiple=row_multiple(loaded.attention)))
+    with torch.autocast(loaded.device.type, torch.bfloat16, enabled=dtype == "bf16"):
+        states = loaded.compute(lambda: hidden_states(loaded, batch))
+    # states [padded length, D]; padding is at the end, so the row's own indices are valid
+    return states[torch.from_numpy(row.token).to(loaded.device)]
+
+
+def row_memory_errors(row: AnchorRow) -> AbstractContextManager[None]:
+    """Turn a lack of memory for `row` into a TreepackError that suggests options."""
+    return memory_errors(
+        f"in a row of {row.row.num_tokens:,} tokens",
+        "give a smaller --capacity, --dtype bf16, or for a fit --gradient-checkpointing",
+    )
+
+
+def values_of_states(head: nn.Linear, states: Tensor) -> Tensor:
+    """Return the values [n] in 0 .. 1 of hidden states [n, D], in the dtype of the head: equation 17."""
+    # The head's float32, outside autocast: in bf16, values near 1 would have steps of 0.004.
+    values: Tensor = torch.sigmoid(head(states.to(head.weight.dtype)))[:, 0]
+    return values
+
+
+def check_rows(model: ValueModel, rows: Sequence[AnchorRow], tokenizer: TokenizerEntry | None, trie: Path) -> None:
+    """Refuse rows of `trie` that the model cannot compute exactly, and another `tokenizer` than that of the fit.
+
+    Raises:
+        TreepackError: as `model.accept.compatibility.check_fits`, and if the tokenizers differ.
+    """
+    fit_tokenizer = model.record.get("tokenizer")
+    if fit_tokenizer is not None and tokenizer is not None and fit_tokenizer["sha256"] != tokenizer["sha256"]:
+        raise TreepackError(
+            f"{trie}: was tokenised by {tokenizer['name']} and the predictor was fitted on tokens of "
+            f"{fit_tokenizer['name']}; build the trie with that tokenizer"
+        )
+    check_fits(
+        model.loaded,
+        max_token_id=max(int(row.row.input_ids.max()) for row in rows),
+        tokenizer=tokenizer,
+        max_position=max(int(row.row.position_ids.max()) for row in rows),
+    )
+
+
+def save_values(model: ValueModel, directory: Path, entries: dict[str, Any]) -> None:
+    """Write backbone and head into `directory`, and the record last: `entries` with format, versions and hashes."""
+    from safetensors.torch import save_file
+
+    with hide_progress_bars():
+        model.loaded.model.save_pretrained(directory)
+    save_file({name: value.cpu().contiguous() for name, value in _tensors(model.head).items()}, directory / HEAD)
+    # The metrics are not hashed: they have the seconds of each step, and equal fits must have equal records.
+    files = sorted(path for path in directory.iterdir() if path.name != METRICS)
+    hashed = [{"name": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in files]
+    record = {"format": FORMAT, "version": VERSION, "treepack": __version__, **entries, "files": hashed}
+    (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def start_values(source: str | Path, dtype: str, attention: str, device: torch.device, seed: int) -> ValueModel:
+    """Load the model from which a fit starts: an earlier predictor, or a causal language model with a new head.
+
+    Raises:
+        TreepackError: as `model.load.load_model` and `load_values`.
+    """
+    local = local_source(source)
+    if (Path(local) / RECORD).exists():
+        return load_values(local, dtype=dtype, attention=attention, device=str(device))
+    lower = torch.bfloat16 if dtype == "bf16" else None
+    loaded = load_model(source, attention=attention, autocast=lower, device=device, seed=seed)
+    if is_adapted(loaded.model):
+        raise TreepackError(f"{source}: is an adapter; fit a whole model, which `treepack train --merge` writes")
+    return ValueModel(loaded, new_head(loaded))
+
+
+def load_values(
+    directory: str | Path, *, dtype: str = "fp32", attention: str = "auto", device: str = "auto"
+) -> ValueModel:
+    """Load a predictor that `predictor.fit` wrote, with float32 weights; options as in `train.options.TrainOptions`.
+
+    Raises:
+        TreepackError: `directory` has no predictor, or one of its files is missing or was altered.
+    """
+    from safetensors.torch import load_file
+
+    path = Path(directory)
+    record = read_values_record(path)
+    for entry in record["files"]:  # before any file is read as a model
+        check_part(path, entry)
+    lower = torch.bfloat16 if dtype == "bf16" else None
+    loaded = load_model(path, attention=attention, autocast=lower, device=find_device(device))
+    head, tensors = new_head(loaded), load_file(path / HEAD)
+    if {name: value.shape for name, value in tensors.items()} != {n: v.shape for n, v in _tensors(head).items()}:
+        raise TreepackError(f"{path / HEAD}: does not fit the model in the same directory; fit the predictor again")
+    head.load_state_dict(tensors)
+    return ValueModel(loaded, head, record)
+
+
+def read_values_record(directory: Path) -> dict[str, Any]:
+    """Return the content of values.json.
+
+    Raises:
+        TreepackError: the file is missing or damaged, or has another format or version.
+    """
+    path = directory / RECORD
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        version = record["format"], record["version"]
+        # Every entry that is used later is read here once, so that a record without it is refused in one place.
+        entries = [(entry["name"], entry["bytes"], entry["sha256"]) for entry in record["files"]]
+        tokenizer = record["tokenizer"] is None or str(record["tokenizer"]["sha256"])
+        options = str(record["options"]["segment"]), int(record["options"]["capacity"])
+        complete = bool(tokenizer and all(options) and HEAD in {name for name, *_ in entries})
+    except OSError as error:
+        raise TreepackError(
+            f"{path}: cannot be read ({error.strerror}); expected a directory that treepack values fit wrote"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TreepackError(f"{path}: is damaged ({error}); fit the predictor again") from error
+    if version != (FORMAT, VERSION):
+        raise TreepackError(f"{path}: holds {version[0]} version {version[1]}; expected {FORMAT} version {VERSION}")
+    if not complete:
+        raise TreepackError(f"{path}: is damaged (an entry is missing); fit the predictor again")
+    return dict(record)
+
+
+def _tensors(head: nn.Linear) -> dict[str, Tensor]:
+    return {name: value.detach() for name, value in sorted(head.state_dict().items())}
+
+
+@torch.no_grad()
+def node_values(model: ValueModel, rows: Sequence[AnchorRow], *, num_inner: int, dtype: str = "fp32") -> Float64:
+    """Return the value of every node whose prefix ends in one of `rows`, float64 [num_inner]; NaN for other nodes.
+
+    Raises:
+        TreepackError: a value is not finite, or memory is too small.
+    """
+    values = np.full(num_inner, np.nan)  # each node ends in one row, so no value is written twice
+    for row in rows:
+        with row_memory_errors(row):
+            row_values = values_of_states(model.head, end_states(model.loaded, row, dtype=dtype)).double().cpu().numpy()
+        if not np.isfinite(row_values).all():
+            raise TreepackError(
+                f"{model.loaded.source}: a value of row {row.row.row_id} is not finite; fit the predictor again"
+            )
+        values[row.node] = row_values
+    return values
+
+
+@dataclass(frozen=True)
+class PredictedValues:
+    """A `table` with a row per prompt and per occurrence of a prefix, and counts of the work.
+
+    `tokens_computed` is the number of tokens in the packed rows, and `tokens_alone` the number if each prefix were
+    encoded alone.
+    """
+
+    table: pa.Table
+    num_prompts: int
+    num_prefixes: int
+    tokens_computed: int
+    tokens_alone: int
+
+
+def predict_values(
+    model: ValueModel, trie: str | Path, *, segment: str | None = None, capacity: int | None = None, dtype: str = "fp32"
+) -> PredictedValues:
+    """Predict the values of all prompts and prefixes of a trie directory.
+
+    `segment` and `capacity` default to the options of the fit.
+
+    Raises:
+        TreepackError: the trie has another tokenizer or several training steps of one group, a prefix is longer than
+            the capacity, or the model does not fit the data.
+    """
+    directory = Path(trie)
+    manifest, rollouts = read_manifest(directory, schema.TRIE_FORMAT), read_trie(directory)
+    ends = anchors(rollouts, segment=segment or model.record["options"]["segment"])
+    prefixes = anchor_prefixes(rollouts, ends)
+    nodes = np.arange(ends.tree.num_inner)  # groups 0 to num_groups - 1, then prefixes
+    names = group_ids(rollouts, ends)
+    # A group_id in two training steps is two groups of the trie, and a file of predictions has one value for it.
+    if len(set(names)) < len(names):
+        raise TreepackError(
+            f"{directory}: predictions hold one value per group_id and the trie has several training steps of one; "
+            "build a trie of one step"
+        )
+    rows = anchor_rows(prefixes, nodes, capacity=capacity or model.record["options"]["capacity"])
+    check_rows(model, rows, manifest.get("tokenizer"), directory)
+    values = node_values(model, rows, num_inner=len(nodes), dtype=dtype)
+    return PredictedValues(
+        table=prediction_table(rollouts, ends, values),
+        num_prompts=ends.tree.num_groups,
+        num_prefixes=len(nodes) - ends.tree.num_groups,
+        tokens_computed=sum(row.row.num_tokens for row in rows),
+        tokens_alone=tokens_alone(prefixes, nodes),
+    )
+
+
+def prediction_table(trie: Trie, ends: TurnPrefixes, values: Float64) -> pa.Table:
+    """Return a table of group_id, trajectory_id, turn and value: each prompt, then each prefix in trie order.
+
+    `values` is float64 [num_inner], by node.
+    """
+    # Two rollouts a and b of group q that share turn 1:
+    #   group_id q q q, trajectory_id null a b, turn null 1 1, value .5 .7 .7
+    names, num_groups = group_ids(trie, ends), ends.tree.num_groups
+    prefixes = trie.trajectories.select(["group_id", "trajectory_id"]).take(pa.array(ends.trajectory))
+    return pa.table(
+        {
+            "group_id": pa.array(names + prefixes["group_id"].to_pylist(), pa.string()),
+            "trajectory_id": pa.array([None] * num_groups + prefixes["trajectory_id"].to_pylist(), pa.string()),
+            "turn": pa.array([None] * num_groups + ends.turn.tolist(), pa.int64()),
+            "value": np.concatenate([values[:num_groups], values[ends.node]]),
+        }
+    )

@@ -1,0 +1,1 @@
+"""Engines behind HTTP: the APIs of vLLM and SGLang."""

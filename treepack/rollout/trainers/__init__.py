@@ -1,0 +1,1 @@
+"""Rollouts as trees inside TRL and verl."""

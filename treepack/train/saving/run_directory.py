@@ -1,0 +1,343 @@
+"""The directory of a training run, from its first step to the finished model.
+
+out/run.json         written first: data, model and options, so that only the same run can be resumed
+out/metrics.jsonl    a line per optimiser step; see `train.watch.metrics`
+out/checkpoints/     see `train.saving.checkpoint`
+out/...              weights, config and tokenizer, after training is complete
+out/train.json       written last: options, inputs, notes; a directory without it is unfinished
+
+`out` may be an address in an object store. Then run.json is written only if it is absent, and files on their way are in
+the folder of a `train.saving.place.Place`.
+
+A resumed run may have more steps than before, even if it was finished. Then run.json gets the new number and train.json
+is removed, after the last checkpoint is read and before the first new step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from treepack import __version__
+from treepack.errors import TreepackError
+from treepack.files.address import AnyPath, RemotePath, as_path
+from treepack.files.directory import RUN, finished_file, refuse_existing
+from treepack.files.remote import object_store
+from treepack.files.remote.object_store import ExistsError, first_line
+from treepack.files.remote.retries import patiently
+from treepack.model.weights.writing import SavedWeights
+from treepack.train.options import LENGTH_OPTIONS, TrainOptions
+from treepack.train.run import Packed, TrainingRun
+from treepack.train.saving.choices import ENTRY, chosen_numbers
+from treepack.train.saving.place import Place
+from treepack.train.saving.saved_model import save_model
+from treepack.train.schedule import learning_rate, plan_steps
+
+_log = logging.getLogger("treepack")
+
+FORMAT = "treepack-train"
+VERSION = 2
+FINISHED = "train.json"
+_COMPARED = ("format", "version", "packed_sha256", "config_sha256")
+# Entries of a model's configuration that depend on where and by which version it was saved, not on its architecture.
+_INCIDENTAL = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
+
+
+def check_out(out: AnyPath, *, inputs: Iterable[str | AnyPath], overwrite: bool, resume: bool) -> None:
+    """Refuse an `out` that a run with these `inputs` must not write to; to be called before anything is loaded.
+
+    Raises:
+        TreepackError: `out` contains an unfinished run, a finished run, other files, or an input.
+    """
+    started = _exists(out / RUN)
+    if resume and started:
+        return  # `begin` compares the runs when the model is loaded
+    if not overwrite and started and not is_finished(out):
+        raise TreepackError(
+            f"{out} contains a run that is not complete; continue it with --resume or replace it with --overwrite"
+        )
+    refuse_existing(out, overwrite=overwrite, inputs=inputs)
+
+
+def begin(run: TrainingRun, out: AnyPath, *, overwrite: bool, resume: bool) -> None:
+    """Create the directory `out` of `run`, or with `resume` check that an existing one belongs to an equal run.
+
+    Raises:
+        TreepackError: `out` exists and may not be replaced, or was written by a run that computes something else.
+    """
+    check_out(out, inputs=[*run.paths, run.loaded.source], overwrite=overwrite, resume=resume)
+    if resume and _exists(out / RUN):
+        _check_same(run, out)
+        num_steps = num_finished(out) or 0
+        if num_steps > len(run.schedule):
+            raise TreepackError(
+                f"{out}: {num_steps} steps are already finished and this run has {len(run.schedule)}; give --steps of "
+                "more than that, or start a new --out"
+            )
+        return
+    record = _run_record(run)
+    if isinstance(out, RemotePath):
+        _begin_remote(out, record)
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        _remove_contents(out)
+        _write(out / RUN, record)
+    except OSError as error:
+        raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
+
+
+def _begin_remote(out: RemotePath, record: dict[str, Any]) -> None:
+    """Remove what `_remove_contents` removes, and write run.json, of two processes only one.
+
+    Raises:
+        TreepackError: another process has written it meanwhile, or the store fails.
+    """
+    names = sorted(object_store.list_objects(out), key=lambda name: (name != FINISHED, name == RUN))
+    object_store.delete(out / name for name in names)
+    try:
+        object_store.write(out / RUN, _as_bytes(record), expected=None)
+    except ExistsError as error:
+        raise TreepackError(f"{out}: another process has just started a run there; choose another --out") from error
+
+
+def _remove_contents(out: Path) -> None:
+    """Remove all files in `out`, but not `out` itself, which may be a mount or a link."""
+    # If this process dies halfway, the rest must count as an unfinished run that --overwrite may remove: so the mark
+    # of a finished run goes first, and run.json, by which the directory is recognised, goes last.
+    (out / FINISHED).unlink(missing_ok=True)
+    for path in sorted(out.iterdir(), key=lambda path: path.name == RUN):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def is_finished(out: AnyPath) -> bool:
+    """Return true if the model in `out` is complete."""
+    return _exists(out / FINISHED)
+
+
+def num_finished(out: AnyPath) -> int | None:
+    """Return the number of steps of the complete model in `out`, None if there is none.
+
+    Raises:
+        TreepackError: train.json is damaged.
+    """
+    if not is_finished(out):
+        return None
+    record = _read(out / FINISHED)
+    return int(record["num_steps"])
+
+
+def is_complete(out: AnyPath, options: TrainOptions, num_steps: int) -> bool:
+    """Return true if the model in `out` is complete, and a run of `num_steps` steps has nothing to add to it.
+
+    Raises:
+        TreepackError: train.json is damaged.
+    """
+    if num_finished(out) != num_steps:
+        return False
+    record = _read(out / FINISHED)
+    # A run that ended early because of its patience goes on if it gets another patience.
+    ended_early = record.get("last_step", num_steps) < num_steps
+    return not ended_early or record["options"]["patience"] == options.patience
+
+
+def is_same_finished_run(out: AnyPath, packed: Packed, model: str, options: TrainOptions, num_steps: int) -> bool:
+    """Return True if the model in `out` is complete, and certainly the result of these arguments.
+
+    The weights of `model` are not read: another path to the same model gives false, and the caller opens the run.
+    """
+    if not is_complete(out, options, num_steps):
+        return False
+    record = _read(out / FINISHED)
+    fixed = json.loads(json.dumps(options.fixed_options))
+    names = fixed.keys() - LENGTH_OPTIONS
+    same = {name: record["options"].get(name) for name in names} == {name: fixed[name] for name in names}
+    paths = [packed] if isinstance(packed, str | Path) else packed
+    return same and (record["packed"], record["model"]) == (", ".join(str(as_path(path)) for path in paths), model)
+
+
+def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:
+    """Record that the run in `out`, of which `done` steps are done, now has another number of steps; return a note.
+
+    Only the first rank writes. None if the number of steps is the same as before.
+
+    Raises:
+        TreepackError: the disk fails.
+    """
+    before = _read(out / RUN)
+    lengths = {name: before["options"][name] for name in LENGTH_OPTIONS}
+    old, new = len(plan_steps(run.dataset, replace(run.options, **lengths), run.table)), len(run.schedule)
+    if run.ranks.leads:
+        try:
+            same = lengths == {name: getattr(run.options, name) for name in LENGTH_OPTIONS}
+            if not same or before.get(ENTRY) != chosen_numbers(run.options).get(ENTRY):
+                _write(out / RUN, _run_record(run))
+            _remove(out / FINISHED)
+        except OSError as error:
+            raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error
+    if old == new:
+        return None
+    if done == 0 or done == new or run.options.min_lr_ratio == 1:
+        return f"{old} steps become {new}"
+    # Steps are counted from 0 here: step `done - 1` was the last one.
+    last, following = learning_rate(run.options, done - 1, old), learning_rate(run.options, done, new)
+    return (
+        f"{old} steps become {new}, and the learning rate follows the schedule of {new} steps: it was {last:.3g} at "
+        f"step {done} and is {following:.3g} at step {done + 1}"
+    )
+
+
+def finish_run(
+    run: TrainingRun,
+    place: Place,
+    weights: dict[str, Any] | SavedWeights | None,
+    outcome: Mapping[str, Any] | None = None,
+    *,
+    value_head: dict[str, Tensor] | None = None,
+) -> None:
+    """Write the model in its own format, and `train.json` last; the files of an interrupted attempt are replaced.
+
+    Args:
+        run: the trained run.
+        place: its directory.
+        weights: of a sharded model the full tensors, or the tensors that the other ranks gather with this one; None
+            if the model itself contains them.
+        outcome: JSON values for `train.json`, such as the last step of a run that ended early.
+        value_head: the weights of a critic's head, for a file beside the model.
+
+    Raises:
+        TreepackError: the disk or the store fails.
+    """
+    record = {
+        **_identity(run),
+        "treepack": __version__,
+        "attention": run.loaded.attention,
+        "num_steps": len(run.schedule),
+        **(outcome or {}),
+        "num_ranks": run.ranks.size,
+        "options": run.options.as_record(),
+        "notes": list(run.notes),
+    }
+    # Written under a temporary name first, because the library writes several files and may fail between them.
+    temporary = place.folder / ".weights.partial"
+    try:
+        save_model(run, temporary, weights, value_head=value_head)
+        if isinstance(place.out, Path):
+            for path in sorted(temporary.iterdir()):
+                path.replace(place.out / path.name)  # within one file system, so that each file is whole or absent
+            temporary.rmdir()
+            _write(place.out / FINISHED, record)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise TreepackError(
+            f"{place.folder}: the model cannot be written ({first_line(error)}); free disk space and continue with "
+            "--resume"
+        ) from error
+    if place.uploads is not None:
+        _log.info("uploading the model")
+        with place.uploads.kept_on_errors():
+            patiently(place.uploads.push)
+            patiently(place.uploads.check_owner)
+            for path in sorted(temporary.iterdir()):
+                place.uploads.send(path, path.name)
+            patiently(lambda: _write(place.out / FINISHED, record))
+
+
+def _identity(run: TrainingRun) -> dict[str, Any]:
+    """Return the entries that two runs must have in common to compute the same, if they start from equal weights."""
+    config = {name: value for name, value in run.loaded.causal.config.to_dict().items() if name not in _INCIDENTAL}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "packed": str(run.dataset.path),
+        "packed_sha256": _parts_sha256(run),
+        "model": run.loaded.source,
+        "config_sha256": _sha256(json.dumps(config, sort_keys=True, default=str)),
+        **({} if run.held_out is None else {"eval_sha256": _parts_sha256(run.held_out)}),
+        "options": run.options.fixed_options,
+    }
+
+
+def _run_record(run: TrainingRun) -> dict[str, Any]:
+    """Return the content of run.json."""
+    return {**_identity(run), "treepack": __version__, **chosen_numbers(run.options)}
+
+
+def _parts_sha256(run: TrainingRun) -> str:
+    # The manifest has the hash of every part, so the hash of these hashes identifies the data without reading it.
+    return _sha256("".join(entry["sha256"] for entry in run.dataset.manifest["files"]))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_same(run: TrainingRun, out: AnyPath) -> None:
+    """Refuse to resume in `out` a run that differs from the one that started there.
+
+    Raises:
+        TreepackError: run.json is damaged, or data, configuration or options differ.
+    """
+    path, now = out / RUN, _identity(run)
+    try:
+        before = _read(path)
+        old_options = before["options"]
+        # Both sides must have JSON types, in which a tuple is a list: (0.9, 0.95) -> [0.9, 0.95].
+        new_options = json.loads(json.dumps(now["options"]))
+        old_options, new_options = ({"blocks": 1, **options} for options in (old_options, new_options))
+        pairs = [(name, before[name], now[name]) for name in _COMPARED]
+        pairs.append(("eval_sha256", before.get("eval_sha256"), now.get("eval_sha256")))  # absent without held-out rows
+        names = sorted({*old_options, *new_options} - LENGTH_OPTIONS)
+        pairs += [(name, old_options.get(name), new_options.get(name)) for name in names]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise TreepackError(f"{path}: is damaged ({error}); remove {out} and start again") from error
+    for name, old, new in pairs:
+        if old != new:
+            raise TreepackError(
+                f"{out}: cannot resume: {name} was {old!r} when the run started and is {new!r} now; restore it, or "
+                "start a new --out"
+            )
+
+
+def _exists(path: AnyPath) -> bool:
+    return path.exists() if isinstance(path, Path) else object_store.info(path) is not None
+
+
+def _remove(path: AnyPath) -> None:
+    if isinstance(path, Path):
+        path.unlink(missing_ok=True)
+    else:
+        object_store.delete([path])
+
+
+def _read(path: AnyPath) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_bytes() if isinstance(path, Path) else object_store.read_object(path) or b"")
+    except (OSError, ValueError, RecursionError) as error:
+        raise TreepackError(f"{path}: is damaged ({error}); remove {path.parent} and start again") from error
+    if not isinstance(record, dict):
+        raise TreepackError(f"{path}: is damaged (no object); remove {path.parent} and start again")
+    return record
+
+
+def _write(path: AnyPath, record: dict[str, Any]) -> None:
+    if isinstance(path, RemotePath):
+        object_store.write(path, _as_bytes(record))
+        return
+    with finished_file(path, overwrite=True) as temporary:
+        temporary.write_bytes(_as_bytes(record))
+
+
+def _as_bytes(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record, indent=2) + "\n").encode()

@@ -1,0 +1,109 @@
+"""The model that a training run writes: in the format of its source, with a value head in a file of its own.
+
+run, weights --save_model--> config.json, model.safetensors or adapter_model.safetensors, tokenizer
+value_head.safetensors, if the model is a critic
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from treepack.files.remote.object_store import first_line
+from treepack.model.adapters.adapter import adapter_base, is_adapted, save_adapter
+from treepack.model.head.value_head import without_value_head, write_value_head
+from treepack.model.load import hide_progress_bars, load_merged
+from treepack.model.weights.whole_checkpoint import copy_other_files, has_rest, save_whole
+from treepack.model.weights.writing import SavedWeights, save_settings, saved_weights
+from treepack.train.run import TrainingRun
+
+_log = logging.getLogger("treepack")
+
+
+def save_model(
+    run: TrainingRun,
+    directory: Path,
+    weights: dict[str, Any] | SavedWeights | None,
+    *,
+    value_head: dict[str, Tensor] | None = None,
+) -> None:
+    """Write model, value head and tokenizer into the directory, which is replaced; arguments as in `finish_run`.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    from safetensors import SafetensorError
+
+    shutil.rmtree(directory, ignore_errors=True)
+    model, options = run.loaded.model, run.options
+    model.eval()
+    merge = options.lora is not None and options.lora.merge
+    base = adapter_base(model) if is_adapted(model) else run.loaded.source
+    try:
+        with hide_progress_bars(), without_value_head(run.loaded.causal):
+            if is_adapted(model):
+                assert not isinstance(weights, SavedWeights)
+                save_adapter(model, directory, weights)
+                if merge:
+                    model = _merge(run, directory, base)
+            if not is_adapted(model):
+                _save_weights(model, base, directory, weights)
+    except SafetensorError as error:
+        raise OSError(first_line(error)) from error
+    if value_head is not None:
+        write_value_head(value_head, directory)
+    if run.tokenizer is not None:
+        run.tokenizer.save_pretrained(directory)
+    if not is_adapted(model) and has_rest(model, base):
+        copy_other_files(base, directory)  # last, because the tokenizer's own files lack the name of the processor
+
+
+def _merge(run: TrainingRun, directory: Path, base: str) -> Any:
+    """Return the whole model with the adapter in `directory` in it, and remove the directory."""
+    _log.info("merging the adapter into the model")
+    merged = load_merged(base, directory, seed=run.options.seed)
+    repair_generation_config(merged)
+    shutil.rmtree(directory)
+    return merged
+
+
+def _save_weights(model: Any, source: str, directory: Path, weights: dict[str, Any] | SavedWeights | None) -> None:
+    """Write a model, and the rest of a checkpoint of which it is the text half."""
+    if has_rest(model, source):
+        assert not isinstance(weights, SavedWeights)
+        save_whole(model, source, directory, weights)
+        return
+    if weights is None:  # one process
+        weights = saved_weights(model)
+    if isinstance(weights, SavedWeights):
+        save_settings(model, directory)
+        weights.write(directory)
+    else:
+        model.save_pretrained(directory, **({} if weights is None else {"state_dict": weights}))
+
+
+def repair_generation_config(model: Any) -> tuple[str, ...]:
+    """Repair generation settings that transformers loads but would refuse to save at the end; return notes."""
+    config = model.generation_config
+    if config is None or _is_savable(config):
+        return ()
+    config.do_sample = True  # the usual fault is a temperature or top_p without do_sample
+    if _is_savable(config):
+        return ("generation_config.json has sampling settings without do_sample, so do_sample is set",)
+    model.generation_config = type(config).from_model_config(model.config)
+    return ("generation_config.json has settings that transformers cannot save: the model gets the default settings",)
+
+
+def _is_savable(config: Any) -> bool:
+    # transformers checks the settings only when it saves them, so saving is the one way to ask.
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            config.save_pretrained(folder)
+        except ValueError:
+            return False
+    return True

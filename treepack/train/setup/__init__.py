@@ -1,0 +1,1 @@
+"""Open a run: data, model and options, checked before the first step."""

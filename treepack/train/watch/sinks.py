@@ -1,0 +1,199 @@
+"""Trackers of other projects, which get the numbers of metrics.jsonl: TensorBoard, Weights & Biases, trackio.
+
+    StepMetrics.as_record() --Sinks.write--> tensorboard    OUT/tensorboard/
+                                             wandb          OUT/wandb/ and the server that wandb is logged in to
+                                             trackio        the local database of trackio (TRACKIO_DIR)
+
+    {"step": 7, "loss": 2.31, "eval_loss": 2.5, "skipped_rows": []}  ->  train/loss 2.31 and eval/loss 2.5 at step 7
+
+metrics.jsonl is the record of a run, see `train.watch.metrics`; a tracker has a copy. A tracker that fails is left out
+from then on, with one note, and never stops training. A resumed run continues the same run of the tracker, whose id is
+in OUT/tracker.json.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from treepack.errors import TreepackError, install_hint
+from treepack.files.directory import finished_file
+from treepack.files.remote import object_store
+from treepack.train.saving.place import Place
+from treepack.train.watch.metrics import TensorBoardLog, scalars
+
+TRACKER = "tracker.json"
+
+
+class Sink(Protocol):
+    """A tracker with an open run."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add the finite numbers of a record of `MetricsLog.write`."""
+
+    def close(self) -> None:
+        """Finish the run."""
+
+
+@dataclass(frozen=True)
+class SinkRun:
+    """What a tracker shows about a run.
+
+    `project` and `name` group and name runs there. `run_id` is unique and the same for all processes of one run.
+    `config` are JSON values. `done` is the number of steps that were done before this process, 0 for a new run.
+    """
+
+    folder: Path
+    project: str
+    name: str
+    run_id: str
+    config: dict[str, Any] = field(default_factory=dict)
+    done: int = 0
+
+
+class Sinks:
+    """All trackers of a run; a tracker that fails is closed and left out, with a note."""
+
+    def __init__(self, names: Sequence[str], run: SinkRun, note: Callable[[str], None]) -> None:
+        """Open the trackers of `SINKS` with these names.
+
+        Raises:
+            TreepackError: a name is unknown.
+        """
+        check_sinks(names)
+        self._note = note
+        self._sinks: dict[str, Sink] = {}
+        for name in dict.fromkeys(names):  # each once
+            try:
+                self._sinks[name] = SINKS[name](run)
+            except Exception as error:  # code of other projects may raise anything
+                self._leave_out(name, error)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Pass a record to all trackers."""
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.write(record)
+            except Exception as error:
+                del self._sinks[name]
+                self._leave_out(name, error)
+
+    def close(self) -> None:
+        """Finish the run in all trackers."""
+        while self._sinks:
+            name, sink = self._sinks.popitem()
+            try:
+                sink.close()
+            except Exception as error:
+                self._leave_out(name, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        self._note(f"{name} gets no more metrics ({reason}); metrics.jsonl has them all")
+
+
+def tracker_id(place: Place) -> str:
+    """Return the id by which trackers know the run in `place`; a resumed run has the same one.
+
+    Raises:
+        TreepackError: tracker.json is damaged, or the store fails.
+    """
+    path = place.out / TRACKER
+    if isinstance(path, Path):
+        content = path.read_bytes() if path.exists() else None
+    else:
+        content = object_store.read_object(path)
+    if content is None:
+        identifier = secrets.token_hex(4)
+        with finished_file(place.folder / TRACKER, overwrite=True) as temporary:
+            temporary.write_text(json.dumps({"run_id": identifier}) + "\n")
+        return identifier
+    try:
+        return str(json.loads(content)["run_id"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise TreepackError(f"{path}: is damaged ({error}); remove it to report to a new run of the tracker") from error
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Refuse unknown names, and trackers whose package is not installed.
+
+    Raises:
+        TreepackError: naming the tracker.
+    """
+    from importlib.util import find_spec
+
+    for name in names:
+        if name not in SINKS:
+            raise TreepackError(f"report_to is {name!r}; expected one of {', '.join(SINKS)}")
+        if find_spec(name) is None:
+            raise TreepackError(f"--report-to {name} needs {name}, which is not installed; {install_hint(name)}")
+
+
+def _open_tensorboard(run: SinkRun) -> Sink:
+    return TensorBoardLog(run.folder / "tensorboard", keep_until=run.done)
+
+
+class _Wandb:
+    def __init__(self, run: SinkRun) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id,
+            resume="allow",
+            dir=run.folder,
+            config=run.config,
+            settings=wandb.Settings(silent=True),  # its lines would be written between those of the progress
+        )
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        # Steps that a resumed run computes again have equal values; wandb ignores them.
+        self._run.log(scalars(record), step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio:
+    def __init__(self, run: SinkRun) -> None:
+        import trackio
+
+        # Its runs have no id of the caller's choice, and two directories may have the same name: "out" -> "out-1f2e".
+        name = f"{run.name}-{run.run_id[:4]}"
+        with redirect_stdout(io.StringIO()):  # stdout is for the summary of the command
+            self._run = trackio.init(
+                project=run.project, name=name, config=run.config, resume="allow" if run.done else "never"
+            )
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._run.log(scalars(record), step=record["step"])
+
+    def close(self) -> None:
+        import trackio
+
+        with redirect_stdout(io.StringIO()):
+            trackio.finish()  # not `Run.finish`, after which trackio would finish the run again when the process ends
+
+
+SINKS: dict[str, Callable[[SinkRun], Sink]] = {
+    "tensorboard": _open_tensorboard,
+    "wandb": _Wandb,
+    "trackio": _Trackio,
+}
+"""The trackers by the name of their package, which is also the name of their extra."""

@@ -1,0 +1,1 @@
+"""A trie in files: written, read, mapped, and read in slices."""
