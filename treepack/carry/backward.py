@@ -26,6 +26,7 @@ from treepack.carry.offload import CarriedBytes, CarryMemory
 from treepack.carry.row import CarriedRow, PieceRow, open_row
 from treepack.carry.terms import SortedTerms, Targets
 from treepack.data.batch import Batch
+from treepack.data.transfers import sent
 from treepack.errors import TreepackError
 from treepack.model.forward import hidden_states, run_with_head
 from treepack.model.head.output_head import OutputLayer
@@ -41,7 +42,6 @@ from treepack.model.objectives.term_objective import (
     require_value_head,
     score,
 )
-from treepack.model.transfers import sent
 
 # Losses whose value depends on all tokens of a trajectory, which may lie in several pieces.
 TWO_PHASES = ("gspo", "dpo")

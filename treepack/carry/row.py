@@ -29,13 +29,13 @@ from treepack.carry.routes import Routes
 from treepack.carry.stack import Stack
 from treepack.carry.states import States, follow_layers
 from treepack.data.batch import Batch
+from treepack.data.transfers import sent
 from treepack.model.accept.first_batch import check_positions
 from treepack.model.experts.replay import check_routes
 from treepack.model.forward import hidden_states
 from treepack.model.layers import recomputes
 from treepack.model.loaded import LoadedModel
 from treepack.model.text_half import check_text
-from treepack.model.transfers import sent
 from treepack.trajectory import Int32, Int64
 
 

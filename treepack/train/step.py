@@ -21,13 +21,13 @@ from torch import Tensor
 from treepack.data.batch import Batch
 from treepack.data.mixture import source_names, source_of_rows
 from treepack.data.prefetch import Prefetch
+from treepack.data.transfers import sent
 from treepack.memory.shortage import memory_errors
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import hidden_states, pass_loss, prepare_batch
 from treepack.model.objectives.losses import step_means, sum_names
 from treepack.model.objectives.term_objective import PassLoss
-from treepack.model.transfers import sent
 from treepack.train.passes import Pass
 from treepack.train.pieces import backward_in_pieces, has_long_rows, lower_precision, runs_in_pieces, value_in_pieces
 from treepack.train.run import TrainingRun

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treepack.model.transfers import sent
+from treepack.data.transfers import sent
 
 
 @dataclass(frozen=True)

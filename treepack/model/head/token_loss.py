@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from treepack.data.transfers import sent
 from treepack.errors import TreepackError
 from treepack.model.head.head_chunks import ChunkTargets, invert, split_targets
 from treepack.model.head.head_gradients import HeadOptions, Price, priced_loss, token_scores
 from treepack.model.head.logit_map import LogitMap, Slopes
-from treepack.model.transfers import sent
 
 # Targets whose logits are in memory at a time: enough rows for a fast product, 1.2 GB in float32 with 151,936 words.
 CHUNK = 2048

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from treepack.data.batch import RowEdges, TermTensors
 from treepack.data.joined import terms_of_row
+from treepack.data.transfers import sent
 from treepack.errors import TreepackError
 from treepack.model.head.head_gradients import is_float16
 from treepack.model.head.output_head import OutputLayer
@@ -28,7 +29,6 @@ from treepack.model.objectives.objective import Objective
 from treepack.model.objectives.policy_terms import TERM_MEANS
 from treepack.model.objectives.term_prices import prices_of_terms
 from treepack.model.objectives.value_loss import value_loss
-from treepack.model.transfers import sent
 
 
 class PassLoss(NamedTuple):

@@ -1,4 +1,4 @@
-"""Copies from the CPU to a GPU that nobody waits for."""
+"""Asynchronous copies from the CPU to a GPU."""
 
 from __future__ import annotations
 
