@@ -25,8 +25,8 @@ pass_tokens_option = click.option(
     default="auto",
     show_default=True,
     metavar="N|auto",
-    help="Join consecutive rows into passes of at most N tokens, which are faster; auto is 32768 on a GPU and 8192 on "
-    "the CPU, and 1 runs every row alone.",
+    help="Join consecutive rows into passes of at most N tokens, which are faster on a GPU; auto is 32768 there, and 1 "
+    "runs every row alone, as auto does on the CPU.",
 )
 
 

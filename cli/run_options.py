@@ -101,8 +101,8 @@ run_options = option_group(
             default="auto",
             show_default=True,
             metavar="N|auto",
-            help="Join short rows of a step into passes of at most N tokens, which are faster; auto chooses N for "
-            "speed and the free memory, and 1 runs every row alone.",
+            help="Join short rows of a step into passes of at most N tokens, which are faster on a GPU; auto chooses N "
+            "for speed and the free memory, and 1 runs every row alone, as auto does on a CPU.",
         ),
         click.option(
             "--report-to",

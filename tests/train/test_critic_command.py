@@ -58,14 +58,14 @@ def values_alone(trie: Trie) -> Float64:
 
 
 @settings(max_examples=5, deadline=None)
-@given(SEQUENCES, st.sampled_from([None, 1, 4]), st.booleans())
+@given(SEQUENCES, st.sampled_from([None, 1, 4]), st.booleans(), st.sampled_from([1, 20, 500]))
 def test_every_tree_token_has_the_value_of_its_path_alone(
-    sequences: list[list[int]], carry: int | None, small: bool
+    sequences: list[list[int]], carry: int | None, small: bool, pass_tokens: int
 ) -> None:
     trie = trie_of(sequences)
     capacity = int(trie.lengths.max()) if small else trie.tokens_tree
     members = plan_rows(trie, capacity=capacity, method="contiguous").members()
-    computed = Critic(trie, members, critic("qwen3"), CriticOptions(carry=carry))
+    computed = Critic(trie, members, critic("qwen3"), CriticOptions(carry=carry, pass_tokens=pass_tokens))
     expected, times = values_alone(trie), Counter[int]()
     for places, values in critic_values(computed):
         times.update(places.tolist())

@@ -23,6 +23,16 @@ from treepack.train.logprobs import AUTO_PIECE, ScoreOptions, term_scores
 ONE, TWO = [0] * 10, [i % 2 for i in range(10)]  # the row of each of the ten rollouts
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_joined_rows_have_the_scores_of_each_row_alone(tmp_path: Path, kind: str) -> None:
+    rows = list(read_rows(write_rows(tmp_path / "packed", as_trajectories(rollouts(kind)), [i % 4 for i in range(10)])))
+    options = ScoreOptions(loss_chunk=3)
+    together = term_scores(packed_model(kind), rows, options)
+    for row, scores in zip(rows, together, strict=True):
+        (alone,) = term_scores(packed_model(kind), [row], options)
+        np.testing.assert_allclose(np.stack(scores), np.stack(alone), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("limit", [1, 3, 7])
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_every_term_in_pieces_has_the_value_of_its_trajectory_alone(tmp_path: Path, kind: str, limit: int) -> None:

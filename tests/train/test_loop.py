@@ -225,7 +225,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step_with_all_its_rows(
 def test_too_many_skipped_steps_in_a_row_end_the_run_and_name_the_rows(
     packed: Path, untied: Path, tmp_path: Path
 ) -> None:
-    run, bad = poison_run(packed, untied, rows_per_step=100, epochs=5, max_skipped=2)
+    # One pass of all rows: a value that is not finite spreads over it.
+    run, bad = poison_run(packed, untied, rows_per_step=100, epochs=5, max_skipped=2, pass_tokens=4096)
     seen: list[int] = []
     with pytest.raises(TreepackError, match="loss or gradient of 3 steps in a row was not finite") as caught:
         seen.extend(metrics.step for metrics in train(run, tmp_path / "out"))

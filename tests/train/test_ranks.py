@@ -67,10 +67,11 @@ def test_two_ranks_train_as_one_process_does(packed: Path) -> None:
     uneven = {"epochs": 2, "rows_per_step": 3}  # the second rank runs out of rows
     cases = [
         Case("tied", packed, tied, {"epochs": 2}),
+        Case("joined", packed, tied, {"epochs": 2, "pass_tokens": 80}),
         Case("untied", packed, untied, uneven),
         Case("offloaded", packed, tied, {"epochs": 2, "gradient_checkpointing": True, "cpu_offload": True}),
         Case("compiled", packed, untied, {"epochs": 2, "compile": True, "gradient_checkpointing": True}),
-        Case("grpo", packed, untied, uneven, "grpo"),
+        Case("grpo", packed, untied, uneven | {"pass_tokens": 80}, "grpo"),
         Case("gspo", packed, tied, uneven, "gspo"),
     ]
     results, expected = (train_over(size, folder, cases) for size in (2, 0))  # 0: this process, without a group

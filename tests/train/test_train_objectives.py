@@ -57,7 +57,8 @@ def test_a_step_does_not_depend_on_its_rows_and_is_that_of_trajectories_alone(
     # A pair of dpo must be in one row, so MIXED has other pairs and another loss.
     for i, rows in enumerate([ONE, BY_GROUP] if name == "dpo" else [ONE, BY_GROUP, MIXED]):
         packed = write_rows(tmp_path / str(i), as_trajectories(rollouts()), rows)
-        (metrics,), run = train_on(packed, config, objective, epochs=1)
+        # The rows of the last packing are joined into passes.
+        (metrics,), run = train_on(packed, config, objective, epochs=1, pass_tokens=4096 if i else 1)
         assert metrics.num_rows == len(set(rows))
         results.append((metrics, run.loaded.model.state_dict()))
     plain = AutoModelForCausalLM.from_config(open_run(packed, config, CPU).loaded.model.config)

@@ -22,8 +22,8 @@ from treepack.data.batch import PER_TERM, Batch, RowEdges, TermTensors, empty_ba
 from treepack.errors import TreepackError
 
 # A pass of so many tokens keeps an H100 busy longer than the processor needs for its launches, for models from 0.6
-# billion weights on. On a CPU launches cost little beside the products.
-GPU_PASS, CPU_PASS = 32_768, 8192
+# billion weights on. On a CPU, where launches cost nothing beside the products and attention is dense, rows stay alone.
+GPU_PASS, CPU_PASS = 32_768, 1
 
 Row = TypeVar("Row")
 

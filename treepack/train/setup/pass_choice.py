@@ -34,7 +34,7 @@ def choose_pass_tokens(run: TrainingRun) -> TrainingRun:
         return run
     limit, notes = usual_pass(run.loaded.device), run.notes
     if run.options.offload_checkpoints:
-        limit = run.longest_row  # whose pages of host memory are reserved
+        limit = min(limit, run.longest_row)  # whose pages of host memory are reserved
     elif run.loaded.device.type == "cuda" and run.longest_row < min(limit, run.largest_step):
         # If a row is that long, nothing is measured: every row must fit.
         _log.info("measuring the memory of a pass")
