@@ -84,11 +84,12 @@ def choose_layers(run: TrainingRun) -> TrainingRun:
     lower = options.dtype == "bf16"
     pages = host_pages(loaded, longest, recomputed=adapted.recomputed, lower=lower)
     check_host(pages * PAGE, longest)
-    note = f"layers keep at most {_size(pages * PAGE)} of a row in host memory, for {longest:,} tokens"
-    if loaded.device.type == "cuda":
+    on_gpu = loaded.device.type == "cuda"
+    if on_gpu:
         _log.info("pinning %s of host memory", _size(pages * PAGE))
         _reserve(loaded, pages)
-        note = note.replace("host memory", "pinned host memory")
+    kind = "pinned host memory" if on_gpu else "host memory"
+    note = f"layers keep at most {_size(pages * PAGE)} of a row in {kind}, for {longest:,} tokens"
     return replace(run, notes=(*run.notes, note))
 
 

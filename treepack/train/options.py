@@ -51,67 +51,51 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of a training run, with the names and defaults of the command line.
+    """Options of a training run, with the names and defaults of the command line."""
 
-    `steps` overrides `epochs` if it is not None. `rows_per_step` counts the rows of all ranks together. `clip` is the
-    maximum gradient norm, 0 for no clipping. `dtype` "bf16" keeps float32 weights and computes under autocast; "auto"
-    is bf16 on a GPU that has it, else fp32, and a run records which one. `device` "auto" is a GPU if there is one, else
-    the CPU. `mix` has a share of the rows for each packed directory; None takes every row of all directories once per
-    epoch. `blocks` divides the rows of each training step into blocks of neighbouring rows, so that a machine reads its
-    own; None is the number of machines if the rows are remote, else 1. `init_from` is a run, checkpoint or model whose
-    weights replace those of the model at the start. `optimizer` "adamw-8bit" is AdamW of bitsandbytes, with states of 8
-    bits. `objective` is the loss to minimise. `gather_dtype` is the dtype in which sharded weights travel between
-    ranks, and `cpu_offload` keeps these weights and the optimiser on the CPU; both have no effect in one process. A
-    checkpoint is written every `checkpoint_every` steps, with 0 only when `stop` ends the run, and the newest `keep`
-    are kept. Held-out rows, if the run has them, are evaluated every `eval_every` steps and after the last one; with
-    `patience`, the run ends after so many evaluations without a lower loss, and its model is that of the lowest. At
-    most `max_skipped` consecutive steps may have a loss or gradient that is not finite. With `lora` only an adapter is
-    trained, and its base stays as it is. `router_aux` is the coefficient of the load-balancing loss of a mixture's
-    routers (`model.experts.router_balance`), for the loss sft only; 0 leaves it out. `routes` "replay" sends tokens to
-    the experts that the rows have recorded, if they have some (`model.experts.replay`), and "ignore" does not. Rows of
-    more than `carry` tokens run in pieces of at most that many; "auto" becomes a number when the run is opened, and
-    None runs every row as a whole. Shorter rows of a step are joined into passes of at most `pass_tokens` tokens;
-    "auto" becomes a number when the run is opened, and 1 joins none. `gradient_checkpointing` recomputes all layers in
-    the backward pass, and `checkpoint_layers` that many of them; "auto" becomes the smallest number with which the
-    longest row fits. `offload_checkpoints` recomputes layers too, and keeps their inputs and attention outputs in host
-    memory.
-    """
-
-    steps: int | None = None
+    # Length of the run
+    steps: int | None = None  # optimiser steps; overrides `epochs` if it is not None
     epochs: int = 1
-    rows_per_step: int = 8
+    rows_per_step: int = 8  # rows of all ranks together
+    # Optimiser
     lr: float = 1e-5
     min_lr_ratio: float = 0.1  # with the cosine and betas below, usual since GPT-3 (arXiv 2005.14165, appendix B)
     warmup_steps: int = 0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
-    optimizer: str = "adamw"
-    dtype: str = "auto"
-    gradient_checkpointing: bool = False
-    checkpoint_layers: int | str | None = None
-    offload_checkpoints: bool = False
-    compile: bool = False
-    mix: tuple[float, ...] | None = None
+    clip: float = 1.0  # maximum gradient norm, 0 for no clipping
+    optimizer: str = "adamw"  # "adamw-8bit" is AdamW of bitsandbytes, with states of 8 bits
+    # Precision, speed and memory
+    dtype: str = "auto"  # "bf16": float32 weights under autocast; "auto": bf16 on a GPU that has it, else fp32
+    gradient_checkpointing: bool = False  # computes all layers again in the backward pass
+    checkpoint_layers: int | str | None = None  # computes so many again; "auto": the fewest with which the rows fit
+    offload_checkpoints: bool = False  # computes layers again and keeps inputs and attention outputs in host memory
+    compile: bool = False  # compiles the layers
+    # Data
+    mix: tuple[float, ...] | None = None  # a share of the rows for each directory; None: each row once per epoch
+    # Divides the rows of each training step into blocks of neighbouring rows, so that a machine reads its own; None is
+    # the number of machines if the rows are remote, else 1.
     blocks: int | None = None
-    init_from: str | None = None
-    attention: str = "auto"
-    loss_chunk: int = CHUNK
-    device: str = "auto"
+    init_from: str | None = None  # a run, checkpoint or model whose weights replace those of the model at the start
+    attention: str = "auto"  # the implementation of attention
+    loss_chunk: int = CHUNK  # targets whose logits are in memory at a time
+    device: str = "auto"  # "auto": a GPU if there is one, else the CPU
     seed: int = 0
-    objective: Objective = field(default_factory=Objective)
-    gather_dtype: str = "fp32"
-    cpu_offload: bool = False
-    checkpoint_every: int = 100
-    keep: int = 2  # the newest may be found damaged: then the run continues from the one before
-    eval_every: int = 100
-    patience: int = 0
-    lora: LoraOptions | None = None
-    router_aux: float = 0.0
-    routes: str = "replay"
-    carry: int | str | None = None
-    pass_tokens: int | str = "auto"
-    max_skipped: int = 5  # more in a row mean that the model has diverged, and then it does not recover
+    objective: Objective = field(default_factory=Objective)  # the loss to minimise
+    # Sharded weights; both have no effect in one process
+    gather_dtype: str = "fp32"  # dtype in which weights travel between ranks
+    cpu_offload: bool = False  # keeps weights and optimiser on the CPU
+    # Checkpoints and evaluation
+    checkpoint_every: int = 100  # optimiser steps between checkpoints; 0: only when `stop` ends the run
+    keep: int = 2  # newest checkpoints to keep; if the newest is damaged, the run continues from the one before
+    eval_every: int = 100  # optimiser steps between evaluations of held-out rows, which follow the last step too
+    patience: int = 0  # evaluations without a lower loss after which the run ends with its best model; 0: never
+    lora: LoraOptions | None = None  # trains an adapter only
+    router_aux: float = 0.0  # coefficient of the load-balancing loss of routers, for sft only; `experts.router_balance`
+    routes: str = "replay"  # "replay": tokens take the experts that the rows recorded (`experts.replay`); or "ignore"
+    carry: int | str | None = None  # longer rows run in pieces of so many tokens; "auto" chooses; None: rows stay whole
+    pass_tokens: int | str = "auto"  # rows are joined into passes of at most so many tokens; "auto" chooses; 1: none
+    max_skipped: int = 5  # consecutive steps without a finite loss; more mean that the model has diverged for good
 
     def __post_init__(self) -> None:
         """Refuse invalid values.

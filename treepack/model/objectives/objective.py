@@ -49,30 +49,24 @@ _OPTIONS: dict[str, set[str]] = {
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss with its options; `choose_objective` fills in the usual values of a loss.
+    """A loss with its options; `choose_objective` fills in the usual values of a loss."""
 
-    `clip_low` and `clip_high` are distances from 1. `kl` and `entropy` are coefficients. `importance_cap` and
-    `dual_clip` are off if None. `temperature` is that of the sampler for terms that have none, 1 if None; sft and dpo
-    always compute at 1. `sft` is the weighted cross-entropy of `loss.weighted_nll` and has no options. `value_coef` is
-    the coefficient of the value loss beside a policy loss, and `value_clip` the bound of `value_loss`; 0 turns either
-    off. `preset` is the name that `choose_objective` got, for messages only.
-    """
-
-    loss: str = "sft"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    denominator: str = "token"
-    response_length: int = 1
-    kl: float = 0.0
-    kl_estimator: str = "k3"
-    entropy: float = 0.0
-    importance_cap: float | None = None
-    beta: float = 0.1
+    loss: str = "sft"  # one of `LOSSES`; sft is `token_loss.weighted_nll` and has no options
+    clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low
+    clip_high: float = 0.2  # and at 1 + clip_high
+    dual_clip: float | None = None  # bound of the loss for a negative advantage; None: off
+    denominator: str = "token"  # one of `DENOMINATORS`
+    response_length: int = 1  # the constant of the denominator global, for each trajectory
+    kl: float = 0.0  # coefficient of the divergence from the reference
+    kl_estimator: str = "k3"  # one of `ESTIMATORS`
+    entropy: float = 0.0  # coefficient of the entropy
+    importance_cap: float | None = None  # bound of the ratio of old policy and sampler; None: off
+    beta: float = 0.1  # of dpo
+    # Of the sampler, for terms that have none; 1 if None. sft and dpo always compute at 1.
     temperature: float | None = None
-    value_coef: float = 0.0
-    value_clip: float = 0.2
-    preset: str | None = field(default=None, compare=False)
+    value_coef: float = 0.0  # coefficient of the value loss beside a policy loss; 0: off
+    value_clip: float = 0.2  # bound of `value_loss`; 0: off
+    preset: str | None = field(default=None, compare=False)  # the name that `choose_objective` got, for messages
 
     def __post_init__(self) -> None:
         """Refuse values outside the range of an option.

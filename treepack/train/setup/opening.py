@@ -114,7 +114,17 @@ def open_run(
             if has_rest(loaded.causal, model):
                 with without_value_head(loaded.causal):
                     check_savable(loaded.causal, model)  # the names in its files may differ from those of the weights
-    run = TrainingRun(dataset, loaded, options, schedule, None, notes, table, ranks, division=division)
+    run = TrainingRun(
+        dataset=dataset,
+        loaded=loaded,
+        options=options,
+        schedule=schedule,
+        tokenizer=None,
+        notes=notes,
+        table=table,
+        ranks=ranks,
+        division=division,
+    )
     if options.router_aux:
         run = replace(run, balance=RouterBalance(loaded.causal, options.router_aux, source=loaded.source))
     if evaluated is not None:
@@ -122,7 +132,15 @@ def open_run(
         # All held-out rows are one step, whatever training steps they have.
         held_rows, no_steps = np.array(held_schedule[0].rows), [None] * len(held_dataset)
         division = divide_rows(held_dataset, held_rows, blocks, ranks, steps=no_steps)
-        held = TrainingRun(held_dataset, loaded, options, held_schedule, None, (), held_table, ranks, division=division)
+        held = replace(
+            run,
+            dataset=held_dataset,
+            schedule=held_schedule,
+            notes=(),
+            table=held_table,
+            balance=None,
+            division=division,
+        )
         _check_rows(held)
         run = replace(run, held_out=held)
     return choose_pass_tokens(choose_layers(choose_pieces(_check_fit(run))))
@@ -159,7 +177,10 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
     options = choose_piece_size(options, loaded)
     # `verify_rows` recomputes the layers if that is needed.
     adapt_layers(loaded.causal, checkpointing=False, compiled=options.compile)
-    return _check_fit(TrainingRun(dataset, loaded, options, schedule, None, (), table))
+    run = TrainingRun(
+        dataset=dataset, loaded=loaded, options=options, schedule=schedule, tokenizer=None, notes=(), table=table
+    )
+    return _check_fit(run)
 
 
 def check_attention(attention: str, device: torch.device, dtype: torch.dtype) -> None:
