@@ -1,7 +1,7 @@
 # treepack with CUDA, for one machine or a job of a cluster:
 #
 #     docker build --tag treepack .
-#     docker run --gpus all --volume "$PWD:/work" treepack train /work/packed --model Qwen/Qwen3-0.6B --out /work/trained
+#     docker run --gpus all --volume "$PWD:/data" treepack train /data/packed --model Qwen/Qwen3-0.6B --out /data/trained
 #
 # The devel image has the compiler and the headers that triton and torch.compile need at run time.
 FROM nvidia/cuda:12.8.1-devel-ubuntu24.04
@@ -37,7 +37,7 @@ RUN treepack --version \
 
 RUN useradd --create-home --uid 10001 treepack
 USER 10001
-WORKDIR /work
+WORKDIR /data
 
 ENTRYPOINT ["treepack"]
 CMD ["--help"]

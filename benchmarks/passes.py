@@ -8,7 +8,7 @@ Every capacity has the same trees, prompts of 512 tokens with 8 answers of 192, 
 compute the same tokens and pairs, and their losses must agree. Passes are planned by the trainer (`train.passes`). The
 flat way trains the same trajectories as separate sequences through FlashAttention, in the same run and turns.
 
-launch       milliseconds until the processor has launched forward and backward of the shortest row, and not waited for
+launch       milliseconds that the processor needs to launch forward and backward of the shortest row
 ideal        floating-point operations, flat over tree
 efficiency   speed-up over flat divided by the ideal one
 

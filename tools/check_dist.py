@@ -70,7 +70,7 @@ class Environment:
                 call(uv, "pip", "install", "--python", self.python, *words, environment=environment)
                 return
             except StepError:
-                pass  # a private index that only pip knows; pip reports what is wrong
+                pass  # pip reads a private index that is not visible here, and reports the error itself
         call(self.python, "-m", "pip", "install", *words, environment=environment)
 
     def run(self, *words: object, cwd: Path) -> str:

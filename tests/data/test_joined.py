@@ -62,7 +62,7 @@ def test_joined_rows_are_the_rows_one_after_the_other(sets: list[list[Sample]], 
     if len(batches) > 1:
         assert len(joined.input_ids) % multiple == 0
         assert joined.row_ids == tuple(batch.row_id for batch in batches)
-    # A token of the joined batch sees what it sees in its row, and padding sees itself.
+    # Each token of the joined batch sees the same tokens as in its row; a padding token sees itself.
     expected = torch.eye(len(joined.input_ids), dtype=torch.bool)
     begin = 0
     for batch, size in zip(batches, sizes, strict=True):

@@ -252,6 +252,18 @@ def test_out_of_memory_names_the_row_and_a_capacity(packed: Path, config: Path, 
         list(train(run, tmp_path / "out"))
 
 
+def test_out_of_memory_in_joined_rows_names_them_and_a_shorter_pass(packed: Path, config: Path, tmp_path: Path) -> None:
+    run = open_run(packed, config, replace(CPU, pass_tokens=4096))
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    run.loaded.model.base_model.layers[1].register_forward_hook(fails)
+    expected = r"out of memory in rows \d.* and \d+ of [\d,]+ tokens, which are one pass; train with --pass-tokens \d+"
+    with pytest.raises(TreepackError, match=expected):
+        list(train(run, tmp_path / "out"))
+
+
 def test_out_of_memory_in_the_update_is_one_sentence(packed: Path, config: Path, tmp_path: Path) -> None:
     def fails(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")

@@ -1,1 +1,1 @@
-"""The output layer and what is computed from it: log-probabilities, losses, values and gradients."""
+"""The output layer, and the log-probabilities, losses, values and gradients that it gives."""

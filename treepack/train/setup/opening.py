@@ -92,28 +92,7 @@ def open_run(
     # A machine that has opened the data before waits here for one that has not, by gloo, which waits 30 minutes. The
     # first collective of NCCL would wait 10 minutes.
     ranks.any(False)
-    initial = None if options.init_from is None else find_weights(options.init_from, model)
-    source = model if initial is None else initial.source
-    with memory_errors(*_NO_ROOM):
-        if ranks.grouped:
-            loaded = load_sharded(source, options, device)
-        else:
-            loaded = load_model(
-                source,
-                attention=options.attention,
-                autocast=lower,
-                device=device,
-                seed=options.seed,
-                lora=options.lora,
-                value_head=options.objective.has_values,
-            )
-            adapt(loaded.causal, options, device)
-        if initial is not None:
-            initial.fill(loaded.model)
-            loaded = replace(loaded, source=str(model), notes=(*loaded.notes, initial.note))
-            if has_rest(loaded.causal, model):
-                with without_value_head(loaded.causal):
-                    check_savable(loaded.causal, model)  # the names in its files may differ from those of the weights
+    loaded = _load(model, options, ranks, device)
     run = TrainingRun(
         dataset=dataset,
         loaded=loaded,
@@ -144,6 +123,38 @@ def open_run(
         _check_rows(held)
         run = replace(run, held_out=held)
     return choose_pass_tokens(choose_layers(choose_pieces(_check_fit(run))))
+
+
+def _load(model: str | Path, options: TrainOptions, ranks: Ranks, device: torch.device) -> LoadedModel:
+    """Load the model, whole or sharded over the ranks, with the initial weights that the options name.
+
+    Raises:
+        TreepackError: as `open_run`, about the model.
+    """
+    lower = torch.bfloat16 if options.dtype == "bf16" else None
+    initial = None if options.init_from is None else find_weights(options.init_from, model)
+    source = model if initial is None else initial.source
+    with memory_errors(*_NO_ROOM):
+        if ranks.grouped:
+            loaded = load_sharded(source, options, device)
+        else:
+            loaded = load_model(
+                source,
+                attention=options.attention,
+                autocast=lower,
+                device=device,
+                seed=options.seed,
+                lora=options.lora,
+                value_head=options.objective.has_values,
+            )
+            adapt(loaded.causal, options, device)
+        if initial is not None:
+            initial.fill(loaded.model)
+            loaded = replace(loaded, source=str(model), notes=(*loaded.notes, initial.note))
+            if has_rest(loaded.causal, model):
+                with without_value_head(loaded.causal):
+                    check_savable(loaded.causal, model)  # the names in its files may differ from those of the weights
+    return loaded
 
 
 def open_verification(packed: Packed, model: str | Path, options: TrainOptions) -> TrainingRun:
