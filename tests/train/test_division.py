@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from support.command_line import Run
 from support.oracle_model import tiny_config, write_rows
+from support.passes import rows_alone
 from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack.data.blocks import interleave
@@ -23,7 +24,7 @@ from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest, write_manifest
 from treepack.train.division import Division, choose_blocks, divide_rows, recorded_blocks
 from treepack.train.options import TrainOptions
-from treepack.train.passes import Joining, deal
+from treepack.train.passes import deal
 from treepack.train.ranks import Ranks, num_machines
 from treepack.train.schedule import plan_steps
 
@@ -54,7 +55,7 @@ def test_a_machine_computes_rows_of_its_blocks_in_as_many_micro_batches_as_witho
         order = interleave(part, blocks, None, np.random.default_rng(1)).tolist()
         for start in range(0, len(order), rows_per_step):
             step_rows = order[start : start + rows_per_step]
-            shares = deal(step_rows, costs, size, Joining.off(len(steps)), division)
+            shares = deal(step_rows, costs, size, rows_alone(len(steps)), division)
             assert {len(share) for share in shares} == {-(-len(step_rows) // size)}
             for rank, share in enumerate(shares):
                 own = [row for each in share for row in each]
@@ -74,7 +75,7 @@ def test_any_rows_are_dealt_once_in_equally_many_micro_batches(
     owners: list[int], machines: int, local: int, blocks: int
 ) -> None:
     division = Division(machines, blocks, np.array(owners) % blocks)
-    joining = Joining.off(len(owners))
+    joining = rows_alone(len(owners))
     shares = deal(range(len(owners)), np.ones(len(owners)), machines * local, joining, division)
     assert {len(share) for share in shares} == {-(-len(owners) // (machines * local))}
     assert sorted(row for share in shares for own in share for row in own) == [*range(len(owners))]
@@ -144,7 +145,7 @@ def test_blocks_have_the_shares_of_the_directories(tmp_path: Path, packed: Path)
     assert len(full) == 8
     for step in full:
         assert 2 <= sum(row < 12 for row in step.rows) <= 4
-        for machine, share in enumerate(deal(step.rows, np.ones(15), 3, Joining.off(15), division)):
+        for machine, share in enumerate(deal(step.rows, np.ones(15), 3, rows_alone(15), division)):
             assert {row for own in share for row in own} <= set(division.rows_of(machine).tolist())
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.passes import rows_alone
 from treepack.train.passes import Joining, Pass, deal, plan_passes
 
 
@@ -39,7 +40,7 @@ def test_every_row_is_in_one_pass_and_ranks_get_equally_many(
     check_passes([each for share in shares for each in share if each], rows, joining)
     assert len({len(share) for share in shares}) == 1
     # Padding on some rank, if there are rows enough to avoid it, is only left if joined rows do not fit apart.
-    alone = deal(rows, costs, ranks, Joining.off(count))
+    alone = deal(rows, costs, ranks, rows_alone(count))
     assert len(shares[0]) <= len(alone[0])
 
 

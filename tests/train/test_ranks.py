@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.oracle_model import packed_directory, tiny_config
+from support.passes import rows_alone
 from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack.model.weights.files import weight_files
-from treepack.train.passes import Joining, deal
+from treepack.train.passes import deal
 from treepack.trajectory import Trajectory
 
 # Times and rates, and the number of graphs that torch.compile has traced so far in the process.
@@ -116,7 +117,7 @@ def test_a_single_file_is_read_and_an_index_in_the_same_directory_is_not(tmp_pat
 @given(costs=st.lists(st.floats(0.1, 100), min_size=1, max_size=30), size=st.integers(1, 5))
 def test_rows_are_dealt_once_in_equally_many_micro_batches(costs: list[float], size: int) -> None:
     rows = list(range(len(costs)))
-    shares = deal(rows, np.array(costs), size, Joining.off(len(rows)))
+    shares = deal(rows, np.array(costs), size, rows_alone(len(rows)))
     assert len(shares) == size
     assert {len(share) for share in shares} == {-(-len(rows) // size)}
     assert sorted(row for share in shares for own in share for row in own) == rows
@@ -128,5 +129,5 @@ def test_rows_are_dealt_once_in_equally_many_micro_batches(costs: list[float], s
 
 def test_the_most_expensive_row_goes_to_the_rank_with_the_smallest_sum() -> None:
     # Order of rows by cost: 0 3 2 1 4. Sums after the first micro-batch 9 and 8, after the second 13 and 13.
-    shares = deal([0, 1, 2, 3, 4], np.array([9.0, 4.0, 5.0, 8.0, 2.0]), 2, Joining.off(5))
+    shares = deal([0, 1, 2, 3, 4], np.array([9.0, 4.0, 5.0, 8.0, 2.0]), 2, rows_alone(5))
     assert shares == [[(0,), (1,), (4,)], [(3,), (2,), ()]]

@@ -15,6 +15,7 @@ import pytest
 
 from support.command_line import Run
 from support.oracle_model import tiny_config, write_rows
+from support.passes import rows_alone
 from support.s3 import Store
 from support.strategies import make
 from support.torchrun import documented_launch, free_port
@@ -24,7 +25,7 @@ from treepack.files import parts
 from treepack.files.manifest import read_manifest
 from treepack.train.division import choose_blocks, divide_rows
 from treepack.train.options import TrainOptions
-from treepack.train.passes import Joining, deal
+from treepack.train.passes import deal
 from treepack.train.ranks import Ranks
 from treepack.train.schedule import plan_steps
 from treepack.trajectory import Trajectory
@@ -125,7 +126,7 @@ def test_machines_share_several_directories(packed: Path, tmp_path: Path, s3: St
         blocks, _ = choose_blocks(dataset, np.arange(64), options, ranks)
         division = divide_rows(dataset, np.arange(64), blocks, ranks)
         for step in plan_steps(dataset, replace(options, blocks=blocks)):
-            share = deal(step.rows, np.ones(64), 4, Joining.off(64), division)[machine]
+            share = deal(step.rows, np.ones(64), 4, rows_alone(64), division)[machine]
             own = [row for each in share for row in each]
             dataset.expect(own)
             seen.update(dataset[row].row_id for row in own)

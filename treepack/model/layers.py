@@ -194,8 +194,7 @@ def compiler_errors() -> type[Exception]:
     """Return the class of the errors that torch.compile raises while it traces or compiles a function."""
     from torch._dynamo.exc import TorchDynamoException
 
-    errors: type[Exception] = TorchDynamoException
-    return errors
+    return TorchDynamoException
 
 
 def adapted_layers(model: Any) -> AdaptedLayers | None:

@@ -195,12 +195,13 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
         TreepackError: a log-probability is not finite.
     """
     options, loaded = scoring.options, scoring.loaded
-    for rows in consecutive(read_rows(scoring.dataset.path), len_of, options.pass_size(loaded.device)):
+    size = options.pass_size(loaded.device)
+    for rows in consecutive(read_rows(scoring.dataset.path), lambda row: row.num_tokens, size):
         lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
         remedy = f"score with {'--carry auto' if options.carry is None else 'a smaller --carry'}, {_SMALLER}"
         if len(rows) > 1:
             remedy = f"score with a smaller --pass-tokens, {_SMALLER}"
-        name = f"in {names_of([row.row_id for row in rows])} of {sum(map(len_of, rows)):,} tokens"
+        name = f"in {names_of([row.row_id for row in rows])} of {sum(row.num_tokens for row in rows):,} tokens"
         with lower, memory_errors(name, remedy):
             read = rows if options.routes == "replay" else [replace(row, routes=None) for row in rows]
             scores = term_scores(loaded, read, options, memory=scoring.memory)
@@ -216,11 +217,6 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
             if options.entropies:
                 columns["entropy"] = entropies.astype(np.float32)
             yield replace(row, terms=replace(row.terms, **columns))
-
-
-def len_of(row: Row) -> int:
-    """Return the tokens of a row."""
-    return len(row.input_ids)
 
 
 @torch.no_grad()

@@ -34,11 +34,6 @@ class Joining:
     tokens: Int64
     kinds: Int64
 
-    @classmethod
-    def off(cls, num_rows: int) -> Joining:
-        """Return a plan in which every row is a pass."""
-        return cls(0, np.ones(num_rows, np.int64), np.zeros(num_rows, np.int64))
-
 
 def plan_passes(rows: Sequence[int], costs: Float64, joining: Joining, *, ranks: int = 1) -> list[Pass]:
     """Join rows into passes, whose number is a multiple of `ranks` if there are enough rows.

@@ -76,8 +76,7 @@ def open_run(
     """
     ranks, device = ranks or Ranks(), find_device(options.device)
     options = options.with_dtype(device)
-    lower = torch.bfloat16 if options.dtype == "bf16" else None
-    check_attention(options.attention, device, lower or torch.float32)
+    check_attention(options.attention, device, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     if options.lora is not None:
         check_trainable(model, options.lora, sharded=ranks.grouped)
     check_optimizer(options, ranks)
