@@ -44,7 +44,7 @@ from treepack.model.layer_memory import fewest_recomputed, host_pages, measure_l
 from treepack.model.layers import AdaptedLayers, adapt_layers, adapted_layers, recomputed_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.train.layer_choice import describe_layers, layer_room
+from treepack.train.setup.layer_choice import describe_layers, layer_room
 
 
 @dataclass(frozen=True)

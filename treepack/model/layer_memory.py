@@ -28,8 +28,10 @@ from treepack.model.loaded import LoadedModel
 # Tokens of the row that is measured: all activations of them fit beside a large model, about 55 GB for 32 billion
 # weights and 19 GB for 8 billion, without compilation.
 MEASURED_TOKENS = 2048
-# Tokens of the two passes whose difference gives the bytes of a token, and of each of their sequences.
-_SHORT_PASS, _LONG_PASS, _CHAIN = 1024, 3072, 64
+# Tokens of the passes: the difference of the last two gives the bytes of a token. A first pass compiles and makes
+# gradients, so it does not count.
+_PASSES, _FIRST_PASSES = (1024, 1024, 3072), (64, 64, 128)
+_CHAIN = 64  # tokens of each of their sequences
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,11 @@ def measure_layers(
 
 
 def measure_pass(
-    loaded: LoadedModel, *, autocast: Callable[[], AbstractContextManager[Any]], meter: Meter | None = None
+    loaded: LoadedModel,
+    *,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    all_have: Callable[[int], bool] | None = None,
+    meter: Meter | None = None,
 ) -> tuple[int, float]:
     """Measure the memory that forward and backward passes of the layers, as they are adapted, need beside the weights.
 
@@ -126,6 +132,8 @@ def measure_pass(
     Args:
         loaded: the model.
         autocast: makes the context of a forward pass.
+        all_have: called before each longer pass with the bytes that it will need; if it returns False, the passes so
+            far must do. If it is given, the first passes have few tokens.
         meter: the memory to measure, by default that of the model's GPU.
 
     Returns:
@@ -134,10 +142,14 @@ def measure_pass(
     meter, training = meter or gpu_meter(loaded.device), loaded.model.training
     loaded.model.train()
     devices = [loaded.device] if loaded.device.type == "cuda" else []
-    peaks = []
+    peaks: dict[int, int] = {}  # of the last pass of each length
     try:
         with torch.random.fork_rng(devices=devices), cast_once():
-            for length in (_SHORT_PASS, _SHORT_PASS, _LONG_PASS):  # the first one compiles, and makes gradients
+            for length in _PASSES if all_have is None else (*_FIRST_PASSES, *_PASSES):
+                if all_have is not None and len(peaks) > 1 and length not in peaks:
+                    fixed, per_token = _line(peaks)
+                    if not all_have(int(fixed + length * per_token)):
+                        break
                 row = prepare_batch(loaded, _chains(length))
                 before = meter.allocated()
                 meter.reset()
@@ -145,12 +157,19 @@ def measure_pass(
                     states = loaded.compute(partial(hidden_states, loaded, row))
                 torch.autograd.backward(states, torch.zeros_like(states))
                 del states
-                peaks.append(meter.peak() - before)
+                peaks[length] = meter.peak() - before
     finally:
         loaded.model.train(training)
         loaded.model.zero_grad(set_to_none=True)
-    per_token = max(1.0, (peaks[2] - peaks[1]) / (_LONG_PASS - _SHORT_PASS))
-    return max(0, int(peaks[1] - _SHORT_PASS * per_token)), per_token
+    return _line(peaks)
+
+
+def _line(peaks: dict[int, int]) -> tuple[int, float]:
+    """Return the bytes without tokens and those of each token, from the peaks of the two longest passes."""
+    # {1024: 2_048_000, 3072: 4_096_000} -> 1000 for each token, and 1_024_000 without tokens
+    short, long = sorted(peaks)[-2:]
+    per_token = max(1.0, (peaks[long] - peaks[short]) / (long - short))
+    return max(0, int(peaks[short] - short * per_token)), per_token
 
 
 def _chains(length: int) -> Batch:

@@ -51,8 +51,7 @@ from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
 from treepack.train.logprobs import AUTO_PIECE, carry_memory, pass_size
-from treepack.train.ranks import find_device, find_dtype
-from treepack.train.setup.opening import check_attention
+from treepack.train.setup.compute import choose_compute
 from treepack.trajectory import Float64, Int64
 from treepack.trie.store.token_values import write_token_values
 from treepack.trie.store.trie_files import read_trie
@@ -147,10 +146,7 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
         TreepackError: the device is missing, a trajectory is longer than the capacity, the model has no saved value
             head, it does not fit the trie, or it cannot replay the recorded experts.
     """
-    device = find_device(options.device)
-    options = replace(options, dtype=find_dtype(options.dtype, device))
-    autocast = torch.bfloat16 if options.dtype == "bf16" else None
-    check_attention(options.attention, device, autocast or torch.float32)
+    compute = choose_compute(options)
     base = base_of(model, None)[0]
     if all(read_value_head(source) is None for source in (model, base)):
         read_config(base)  # refuses what is no model at all
@@ -160,7 +156,13 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
         )
     members = plan_rows(trie, capacity=_capacity(trie, options), method="contiguous").members()
     with memory_errors(*LOADING):
-        loaded = load_model(model, attention=options.attention, autocast=autocast, device=device, value_head=True)
+        loaded = load_model(
+            model,
+            attention=options.attention,
+            autocast=compute.autocast,
+            device=compute.device,
+            value_head=True,
+        )
     if options.routes == "replay" and trie.routes is not None:
         check_routes(loaded.causal, loaded.source, torch.from_numpy(np.asarray(trie.routes[:1])))
     memory = None
@@ -173,7 +175,7 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
         tokenizer=tokenizer,
         max_position=int(trie.lengths.max(initial=1)) - 1,
     )
-    return Critic(trie, members, loaded, options, memory)
+    return Critic(trie, members, loaded, replace(options, dtype=compute.dtype), memory)
 
 
 def _capacity(trie: Trie, options: CriticOptions) -> int:

@@ -11,22 +11,15 @@ a step, whichever machine computes them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import torch
 
 from treepack.data.blocks import BALANCED, is_balanced
 from treepack.data.epochs import block_of_rows
 from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath
-from treepack.files.directory import RUN
-from treepack.files.remote import object_store
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.trajectory import Int64
@@ -131,30 +124,3 @@ def divide_rows(
     # 4 ranks on 2 machines: ranks 2 and 3 are on machine 1.
     dataset.claim(division.rows_of(ranks.rank * machines // ranks.size))
     return division
-
-
-def recorded_blocks(out: AnyPath, ranks: Ranks) -> int | None:
-    """Return the number of blocks of the run in `out`, None if there is none; all ranks must call this function.
-
-    Raises:
-        TreepackError: the store cannot be reached.
-    """
-    blocks = 0
-
-    def read() -> None:
-        nonlocal blocks
-        path = out / RUN
-        content = (
-            object_store.read_object(path)
-            if not isinstance(path, Path)
-            else path.read_bytes()
-            if path.exists()
-            else None
-        )
-        # A damaged file is refused by `directory.begin`.
-        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            blocks = int(json.loads(content or b"")["options"].get("blocks", 1))
-
-    # Only the first rank reads the file: it may also write it, before another one has looked for it.
-    ranks.lead(read)
-    return int(ranks.sum(torch.tensor([blocks])).item()) or None

@@ -31,7 +31,6 @@ from treepack.data.joined import check_pass_tokens, consecutive, join_rows, usua
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
 from treepack.memory.shortage import LOADING, memory_errors
-from treepack.model.accept.compatibility import check_fits, position_limit
 from treepack.model.adapters.adapter import LoraOptions
 from treepack.model.forward import prepare_batch, row_logprobs
 from treepack.model.head.token_loss import CHUNK, filled_temperature
@@ -42,8 +41,8 @@ from treepack.model.objectives.temperature import refuse_temperatures, temperatu
 from treepack.model.verify.verify_memory import free_memory
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
-from treepack.train.ranks import find_device, find_dtype
-from treepack.train.setup.opening import check_attention
+from treepack.train.setup.compute import choose_compute
+from treepack.train.setup.run_model import check_rows
 from treepack.trajectory import Float64
 
 _SMALLER = "--dtype bf16, a smaller --loss-chunk, or rows packed with a smaller --capacity"
@@ -130,10 +129,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     Raises:
         TreepackError: the data has no terms or is damaged, the device is missing, or the model does not fit the data.
     """
-    device, dataset = find_device(options.device), PackedDataset(packed)
-    options = replace(options, dtype=find_dtype(options.dtype, device))
-    autocast = torch.bfloat16 if options.dtype == "bf16" else None
-    check_attention(options.attention, device, autocast or torch.float32)
+    compute, dataset = choose_compute(options), PackedDataset(packed)
     if "term_token" not in dataset.term_columns:
         raise TreepackError(
             f"{packed}: its rows have no terms to write log-probabilities for; give the rollouts rewards or "
@@ -148,8 +144,8 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
             model,
             attention=options.attention,
             dtype=torch.float32,  # as in training, so that the first ratios of a run are 1
-            autocast=autocast,
-            device=device,
+            autocast=compute.autocast,
+            device=compute.device,
             seed=options.seed,
             lora=lora,
         )
@@ -157,18 +153,12 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     if options.carry is not None:
         check_carry(loaded)
         memory = carry_memory(loaded.device)
-    # Reads a column of all rows, so only for models that have a maximum position.
-    positions = dataset.max_position() if position_limit(loaded.causal) else 0
-    check_fits(
-        loaded,
-        max_token_id=dataset.manifest["max_token_id"],
-        tokenizer=dataset.manifest.get("tokenizer"),
-        max_position=positions,
-    )
+    check_rows(dataset, loaded)
     name = f"term_{options.column}_logprob"
     notes = (f"the column {name} of {packed} is replaced",) if name in dataset.term_columns else ()
     if options.column == "ref" and temperature != 1:
         notes = (*notes, "the reference is computed at the sampler's temperature; for dpo add --ignore-temperature")
+    options = replace(options, dtype=compute.dtype)
     return Scoring(dataset, loaded, options, (*loaded.notes, *notes), temperature, memory)
 
 

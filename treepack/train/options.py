@@ -7,10 +7,8 @@ The options in `LENGTH_OPTIONS` may extend it. All other options change the resu
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
-
-import torch
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from treepack.attention import IMPLEMENTATIONS
 from treepack.data.joined import check_pass_tokens
@@ -18,7 +16,6 @@ from treepack.errors import TreepackError
 from treepack.model.adapters.adapter import LoraOptions
 from treepack.model.head.token_loss import CHUNK
 from treepack.model.objectives.objective import Objective
-from treepack.train.ranks import find_dtype
 
 CHANGEABLE_ON_RESUME = frozenset(
     "gradient_checkpointing checkpoint_layers offload_checkpoints compile attention carry pass_tokens loss_chunk "
@@ -163,10 +160,6 @@ class TrainOptions:
     def recomputes(self) -> bool:
         """True if layers are recomputed in the backward pass."""
         return self.gradient_checkpointing or self.offload_checkpoints or self.checkpoint_layers not in (None, 0)
-
-    def with_dtype(self, device: torch.device) -> Self:
-        """Return the options with the dtype that "auto" is on `device`."""
-        return replace(self, dtype=find_dtype(self.dtype, device))
 
     @property
     def fixed_options(self) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""A training run as a value: data, model and options that fit together, and what it computes from them.
-
-`opening.open_run` makes it.
-"""
+"""A training run as a value: data, model and options that fit together; `setup.opening.open_run` makes it."""
 
 from __future__ import annotations
 
@@ -45,8 +42,8 @@ class TrainingRun:
     loaded: LoadedModel
     options: TrainOptions
     schedule: list[OptimiserStep]
-    tokenizer: Any
-    notes: tuple[str, ...]
+    tokenizer: Any = None
+    notes: tuple[str, ...] = ()
     table: TrajectoryTable | None = None
     ranks: Ranks = field(default_factory=Ranks)
     rewards: Float64 | None = None
@@ -78,18 +75,6 @@ class TrainingRun:
         if self.table is None:
             return [None] * len(rows)
         return [torch.from_numpy(values) for values in step_factors(self.table, rows, self.options.objective)]
-
-    @property
-    def longest_row(self) -> int:
-        """Tokens of the longest row that contributes to the loss."""
-        return int(self.dataset.num_tokens[self.trainable_rows].max(initial=1))
-
-    @property
-    def largest_step(self) -> int:
-        """Tokens of the largest step, held-out rows included, divided by the ranks: no pass is usefully longer."""
-        runs = [self] if self.held_out is None else [self, self.held_out]
-        totals = [int(each.dataset.num_tokens[step.rows].sum()) for each in runs for step in each.schedule]
-        return -(-max(totals, default=0) // self.ranks.size)
 
     def passes(self, rows: Sequence[int]) -> list[Pass]:
         """Return the passes that this rank runs of the `rows` of a step; see `passes.deal`."""

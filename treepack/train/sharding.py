@@ -44,7 +44,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
-from treepack.train.layer_choice import adapt
+from treepack.train.layer_options import adapt
 from treepack.train.options import TrainOptions
 
 _NO_ROOM_FOR_WHOLE = (
