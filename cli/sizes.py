@@ -49,32 +49,21 @@ class TokenCounts(click.ParamType[tuple[int, ...]]):
         return tuple(TokenCount().convert(part, param, ctx) for part in str(value).split(","))
 
 
-class PieceSize(click.ParamType[Any]):
-    """The tokens of a piece of a row, `auto`, or `off` for rows as a whole, which becomes None."""
+class TokensOrWord(click.ParamType[Any]):
+    """A number of tokens, or one of some words, each of which stands for a value."""
 
-    name = "N|auto|off"
+    def __init__(self, example: str, **words: str | None) -> None:
+        self.example, self.words = example, words
+        self.name = "|".join(["N", *words])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str | None:
         """Parse `value`; wrong usage if it is neither a word nor a number of tokens."""
-        if value in ("auto", "off"):
-            return None if value == "off" else "auto"
+        if value in self.words:
+            return self.words[value]
         if not isinstance(value, int) and _count(str(value)) is None:
-            self.fail(f"{value!r} is neither a number of tokens such as 8192 or 8k, nor auto or off", param, ctx)
+            words = " or ".join(self.words)
+            self.fail(f"{value!r} is neither a number of tokens such as {self.example}, nor {words}", param, ctx)
         return TokenCount().convert(value, param, ctx)
-
-
-class PassSize(click.ParamType[Any]):
-    """The tokens of a pass of joined rows, or `auto`."""
-
-    name = "N|auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Parse `value`; wrong usage if it is neither the word nor a number of tokens."""
-        if value == "auto":
-            return "auto"
-        if not isinstance(value, int) and _count(str(value)) is None:
-            self.fail(f"{value!r} is neither a number of tokens such as 32768 or 32k, nor auto", param, ctx)
-        return int(TokenCount().convert(value, param, ctx))
 
 
 class LayerCount(click.ParamType[Any]):
@@ -120,3 +109,13 @@ memory_option = click.option(
     "same. Default: half of the memory of the machine or container; suffixes K, M and G.",
 )
 """Adds --memory to a command, which receives `memory: int | None`, in bytes."""
+
+
+KINDS: dict[str, click.ParamType[Any]] = {
+    "capacity": TokenCount(),
+    "carry": TokensOrWord("8192 or 8k", auto="auto", off=None),
+    "pass_tokens": TokensOrWord("32768 or 32k", auto="auto"),
+    "checkpoint_layers": LayerCount(),
+    "max_record_size": Size(),
+}
+"""Types of the fields of option classes that are more than a number or a word, by the names of the fields."""

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,12 @@ def stage_lines(first: str | None = None, *, shown: bool = True) -> Iterator[Non
             logger.setLevel(level)
 
 
+def import_torch() -> None:
+    """Import the trainer, with a line for the seconds that this takes."""
+    with stage_lines("importing torch"):
+        import_module("treepack.train.setup.opening")
+
+
 def keep_compiled_code() -> None:
     """Make torch.compile keep its results in the home directory, unless the environment names another place.
 
@@ -122,6 +129,7 @@ def train_model(
     Raises:
         TreepackError: an option, the data, the model or `out` cannot be used, or training fails.
     """
+    import_torch()
     from treepack.train.ranks import find_device, join_ranks, leave_ranks
     from treepack.train.saving.place import open_place
     from treepack.train.saving.run_directory import check_out

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from treepack.ingest.readers.fields.rewards import REWARDS
 from treepack.ingest.readers.format import KEEPS
 from treepack.ingest.readers.registry import all_formats
 from treepack.model.objectives import objective
+from treepack.option_fields import option_texts
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
@@ -77,6 +79,10 @@ def api_page() -> str:
         signature = signature.replace("<factory>", "...").removesuffix(" -> None")
         lines = textwrap.wrap(f"{kind} {name}{signature}", 116, subsequent_indent="    ", break_long_words=False)
         text = inspect.cleandoc(value.__doc__ or "")
+        if inspect.isclass(value) and is_dataclass(value) and (options := list(option_texts(value))):
+            entries = [(f"    {field.name}: {about.help}", " " * 8) for field, about in options]
+            wrapped = [textwrap.fill(entry, 116, subsequent_indent=indent) for entry, indent in entries]
+            text += "\n\nOptions:\n" + "\n".join(wrapped)
         home = value.__module__
         parts.append(f"## {name}\n\n`{home}`\n\n```text\n" + "\n".join(lines) + f"\n\n{text}\n```\n")
     return "\n".join(parts)

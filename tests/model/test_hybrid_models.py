@@ -26,7 +26,8 @@ from treepack.attention import register
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import check_model, use_tree_attention
 from treepack.model.accept.compatibility import check_config
-from treepack.model.adapters.adapter import LoraOptions, assign, initial_weights
+from treepack.model.adapters.adapter import assign, initial_weights
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.collation import batch_loss, collate
 from treepack.model.forward import row_loss
 from treepack.model.layers import adapt_layers

@@ -28,7 +28,7 @@ from treepack.attention.schedule import Schedule
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.memory.offload import Offload, Pages, copy_back, copy_out
-from treepack.model.adapters.adapter import LoraOptions
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.forward import row_loss
 from treepack.model.layers import (
     AdaptedLayers,

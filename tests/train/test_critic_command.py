@@ -25,7 +25,8 @@ from treepack.files.manifest import Provenance
 from treepack.model.head.value_head import add_value_head, value_head_of, write_value_head
 from treepack.model.loaded import LoadedModel
 from treepack.pack.plan.planning import plan_rows
-from treepack.train.critic import Critic, CriticOptions, critic_values, write_values
+from treepack.train.critic import Critic, critic_values, write_values
+from treepack.train.scoring_options import CriticOptions
 from treepack.trajectory import Float64
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.nodes import paths

@@ -56,8 +56,9 @@ def loaded(tmp_path: Path) -> LoadedModel:
 
 def test_two_lengths_give_the_bytes_of_a_token_and_of_a_pass_without_tokens(loaded: LoadedModel) -> None:
     passes = Passes()
-    result = measure_pass(replace(loaded, root=passes), autocast=nullcontext, meter=passes.meter)
-    assert result == (FIXED, PER_TOKEN)
+    fixed, per_token = measure_pass(replace(loaded, root=passes), autocast=nullcontext, meter=passes.meter)
+    assert fixed == FIXED
+    assert per_token == PER_TOKEN
     assert passes.lengths == [1024, 1024, 3072]
     assert all(parameter.grad is None for parameter in loaded.model.parameters())
 
@@ -71,8 +72,9 @@ def test_a_pass_that_a_rank_has_no_room_for_is_not_run(loaded: LoadedModel, room
         return num_bytes <= room
 
     sharded = replace(loaded, root=passes)
-    result = measure_pass(sharded, autocast=nullcontext, all_have=all_have, meter=passes.meter)
-    assert result == (FIXED, PER_TOKEN)
+    fixed, per_token = measure_pass(sharded, autocast=nullcontext, all_have=all_have, meter=passes.meter)
+    assert fixed == FIXED
+    assert per_token == PER_TOKEN
     assert max(passes.lengths) == longest
     assert asked == [FIXED + 1024 * PER_TOKEN, FIXED + 3072 * PER_TOKEN][: 1 if longest == 128 else 2]
 

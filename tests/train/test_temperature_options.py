@@ -18,7 +18,8 @@ from support.oracle_objectives import own_logprobs
 from support.packed_objectives import as_trajectories, packed_model, plain, rollouts
 from treepack.errors import TreepackError
 from treepack.pack.files import read_rows
-from treepack.train.logprobs import ScoreOptions, term_scores
+from treepack.train.logprobs import term_scores
+from treepack.train.scoring_options import ScoreOptions
 
 T = float(np.float32(0.7))
 ROWS = [i % 2 for i in range(10)]  # the two groups in a row each

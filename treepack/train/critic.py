@@ -28,7 +28,7 @@ from treepack.carry.backward import values_in_pieces as row_values_in_pieces
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
 from treepack.data.batch import Batch, make_batch
-from treepack.data.joined import check_pass_tokens, consecutive, join_rows
+from treepack.data.joined import consecutive, join_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_output, as_path
@@ -50,61 +50,13 @@ from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
-from treepack.train.logprobs import AUTO_PIECE, carry_memory, pass_size
+from treepack.train.logprobs import carry_memory, pass_size
+from treepack.train.scoring_options import CriticOptions
 from treepack.train.setup.compute import choose_compute
 from treepack.trajectory import Float64, Int64
 from treepack.trie.store.token_values import write_token_values
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
-
-_DTYPES = ("auto", "fp32", "bf16")
-
-
-@dataclass(frozen=True)
-class CriticOptions:
-    """How the values of a trie are computed.
-
-    Attributes:
-        capacity: maximum number of tokens in a row without `carry`; None for the default of `treepack pack`.
-        carry: rows of more than this number of tokens run in pieces of at most that many, and each tree is in one row;
-            "auto" is `logprobs.AUTO_PIECE`, and None runs every row as a whole.
-        pass_tokens: consecutive rows are joined into passes of at most so many tokens; "auto" is
-            `data.joined.usual_pass`, and 1 joins none.
-        routes: "replay" the recorded experts of a mixture, or "ignore" them.
-        dtype: as in `train.options.TrainOptions`, like the next two.
-        attention: the implementation of attention.
-        device: the device that computes.
-    """
-
-    capacity: int | None = None
-    carry: int | str | None = None
-    pass_tokens: int | str = "auto"
-    routes: str = "replay"
-    dtype: str = "auto"
-    attention: str = "auto"
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        """Refuse invalid values.
-
-        Raises:
-            TreepackError: with the name of the option.
-        """
-        for name, choices in (("dtype", _DTYPES), ("routes", ("replay", "ignore"))):
-            if getattr(self, name) not in choices:
-                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
-        if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
-            raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
-        check_pass_tokens(self.pass_tokens)
-        if self.capacity is not None and self.capacity < 1:
-            raise TreepackError(f"capacity is {self.capacity}; expected at least 1")
-        if self.capacity is not None and self.carry is not None:
-            raise TreepackError("capacity limits rows, and with carry each tree is one row; give one of them")
-
-    @property
-    def piece_size(self) -> int | None:
-        """The tokens of a piece; None if every row runs as a whole."""
-        return AUTO_PIECE if isinstance(self.carry, str) else self.carry
 
 
 @dataclass(frozen=True)
@@ -249,7 +201,7 @@ def write_values(
     trie: str | AnyPath,
     model: str,
     out: str | AnyPath,
-    options: CriticOptions = CriticOptions(),
+    options: CriticOptions = CriticOptions(),  # noqa: B008 (immutable)
     *,
     overwrite: bool = False,
     progress: ReportProgress | None = None,
