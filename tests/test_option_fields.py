@@ -50,13 +50,12 @@ def test_a_value_that_an_option_does_not_take_is_refused(changes: dict[str, Any]
 
 
 def test_a_command_gets_the_value_that_its_options_make() -> None:
-    @click.command()
-    @groups.option_group(
-        "bake", groups.field_options(BakeOptions, "grain salt minutes", minutes={"name": "time"}), BakeOptions
-    )
-    def bread(bake: BakeOptions) -> None:
+    options = groups.field_options(BakeOptions, "grain salt minutes", minutes={"name": "time"})
+
+    def show(bake: BakeOptions) -> None:
         click.echo(repr(bake))
 
+    bread = click.command()(groups.option_group("bake", options, BakeOptions)(show))
     run = CliRunner().invoke
     assert run(bread, ["--grain", "oat", "--salt", "--time", "90"]).output == f"{BakeOptions(90, 0.5, 'oat', True)}\n"
     assert run(bread, []).output == f"{BakeOptions()}\n"

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from treepack.errors import TreepackError
+from treepack.memory.offload import Offload
 from treepack.memory.shortage import memory_errors
 from treepack.model.adapters.adapter import assign, base_of, is_adapted, put_adapter
 from treepack.model.head.value_head import value_head_of, without_value_head
-from treepack.model.layers import find_layers
+from treepack.model.layers import adapt_layers, find_layers
 from treepack.model.load import (
     build_empty,
     build_model,
@@ -44,7 +45,6 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
-from treepack.train.layer_options import adapt
 from treepack.train.options import TrainOptions
 
 _NO_ROOM_FOR_WHOLE = (
@@ -119,6 +119,22 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     # gathered parameters in place of the shards.
     root.reshard()
     return loaded
+
+
+def adapt(causal: Any, options: TrainOptions, device: torch.device) -> None:
+    """Compile, recompute and offload the layers of a model as the options say; "auto" recomputes all for now.
+
+    Raises:
+        TreepackError: as `layers.adapt_layers`.
+    """
+    count = options.checkpoint_layers
+    adapt_layers(
+        causal,
+        checkpointing=options.recomputes,
+        compiled=options.compile,
+        recomputed=count if isinstance(count, int) else None,
+        offload=Offload(device) if options.offload_checkpoints else None,
+    )
 
 
 def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device) -> Any:

@@ -6,28 +6,13 @@ options with "auto" --choose_compute--> ComputeSetting(cuda:0, bf16)       atten
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from treepack.attention import resolve
+from treepack.train.options import TrainOptions
 from treepack.train.ranks import find_device, find_dtype
-
-
-class ComputeOptions(Protocol):
-    """The options of a command that runs a model."""
-
-    @property
-    def device(self) -> str:
-        """The name of a device, or "auto"."""
-
-    @property
-    def dtype(self) -> str:
-        """One of "fp32", "bf16" and "auto"."""
-
-    @property
-    def attention(self) -> str:
-        """The name of an implementation, or "auto"."""
+from treepack.train.scoring_options import CriticOptions, ScoreOptions
 
 
 @dataclass(frozen=True)
@@ -47,7 +32,9 @@ class ComputeSetting:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bf16")
 
 
-def choose_compute(options: ComputeOptions, *, weights: torch.dtype | None = None) -> ComputeSetting:
+def choose_compute(
+    options: TrainOptions | ScoreOptions | CriticOptions, *, weights: torch.dtype | None = None
+) -> ComputeSetting:
     """Return the device and the dtype of the options, before any data is opened or a model is loaded.
 
     Args:

@@ -26,7 +26,6 @@ from treepack.model.head.value_head import VALUE_FILE, has_saved_head, without_v
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
-from treepack.train.layer_options import adapt
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.saving.saved_model import repair_generation_config
@@ -34,7 +33,7 @@ from treepack.train.setup.compute import ComputeSetting
 from treepack.train.setup.initial_weights import find_weights
 from treepack.train.setup.reward_sums import sum_rewards
 from treepack.train.setup.run_data import RunData
-from treepack.train.sharding import load_sharded
+from treepack.train.sharding import adapt, load_sharded
 from treepack.trajectory import Float64
 
 NO_ROOM = (
