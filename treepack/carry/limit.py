@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from treepack.carry.backward import CarryOptions, backward_row
-from treepack.carry.offload import CarriedBytes, CarryBudget
+from treepack.carry.backward import CarryOptions, RowsInPieces
+from treepack.carry.offload import CarryBudget
 from treepack.carry.pieces import ALIGNMENT, align, plan_row
 from treepack.carry.row import open_row, push
 from treepack.carry.stack import num_offloaded
@@ -27,6 +27,7 @@ from treepack.carry.states import most_states
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.memory.budget import available_memory
+from treepack.memory.offload import CarriedBytes
 from treepack.model.layer_memory import update_bytes
 from treepack.model.loaded import LoadedModel
 
@@ -194,7 +195,7 @@ def measure_costs(
     rows = [_chain(batch, size) for size in sizes]
 
     def run(number: int) -> None:
-        backward_row(loaded, rows[number], replace(options, limit=sizes[number], memory=None))
+        RowsInPieces(loaded, replace(options, limit=sizes[number], memory=None)).backward(rows[number])
 
     run(0)  # makes the gradients of parameters, which do not count as costs
     small, large = (peak_of(lambda number=number: run(number)) for number in range(2))  # type: ignore[misc]

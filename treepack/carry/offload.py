@@ -16,32 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from treepack.carry.pieces import Pass
-from treepack.memory.offload import Copies, HostCopies, Pages, StreamCopies
+from treepack.memory.offload import CarriedBytes, Copies, HostCopies, Pages, StreamCopies
 
 # Bytes of a page. The last page of a layer's column is partly empty, so these pages are smaller than the pages of
 # checkpoints (`memory.offload.PAGE`).
 COLUMN_PAGE = 4 << 20
-
-
-class CarriedBytes(NamedTuple):
-    """Bytes on the GPU and in host memory."""
-
-    gpu: int
-    host: int
-
-    def plus(self, other: CarriedBytes) -> CarriedBytes:
-        """Return the sum of each."""
-        return CarriedBytes(self.gpu + other.gpu, self.host + other.host)
-
-    def most(self, other: CarriedBytes) -> CarriedBytes:
-        """Return the maximum of each."""
-        return CarriedBytes(max(self.gpu, other.gpu), max(self.host, other.host))
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from treepack.attention import Kept
 from treepack.attention.autograd import is_recomputing
-from treepack.carry.offload import CarriedBytes, CarryMemory, HostRows, raw
+from treepack.carry.offload import CarryMemory, HostRows, raw
 from treepack.carry.pieces import Pass
+from treepack.memory.offload import CarriedBytes
 
 Location = Literal["gpu", "host", "none"]
 

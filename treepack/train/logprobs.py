@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from treepack.attention import row_multiple
-from treepack.carry.backward import CarryOptions, row_scores
+from treepack.carry.backward import runner_of
 from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.carry.refusal import check_carry
 from treepack.data.batch import make_batch, names_of
@@ -33,7 +33,6 @@ from treepack.files.manifest import Provenance
 from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.accept.compatibility import check_fits, position_limit
 from treepack.model.adapters.adapter import LoraOptions
-from treepack.model.forward import prepare_batch, row_logprobs
 from treepack.model.head.token_loss import CHUNK, filled_temperature
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
@@ -238,16 +237,13 @@ def term_scores(
     temperature = filled_temperature(None if options.ignore_temperature else terms.temperature, options.temperature)
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.to(loaded.device)
-    limit = options.piece_size
-    if limit is None or batch.num_tokens <= limit:
-        batch = prepare_batch(loaded, batch)
-        scores = row_logprobs(loaded, batch, tokens, temperature=temperature, chunk=options.loss_chunk)
-    else:
-        # Without gradients all pieces may share the weights that autocast has cast, so they need no contexts of their
-        # own.
-        pieces = CarryOptions(limit, chunk=options.loss_chunk, memory=memory)
-        scores = row_scores(loaded, batch, tokens, pieces, temperature=temperature)
-    logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in scores)
+    # Without gradients all pieces may share the weights that autocast has cast, so they need no contexts of their own.
+    runner = runner_of(loaded, batch, options.piece_size, chunk=options.loss_chunk, memory=memory)
+    scores = runner.scores(batch, tokens, temperature=temperature)
+    assert scores.logprobs is not None
+    assert scores.entropies is not None
+    columns = (scores.logprobs, scores.entropies)
+    logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in columns)
     edges = (0, len(logprobs)) if batch.edges is None else batch.edges.terms
     return [(logprobs[begin:end], entropies[begin:end]) for begin, end in pairwise(edges)]
 

@@ -20,7 +20,7 @@ from treepack.errors import TreepackError
 from treepack.memory.shortage import is_memory_error
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.objective import Objective
-from treepack.model.verify.gradients import GradientReport, RowBackward, verify_gradients
+from treepack.model.verify.gradients import GradientReport, RunnerMaker, verify_gradients
 from treepack.model.verify.verify_memory import MAX_OPERATIONS, MemoryPlan, free_memory, model_sizes, plan_memory
 from treepack.model.verify.verify_subset import choose_part, restrict_row
 
@@ -45,7 +45,7 @@ def verify_rows(
     objective: Objective = Objective(),  # noqa: B008
     factors: Sequence[Tensor | None] | None = None,
     free: float | None = None,
-    backward: RowBackward | None = None,
+    backward: RunnerMaker | None = None,
 ) -> RowsReport:
     """Compare the gradients of rows, or of parts of them, with the gradients of their trajectories run alone.
 
