@@ -30,7 +30,7 @@ from treepack.carry.stack import Stack
 from treepack.carry.states import States, follow_layers
 from treepack.data.batch import Batch
 from treepack.data.transfers import sent
-from treepack.memory.offload import CarriedBytes
+from treepack.memory.host_pages import CarriedBytes
 from treepack.model.accept.first_batch import check_positions
 from treepack.model.experts.replay import check_routes
 from treepack.model.forward import hidden_states

@@ -25,7 +25,7 @@ from treepack.attention.autograd import is_recomputing
 from treepack.carry.offload import Buffer, CarryMemory, HostLayer, LayerShape, Slot, Staging
 from treepack.carry.pieces import Pass, RowPlan, align
 from treepack.errors import TreepackError
-from treepack.memory.offload import CarriedBytes
+from treepack.memory.host_pages import CarriedBytes
 
 
 class Stack:

@@ -30,6 +30,7 @@ from treepack.data.dataset import PackedDataset
 from treepack.data.joined import check_pass_tokens, consecutive, join_rows, usual_pass
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
+from treepack.memory.device_memory import free_memory
 from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.accept.compatibility import check_fits, position_limit
 from treepack.model.adapters.adapter import LoraOptions
@@ -38,7 +39,6 @@ from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.objective import GREEDY
 from treepack.model.objectives.temperature import refuse_temperatures, temperature_of_terms
-from treepack.model.verify.verify_memory import free_memory
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.train.ranks import find_device, find_dtype
@@ -178,13 +178,12 @@ def pass_size(pass_tokens: int | str, piece_size: int | None, device: torch.devi
 
 
 def carry_memory(device: torch.device) -> CarryMemory | None:
-    """Return the memory of keys and values of rows in pieces; None on the CPU, or if the free memory is not known.
+    """Return the memory of keys and values of rows in pieces; None on the CPU.
 
     Keys and values of layers beyond half of the free memory wait on the host; the other half is for a piece's layer and
     logits. The budget changes no result.
     """
-    free = free_memory(device)
-    return CarryMemory(device, CarryBudget(stack=int(free / 2))) if device.type == "cuda" and free is not None else None
+    return CarryMemory(device, CarryBudget(stack=free_memory(device) // 2)) if device.type == "cuda" else None
 
 
 def scored_rows(scoring: Scoring) -> Iterator[Row]:

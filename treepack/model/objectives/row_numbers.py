@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from treepack.errors import TreepackError
-from treepack.memory.offload import CarriedBytes
+from treepack.memory.host_pages import CarriedBytes
 from treepack.model.objectives.objective import Objective
 
 
