@@ -20,7 +20,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import conversation, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.fields.values import object_or_empty, shown
 from treepack.ingest.readers.files.companion_files import folder_and_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
@@ -63,7 +63,7 @@ def read_intercode(record: Record, options: ReadOptions) -> Iterator[Trajectory 
             **without(episode, USED),
             "trajectory_id": f"{stem}/{number}",
             "group_id": _group(episode, number),
-            "reward": _reward(episode),
+            "reward": object_or_empty(episode.get("summary")).get("max_reward"),
         }
         yield conversation(replace(part, value=value), messages, options)
 
@@ -99,11 +99,6 @@ def _group(episode: dict[str, Any], number: str) -> str:
     dataset, task = episode.get("dataset"), episode.get("task_id")
     name = PurePath(dataset).stem if isinstance(dataset, str) else episode.get("environment") or "intercode"
     return f"{name}/{number if task is None else task}"
-
-
-def _reward(episode: dict[str, Any]) -> Any:
-    summary = episode.get("summary")
-    return summary.get("max_reward") if isinstance(summary, dict) else None
 
 
 FORMAT = Format(

@@ -31,7 +31,7 @@ from treepack.ingest.readers.calls.conversations import with_notes
 from treepack.ingest.readers.calls.rollout_names import within
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread_notes import notes_of_record
-from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
 from treepack.ingest.readers.files.companion_files import read_document
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.records import Record
@@ -101,8 +101,7 @@ def read_opencode(records: Iterator[Record], options: ReadOptions) -> Iterator[T
     for row in rows:
         if "messages" in row.value:
             messages = as_objects(row.value["messages"], source=row.source, name="messages")
-            info = row.value.get("info")
-            yield from _read_session(row, info if isinstance(info, dict) else {}, messages, options)
+            yield from _read_session(row, object_or_empty(row.value.get("info")), messages, options)
         elif "sessionID" in row.value or "messageID" in row.value:
             yield Skipped(row.source, PART_OF_SESSION, is_rollout=False)
         else:
