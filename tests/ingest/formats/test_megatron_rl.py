@@ -9,24 +9,22 @@ import pytest
 from hypothesis import given
 
 from support.paths import ROLLOUTS
+from support.readings import Items, read_as, trajectories
 from support.token_rollouts import Conversation, Rollout, back, conversations, rollouts
 from treepack.errors import TreepackError
-from treepack.ingest.formats import megatron_rl
 from treepack.ingest.formats.megatron_rl import LAST_NOTE
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped, Tokens, Trajectory
 
 SAMPLE = ROLLOUTS / "megatron-rl.jsonl"
 TURN: dict[str, Any] = {"trajectory": [[1, 2, 3, 4]], "generation_mask": [[False, False, True, True]], "reward": 1.0}
 
 
-def items(value: dict[str, Any]) -> list[Trajectory | Skipped]:
-    return list(megatron_rl.read_megatron_rl(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+def items(value: dict[str, Any]) -> Items:
+    return read_as("megatron-rl", value)
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:
-    return [item for item in items(value) if isinstance(item, Trajectory)]
+    return trajectories(items(value))
 
 
 @given(rollouts())

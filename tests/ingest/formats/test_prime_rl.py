@@ -8,19 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.readings import read_as, trajectories
 from support.token_rollouts import Rollout, back, rollouts
 from treepack.errors import TreepackError
-from treepack.ingest.formats import prime_rl, prime_rl_sft
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped, Tokens, Trajectory
 
 SAMPLE: dict[str, Any] = {"token_ids": [5, 6, 7], "mask": [False, True, True], "env_name": "e"}
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:
-    items = list(prime_rl.read_prime_rl(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
-    return [item for item in items if isinstance(item, Trajectory)]
+    return trajectories(read_as("prime-rl", value))
 
 
 def columns(rollout: Rollout) -> dict[str, list[Any]]:
@@ -60,7 +57,7 @@ def test_the_sequences_of_a_micro_batch_come_back_without_its_padding(batch: lis
     lengths = [len(rollout.ids) for rollout in batch]
     lengths[-1] += num_padding
     positions = [i for rollout in batch for i in range(len(rollout.ids))] + list(range(num_padding))
-    trajectories = read(
+    found = read(
         {
             "input_ids": joined("ids", 1),
             "loss_mask": joined("mask", False),
@@ -72,9 +69,9 @@ def test_the_sequences_of_a_micro_batch_come_back_without_its_padding(batch: lis
             "env_names": ["e"] * (len(positions) - num_padding) + [""] * num_padding,
         }
     )
-    assert [back(item) for item in trajectories] == [expected(rollout) for rollout in batch]
-    assert [item.trajectory_id for item in trajectories] == [f"r.jsonl:1/sequence-{k + 1}" for k in range(len(batch))]
-    assert {item.metadata["env_name"] for item in trajectories} == {"e"}
+    assert [back(item) for item in found] == [expected(rollout) for rollout in batch]
+    assert [item.trajectory_id for item in found] == [f"r.jsonl:1/sequence-{k + 1}" for k in range(len(batch))]
+    assert {item.metadata["env_name"] for item in found} == {"e"}
 
 
 def test_an_export_brings_the_log_probabilities_of_sampler_and_trainer() -> None:
@@ -118,7 +115,7 @@ def test_weights_of_another_length_are_refused() -> None:
 
 def test_a_sample_with_images_is_skipped() -> None:
     value = SAMPLE | {"mm_kwargs": {"pixel_values": 1}}
-    items = list(prime_rl.read_prime_rl(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    items = read_as("prime-rl", value)
     assert items == [Skipped("r.jsonl:1", "images, audio and video are not read")]
 
 
@@ -136,7 +133,7 @@ def test_the_sequences_of_a_supervised_batch_come_back_unshifted(batch: list[Rol
         "seq_lens": lengths,
         "mm_kwargs": None,
     }
-    items = list(prime_rl_sft.read_prime_rl_sft(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    items = read_as("prime-rl-sft", value)
     assert [back(item) for item in items if isinstance(item, Trajectory)] == [
         (rollout.ids, rollout.trained, None, None) for rollout in batch
     ]
@@ -145,4 +142,4 @@ def test_the_sequences_of_a_supervised_batch_come_back_unshifted(batch: list[Rol
 def test_a_supervised_batch_whose_targets_are_not_shifted_is_refused() -> None:
     value = {"input_ids": [5, 6, 7], "target_ids": [5, 6, 7], "loss_mask": [False, True, True]}
     with pytest.raises(TreepackError, match="target_ids of sequence 1 are not its input_ids one place later"):
-        list(prime_rl_sft.read_prime_rl_sft(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+        read_as("prime-rl-sft", value)

@@ -10,19 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.paths import ROLLOUTS
+from support.readings import only, read_as, trajectories
 from support.token_rollouts import Rollout, back, rollouts
 from treepack.errors import TreepackError
-from treepack.ingest.formats import skyrl, skyrl_dump
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import PromptCompletion, Skipped, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS / "skyrl"
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:
-    items = list(skyrl.read_skyrl(Record("r.json", "r.json", value), ReadOptions()))
-    return [item for item in items if isinstance(item, Trajectory)]
+    return trajectories(read_as("skyrl", value, path="r.json"))
 
 
 @given(st.lists(rollouts(), min_size=1, max_size=3))
@@ -101,12 +98,11 @@ def test_columns_of_different_lengths_are_refused() -> None:
 
 def test_rows_with_images_are_skipped() -> None:
     value = {"prompt_token_ids": [[1]], "response_ids": [[2]], "loss_masks": [[1]], "pixel_values": [[0.5]]}
-    items = list(skyrl.read_skyrl(Record("r.json", "r.json", value), ReadOptions()))
+    items = read_as("skyrl", value, path="r.json")
     assert items == [Skipped("r.json[0]", "images, audio and video are not read")]
 
 
 def test_a_dump_is_text_whose_scores_are_summed() -> None:
     line = {"input_prompt": "p", "output_response": "r", "score": [0.0, 0.5], "env_extras": {"x": []}}
-    (trajectory,) = skyrl_dump.read_skyrl_dump(Record("r.jsonl:1", "r.jsonl", line), ReadOptions())
-    assert isinstance(trajectory, Trajectory)
+    trajectory = only(read_as("skyrl-dump", line))
     assert (trajectory.content, trajectory.reward, trajectory.notes) == (PromptCompletion("p", "r"), 0.5, ())
