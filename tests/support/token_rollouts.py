@@ -63,6 +63,11 @@ class Conversation:
             before = result[-1] + response
         return result
 
+    @property
+    def calls(self) -> list[tuple[list[int], list[int], list[float]]]:
+        """Prompt, response and log-probabilities of each call."""
+        return list(zip(self.prompts, self.responses, self.logprobs, strict=True))
+
     def expected(self, reward: float | None) -> tuple[list[int], list[int], list[float], float | None]:
         """The result of `back` for the one trajectory of these calls."""
         starts = [len(prompt) for prompt in self.prompts]

@@ -11,11 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
 
 from support.paths import ROLLOUTS
 from support.readings import Items, read_as, trajectories
-from support.token_rollouts import Conversation, back, conversations
+from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.ingest.readers.files.yaml_files import read_yaml
 from treepack.ingest.readers.reading import read_trajectories
@@ -125,14 +124,3 @@ def test_yaml_that_holds_code_or_cannot_be_read_is_refused(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(TreepackError, match=r"^r.yaml: is YAML; install pyyaml"):
         read_yaml(b"[]", "r.yaml")
-
-
-@given(conversations())
-def test_choices_with_token_ids_come_back(talk: Conversation) -> None:
-    choices: list[dict[str, Any]] = []
-    for prompt, reply, values in zip(talk.prompts, talk.responses, talk.logprobs, strict=True):
-        content = [{"token": f"token_id:{token}", "logprob": value} for token, value in zip(reply, values, strict=True)]
-        choice = {"message": ANSWER, "prompt_token_ids": prompt, "token_ids": reply, "logprobs": {"content": content}}
-        choices += [USER, choice]
-    (trajectory,) = read({"messages_and_choices": choices, "reward": 0.5})
-    assert back(trajectory) == talk.expected(0.5)

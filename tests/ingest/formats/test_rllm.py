@@ -7,11 +7,10 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
 
 from support.paths import ROLLOUTS
 from support.readings import Items, read_as, read_whole, trajectories
-from support.token_rollouts import Conversation, back, conversations
+from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.ingest.formats.rllm import SOME_NOTE
 from treepack.ingest.formats.rllm_gateway import ORPHAN
@@ -157,23 +156,3 @@ def test_metadata_of_a_session_says_what_it_says_of_the_rollout() -> None:
 def test_a_file_of_something_else_is_refused() -> None:
     with pytest.raises(TreepackError, match="has no session_id; expected trace_id and session_id"):
         sessions([{"trace_id": "a"}])
-
-
-@given(conversations())
-def test_an_episode_comes_back(talk: Conversation) -> None:
-    parts = zip(talk.prompts, talk.responses, talk.logprobs, strict=True)
-    steps = [{"prompt_ids": prompt, "response_ids": response, "logprobs": values} for prompt, response, values in parts]
-    (trajectory,) = read(episode(steps, reward=0.5))
-    assert back(trajectory) == talk.expected(0.5)
-
-
-@given(conversations())
-def test_a_chain_of_traces_comes_back(talk: Conversation) -> None:
-    chain: list[dict[str, Any]] = []
-    for number, (delta, response, values) in enumerate(zip(talk.deltas, talk.responses, talk.logprobs, strict=True)):
-        trace = {"trace_id": str(number), "session_id": "s", "completion_token_ids": response, "logprobs": values}
-        link = {"prompt_delta_token_ids": delta, "parent_trace_id": str(number - 1)}
-        chain.append(trace | (link if number else {"prompt_token_ids": delta}))
-    (trajectory,) = sessions(chain)
-    assert isinstance(trajectory, Trajectory)
-    assert back(trajectory) == talk.expected(None)

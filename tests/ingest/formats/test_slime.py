@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 
 from support.readings import Items, only, read_as
-from support.token_rollouts import Rollout, back, rollouts
+from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.ingest.readers.files.torch_files import read_torch
 from treepack.ingest.readers.reading import read_trajectories
@@ -36,20 +35,6 @@ def read(value: dict[str, Any], **options: Any) -> Items:
 
 def one(value: dict[str, Any], **options: Any) -> Trajectory:
     return only(read(value, **options))
-
-
-@given(rollouts())
-def test_a_sample_comes_back(rollout: Rollout) -> None:
-    value = SAMPLE | {
-        "tokens": rollout.ids,
-        "response_length": len(rollout.response),
-        "loss_mask": rollout.mask,
-        "rollout_log_probs": rollout.logprobs,
-        "reward": rollout.reward,
-    }
-    trajectory = one(value)
-    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), rollout.reward)
-    assert (trajectory.trajectory_id, trajectory.group_id, trajectory.notes) == ("9", "4", ())
 
 
 def test_a_sample_without_a_mask_trains_its_response() -> None:

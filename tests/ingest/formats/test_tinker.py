@@ -6,13 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
 
 from support.paths import ROLLOUTS
 from support.readings import only, read_as, trajectories
-from support.token_rollouts import Conversation, Rollout, back, conversations, rollouts
+from support.token_rollouts import back
 from treepack.errors import TreepackError
-from treepack.trajectory import Skipped, Tokens, Trajectory
+from treepack.trajectory import Skipped, Trajectory
 
 SAMPLE = ROLLOUTS / "tinker.jsonl"
 
@@ -61,24 +60,6 @@ def test_rewards_of_another_group_are_refused() -> None:
         read("tinker", value)
 
 
-@given(rollouts())
-def test_a_datum_comes_back_unshifted(rollout: Rollout) -> None:
-    before = len(rollout.prompt)
-    mask = [0.0] * before + [float(flag) for flag in rollout.mask]
-    logprobs = [0.0] * before + rollout.logprobs
-    inputs: dict[str, Any] = {
-        "target_tokens": {"data": rollout.ids[1:], "dtype": "int64", "shape": [len(rollout.ids) - 1]},
-        "logprobs": {"data": logprobs[1:], "dtype": "float32"},
-        "advantages": {"data": [0.5 * flag for flag in mask[1:]], "dtype": "float32"},
-        "mask": mask[1:],
-    }
-    (trajectory,) = read("tinker-datum", {"model_input": model_input(rollout.ids[:-1]), "loss_fn_inputs": inputs})
-    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), None)
-    assert isinstance(trajectory.content, Tokens)
-    assert trajectory.content.advantages is not None
-    assert trajectory.content.advantages.tolist() == [0.5] * len(rollout.trained)
-
-
 def test_a_datum_whose_targets_are_not_its_input_shifted_is_refused() -> None:
     for targets in ([5, 6], [6], [7, 7]):
         value = {"model_input": model_input([5, 6]), "loss_fn_inputs": {"target_tokens": targets}}
@@ -86,14 +67,6 @@ def test_a_datum_whose_targets_are_not_its_input_shifted_is_refused() -> None:
             read("tinker-datum", value)
     value = {"model_input": model_input([5, 6]), "loss_fn_inputs": {"target_tokens": [6, 7]}}
     assert back(read("tinker-datum", value)[0])[:2] == ([5, 6, 7], [1, 2])
-
-
-@given(conversations())
-def test_a_trajectory_comes_back(talk: Conversation) -> None:
-    parts = zip(talk.prompts, talk.responses, talk.logprobs, strict=True)
-    steps = [transition(model_input(prompt[:1], prompt[1:]), response, values) for prompt, response, values in parts]
-    (trajectory,) = read("tinker", {"transitions": steps, "final_ob": model_input()})
-    assert back(trajectory) == talk.expected(0.25 * len(steps))
 
 
 def test_a_group_that_is_null_is_a_single_trajectory_and_an_empty_one_is_counted() -> None:

@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from support.paths import ROLLOUTS
 from support.readings import chats, read_whole, reasons, refusal_as, trajectories
-from support.token_rollouts import Rollout, back, rollouts
 from treepack.ingest.formats.trl_labels import STEPS_NOTE
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import PromptCompletion, Skipped, Tokens, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 USER = {"role": "user", "content": "2+2?"}
 GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
@@ -105,17 +102,6 @@ def test_labelled_steps_are_one_completion_that_is_right_if_all_of_them_are() ->
     assert refusal_as("trl-labels", record | {"labels": [True]}).endswith("expected true or false for each of 2 steps")
 
 
-@given(st.lists(rollouts(), min_size=1, max_size=4), st.sampled_from(["labels", "completion_mask", "assistant_masks"]))
-def test_packed_sequences_come_back(packed: list[Rollout], name: str) -> None:
-    flags = [flag for each in packed for flag in [0] * len(each.prompt) + each.mask]
-    ids = [token for each in packed for token in each.ids]
-    labels = [token if flag else -100 for token, flag in zip(ids, flags, strict=True)]
-    row = {"input_ids": ids, "seq_lengths": [len(each.ids) for each in packed]}
-    items = sides("trl-packed", row | {name: labels if name == "labels" else flags})
-    assert [back(item) for item in items] == [(each.ids, each.trained, None, None) for each in packed]
-    assert [item.trajectory_id for item in items] == [f"r.jsonl:1/sequence-{k + 1}" for k in range(len(packed))]
-
-
 def test_lengths_of_another_row_are_refused() -> None:
     said = refusal_as("trl-packed", {"input_ids": [1, 2, 3], "seq_lengths": [2], "labels": [1, 2, 3]})
     assert said == "seq_lengths sums to 2; expected 3, the row's tokens"
@@ -127,46 +113,6 @@ def test_a_skipped_sequence_does_not_hide_the_others() -> None:
     assert skipped == Skipped("r.jsonl:1", "no trained token")
     assert isinstance(kept, Trajectory)
     assert (kept.trajectory_id, kept.source) == ("r.jsonl:1/sequence-2", "r.jsonl:1")
-
-
-@given(rollouts())
-def test_a_sample_of_the_asynchronous_trainer_comes_back(rollout: Rollout) -> None:
-    before = len(rollout.prompt)
-    value = {
-        "input_ids": rollout.ids,
-        "completion_mask": [0] * before + rollout.mask,
-        "old_log_probs": [0.0] * before + rollout.logprobs,
-        "advantage": 0.5,
-        "group_id": 3,
-        "model_version": 7,
-    }
-    (trajectory,) = sides("trl-grpo", value)
-    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), None)
-    assert isinstance(trajectory.content, Tokens)
-    assert trajectory.content.old_logprobs is not None
-    assert trajectory.content.old_logprobs.tolist() == rollout.at_trained(rollout.logprobs)
-    assert (trajectory.group_id, trajectory.advantage, trajectory.metadata) == ("3", 0.5, {"model_version": 7})
-
-
-@given(rollouts(), st.integers(0, 3), st.integers(0, 3))
-def test_a_row_of_a_batch_comes_back_without_its_padding(rollout: Rollout, left: int, right: int) -> None:
-    num = len(rollout.response)
-    value = {
-        "prompt_ids": [0] * left + rollout.prompt,
-        "prompt_mask": [0] * left + [1] * len(rollout.prompt),
-        "completion_ids": rollout.response + [0] * right,
-        "completion_mask": [1] * num + [0] * right,
-        "tool_mask": rollout.mask + [1] * right,
-        "sampling_per_token_logps": rollout.logprobs + [0.0] * right,
-        "old_per_token_logps": [2 * each for each in rollout.logprobs] + [-9.0] * right,
-        "advantages": -0.5,
-    }
-    (trajectory,) = sides("trl-grpo", value)
-    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), None)
-    assert isinstance(trajectory.content, Tokens)
-    assert trajectory.content.old_logprobs is not None
-    assert trajectory.content.old_logprobs.tolist() == [2 * each for each in rollout.at_trained(rollout.logprobs)]
-    assert trajectory.advantage == -0.5
 
 
 def test_every_group_of_preference_files_is_one_pair(tmp_path: Path) -> None:

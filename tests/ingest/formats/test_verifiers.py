@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.paths import ROLLOUTS
 from support.readings import Items, read_as, trajectories
-from support.token_rollouts import Conversation, back, conversations
+from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.ingest.formats.verifiers import PARTIAL_NOTE, WEIGHTS_NOTE
 from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE
@@ -256,24 +256,3 @@ def test_the_model_comes_from_the_summary_which_alone_is_skipped() -> None:
     assert models == ["qwen3-8b", "qwen3-8b"]
     skipped = [item.reason for item in items if isinstance(item, Skipped)]
     assert skipped == ["summary of a run, read with its results"]
-
-
-@given(conversations())
-def test_a_trace_comes_back(talk: Conversation) -> None:
-    nodes: list[dict[str, Any]] = []
-    for delta, reply, values in zip(talk.deltas, talk.responses, talk.logprobs, strict=True):
-        nodes.append(node(len(nodes) - 1 if nodes else None, delta))
-        nodes.append(node(len(nodes) - 1, reply, len(reply), logprobs=values))
-    (trajectory,) = traces(episode(nodes, rewards={"a": {"score": 0.5, "weight": 1.0}}))
-    assert back(trajectory) == talk.expected(0.5)
-
-
-@given(conversations())
-def test_a_line_of_results_comes_back(talk: Conversation) -> None:
-    steps = [
-        {"tokens": {"prompt_ids": prompt, "completion_ids": reply, "completion_logprobs": values}, "trajectory_id": "t"}
-        for prompt, reply, values in zip(talk.prompts, talk.responses, talk.logprobs, strict=True)
-    ]
-    (trajectory,) = read_results({"example_id": 3, "completion": None, "reward": 0.5, "trajectory": steps})
-    assert back(trajectory) == talk.expected(0.5)
-    assert (trajectory.trajectory_id, trajectory.group_id) == ("t", "3")

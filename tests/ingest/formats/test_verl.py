@@ -9,11 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from support.readings import chat_of, only, read_as, tokens_of
-from support.token_rollouts import Rollout, back, rollouts
+from support.readings import chat_of, only, read_as
+from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.ingest.formats.columns import DECODED_NOTE
 from treepack.ingest.readers.reading import read_trajectories
@@ -25,58 +23,6 @@ ROW = {"prompts": [0, 7], "responses": [8, 0], "attention_mask": [0, 1, 1, 0], "
 
 def one(name: str, value: dict[str, Any]) -> Trajectory:
     return only(read_as(name, value))
-
-
-@given(rollouts())
-def test_an_agent_loop_output_comes_back(rollout: Rollout) -> None:
-    value = {
-        "prompt_ids": rollout.prompt,
-        "response_ids": rollout.response,
-        "response_mask": rollout.mask,
-        "response_logprobs": rollout.logprobs,
-        "reward_score": rollout.reward,
-        "extra_fields": {"min_global_steps": 3, "turn_scores": []},
-    }
-    trajectory = one("verl", value)
-    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), rollout.reward)
-    assert (trajectory.metadata, trajectory.notes) == ({"min_global_steps": 3}, ())
-
-
-@given(rollouts(), st.integers(0, 3), st.integers(0, 3), st.integers(0, 9))
-def test_a_row_of_a_batch_comes_back_without_its_padding(rollout: Rollout, left: int, right: int, pad: int) -> None:
-    def padded(values: list[float]) -> list[float]:
-        return values + [0.0] * right
-
-    num = len(rollout.ids)
-    scores = [0.0] * len(rollout.response)
-    scores[-1] = rollout.reward
-    value = {
-        "prompts": [pad] * left + rollout.prompt,
-        "responses": rollout.response + [pad] * right,
-        "input_ids": [pad] * left + rollout.ids + [pad] * right,
-        "attention_mask": [0] * left + [1] * num + [0] * right,
-        "position_ids": [0] * left + list(range(num)) + [num - 1] * right,
-        "response_mask": rollout.mask + [0] * right,
-        "rollout_log_probs": padded(rollout.logprobs),
-        "old_log_probs": padded([2 * each for each in rollout.logprobs]),
-        "ref_log_prob": padded([4 * each for each in rollout.logprobs]),
-        "token_level_scores": padded(scores),
-        "token_level_rewards": padded([each - 0.01 for each in scores]),
-        "advantages": padded([0.5] * len(rollout.response)),
-        "returns": padded([9.0] * len(rollout.response)),
-        "uid": "g",
-        "__num_turns__": 4,
-    }
-    trajectory = one("verl", value)
-    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), rollout.reward)
-    content = tokens_of(trajectory)
-    assert content.old_logprobs is not None
-    assert content.ref_logprobs is not None
-    assert content.advantages is not None
-    assert (content.old_logprobs * 2 == content.ref_logprobs).all()
-    assert content.old_logprobs.tolist() == [2 * each for each in rollout.at_trained(rollout.logprobs)]
-    assert content.advantages.tolist() == [0.5] * len(rollout.trained)
-    assert (trajectory.group_id, trajectory.metadata) == ("g", {"num_turns": 4})
 
 
 def test_rows_of_parquet_are_read_like_lines(tmp_path: Path) -> None:
