@@ -17,9 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.readings import only, read_as, tokens_of, trajectories
-from support.token_rollouts import Conversation, Rollout, back, conversations, rollouts
-from treepack.trajectory import Trajectory
+from support.readings import only, read_as, trajectories
+from support.token_rollouts import Conversation, Rollout, back, conversations, expected, found, rollouts
 
 Record = dict[str, Any]
 ANSWER = {"role": "assistant", "content": "4"}
@@ -41,29 +40,6 @@ def advantages(rollout: Rollout) -> list[float]:
 
 def flags(rollout: Rollout) -> list[bool]:
     return whole(rollout, [bool(flag) for flag in rollout.mask], False)
-
-
-def found(item: Trajectory) -> Record:
-    """The numbers of `item` at its trained tokens; old and reference log-probabilities are multiples of its own."""
-    ids, trained, logprobs, reward = back(item)
-    content = tokens_of(item)
-    numbers = {"old": content.old_logprobs, "ref": content.ref_logprobs, "advantages": content.advantages}
-    lists = {name: None if values is None else list(map(float, values.tolist())) for name, values in numbers.items()}
-    return {"ids": ids, "trained": trained, "logprobs": logprobs, "reward": reward} | lists
-
-
-def expected(rollout: Rollout, kept: str) -> Record:
-    """The result of `found` for a format that keeps the numbers `kept`; `same` means old ones equal the sampler's."""
-    logprobs = rollout.at_trained(rollout.logprobs)
-    numbers = {
-        "logprobs": logprobs,
-        "reward": rollout.reward,
-        "old": logprobs if "same" in kept else [2 * each for each in logprobs],
-        "ref": [4 * each for each in logprobs],
-        "advantages": [0.5] * len(logprobs),
-    }
-    content = {"ids": rollout.ids, "trained": rollout.trained}
-    return content | {name: values if name in kept.split() else None for name, values in numbers.items()}
 
 
 @dataclass(frozen=True)
