@@ -117,7 +117,7 @@ FORMAT = Format(
         "meta (options of the run)",
         "info (how the reward came about)",
         "turn_history.rewards, turn_history.valid_action (of single turns)",
-        "turn_history.steps (plan of another call)",
+        "turn_history.steps (plan of a different call)",
         "summary.max_reward_idx, summary.turns_taken, summary.turns_max",
     ),
     keeps={REWARDS, LINEAGE},

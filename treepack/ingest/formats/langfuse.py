@@ -344,8 +344,8 @@ FORMAT = Format(
     view=langfuse_view,
     dropped=(
         "input and output of a trace (its calls contain them)",
-        "observations that are no generations (the calls contain the results of tools)",
-        "scores that are no numbers, and corrections (named in a note)",
+        "observations that are not generations (the calls contain the results of tools)",
+        "scores that are not numbers, and corrections (named in a note)",
         "scores in a file of their own",
         "usage, costs, times, versions, prompts",
     ),

@@ -168,7 +168,7 @@ def _check_part(part: dict[str, Any], where: str) -> None:
     """Refuse a part with a field of a different form.
 
     Raises:
-        TreepackError: its type is not text, or another field is of a different kind.
+        TreepackError: its type is not text, or a different field has a wrong kind.
     """
     for name, kind, expected in PART_FIELDS:
         if not isinstance(part.get(name), kind):
@@ -264,7 +264,7 @@ def _steps(parts: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _step(session: _Session, step: list[dict[str, Any]], where: str) -> tuple[Message | None, list[Message]]:
-    """Return the message of a step and the results of its calls; no message if the step says nothing."""
+    """Return the message of a step and the results of its calls; no message if the step is empty."""
     texts, thoughts, calls = [], [], []
     results: list[Message] = []
     for part in step:
