@@ -252,7 +252,7 @@ def _require_extras(run_options: RunOptions) -> None:
 
     check_sinks(run_options.sinks)
     if run_options.plot and find_spec("vl_convert") is None:
-        raise TreepackError(f"--plot needs vl-convert-python, which is not installed; {install_hint('plot')}")
+        raise TreepackError(f"--plot needs vl-convert-python, which is not installed; {install_hint('report')}")
 
 
 def _note(ranks: Ranks, note: str) -> None:

@@ -15,8 +15,9 @@ import torch
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.errors import TreepackError
+from treepack.memory.device_memory import MemoryMeter
 from treepack.model import layer_memory
-from treepack.model.layer_memory import Meter, measure_pass
+from treepack.model.layer_memory import measure_pass
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import TrainOptions
@@ -45,8 +46,8 @@ class Passes:
         """Do nothing: the model is whole."""
 
     @property
-    def meter(self) -> Meter:
-        return Meter(lambda: 1000, lambda: 1000 + FIXED + PER_TOKEN * self.lengths[-1], lambda: None)
+    def meter(self) -> MemoryMeter:
+        return MemoryMeter(lambda: 1000, lambda: 1000 + FIXED + PER_TOKEN * self.lengths[-1], lambda: None)
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def given(tmp_path: Path, loaded: LoadedModel) -> MemoryInput:
 def test_memory_that_runs_out_in_a_pass_joins_no_rows_and_stops_a_rank_of_a_sharded_model(
     given: MemoryInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_memory, "gpu_meter", lambda _: Meter(lambda: 0, lambda: 0, lambda: None))
+    monkeypatch.setattr(layer_memory, "gpu_meter", lambda _: MemoryMeter(lambda: 0, lambda: 0, lambda: None))
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError

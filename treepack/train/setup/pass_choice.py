@@ -8,9 +8,9 @@ import torch
 
 from treepack.data.joined import GPU_PASS, usual_pass
 from treepack.errors import TreepackError
+from treepack.memory.device_memory import free_memory
 from treepack.memory.shortage import is_memory_error
 from treepack.model.layer_memory import measure_pass
-from treepack.model.verify.verify_memory import free_memory
 from treepack.train.setup.layer_choice import layer_room, state_bytes
 from treepack.train.setup.memory_input import MemoryInput
 
@@ -56,8 +56,7 @@ def fitting_tokens(given: MemoryInput) -> int:
 
     def all_have(num_bytes: int) -> bool:
         torch.cuda.empty_cache()
-        free = free_memory(device)
-        return not given.ranks.any(free is not None and num_bytes > free)
+        return not given.ranks.any(num_bytes > free_memory(device))
 
     try:
         fixed, per_token = measure_pass(

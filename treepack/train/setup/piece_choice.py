@@ -5,10 +5,7 @@ carry "auto" or a number, longest row and path, free memory --choose_pieces--> n
 
 from __future__ import annotations
 
-import functools
 import logging
-
-import torch
 
 from treepack.carry.backward import CarryOptions
 from treepack.carry.limit import CarryPlan, plan_carry
@@ -16,7 +13,7 @@ from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
 from treepack.errors import TreepackError
 from treepack.memory.shortage import memory_errors
-from treepack.model.forward import prepare_batch, row_loss
+from treepack.model.forward import WholeRows
 from treepack.model.layer_memory import update_bytes
 from treepack.model.loaded import LoadedModel
 from treepack.train.setup.layer_choice import host_room, state_bytes
@@ -120,9 +117,6 @@ def _plan(given: MemoryInput, reserved: int) -> CarryPlan:
 
 def _sum_over_ranks(given: MemoryInput) -> None:
     """Sum the gradients of passes inside `whole_weights`, which would otherwise wait for the first step."""
-    loaded = given.loaded
-    row = prepare_batch(loaded, given.data.dataset.padding())
-    with summing_gradients(loaded):
-        with given.compute.lower_precision():
-            loss = loaded.compute(functools.partial(row_loss, loaded, row))
-        torch.autograd.backward(loss)
+    runner = WholeRows(given.loaded, autocast=given.compute.lower_precision)
+    with summing_gradients(given.loaded):
+        runner.backward(given.data.dataset.padding())

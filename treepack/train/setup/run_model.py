@@ -82,7 +82,7 @@ def load_run_model(model: str | Path, options: TrainOptions, compute: ComputeSet
     return loaded
 
 
-def check_rows(dataset: AnyDataset, loaded: LoadedModel) -> None:
+def check_rows_fit(dataset: AnyDataset, loaded: LoadedModel) -> None:
     """Check that the ids, the positions and the tokenizer of rows are those of the model.
 
     Raises:
@@ -115,7 +115,7 @@ def check_fit(
     for each in (held_out, data):
         if each is not None:
             each.dataset.multiple = row_multiple(loaded.attention)
-            check_rows(each.dataset, loaded)
+            check_rows_fit(each.dataset, loaded)
     _check_routes(dataset, loaded)
     tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))
     notes = (*loaded.notes, *notes, *repair_generation_config(loaded.causal), *_adapter_notes(loaded, options.seed))

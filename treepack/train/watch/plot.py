@@ -119,7 +119,7 @@ def draw_curves(metrics: Path, out: Path) -> None:
     try:
         import vl_convert
     except ImportError as error:
-        raise TreepackError(f"curves cannot be drawn ({error}); {install_hint('plot')}") from error
+        raise TreepackError(f"curves cannot be drawn ({error}); {install_hint('report')}") from error
     picture = vl_convert.vegalite_to_png(curves_spec(metrics), scale=_SCALE)
     with finished_file(out, overwrite=True) as temporary:
         temporary.write_bytes(picture)
