@@ -15,8 +15,8 @@ from compilations import made_on
 from treepack.carry.limit import USABLE
 from treepack.costs.model_cost import PRESETS
 from treepack.memory.budget import available_memory
+from treepack.memory.device_memory import update_bytes
 from treepack.memory.offload import Offload
-from treepack.model.layer_memory import update_bytes
 from treepack.model.layers import adapt_layers, adapted_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel

@@ -67,7 +67,7 @@ from treepack.memory.shortage import is_memory_error
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.head.token_loss import CHUNK
-from treepack.model.layer_memory import fewest_recomputed, head_bytes, host_pages, measure_layers
+from treepack.train.setup.layer_memory import fewest_recomputed, head_bytes, host_pages, measure_layers
 
 WAYS = "recomputed:65536,offload:262144,auto:65536,carry:auto"
 # bfloat16 rounds a logit by 0.4 %, and a loss is a mean over many.

@@ -26,10 +26,10 @@ from treepack.data.batch import Batch
 from treepack.memory.host_pages import HostCopies, Pages, StreamCopies
 from treepack.memory.offload import Offload
 from treepack.model.forward import prepare_batch, row_loss
-from treepack.model.layer_memory import measure_layers
 from treepack.model.layers import adapt_layers, adapted_layers, set_recomputed
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
+from treepack.train.setup.layer_memory import measure_layers
 
 LAYERS, VOCABULARY = 5, 320
 CONFIG: dict[str, Any] = {

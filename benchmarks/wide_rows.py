@@ -41,11 +41,11 @@ from treepack.memory.host_pages import PAGE
 from treepack.memory.offload import Offload
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.head.token_loss import CHUNK
-from treepack.model.layer_memory import fewest_recomputed, host_pages, measure_layers
 from treepack.model.layers import AdaptedLayers, adapt_layers, adapted_layers, recomputed_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.train.setup.layer_choice import describe_layers, layer_room
+from treepack.train.setup.layer_memory import fewest_recomputed, host_pages, measure_layers
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,13 @@ from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import MemoryMeter
-from treepack.model import layer_memory
-from treepack.model.layer_memory import measure_pass
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
-from treepack.train.setup import pass_choice
+from treepack.train.setup import layer_memory, pass_choice
 from treepack.train.setup.compute import choose_compute
+from treepack.train.setup.layer_memory import measure_pass
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.run_data import open_data
 

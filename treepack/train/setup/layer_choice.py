@@ -12,20 +12,13 @@ import torch
 
 from treepack.errors import TreepackError
 from treepack.memory.budget import available_memory
-from treepack.memory.device_memory import free_memory
+from treepack.memory.device_memory import free_memory, update_bytes
 from treepack.memory.host_pages import PAGE
 from treepack.memory.shortage import is_memory_error
-from treepack.model.layer_memory import (
-    LayerBytes,
-    fewest_recomputed,
-    head_bytes,
-    host_pages,
-    measure_layers,
-    update_bytes,
-)
 from treepack.model.layers import AdaptedLayers, adapted_layers, set_recomputed
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import TrainOptions
+from treepack.train.setup.layer_memory import LayerBytes, fewest_recomputed, head_bytes, host_pages, measure_layers
 from treepack.train.setup.memory_input import MemoryInput
 
 _log = logging.getLogger("treepack")

@@ -10,8 +10,8 @@ from treepack.data.joined import GPU_PASS, usual_pass
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import free_memory
 from treepack.memory.shortage import is_memory_error
-from treepack.model.layer_memory import measure_pass
 from treepack.train.setup.layer_choice import layer_room, state_bytes
+from treepack.train.setup.layer_memory import measure_pass
 from treepack.train.setup.memory_input import MemoryInput
 
 _log = logging.getLogger("treepack")

@@ -12,9 +12,9 @@ from treepack.carry.limit import CarryPlan, plan_carry
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
 from treepack.errors import TreepackError
+from treepack.memory.device_memory import update_bytes
 from treepack.memory.shortage import memory_errors
 from treepack.model.forward import WholeRows
-from treepack.model.layer_memory import update_bytes
 from treepack.model.loaded import LoadedModel
 from treepack.train.setup.layer_choice import host_room, state_bytes
 from treepack.train.setup.memory_input import MemoryInput

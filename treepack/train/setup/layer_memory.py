@@ -213,16 +213,6 @@ def head_bytes(causal: Any, *, chunk: int, num_tokens: int) -> int:
     return 12 * min(chunk, num_tokens) * size + 10 * size * width + 12 * num_tokens * width
 
 
-def update_bytes(model: Any, *, state_bytes: int) -> int:
-    """Return the bytes of gradients and of an optimiser's states, of `state_bytes` per trained weight, on this rank."""
-    total: int = 0
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            total += own.numel() * ((own.element_size() if parameter.grad is None else 0) + state_bytes)
-    return total
-
-
 def host_pages(loaded: LoadedModel, num_tokens: int, *, recomputed: int, lower: bool, size: int = PAGE) -> int:
     """Return the pages in which inputs and attention outputs of the first `recomputed` layers of a row wait.
 
