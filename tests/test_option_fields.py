@@ -24,7 +24,8 @@ groups = import_module("treepack_cli.option_groups")
 class BakeOptions:
     minutes: int = option(10, "Minutes in the oven.", minimum=1, maximum=90)
     share: float = option(0.5, "Share of rye.", minimum=0)
-    grain: str | None = option(None, "Kind of grain.", choices=("rye", "oat"))
+    grain: str | None = option("rye", "Kind of grain.", choices=("rye", "oat"))
+    rest: int | None = option(2, "Hours of rest.", minimum=1)
     salt: bool = option(False, "Add salt.")
     oven: str = "left"
 
@@ -49,6 +50,11 @@ def test_a_value_that_an_option_does_not_take_is_refused(changes: dict[str, Any]
     assert str(caught.value) == message
 
 
+def test_none_is_a_value_of_an_option_that_may_be_none() -> None:
+    options = BakeOptions(grain=None, rest=None)
+    assert (options.grain, options.rest) == (None, None)
+
+
 def test_a_command_gets_the_value_that_its_options_make() -> None:
     options = groups.field_options(BakeOptions, "grain salt minutes", minutes={"name": "time"})
 
@@ -57,11 +63,11 @@ def test_a_command_gets_the_value_that_its_options_make() -> None:
 
     bread = click.command()(groups.option_group("bake", options, BakeOptions)(show))
     run = CliRunner().invoke
-    assert run(bread, ["--grain", "oat", "--salt", "--time", "90"]).output == f"{BakeOptions(90, 0.5, 'oat', True)}\n"
+    assert run(bread, ["--grain", "oat", "--salt", "--time", "90"]).output == f"{BakeOptions(90, 0.5, 'oat', salt=True)}\n"
     assert run(bread, []).output == f"{BakeOptions()}\n"
     assert "91 is not in the range 1<=x<=90" in run(bread, ["--time", "91"]).output
     page = " ".join(run(bread, ["--help"]).output.split())
-    assert "--grain [rye|oat] Kind of grain. --salt Add salt. --time INTEGER RANGE Minutes in the oven." in page
+    assert "--grain [rye|oat] Kind of grain. [default: rye] --salt Add salt. --time INTEGER RANGE Minutes in the oven." in page
     assert "[default: 10; 1<=x<=90]" in page
 
 

@@ -41,7 +41,7 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> T:
-    """Return a field of a dataclass that is an option with the help `text`; a default of None is in any bounds."""
+    """Return a field of a dataclass that is an option with the help `text`; None is in any bounds."""
     about = OptionText(text, None if choices is None else tuple(choices), minimum, maximum)
     return field(default=default, metadata={_KEY: about})
 
@@ -61,7 +61,7 @@ def check_options(options: Any) -> None:
     """
     for each, text in option_texts(options):
         name, value = each.name, getattr(options, each.name)
-        if value is None and each.default is None:
+        if value is None and "None" in str(each.type):
             continue
         if text.choices is not None and value not in text.choices:
             raise TreepackError(f"{name} is {value!r}; expected one of {', '.join(text.choices)}")
