@@ -1,4 +1,4 @@
-"""Options of LoRA: a new adapter, the precision of its base, and what is written."""
+"""Options of LoRA: a new adapter, the precision of its base, and the form of the output."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def field_options(owner: type, names: str | None = None, **changes: Mapping[str,
     Args:
         owner: the class.
         names: of the fields, in the order of the page, separated by spaces; by default all that are options.
-        changes: for the name of a field, arguments of `click.option` that differ; `name` is another name of the option.
+        changes: arguments of `click.option` by the name of a field; `name` renames the option.
     """
     known = {each.name: (each, text) for each, text in option_texts(owner)}
     chosen = list(known) if names is None else names.split()

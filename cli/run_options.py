@@ -11,7 +11,7 @@ from .option_groups import option_group
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of the command that are no fields of `train.options.TrainOptions`, so that a run does not record them."""
+    """Options of the command that `train.options.TrainOptions` does not have, so that a run does not record them."""
 
     resume: bool
     tensorboard: bool

@@ -30,7 +30,7 @@ class TokenCount(click.ParamType[int]):
     name = "N"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse `value`; wrong usage if it is no number of tokens."""
+        """Parse `value`; wrong usage if it is not a number of tokens."""
         number = value if isinstance(value, int) else _count(str(value))
         if number is None:
             self.fail(f"{value!r} is not a number of tokens such as 8192 or 8k", param, ctx)
@@ -45,12 +45,12 @@ class TokenCounts(click.ParamType[tuple[int, ...]]):
     name = "N,N,..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Parse `value`; wrong usage if any part is no number of tokens."""
+        """Parse `value`; wrong usage if any part is not a number of tokens."""
         return tuple(TokenCount().convert(part, param, ctx) for part in str(value).split(","))
 
 
 class TokensOrWord(click.ParamType[Any]):
-    """A number of tokens, or one of some words, each of which stands for a value."""
+    """A number of tokens, or one of some words, each of which has a value."""
 
     def __init__(self, example: str, **words: str | None) -> None:
         self.example, self.words = example, words
@@ -97,7 +97,7 @@ class Size(click.ParamType[int]):
 
 def _positive(context: click.Context, option: click.Parameter, value: int | None) -> int | None:
     if value is not None and value < 1:
-        raise click.BadParameter(f"{value} is no memory; give for example 4G", context, option)
+        raise click.BadParameter(f"{value} is not a size of memory; give for example 4G", context, option)
     return value
 
 

@@ -31,7 +31,7 @@ def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) 
     try:
         return None if value is None else tuple(float(share) for share in value.split(","))
     except ValueError as error:
-        raise click.BadParameter(f"{value!r} is no list of numbers such as 0.7,0.3", param=parameter) from error
+        raise click.BadParameter(f"{value!r} is not a list of numbers such as 0.7,0.3", param=parameter) from error
 
 
 _SECTIONS = {
@@ -217,5 +217,5 @@ def _count_cut(batches: Sequence[Batch], limit: int | None) -> int:
 
 
 def _part(count: int, total: int) -> str:
-    # 7 of 16 -> "7 of 16, as many as memory and some minutes allow"; 16 of 16 -> "16"
-    return f"{count:,}" if count == total else f"{count:,} of {total:,}, as many as memory and some minutes allow"
+    # 7 of 16 -> "7 of 16, limited by memory and some minutes"; 16 of 16 -> "16"
+    return f"{count:,}" if count == total else f"{count:,} of {total:,}, limited by memory and some minutes"

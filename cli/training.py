@@ -91,7 +91,7 @@ def keep_compiled_code() -> None:
 
     By default they are in the temporary directory, which many machines empty between two jobs.
     """
-    # Triton keeps the kernels of attention in the home directory by itself.
+    # Triton keeps the kernels of attention in the home directory by default.
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     with suppress(OSError):
         folder = root / "treepack" / "compiled"
@@ -101,10 +101,10 @@ def keep_compiled_code() -> None:
 
 
 def use_cache(folder: Path | None, size: str | None) -> None:
-    """Choose the folder and the limit of copies of remote files, for this command and its workers.
+    """Choose the folder and the limit of copies of remote files; the workers of the command use them too.
 
     Raises:
-        TreepackError: `size` is no number of bytes.
+        TreepackError: `size` is not a number of bytes.
     """
     from treepack.files.remote.cache_room import cache_limit
 

@@ -63,11 +63,16 @@ def test_a_command_gets_the_value_that_its_options_make() -> None:
 
     bread = click.command()(groups.option_group("bake", options, BakeOptions)(show))
     run = CliRunner().invoke
-    assert run(bread, ["--grain", "oat", "--salt", "--time", "90"]).output == f"{BakeOptions(90, 0.5, 'oat', salt=True)}\n"
+    assert (
+        run(bread, ["--grain", "oat", "--salt", "--time", "90"]).output == f"{BakeOptions(90, 0.5, 'oat', salt=True)}\n"
+    )
     assert run(bread, []).output == f"{BakeOptions()}\n"
     assert "91 is not in the range 1<=x<=90" in run(bread, ["--time", "91"]).output
     page = " ".join(run(bread, ["--help"]).output.split())
-    assert "--grain [rye|oat] Kind of grain. [default: rye] --salt Add salt. --time INTEGER RANGE Minutes in the oven." in page
+    assert (
+        "--grain [rye|oat] Kind of grain. [default: rye] --salt Add salt. --time INTEGER RANGE Minutes in the oven."
+        in page
+    )
     assert "[default: 10; 1<=x<=90]" in page
 
 

@@ -2,10 +2,10 @@
 
     workers: int = option(1, "Processes that plan; the plan is the same.", minimum=1)
 
-    field --check_options--> TreepackError for a value that is no choice or out of bounds
+    field --check_options--> TreepackError for a value that is not a choice or out of bounds
     field --command line--> --workers INTEGER RANGE, with this help and default
 
-A field without `option` is no option of a command. Help is a sentence for the page of a command; what only a caller
+A field without `option` is not an option of a command. Help is a sentence for the page of a command; what only a caller
 from Python needs is in a comment above the field.
 """
 

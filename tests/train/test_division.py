@@ -61,7 +61,7 @@ def test_a_machine_computes_rows_of_its_blocks_in_as_many_micro_batches_as_witho
             for rank, share in enumerate(shares):
                 own = [row for each in share for row in each]
                 seen += own
-                # The machine reads no row of another block.
+                # The machine reads no row of a different block.
                 assert set(own) <= set(division.rows_of(rank // local).tolist())
     assert sorted(seen) == rows.tolist()
 

@@ -27,7 +27,7 @@ OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, steps=6, eval_eve
 
 
 def rollouts(seed: int, count: int) -> list[Trajectory]:
-    """Return trajectories of 19 tokens in groups of three, with what every objective needs."""
+    """Return trajectories of 19 tokens in groups of three, with the columns of every objective."""
     generator = np.random.default_rng(seed)
     return [
         make(

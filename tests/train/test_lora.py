@@ -1,4 +1,4 @@
-"""Training of LoRA adapters: what is written, resumed and merged; over several ranks; `--verify` and `logprobs`."""
+"""Training of LoRA adapters: written, resumed and merged; over several ranks; `--verify` and `logprobs`."""
 
 from __future__ import annotations
 

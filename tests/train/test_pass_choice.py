@@ -103,7 +103,7 @@ def test_memory_that_runs_out_in_a_pass_joins_no_rows_and_stops_a_rank_of_a_shar
 
     handle = given.loaded.causal.get_input_embeddings().register_forward_hook(fail)
     assert pass_choice.fitting_tokens(given) == 1
-    # The other ranks wait inside the pass, so this one cannot meet them and must not go on.
+    # The other ranks wait inside the pass, so this one cannot meet them and must stop.
     sharded = replace(given, loaded=replace(given.loaded, root=Passes()))
     with pytest.raises(TreepackError, match=r"^out of memory while the memory of a pass was measured; train with a"):
         pass_choice.fitting_tokens(sharded)

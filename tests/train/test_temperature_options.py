@@ -90,7 +90,7 @@ def test_columns_fit_the_loss_or_are_refused(treepack: Command, tmp_path: Path) 
     assert run("train", tmp_path / "old", "--loss", "grpo", "--out", tmp_path / "grpo")[0] == 0
     (line,) = (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["ratio"] == pytest.approx(1, abs=1e-6)
-    # The same temperature as an option is no contradiction, another one is.
+    # The same temperature as an option does not contradict the data, another one is.
     assert run("train", packed, "--loss", "grpo", "--temperature", 0.7, "--out", tmp_path / "same")[0] == 0
     status, error = run("train", packed, "--loss", "grpo", "--temperature", 1, "--out", tmp_path / "other")
     assert (status, "temperature is 1, but the data has 0.7" in error) == (1, True)

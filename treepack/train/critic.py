@@ -98,9 +98,9 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
     compute = choose_compute(options)
     base = base_of(model, None)[0]
     if all(read_value_head(source) is None for source in (model, base)):
-        read_config(base)  # refuses what is no model at all
+        read_config(base)  # refuses a directory that is not a model
         raise TreepackError(
-            f"{model}: has no {VALUE_FILE}, so it is no critic; train one with `treepack train --loss value` or "
+            f"{model}: has no {VALUE_FILE}, so it is not a critic; train one with `treepack train --loss value` or "
             "--value-coef"
         )
     members = plan_rows(trie, capacity=_capacity(trie, options), method="contiguous").members()
@@ -128,7 +128,7 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
 
 
 def _capacity(trie: Trie, options: CriticOptions) -> int:
-    """Return the tokens of a row: with `carry` at least those of the largest tree."""
+    """Return the tokens of a row: with `carry` at least as long as the largest tree."""
     if options.capacity is not None:
         return options.capacity
     usual = usual_capacities(trie)[0]

@@ -5,8 +5,8 @@
     4 machines    2 blocks: block 0 has the machines 0 and 1      8 blocks: machine 0 has the blocks 0 and 1
 
 The order of a run depends on its number of blocks, and not on the number of machines. So the number of blocks is
-recorded in the run, and a resumed run keeps it on any number of machines. Losses and gradients are those of the rows of
-a step, whichever machine computes them.
+recorded in the run, and a resumed run keeps it on any number of machines. Losses and gradients are sums over the rows
+of a step, whichever machine computes them.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _obstacle(dataset: AnyDataset, rows: Int64, blocks: int, options: TrainOptio
 def divide_rows(
     dataset: AnyDataset, rows: Int64, blocks: int, ranks: Ranks, *, steps: Sequence[int | None] | None = None
 ) -> Division | None:
-    """Divide `rows` among the machines of the run, and announce those of this machine to the dataset.
+    """Divide `rows` among the machines of the run, and announce this machine's rows to the dataset.
 
     Args:
         dataset: the rows of the run.

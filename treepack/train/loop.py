@@ -69,7 +69,7 @@ def train(
         start from the first step if it has none. stop: called after every step; if it returns true on any rank, a
         checkpoint is written and the iterator ends. note: called with a sentence about the step from which the run
         continues, about each damaged checkpoint, and
-            about recorded log-probabilities that are of another distribution; see `sampling_check`.
+            about recorded log-probabilities from a different distribution; see `sampling_check`.
 
     Raises:
         TreepackError: `out` exists or another process trains in it, too many steps were skipped, memory is too small,
@@ -175,7 +175,7 @@ def _write_model(run: TrainingRun, place: Place, outcome: dict[str, int]) -> Non
         try:
             finish_run(run, place, weights, outcome, value_head=head)
         finally:
-            weights.gather()  # the other ranks wait in it, also if the disk is full
+            weights.gather()  # the other ranks wait in it, even if the disk is full
 
     if not ranks.leads:
         weights.gather()

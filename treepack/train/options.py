@@ -209,7 +209,7 @@ class TrainOptions:
 
 
 def check_tokens(carry: int | str | None, pass_tokens: int | str) -> None:
-    """Refuse values that are no numbers of tokens of a piece and of a pass.
+    """Refuse values that are not numbers of tokens of a piece and of a pass.
 
     Raises:
         TreepackError: with the value.

@@ -35,7 +35,8 @@ class TrainingRun:
     `rewards` is the sum of the known rewards of every row's trajectories and their number, float64 [num_rows, 2].
     `held_out` are rows to evaluate on, with a schedule of one step that has all of them. `balance` computes the
     auxiliary loss of routers, if `options.router_aux` asks for it. `division` has the rows of each machine, if the
-    machines read blocks of their own. `carry_memory` is the budget of what rows in pieces carry, on a GPU.
+    machines read blocks of their own. `carry_memory` is the memory for keys and values that rows in
+    pieces carry, on a GPU.
     """
 
     dataset: AnyDataset
@@ -54,7 +55,7 @@ class TrainingRun:
 
     @property
     def paths(self) -> list[str | Path]:
-        """The packed directories that the run reads, also those with held-out rows."""
+        """The packed directories that the run reads, including held-out rows."""
         paths: list[str | Path] = [source.path for source in sources_of(self.dataset)]
         return paths if self.held_out is None else paths + self.held_out.paths
 

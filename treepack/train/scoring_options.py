@@ -13,7 +13,7 @@ from treepack.model.objectives.objective import GREEDY
 from treepack.option_fields import check_options, option
 from treepack.train.options import ATTENTION, CHUNK, DTYPES, MAX_SEED, ROUTES, check_tokens
 
-# Tokens of a piece with `carry` "auto". Longer pieces are no faster: without gradients each token runs once in any way.
+# Tokens of a piece with `carry` "auto". Longer pieces are not faster: without gradients each token runs once anyway.
 AUTO_PIECE = 8192
 
 
@@ -74,7 +74,7 @@ class ScoreOptions:
 
 @dataclass(frozen=True)
 class CriticOptions:
-    """How `treepack critic` computes the values of a trie."""
+    """Options of `treepack critic`: rows, pieces and precision."""
 
     capacity: int | None = option(
         None,

@@ -70,7 +70,7 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     Args:
         source: as in `model.load.load_model`. From a config file every rank makes the same random weights, whole, and
             keeps its shard.
-        options: attention, dtype, gather_dtype, cpu_offload, compile, seed and those of recomputation are used.
+        options: attention, dtype, gather_dtype, cpu_offload, compile, seed and the options of recomputation are used.
         device: the device on which this rank computes.
 
     Raises:
@@ -122,7 +122,7 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
 
 
 def adapt(causal: Any, options: TrainOptions, device: torch.device) -> None:
-    """Compile, recompute and offload the layers of a model as the options say; "auto" recomputes all for now.
+    """Compile, recompute and offload the layers of a model according to the options; "auto" recomputes all for now.
 
     Raises:
         TreepackError: as `layers.adapt_layers`.
@@ -234,7 +234,7 @@ def _copy_part(whole: Tensor, tensor: Tensor) -> None:
 def whole_state(loaded: LoadedModel) -> dict[str, Any]:
     """Return the whole tensors of the model on the CPU of rank 0, and {} on the other ranks; all ranks must call it.
 
-    Of a model with an adapter, only what is trained; never the value head (`value_head.whole_value_head`).
+    Of a model with an adapter, only the trained weights; never the value head (`value_head.whole_value_head`).
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 

@@ -1,4 +1,4 @@
-"""Options of LoRA: a new adapter, the precision of its base, and what is written. This file imports no torch."""
+"""Options of LoRA: a new adapter, the precision of its base, and the form of the output. This file imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of layers that are recomputed in the backward pass, and host memory for what they offload.
+"""The number of layers that are recomputed in the backward pass, and host memory for tensors that they offload.
 
 longest row or piece, free memory --choose_layers--> number of layers; host memory is reserved
 """
@@ -23,9 +23,9 @@ from treepack.train.setup.memory_input import MemoryInput
 
 _log = logging.getLogger("treepack")
 
-# Part of the GPU's memory that `auto` leaves free, for fragments and the error of the estimate.
+# Share of the GPU's memory that `auto` leaves free for fragments and the error of the estimate.
 _MARGIN = 0.08
-# Part of the available host memory that pages may take; the rest is for rows, checkpoints and other processes.
+# Share of the available host memory that pages may take; the rest is for rows, checkpoints and other processes.
 _HOST_SHARE = 0.9
 # Bytes of the optimiser's states for a trained weight.
 _STATE_BYTES = {"adamw": 8, "adamw-8bit": 2}
@@ -118,7 +118,7 @@ def _pin(adapted: AdaptedLayers, pages: int) -> None:
     assert adapted.offload is not None
     try:
         adapted.offload.pages.reserve(pages)
-    except RuntimeError as error:  # of cudaHostAlloc: a limit that the estimate does not know
+    except RuntimeError as error:  # of cudaHostAlloc: a limit that is not part of the estimate
         raise TreepackError(
             f"the GPU driver pinned {_size(adapted.offload.pages.num_bytes)} of {_size(pages * PAGE)} of host memory "
             "(ulimit -l, or a limit of the container); pack with a smaller --capacity, or train without "

@@ -1,7 +1,7 @@
 """Memory of a model's layers between the forward and the backward pass of a row, on the GPU and on the host.
 
 model, a short row --measure_layers--> LayerBytes: bytes per token of a layer, kept or recomputed
-model --measure_pass--> bytes of a forward and backward pass: fixed ones, and those of each token
+model --measure_pass--> bytes of a forward and backward pass: a fixed number, and the bytes of each token
 LayerBytes, longest row, free bytes --fewest_recomputed--> number of layers to recompute
 model, longest row --host_pages--> pages of host memory for `offload`
 """
@@ -67,7 +67,7 @@ def measure_layers(
 ) -> LayerBytes:
     """Measure the layers' memory by forward and backward passes over the first tokens of a row.
 
-    The layers must be those of `adapt_layers` with `checkpointing`. Weights, gradients and random generators are as
+    `adapt_layers` must have adapted the layers, with `checkpointing`. Weights, gradients and random generators are as
     before in the end.
 
     Args:
@@ -153,7 +153,7 @@ def measure_pass(
 
 
 def _line(peaks: dict[int, int]) -> tuple[int, float]:
-    """Return the bytes without tokens and those of each token, from the peaks of the two longest passes."""
+    """Return the bytes without tokens and the bytes of each token, from the peaks of the two longest passes."""
     # {1024: 2_048_000, 3072: 4_096_000} -> 1000 for each token, and 1_024_000 without tokens
     short, long = sorted(peaks)[-2:]
     per_token = max(1.0, (peaks[long] - peaks[short]) / (long - short))
@@ -169,7 +169,7 @@ def _chains(length: int) -> Batch:
 
 
 def _pass(loaded: LoadedModel, row: Batch, recomputed: int, lower: bool, meter: MemoryMeter) -> tuple[int, int]:
-    """Return the bytes that a forward pass leaves for its backward pass, and those that the backward pass adds."""
+    """Return the bytes that a forward pass leaves for its backward pass, and the bytes that the backward pass adds."""
     before = meter.allocated()
 
     def forward() -> Tensor:

@@ -1,4 +1,4 @@
-"""What the choices of memory are made from: rows, model and options of a run."""
+"""Input of the choices of memory: rows, model and options of a run."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     options                   --choose_compute-->  ComputeSetting    device and dtype
     packed, options           --open_data-->       RunData           rows, steps, blocks; the same for held-out rows
-    model, options            --load_run_model-->  LoadedModel       its layers as the options say
+    model, options            --load_run_model-->  LoadedModel       its layers as in the options
     RunData, LoadedModel      --check_fit-->       RunFit            tokenizer and notes
     all of these              --choose_memory-->   MemoryChoices     numbers for the options that are "auto"
     everything                --open_run-->        TrainingRun       built once, here

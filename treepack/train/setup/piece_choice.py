@@ -1,4 +1,4 @@
-"""The tokens of a piece of rows that run in pieces (`carry`), and the memory of what these rows carry.
+"""The tokens of a piece of rows that run in pieces (`carry`), and the memory of tensors that these rows carry.
 
 carry "auto" or a number, longest row and path, free memory --choose_pieces--> number, CarryMemory
 """
@@ -31,7 +31,7 @@ _NO_ROOM = (
 
 
 def choose_pieces(given: MemoryInput) -> tuple[int | None, CarryMemory | None, tuple[str, ...]]:
-    """Return the tokens of a piece, memory for what is carried, and notes; all ranks must call this.
+    """Return the tokens of a piece, memory for carried tensors, and notes; all ranks must call this.
 
     The first is None if rows run whole.
 
@@ -72,7 +72,7 @@ def _measured(given: MemoryInput) -> tuple[int, CarryMemory, tuple[str, ...]]:
     plan, problem = None, None
     with whole_weights(loaded):
         if loaded.root is not None:
-            reserved += update_bytes(loaded.model, state_bytes=0)  # the whole gradients, besides those of this rank
+            reserved += update_bytes(loaded.model, state_bytes=0)  # the whole gradients, besides this rank's own
         try:
             with memory_errors(*_NO_ROOM):
                 plan = _plan(given, reserved)

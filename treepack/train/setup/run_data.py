@@ -27,7 +27,7 @@ _log = logging.getLogger("treepack")
 
 @dataclass(frozen=True)
 class RunData:
-    """Rows and the steps that they make; the fields are those of `run.TrainingRun`.
+    """Rows and the steps that they make, as fields of `run.TrainingRun`.
 
     `rows` are the indices of the rows that contribute to the loss, and `blocks` is the number of blocks of the run.
     """

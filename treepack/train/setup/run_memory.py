@@ -3,7 +3,7 @@
     MemoryInput: data, model and options --choose_memory--> MemoryChoices
 
     carry               tokens of a piece                   piece_choice
-    checkpoint_layers   layers that are recomputed          layer_choice, for the longest row or piece
+    checkpoint_layers   layers that are recomputed          layer_choice, with the longest row or piece
     pass_tokens         tokens of a pass of joined rows     pass_choice, with the layers as chosen
 
 Every choice is a number that all ranks have in common, and no choice changes the result of a run except for rounding.
@@ -24,7 +24,7 @@ from treepack.train.setup.piece_choice import choose_pieces
 
 @dataclass(frozen=True)
 class MemoryChoices:
-    """The options that memory decides, as numbers, the budget of what rows in pieces carry, and notes for the user."""
+    """The options that memory decides, as numbers, the memory of rows in pieces, and notes for the user."""
 
     carry: int | None
     checkpoint_layers: int | None

@@ -44,7 +44,7 @@ NO_ROOM = (
 
 @dataclass(frozen=True)
 class RunFit:
-    """Results of the check that model and data fit together; the fields are those of `run.TrainingRun`."""
+    """Results of the check that model and data fit together, as fields of `run.TrainingRun`."""
 
     tokenizer: Any
     rewards: Float64 | None
@@ -78,12 +78,14 @@ def load_run_model(model: str | Path, options: TrainOptions, compute: ComputeSet
             loaded = replace(loaded, source=str(model), notes=(*loaded.notes, initial.note))
             if has_rest(loaded.causal, model):
                 with without_value_head(loaded.causal):
-                    check_savable(loaded.causal, model)  # the names in its files may differ from those of the weights
+                    check_savable(
+                        loaded.causal, model
+                    )  # the names in its files may differ from the names of the weights
     return loaded
 
 
 def check_rows_fit(dataset: AnyDataset, loaded: LoadedModel) -> None:
-    """Check that the ids, the positions and the tokenizer of rows are those of the model.
+    """Check that the model has the ids, the positions and the tokenizer of rows.
 
     Raises:
         TreepackError: the rows do not fit the model.
