@@ -251,8 +251,8 @@ def _refuse_other_steps(trie: Trie, step: int, path: str) -> None:
     if known not in ([], [step]):
         listed = ", ".join(map(str, known[:5])) + (", ..." if len(known) > 5 else "")
         raise TreepackError(
-            f"{path}: its rollouts belong to the training step {listed} and --step is {step}; give the trie of one step, "
-            "and its number"
+            f"{path}: its rollouts belong to the training step {listed} and --step is {step}; give the trie of one "
+            "step, and its number"
         )
 
 

@@ -1,4 +1,4 @@
-"""The command line through its installed entry point: results, refusals, exit status, and libraries that are never imported."""
+"""The command line through its installed entry point: results, refusals, exit status, and the imports of help."""
 
 from __future__ import annotations
 

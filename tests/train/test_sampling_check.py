@@ -46,7 +46,7 @@ def nucleus(mass: float) -> Record:
 
 @functools.cache
 def peaked() -> Any:
-    """A model as peaked as a trained one, with an entropy of about 1 nat: logits 16 times as large as in `tiny_model`."""
+    """A model as peaked as a trained one, with an entropy of about 1 nat: 16 times the logits of `tiny_model`."""
     model = tiny_model("qwen3", dtype=torch.float32).eval()
     model.lm_head.weight.data *= 16
     return model

@@ -1,7 +1,7 @@
 """The loss of held-out rows during training, and the end of a run that no longer improves it.
 
     run.held_out --evaluate--> {"eval_loss": 1.9, "eval_seconds": 0.4}     as one optimiser step over all held-out rows
-    Score.after(step, loss) --> Score                                      the lowest loss so far, and how long ago
+    HeldOutScore.after(step, loss) --> HeldOutScore                                      the lowest loss so far, and how long ago
 
 The loss is that of the training objective, with its denominator taken over all held-out rows, and without an update:
 the weighted mean of the negative log-likelihoods with sft, the loss over all pairs with dpo, and the objective of the
@@ -36,7 +36,7 @@ def evaluate(held_out: TrainingRun) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Score:
+class HeldOutScore:
     """The evaluations of a run so far: the lowest loss and its step, and the number of evaluations after it."""
 
     best_loss: float | None = None
@@ -54,5 +54,5 @@ class Score:
         return 0 < patience <= self.stale
 
     def as_record(self) -> dict[str, Any]:
-        """Return JSON values from which `Score(**values)` makes an equal score."""
+        """Return JSON values from which `HeldOutScore(**values)` makes an equal score."""
         return asdict(self)

@@ -32,7 +32,7 @@ from treepack.files.address import AnyPath, RemotePath
 from treepack.model.head.value_head import whole_value_head, without_value_head
 from treepack.model.weights.whole_checkpoint import has_rest
 from treepack.model.weights.writing import saved_weights
-from treepack.train.evaluation import Score, evaluate
+from treepack.train.evaluation import HeldOutScore, evaluate
 from treepack.train.optimiser import make_optimiser
 from treepack.train.passes import Pass
 from treepack.train.run import TrainingRun
@@ -186,7 +186,7 @@ def _take_best(
     run: TrainingRun,
     place: Place,
     optimiser: torch.optim.Optimizer,
-    score: Score,
+    score: HeldOutScore,
     done: int,
     note: Callable[[str], None],
 ) -> dict[str, int]:
@@ -242,7 +242,7 @@ def _first_step(run: TrainingRun, done: int) -> str:
 
 def _restore_position(
     run: TrainingRun, place: Place, optimiser: torch.optim.Optimizer, note: Callable[[str], None]
-) -> tuple[int, int, Score]:
+) -> tuple[int, int, HeldOutScore]:
     """Restore model and optimiser from the newest checkpoint; return steps done, consecutive steps skipped, and score.
 
     Raises:
@@ -258,7 +258,7 @@ def _restore_position(
                 f"{out}: has no checkpoint of the finished run to continue from; train the model in it with a new --out"
             )
         extend_run(run, out, 0)
-        return 0, 0, Score()
+        return 0, 0, HeldOutScore()
     if checkpoint.step > num_steps:
         raise TreepackError(
             f"{out}: {checkpoint.step} steps are done and this run has {num_steps}; give --steps of at least "
@@ -274,7 +274,7 @@ def _restore_position(
     note(f"resumed after step {position['step']} of {num_steps}")
     if change:
         note(change)
-    return position["step"], position["skipped"], Score(**position.get("score", {}))
+    return position["step"], position["skipped"], HeldOutScore(**position.get("score", {}))
 
 
 def _latest(place: Place, *, step: int | None = None) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
