@@ -1,7 +1,7 @@
 """The loss of held-out rows during training, and the end of a run that no longer improves it.
 
     run.held_out --evaluate--> {"eval_loss": 1.9, "eval_seconds": 0.4}     as one optimiser step over all held-out rows
-    HeldOutScore.after(step, loss) --> HeldOutScore                                      the lowest loss so far, and how long ago
+    HeldOutScore.after(step, loss) --> HeldOutScore                        the lowest loss so far, and how long ago
 
 The loss is that of the training objective, with its denominator taken over all held-out rows, and without an update:
 the weighted mean of the negative log-likelihoods with sft, the loss over all pairs with dpo, and the objective of the
