@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from treepack.model.experts.weights import cast_once
 from treepack.model.head.head_chunks import split_targets
 from treepack.model.head.head_gradients import adds_in_float32
-from treepack.model.head.logit_map import LogitMap, Slopes
+from treepack.model.head.logit_map import LogitMap, TargetSlopes
 from treepack.model.head.token_loss import tree_logprobs, weighted_nll
 from treepack.model.head.token_statistics import token_statistics, turn_into_gradients
 
@@ -52,7 +52,7 @@ class Statistics(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         targets, found = ctx.rest
         grad = x.clone()
-        turn_into_gradients(grad, targets, LogitMap(), found, Slopes(slopes, None))
+        turn_into_gradients(grad, targets, LogitMap(), found, TargetSlopes(slopes, None))
         return grad, None
 
 

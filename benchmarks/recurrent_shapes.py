@@ -24,7 +24,7 @@ from candidates import mend_interpreter
 from layer_sizes import LAYERS, Layer
 from torch import Tensor
 
-from treepack.attention.kernel_launch import Launch
+from treepack.attention.kernel_launch import KernelLaunch
 from treepack.recurrent.chunks import CHUNK, TokenChunks, build_chunks
 from treepack.recurrent.kernels.outputs import (
     OutputConfig,
@@ -60,7 +60,7 @@ def draw_tensors(layer: Layer, chunks: TokenChunks, device: torch.device) -> Ten
 
 def build_launch(
     kernel: str, config: OutputConfig, tensors: Tensors, layer: Layer, chunks: TokenChunks
-) -> tuple[Launch, Tensors, list[Tensor]]:
+) -> tuple[KernelLaunch, Tensors, list[Tensor]]:
     """Return the launch of a kernel in a shape, its results, and the other tensors that it reads."""
     operands = OutputOperands(tensors["q"], tensors["k"], tensors["a"], chunks)
     shared = [operands.q, operands.k, operands.a]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treepack.attention import IMPLEMENTATIONS, Schedules
+from treepack.attention import IMPLEMENTATIONS, BatchSchedules
 from treepack.data.batch import Batch, TermTensors, empty_batch
 from treepack.data.joined import concatenate_routes, concatenate_terms
 from treepack.errors import TreepackError
@@ -103,11 +103,11 @@ def batch_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies [n] of the n tokens of inputs["terms"]; see `loss.tree_logprobs`.
 
-    The temperatures are those of the terms. `temperature` takes the place of those that are missing, 1 by default. All
-    other arguments and errors are those of `batch_loss` and `loss.tree_logprobs`.
+    The temperatures come from the terms. `temperature` replaces missing ones; it is 1 by default. All other arguments
+    and errors are as in `batch_loss` and `loss.tree_logprobs`.
 
     Raises:
-        TreepackError: also if the batch has no terms.
+        TreepackError: as `batch_loss`, and if the batch has no terms.
     """
     terms = inputs.get("terms")
     if terms is None:
@@ -146,7 +146,7 @@ def _run(model: Any, inputs: dict[str, Any], compute: Callable[[Tensor, OutputLa
     check_dropout(model)
     columns = {name: inputs[name] for name in ("input_ids", "position_ids", "subtree_end")}
     # Layers make their schedules in it when they need them, once for all layers of a kind.
-    columns["schedule"] = Schedules(inputs["subtree_end"])
+    columns["schedule"] = BatchSchedules(inputs["subtree_end"])
     source = f"{type(causal).__name__} (model type {causal.config.get_text_config().model_type})"
     use_routes(causal, source, None)  # the checks run rows of their own
     check_first_batch(

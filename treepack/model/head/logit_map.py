@@ -30,7 +30,7 @@ class LogitMap:
         return self.scale if self.cap is None else (1 - (logits / self.cap).square_()).mul_(self.scale)
 
 
-class Statistics(NamedTuple):
+class TargetStatistics(NamedTuple):
     """Numbers about n targets, [n] each: float64 for float64 logits, else float32.
 
     `totals` are log sum exp z. Entropies are NaN if they are not wanted.
@@ -41,7 +41,7 @@ class Statistics(NamedTuple):
     entropies: Tensor
 
 
-class Slopes(NamedTuple):
+class TargetSlopes(NamedTuple):
     """The derivatives of a loss by the log-probabilities and by the entropies of n targets, [n] each; None for 0.
 
     Their dtype is that of the statistics.

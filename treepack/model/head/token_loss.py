@@ -34,8 +34,8 @@ from torch.nn.functional import linear
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
 from treepack.model.head.head_chunks import ChunkTargets, invert, split_targets
-from treepack.model.head.head_gradients import HeadOptions, Price, priced_loss, token_scores
-from treepack.model.head.logit_map import LogitMap, Slopes
+from treepack.model.head.head_gradients import HeadOptions, TargetPrices, priced_loss, token_scores
+from treepack.model.head.logit_map import LogitMap, TargetSlopes
 
 # Targets whose logits are in memory at a time: enough rows for a fast product, 1.2 GB in float32 with 151,936 words.
 CHUNK = 2048
@@ -52,7 +52,7 @@ def weighted_nll(
 ) -> Tensor:
     """Return the sum over the row's tokens j with loss_weight[j] != 0 of loss_weight[j] * nll(j | hidden[parent[j]]).
 
-    Arguments and errors are those of `nll_of_rows`. The result is a float64 scalar, attached to `hidden` and the
+    Arguments and errors are as in `nll_of_rows`. The result is a float64 scalar, attached to `hidden` and the
     weights; 0 for a row without targets.
     """
     return nll_of_rows(hidden, weight, targets, bias=bias, logit_map=logit_map, chunk=chunk)[0]
@@ -104,7 +104,7 @@ def nll_of_rows(
 
     chosen = sent(loss_weight.index_select(0, tokens), hidden.device)
 
-    def prices(order: Tensor) -> Price:
+    def prices(order: Tensor) -> TargetPrices:
         weights = chosen.index_select(0, order)
         parts = torch.split(weights, chunk)
 
@@ -114,7 +114,9 @@ def nll_of_rows(
             return total, total[None] if edges is None else sums_of_rows(losses[invert(order)], edges)
 
         # In the dtype of the log-probabilities, into which the subtraction casts the weights.
-        return Price(lambda number, found: Slopes(torch.zeros_like(found.logprobs).sub_(parts[number]), None), value)
+        return TargetPrices(
+            lambda number, found: TargetSlopes(torch.zeros_like(found.logprobs).sub_(parts[number]), None), value
+        )
 
     return priced_terms(
         hidden,
@@ -138,7 +140,7 @@ def priced_terms(
     hidden: Tensor,
     weight: Tensor,
     targets: tuple[Tensor, Tensor, Tensor],
-    prices: Callable[[Tensor], Price],
+    prices: Callable[[Tensor], TargetPrices],
     *,
     bias: Tensor | None = None,
     temperature: Tensor | float = 1.0,
@@ -146,7 +148,7 @@ def priced_terms(
     with_entropies: bool = True,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Return a loss that knows its slopes chunk by chunk, and its further sums; one backward pass may go through it.
+    """Return a loss with slopes that are computed chunk by chunk, and further sums; for one backward pass only.
 
     Args:
         hidden: [T, D], after the model's final norm.
