@@ -32,7 +32,7 @@ from treepack.attention import dispatch
 from treepack.attention.chains import ChainRows
 from treepack.data.batch import Batch
 from treepack.model.head.output_head import head_replaced
-from treepack.model.head.token_loss import CHUNK
+from treepack.model.head.token_loss import CHUNK, weighted_nll
 from treepack.model.loaded import LoadedModel
 
 ATTENTION = "flat_sequences"  # its name in transformers
@@ -179,7 +179,7 @@ class FlatModel:
         self._bounds = torch.tensor(bounds, device=row.input_ids.device)
         offsets = self._bounds.to(torch.int32)
         with head_replaced(
-            self.loaded.causal, lambda states, layer: layer.nll(states, row.targets, chunk=CHUNK)
+            self.loaded.causal, lambda states, layer: weighted_nll(states, layer, row.targets, chunk=CHUNK)
         ) as call:
             self.loaded.model(
                 input_ids=row.input_ids[None],

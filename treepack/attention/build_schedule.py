@@ -36,7 +36,6 @@ loop runs over tokens, blocks or granules.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,79 +126,53 @@ class _ListPlan:
     totals: Tensor
 
 
-class _GranuleStages(NamedTuple):
-    """The query blocks at which the stages of each granule begin, [B, granules] each.
+def _granule_stages(extremes: Tensor, past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the query blocks at which the stages of each granule begin, masked, ending and over [B, granules].
 
-    To the query blocks after its own, a granule passes through three stages: it is full, then it is partial and
-    outlives the block, then it ends in a block.
-
-    past       the first block after its own
-    past_next  the first block after that of the next granule
-    masked     the first block to which it is partial
-    ending     the block in which it ends
-    over       the first block after it ends
+    To the query blocks after its own (from `past` on), a granule passes through three stages: it is full, then it is
+    partial and outlives the block (from `masked` on), then it ends in a block (`ending` up to `over`).
     """
-
-    past: Tensor
-    past_next: Tensor
-    masked: Tensor
-    ending: Tensor
-    over: Tensor
-
-    @classmethod
-    def of(cls, extremes: Tensor, number: Tensor) -> _GranuleStages:
-        """Return the stages of the granules `number`, and one more, by their smallest and largest subtree_end."""
-        # Vectors of the picture's row, granules 0 ... 11 or blocks 0 ... 2. Granule 5 holds ends of 192 and 384.
-        # past [1 1 1 1 2 2 2 2 3 3 3 3], masked [3 3 3 3 3 2 3 2 3 3 3 3], ending and over [3 3 3 3 3 3 3 2 3 3 3 3];
-        # 3 is after the last block.
-        past = (number // _PER_QUERY_BLOCK + 1).expand(extremes.shape[1], -1)
-        past, past_next = past[:, :-1], past[:, 1:]
-        masked, ending = (extremes // QUERY_BLOCK).maximum(past)
-        over = ((extremes[1] + (QUERY_BLOCK - 1)) // QUERY_BLOCK).maximum(past)
-        return cls(past, past_next, masked, ending, over)
+    # Vectors of the picture's row, granules 0 ... 11 or blocks 0 ... 2. Granule 5 holds ends of 192 and 384.
+    # past [1 1 1 1 2 2 2 2 3 3 3 3], masked [3 3 3 3 3 2 3 2 3 3 3 3], ending and over [3 3 3 3 3 3 3 2 3 3 3 3];
+    # 3 is after the last block.
+    masked, ending = (extremes // QUERY_BLOCK).maximum(past)
+    over = ((extremes[1] + (QUERY_BLOCK - 1)) // QUERY_BLOCK).maximum(past)
+    return masked, ending, over
 
 
-class _GranuleRanks(NamedTuple):
-    """The ranks of granules in the lists, and the granules that are full and visible to each query block.
+def _granule_ranks(
+    extremes: Tensor, past: Tensor, stages: tuple[Tensor, Tensor, Tensor], number: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the ranks of granules in the lists, and the granules that are full and visible to each query block.
 
     Because subtrees nest, every earlier granule that is still visible at a granule stays visible as long as this one
     does; if none of its tokens has ended, it stays full. The rank of a granule is therefore the same in all blocks of a
-    stage, and nothing is sorted:
+    stage, and nothing is sorted.
 
-    full         [B, granules]     the number of earlier granules of which no token has ended
-    partial      [2, B, granules]  outliving and ending: the number of earlier visible granules, minus the full ones at
-                                   the first block of the stage
-    num_full     [B, blocks + 1]   granules before each block that are full to it
-    num_visible  [B, blocks + 1]   granules before each block that are visible to it
+    Returns:
+        the rank in a full section [B, granules], the number of earlier granules of which no token has ended; the rank
+        in a partial section [2, B, granules], outliving and ending, the number of earlier visible granules, minus the
+        full ones at the first block of the stage; and the granules before each block that are full to it, and visible
+        to it, [B, blocks + 1] each.
     """
+    masked, ending, over = stages
+    batch, count = past.shape
+    # passed[0, g] granules have a token that ends by granule g, passed[1, g] have only such tokens:
+    # [0 0 0 0 0 0 1 1 2 2 2 2] and [0 0 0 0 0 0 0 0 1 1 1 1]; passed[2:] count the same for block b.
+    events = torch.cat([extremes // GRANULE, masked[None], over[None]])
+    passed = events.new_zeros(4, batch, count + 1).scatter_add_(2, events, torch.ones_like(events))
+    passed = passed.cumsum(2, dtype=torch.int32)
+    full, visible = number - passed[:2, :, :-1]
 
-    full: Tensor
-    partial: Tensor
-    num_full: Tensor
-    num_visible: Tensor
-
-    @classmethod
-    def of(cls, extremes: Tensor, stages: _GranuleStages, number: Tensor) -> _GranuleRanks:
-        """Return the ranks of the granules `number`; `extremes` as in `_plan_lists`."""
-        _, batch, count = extremes.shape
-        # passed[0, g] granules have a token that ends by granule g, passed[1, g] have only such tokens:
-        # [0 0 0 0 0 0 1 1 2 2 2 2] and [0 0 0 0 0 0 0 0 1 1 1 1]; passed[2:] count the same for block b.
-        events = torch.cat([extremes // GRANULE, stages.masked[None], stages.over[None]])
-        passed = events.new_zeros(4, batch, count + 1).scatter_add_(2, events, torch.ones_like(events))
-        passed = passed.cumsum(2, dtype=torch.int32)
-        full, visible = number - passed[:2, :, :-1]
-
-        # Of the granules before each block, the full ones [0 4 6] and the visible ones [0 4 7].
-        born = torch.arange(0, count + 1, _PER_QUERY_BLOCK, dtype=torch.int32, device=number.device)
-        num_full, num_visible = born - passed[2:, :, : len(born)]
-        full_before = num_full.expand(2, -1, -1).gather(2, torch.stack([stages.masked, stages.ending]))
-        is_full = stages.masked > stages.past
-        up_to = is_full.cumsum(1, dtype=torch.int32).view(batch, -1, _PER_QUERY_BLOCK)
-        # Among the granules full to that block, only granules of the same query block can follow this one: not counted.
-        # Granule 5: num_full 6, less granule 6 -> 5; rank = 5 visible before it + 4 on the diagonal - 5 full = 4.
-        follow = (up_to[..., -1:] - up_to).view_as(stages.past)
-        full_before[0].sub_(follow * (stages.masked == stages.past))
-        return cls(full, visible + _PER_QUERY_BLOCK - full_before, num_full, num_visible)
+    # Of the granules before each block, the full ones [0 4 6] and the visible ones [0 4 7].
+    born = torch.arange(0, count + 1, _PER_QUERY_BLOCK, dtype=torch.int32, device=number.device)
+    num_full, num_visible = born - passed[2:, :, : len(born)]
+    full_before = num_full.expand(2, -1, -1).gather(2, torch.stack([masked, ending]))
+    up_to = (masked > past).cumsum(1, dtype=torch.int32).view(batch, -1, _PER_QUERY_BLOCK)
+    # Among the granules full to that block, only granules of the same query block can follow this one: not counted.
+    # Granule 5: num_full 6, less granule 6 -> 5; rank = 5 visible before it + 4 on the diagonal - 5 full = 4.
+    full_before[0].sub_((up_to[..., -1:] - up_to).view_as(past) * (masked == past))
+    return full, visible + _PER_QUERY_BLOCK - full_before, num_full, num_visible
 
 
 def _plan_lists(extremes: Tensor, first_block: int) -> _ListPlan:
@@ -209,11 +182,13 @@ def _plan_lists(extremes: Tensor, first_block: int) -> _ListPlan:
     """
     _, batch, count = extremes.shape
     number = torch.arange(count + 1, device=extremes.device)
-    stages = _GranuleStages.of(extremes, number)
-    past, past_next, masked, ending, over = stages
-    number = number[:-1]
-    ranks = _GranuleRanks.of(extremes, stages, number)
-    num_full, num_visible = ranks.num_full[:, first_block:-1], ranks.num_visible[:, first_block:-1]
+    # The first block after a granule's own, and after that of the next granule: [1 1 1 1 2 ...] and [1 1 1 2 2 ...]
+    past = (number // _PER_QUERY_BLOCK + 1).expand(batch, -1)
+    number, past, past_next = number[:-1], past[:, :-1], past[:, 1:]
+    stages = _granule_stages(extremes, past)
+    masked, ending, over = stages
+    rank_full, rank_partial, num_full, num_visible = _granule_ranks(extremes, past, stages, number)
+    num_full, num_visible = num_full[:, first_block:-1], num_visible[:, first_block:-1]
     # visible [0 4 7], full [0 4 6] -> sizes [4 8 12], partial [4 4 8], offsets [0 4 12 24]
     sizes = (num_visible + (_PER_QUERY_BLOCK + 3)) // 4 * 4
     partial = sizes - num_full // 4 * 4
@@ -235,7 +210,7 @@ def _plan_lists(extremes: Tensor, first_block: int) -> _ListPlan:
     base = (first.flatten() - steps + counts).view(2, 3, batch, count) + sections
     # Own granules come first in the partial section: [0 1 2 3 0 1 2 3 0 1 2 3]
     rank_own = (number % _PER_QUERY_BLOCK).expand(1, batch, -1)
-    rank = torch.cat([rank_own, ranks.partial, ranks.full.expand(3, -1, -1)])
+    rank = torch.cat([rank_own, rank_partial, rank_full.expand(3, -1, -1)])
     return _ListPlan(
         offsets=offsets,
         partial=partial,

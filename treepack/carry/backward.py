@@ -28,8 +28,8 @@ from treepack.data.batch import Batch
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
 from treepack.model.forward import RowRunner, WholeRows, hidden_states, run_with_head
-from treepack.model.head.output_head import OutputLayer
-from treepack.model.head.token_loss import CHUNK
+from treepack.model.head.logit_map import OutputLayer
+from treepack.model.head.token_loss import CHUNK, weighted_nll
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.losses import objective_loss
 from treepack.model.objectives.objective import Objective
@@ -141,11 +141,7 @@ class RowsInPieces:
     ) -> TokenScores:
         """Return numbers about chosen tokens of a row, without gradients; each token of the row runs once.
 
-        Args:
-            batch: the row.
-            tokens: int64 [n], tokens of the row that have a parent, in any order.
-            reads: the numbers to compute.
-            temperature: divides the logits; a number, or [n] on the model's device.
+        `tokens`, int64 [n] in any order, have a parent; `temperature` is a number, or [n] on the model's device.
 
         Raises:
             TreepackError: as `loss`, and if the model has no value head and values are read.
@@ -201,13 +197,7 @@ def backward_row(
 ) -> RowResult:
     """Add the gradients of a row's part of a step's loss to the parameters' gradients, and return the loss.
 
-    Args:
-        loaded: the model.
-        batch: the row; with its terms for any objective but sft.
-        options: the pieces.
-        objective: the loss.
-        factors: float64 [num_trajectories], from `denominators.step_factors`; None for sft.
-        denominator: total weight of the step's rows, for sft.
+    `batch` is the row, with its terms for any objective but sft. For the last three arguments see `LossPart`.
 
     Raises:
         TreepackError: the objective lacks its factors, or as `RowsInPieces.backward`.
@@ -290,7 +280,7 @@ def _weighted_loss(row: CarriedRow, options: CarryOptions, denominator: float) -
         columns = targets.labels[span], targets.sources[span] - piece.begin, weights[span]
 
         def compute(states: Tensor, layer: OutputLayer) -> Tensor:
-            return layer.nll(states, columns, chunk=options.chunk)
+            return weighted_nll(states, layer, columns, chunk=options.chunk)
 
         return run_with_head(row.loaded, piece.batch, compute, **piece.options) / denominator, {}
 

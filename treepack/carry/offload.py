@@ -50,11 +50,7 @@ class CarryMemory:
     ) -> None:
         """Start without pages.
 
-        Args:
-            device: device of the layers.
-            budget: the bytes.
-            pages: a pool; by default a new one, pinned if the device is a GPU.
-            copies: by default the copies of the device.
+        `pages` is by default a new pool, pinned if `device` is a GPU, and `copies` are `copies_of(device)`.
         """
         self.device, self.budget = device, budget
         self.pages = PagePool(pinned=device.type == "cuda", size=COLUMN_PAGE) if pages is None else pages

@@ -34,10 +34,7 @@ class LayerOffload:
     ) -> None:
         """Start without tensors.
 
-        Args:
-            device: device of the layers.
-            pages: a pool; by default a new one, pinned if the device is a GPU.
-            copies: by default the copies of the device.
+        `pages` is by default a new pool, pinned if `device` is a GPU, and `copies` are `copies_of(device)`.
         """
         self.device = device
         self.pages = PagePool(pinned=device.type == "cuda") if pages is None else pages

@@ -25,8 +25,9 @@ from treepack.errors import TreepackError
 from treepack.model.accept.first_batch import check_first_batch
 from treepack.model.dropout import check_dropout
 from treepack.model.experts.replay import check_routes, use_routes
-from treepack.model.head.output_head import OutputLayer, head_replaced
-from treepack.model.head.token_loss import CHUNK, filled_temperature
+from treepack.model.head.logit_map import OutputLayer
+from treepack.model.head.output_head import head_replaced
+from treepack.model.head.token_loss import CHUNK, filled_temperature, tree_logprobs, weighted_nll
 
 _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight")
 
@@ -88,7 +89,7 @@ def batch_loss(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> Ten
             (`first_batch`).
     """
     targets = *_flatten(inputs), inputs["loss_weight"].flatten()
-    loss, anchor = _run(model, inputs, lambda states, layer: layer.nll(states, targets, chunk=chunk))
+    loss, anchor = _run(model, inputs, lambda states, layer: weighted_nll(states, layer, targets, chunk=chunk))
     total: Tensor = loss + anchor
     return total
 
@@ -119,7 +120,7 @@ def batch_logprobs(
     divisor = filled_temperature(terms.temperature, temperature)
 
     def compute(states: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
-        return layer.logprobs(states, targets, temperature=divisor, with_entropies=with_entropies, chunk=chunk)
+        return tree_logprobs(states, layer, targets, temperature=divisor, with_entropies=with_entropies, chunk=chunk)
 
     (logprobs, entropies), anchor = _run(model, inputs, compute)
     return logprobs + anchor, entropies

@@ -34,8 +34,9 @@ from treepack.model.accept.first_batch import check_positions
 from treepack.model.dropout import check_dropout
 from treepack.model.experts.replay import check_routes, use_routes
 from treepack.model.foreign_errors import one_line
-from treepack.model.head.output_head import OutputLayer, head_replaced
-from treepack.model.head.token_loss import CHUNK
+from treepack.model.head.logit_map import OutputLayer
+from treepack.model.head.output_head import head_replaced
+from treepack.model.head.token_loss import CHUNK, nll_of_rows
 from treepack.model.layers import find_decoder, recomputes, takes_packed
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
@@ -224,7 +225,7 @@ class WholeRows:
         edges = None if batch.edges is None else batch.edges.targets
 
         def compute(states: Tensor, layer: OutputLayer) -> RowResult:
-            loss, rows = layer.nll_of_rows(states, batch.targets, edges, chunk=self.chunk)
+            loss, rows = nll_of_rows(states, layer, batch.targets, edges=edges, chunk=self.chunk)
             return RowResult(loss / part.denominator, rows.detach() / part.denominator, {})
 
         return compute

@@ -119,11 +119,8 @@ def _flatten(input_ids: Ids) -> tuple[BatchForm, NDArray[Any], Int64]:
         begins, own = nested.offsets(), nested.lengths()
         sizes = np.diff(_array(begins)) if own is None else _array(own)
         values = _array(nested.values())
-        return (
-            BatchForm(len(values), jagged=(begins, own)),
-            values,
-            np.stack([_array(begins)[:-1], sizes]).astype(np.int64),
-        )
+        given = np.stack([_array(begins)[:-1], sizes]).astype(np.int64)
+        return BatchForm(len(values), jagged=(begins, own)), values, given
     if isinstance(input_ids, list | tuple):
         arrays = [_array(each) for each in input_ids]
         for i, array in enumerate(arrays):
@@ -135,11 +132,8 @@ def _flatten(input_ids: Ids) -> tuple[BatchForm, NDArray[Any], Int64]:
         # An empty Python list becomes an array of floats, which must not decide the dtype.
         filled = [array for array in arrays if len(array)]
         flat = np.concatenate(filled) if filled else np.zeros(0, np.int32)
-        return (
-            BatchForm(len(flat), lengths=tuple(lengths.tolist())),
-            flat,
-            np.stack([np.cumsum(lengths) - lengths, lengths]),
-        )
+        given = np.stack([np.cumsum(lengths) - lengths, lengths])
+        return BatchForm(len(flat), lengths=tuple(lengths.tolist())), flat, given
     padded = _array(input_ids)
     if padded.ndim != 2:
         raise TreepackError(
@@ -147,11 +141,8 @@ def _flatten(input_ids: Ids) -> tuple[BatchForm, NDArray[Any], Int64]:
             "tensor, or a list of 1-D arrays"
         )
     num, length = padded.shape
-    return (
-        BatchForm(padded.size, shape=(num, length)),
-        padded.ravel(),
-        np.stack([np.arange(num, dtype=np.int64) * length, np.full(num, length, np.int64)]),
-    )
+    given = np.stack([np.arange(num, dtype=np.int64) * length, np.full(num, length, np.int64)])
+    return BatchForm(padded.size, shape=(num, length)), padded.ravel(), given
 
 
 def _array(values: Any) -> NDArray[Any]:

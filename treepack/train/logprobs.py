@@ -95,10 +95,6 @@ class ScoreOptions:
         """The tokens of a piece; None if every row runs as a whole."""
         return AUTO_PIECE if isinstance(self.carry, str) else self.carry
 
-    def pass_size(self, device: torch.device) -> int:
-        """Return the maximum number of tokens of joined rows, of which none runs in pieces."""
-        return pass_size(self.pass_tokens, self.piece_size, device)
-
 
 @dataclass(frozen=True)
 class Scoring:
@@ -186,7 +182,7 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
         TreepackError: a log-probability is not finite.
     """
     options, loaded = scoring.options, scoring.loaded
-    size = options.pass_size(loaded.device)
+    size = pass_size(options.pass_tokens, options.piece_size, loaded.device)
     for rows in consecutive(read_rows(scoring.dataset.path), lambda row: row.num_tokens, size):
         lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
         remedy = f"score with {'--carry auto' if options.carry is None else 'a smaller --carry'}, {_SMALLER}"
@@ -258,7 +254,7 @@ def scored_provenance(scoring: Scoring) -> Provenance:
     limit = options.piece_size
     if limit is not None and int(scoring.dataset.num_tokens.max(initial=0)) > limit:
         model["carry"] = limit
-    joined = options.pass_size(scoring.loaded.device)
+    joined = pass_size(options.pass_tokens, options.piece_size, scoring.loaded.device)
     if any(a + b <= joined for a, b in pairwise(scoring.dataset.num_tokens.tolist())):
         model["pass_tokens"] = joined
     logprobs = {**(manifest.get("logprobs") or {}), options.column: model}

@@ -30,14 +30,7 @@ from torch.overrides import TorchFunctionMode
 from treepack.data.batch import is_route_recorded
 from treepack.errors import TreepackError
 from treepack.model.experts.active import experts_per_token
-from treepack.model.experts.routers import (
-    TOPK,
-    RouterSwitch,
-    chooses_one_by_one,
-    follow_routers,
-    has_experts,
-    scores_of,
-)
+from treepack.model.experts.routers import TOPK, chooses_one_by_one, follow_routers, has_experts, scores_of
 from treepack.model.layers import find_layers
 
 _REMEDY = "train without them (--routes ignore), or sample again with this model"
@@ -51,7 +44,7 @@ class _Replay:
     """The routers of a model, with the layer and the number of experts of each."""
 
     def __init__(self, causal: Any, source: str) -> None:
-        self.switches: list[RouterSwitch] = follow_routers(causal, "--routes replay")
+        self.switches = follow_routers(causal, "--routes replay")
         self.source, self.num_experts = source, _num_experts(causal)
         layers = find_layers(causal)
         self.num_layers = len(layers)

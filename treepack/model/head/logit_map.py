@@ -1,4 +1,4 @@
-"""The last step of a model's logits, and numbers about the targets of a chunk: values of `token_statistics`."""
+"""An output layer with the last step of a model's logits, and numbers about the targets of a chunk: values only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn.functional import linear
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,19 @@ class LogitMap:
         """Return the derivative of `logits` by the output layer's result."""
         # d/dx cap tanh(s x / cap) = s (1 - tanh^2) = s (1 - (logits / cap)^2)
         return self.scale if self.cap is None else (1 - (logits / self.cap).square_()).mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """The whole weights [V, D] and bias [V] of an output layer, and the change that the model makes to its result."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    logit_map: LogitMap = LogitMap()
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the model's logits [..., V] of hidden states [..., D]."""
+        return self.logit_map(linear(states, self.weight, self.bias))
 
 
 class TargetStatistics(NamedTuple):

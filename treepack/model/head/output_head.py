@@ -15,7 +15,7 @@ output layer returns known numbers, and the model returns logits that it compute
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,12 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import disable
-from torch.nn.functional import linear
 
 from treepack.errors import TreepackError
-from treepack.model.head.head_gradients import TargetPrices
-from treepack.model.head.logit_map import LogitMap
-from treepack.model.head.token_loss import nll_of_rows, priced_terms, tree_logprobs
+from treepack.model.head.logit_map import LogitMap, OutputLayer
 
 # Maximum relative difference between the logits that a model and its `LogitMap` make of known numbers, if the
 # model computes them in float32 or float64. In bfloat16 and float16 its own rounding is larger.
@@ -39,73 +36,6 @@ _HUGE = 2.0**14  # tanh(x / cap) is 1 here; float16 reaches 2**16
 
 # How each model changes its logits. Weak, so that a model can be freed.
 _MAPS: weakref.WeakKeyDictionary[nn.Module, LogitMap] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class OutputLayer:
-    """The whole weights [V, D] and bias [V] of an output layer, and the change that the model makes to its result."""
-
-    weight: Tensor
-    bias: Tensor | None
-    logit_map: LogitMap
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Return the model's logits [..., V] of hidden states [..., D]."""
-        return self.logit_map(linear(states, self.weight, self.bias))
-
-    def nll(self, states: Tensor, targets: tuple[Tensor, Tensor, Tensor], *, chunk: int) -> Tensor:
-        """Return `loss.weighted_nll` of the states [T, D]."""
-        return self.nll_of_rows(states, targets, None, chunk=chunk)[0]
-
-    def nll_of_rows(
-        self, states: Tensor, targets: tuple[Tensor, Tensor, Tensor], edges: Sequence[int] | None, *, chunk: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return `loss.nll_of_rows` of the states [T, D]."""
-        return nll_of_rows(
-            states, self.weight, targets, edges=edges, bias=self.bias, logit_map=self.logit_map, chunk=chunk
-        )
-
-    def logprobs(
-        self,
-        states: Tensor,
-        targets: tuple[Tensor, Tensor, Tensor],
-        *,
-        temperature: Tensor | float = 1.0,
-        with_entropies: bool = True,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Return `loss.tree_logprobs` of the states [T, D]; `targets` are its tokens, input_ids and parent."""
-        return tree_logprobs(
-            states,
-            self.weight,
-            *targets,
-            bias=self.bias,
-            temperature=temperature,
-            logit_map=self.logit_map,
-            with_entropies=with_entropies,
-            chunk=chunk,
-        )
-
-    def priced(
-        self,
-        states: Tensor,
-        targets: tuple[Tensor, Tensor, Tensor],
-        prices: Callable[[Tensor], TargetPrices],
-        *,
-        temperature: Tensor | float = 1.0,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Return `loss.priced_terms` of the states [T, D]."""
-        return priced_terms(
-            states,
-            self.weight,
-            targets,
-            prices,
-            bias=self.bias,
-            temperature=temperature,
-            logit_map=self.logit_map,
-            chunk=chunk,
-        )
 
 
 @dataclass

@@ -19,8 +19,8 @@ from treepack.data.joined import terms_of_row
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
 from treepack.model.head.head_gradients import is_float16
-from treepack.model.head.output_head import OutputLayer
-from treepack.model.head.token_loss import filled_temperature
+from treepack.model.head.logit_map import OutputLayer
+from treepack.model.head.token_loss import filled_temperature, priced_terms, tree_logprobs
 from treepack.model.head.value_head import ValueHead
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.losses import name_sums, objective_loss, weigh_terms
@@ -41,16 +41,7 @@ def score(
     temperature: Tensor | float,
     chunk: int,
 ) -> TokenScores:
-    """Return the numbers that an objective reads, from the states [T, D] of a row or piece.
-
-    Args:
-        loaded: the model, with a value head if values are read.
-        reads: the numbers to compute.
-        states: the input of the output layer.
-        layer: the output layer.
-        targets: int64 tokens [n], input_ids [T] and parent [T], see `loss.tree_logprobs`.
-        temperature: one for all tokens, or one for each.
-        chunk: tokens whose logits are in memory at a time.
+    """Return the requested numbers about tokens, from the states [T, D] of a row or piece; see `loss.tree_logprobs`.
 
     Raises:
         TreepackError: the model has no value head and values are read.
@@ -58,8 +49,8 @@ def score(
     tokens, _, parent = targets
     logprobs = entropies = values = None
     if reads.logprobs:
-        logprobs, entropies = layer.logprobs(
-            states, targets, temperature=temperature, with_entropies=reads.entropies, chunk=chunk
+        logprobs, entropies = tree_logprobs(
+            states, layer, targets, temperature=temperature, with_entropies=reads.entropies, chunk=chunk
         )
         entropies = entropies if reads.entropies else None  # they would be NaN
     if reads.values:
@@ -107,8 +98,9 @@ class TermObjective:
             return self._by_row(self.terms, scores, self._objective_loss)
         terms = weigh_terms(self.terms, self.objective)
         edges = None if self.edges is None else self.edges.terms
-        total, numbers = layer.priced(
+        total, numbers = priced_terms(
             states,
+            layer,
             self.targets,
             lambda order: prices_of_terms(terms, self.factors, self.objective, order, chunk=self.chunk, edges=edges),
             temperature=self.temperature,

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from treepack.data.batch import Batch, TermTensors
 from treepack.model.experts.replay import use_routes
-from treepack.model.head.output_head import OutputLayer, head_replaced
+from treepack.model.head.logit_map import OutputLayer
+from treepack.model.head.output_head import head_replaced
 from treepack.model.head.value_head import value_head_of
 from treepack.model.objectives.losses import objective_loss
 from treepack.model.objectives.objective import Objective
