@@ -1,4 +1,4 @@
-"""Calls that LiteLLM has logged: sessions, the requests of spend logs, token ids, and payloads that are no calls."""
+"""Calls that LiteLLM has logged: sessions, the requests of spend logs, token ids, and payloads that are not calls."""
 
 from __future__ import annotations
 

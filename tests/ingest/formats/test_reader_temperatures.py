@@ -1,4 +1,4 @@
-"""The sampler's temperature: every format that records it keeps it, for the tokens that were sampled at it."""
+"""The sampler's temperature: every format that records it keeps it with the tokens that were sampled at it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENIZER = str(SAMPLE_DATA / "tokenizer")
 
 
 def temperatures(item: Trajectory) -> set[str]:
-    """The temperatures of what is trained, as text, because NaN is not equal to itself."""
+    """The temperatures of the trained tokens or messages, as text, because NaN is not equal to itself."""
     if isinstance(item.content, Tokens):
         return {f"{value:g}" for value in token_temperatures(item).tolist()}
     assert isinstance(item.content, Chat)

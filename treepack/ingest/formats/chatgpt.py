@@ -127,7 +127,7 @@ def _roots(mapping: dict[str, Node], source: str) -> list[Node]:
         (nodes[parent]["children"] if isinstance(parent, str) and parent in nodes else roots).append(nodes[name])
     for name, node in mapping.items():
         # The order in which the answers were made, if the parent lists its children.
-        order = {child: place for place, child in enumerate(node["children"] or []) if isinstance(child, str)}
+        order = {child: index for index, child in enumerate(node["children"] or []) if isinstance(child, str)}
         nodes[name]["children"].sort(key=lambda child: order.get(child["name"], len(order)))
     reached = {id(node) for root in roots for path in leaf_paths(root, source=source) for node in path}
     if len(reached) < len(nodes):
@@ -160,9 +160,9 @@ def _unused(mapping: dict[str, Node], source: str) -> tuple[str, ...]:
 
 def _readable(path: list[Node], source: str) -> tuple[list[Node], str | None]:
     """Return the nodes before the first one that text cannot represent, and the reason; None if there is none."""
-    for place, node in enumerate(path):
+    for index, node in enumerate(path):
         if (reason := reason_of(node, source)) is not None:
-            return path[:place], reason
+            return path[:index], reason
     return path, None
 
 
@@ -191,7 +191,7 @@ def _is_answer(node: Node, source: str) -> bool:
 
 
 def _up_to_answer(path: list[Node], source: str) -> list[Node]:
-    answers = [place for place, node in enumerate(path) if _is_answer(node, source)]
+    answers = [index for index, node in enumerate(path) if _is_answer(node, source)]
     return path[: answers[-1] + 1] if answers else []
 
 

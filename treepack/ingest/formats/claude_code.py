@@ -59,12 +59,12 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A line of the tree, number `place` in the file.
+    """A line of the tree, number `index` in the file.
 
     `key` is the id of the model's message that contains this block, and None for other lines.
     """
 
-    place: int
+    index: int
     uuid: str
     parent: str | None
     kind: str
@@ -259,8 +259,8 @@ def _messages(session: _Session, entry: _Entry, done: set[str]) -> list[Message]
         blocks = session.blocks[entry.key]
         ids = {name for block in blocks for name in _ids(block.message, "tool_use", "id")}
         # In the order of the file. An entry may have several results, but it is in the prompt once.
-        results = {session.results[name].place: session.results[name] for name in ids if name in session.results}
-        return [*_answer(blocks), *(message for place in sorted(results) for message in _user(results[place]))]
+        results = {session.results[name].index: session.results[name] for name in ids if name in session.results}
+        return [*_answer(blocks), *(message for index in sorted(results) for message in _user(results[index]))]
     if entry.kind == "user":
         # A result is in the prompt already, after its call.
         is_result = not session.called.isdisjoint(_ids(entry.message, "tool_result", "tool_use_id"))

@@ -151,7 +151,7 @@ def _compacted(payload: dict[str, Any], items: list[Item], source: str) -> list[
 def _rolled_back(items: list[Item], num_turns: Any) -> list[Item]:
     """Return `items` before the last `num_turns` messages of the user."""
     # u a u b, one turn -> u a. Codex writes its own context as messages of the user too, in tags: it is not a turn.
-    turns = [place for place, item in enumerate(items) if _is_turn(item)]
+    turns = [index for index, item in enumerate(items) if _is_turn(item)]
     number = num_turns if isinstance(num_turns, int) and num_turns > 0 else 0
     return items if number == 0 or not turns else items[: turns[max(len(turns) - number, 0)]]
 

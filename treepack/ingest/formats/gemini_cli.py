@@ -134,8 +134,8 @@ def _apply(session: _Session, row: Record) -> None:
     if "$rewindTo" in value:
         _flush(session)
         names = list(session.history)
-        place = names.index(value["$rewindTo"]) if value["$rewindTo"] in names else 0
-        session.history = {name: session.history[name] for name in names[:place]}
+        index = names.index(value["$rewindTo"]) if value["$rewindTo"] in names else 0
+        session.history = {name: session.history[name] for name in names[:index]}
         return
     if "$set" in value:
         changed = value["$set"]

@@ -118,12 +118,12 @@ def _calls(sample: Sample, source: str) -> tuple[list[ChatCall], tuple[str, ...]
             continue
         # A call that failed has no choice; Inspect repeats it.
         for choice in as_objects(choices, source=source, name="choices"):
-            places = _places(event.get("input_refs"), len(pool))
+            indices = _indices(event.get("input_refs"), len(pool))
             inputs = as_objects(event.get("input"), source=source, name="input of a model event")
-            prompt = [_message(each) for each in inputs] or [messages[place] for place in places]
+            prompt = [_message(each) for each in inputs] or [messages[index] for index in indices]
             response = _message(object_or_empty(choice.get("message")) | {"role": "assistant"})
             reason = skip_reason([*(prompt if inputs else []), response])
-            reason = reason or next((reasons[place] for place in places if reasons[place]), None)
+            reason = reason or next((reasons[index] for index in indices if reasons[index]), None)
             if reason is None:
                 temperature = temperature_of(event.get("config"))
                 tools, ending = event.get("tools") or None, choice.get("stop_reason")
@@ -133,12 +133,12 @@ def _calls(sample: Sample, source: str) -> tuple[list[ChatCall], tuple[str, ...]
     return calls, tuple(notes)
 
 
-def _places(refs: Any, num_messages: int) -> list[int]:
-    """Return the places in the pool that the ranges `refs` name."""
+def _indices(refs: Any, num_messages: int) -> list[int]:
+    """Return the indices in the pool that the ranges `refs` name."""
     # [[0, 2], [5, 6]] -> 0 1 5
     ranges = [pair for pair in refs if isinstance(pair, list) and len(pair) == 2] if isinstance(refs, list) else []
     pairs = [(start, end) for start, end in ranges if isinstance(start, int) and isinstance(end, int)]
-    return [place for start, end in pairs for place in range(max(start, 0), min(end, num_messages))]
+    return [index for start, end in pairs for index in range(max(start, 0), min(end, num_messages))]
 
 
 def _scoring_spans(events: list[dict[str, Any]]) -> set[str]:

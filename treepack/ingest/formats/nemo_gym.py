@@ -113,7 +113,7 @@ def _calls_of_steps(value: dict[str, Any], source: str) -> _Calls:
     for items in value["response"]["output"]:
         step = messages_of_items(items, source=f"{source}: output", summaries=True)
         notes |= dict.fromkeys(step.notes)
-        turns = [place for place, message in enumerate(step.messages) if message["role"] == "assistant"]
+        turns = [index for index, message in enumerate(step.messages) if message["role"] == "assistant"]
         if turns:
             # messages [user, assistant, tool, assistant] -> prompt of 3, response of 1
             chats.append(ChatCall(step.messages[: turns[-1]], step.messages[turns[-1] :], tools))

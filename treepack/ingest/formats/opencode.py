@@ -19,7 +19,6 @@ The layout of the storage was tested with files of the program, and that of an e
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.rollout_names import within
+from treepack.ingest.readers.calls.rollout_names import of_agent
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread_notes import notes_of_record
 from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
@@ -70,8 +69,6 @@ PART_FIELDS = (
     ("tail_start_id", str | None, "text"),
 )
 
-MAX_AGENTS = 1_000_000  # sub-agents of a session that get different numbers
-
 Message = dict[str, Any]
 
 
@@ -81,7 +78,7 @@ class _Session:
 
     prompt: list[Message] = field(default_factory=list)
     reason: str | None = None
-    places: dict[str, int] = field(default_factory=dict)  # of each message of the session in `prompt`
+    indices: dict[str, int] = field(default_factory=dict)  # of each message of the session in `prompt`
     calls: list[ChatCall] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     models: dict[str, None] = field(default_factory=dict)
@@ -141,7 +138,7 @@ def _read_session(
                 session.notes[f"part of type '{part['type'][:40]}' not used"] = None
         if not parts:
             session.notes[EMPTY_NOTE] = None
-        session.places[str(about.get("id"))] = len(session.prompt)
+        session.indices[str(about.get("id"))] = len(session.prompt)
         if about.get("role") == "assistant":
             _add_answer(session, about, parts, where)
         else:
@@ -160,8 +157,7 @@ def _read_session(
     parent = info.get("parentID")
     items = read_chats(replace(record, value=value), session.calls, options)
     for item in with_notes(items, (CONTEXT_NOTE, *session.notes)):
-        # The number of a sub-agent only has to differ from that of others of the session.
-        yield within(item, parent, 1 + zlib.crc32(str(name).encode()) % MAX_AGENTS) if isinstance(parent, str) else item
+        yield of_agent(item, parent, str(name)) if isinstance(parent, str) else item
 
 
 def _check_part(part: dict[str, Any], where: str) -> None:
@@ -203,11 +199,11 @@ def _user(session: _Session, info: dict[str, Any], parts: list[dict[str, Any]]) 
 def _compact(session: _Session, parts: list[dict[str, Any]]) -> None:
     """Remove the history before a compaction, except the system prompt and the messages that it kept."""
     tails = [part.get("tail_start_id") for part in parts if isinstance(part.get("tail_start_id"), str)]
-    start = session.places.get(str(tails[-1]), len(session.prompt)) if tails else len(session.prompt)
+    start = session.indices.get(str(tails[-1]), len(session.prompt)) if tails else len(session.prompt)
     system = [message for message in session.prompt[:start] if message["role"] == "system"]
     session.prompt = [*system, *session.prompt[start:]]
     session.reason = skip_reason(session.prompt)
-    session.places.clear()
+    session.indices.clear()
 
 
 def _add_answer(session: _Session, info: dict[str, Any], parts: list[dict[str, Any]], where: str) -> None:
@@ -255,8 +251,8 @@ def _steps(parts: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     # [start, text, tool, finish, start, text, finish] -> [[start, text, tool, finish], [start, text, finish]]
     kinds = [part.get("type") for part in parts]
     steps: list[list[dict[str, Any]]] = [[]]
-    for place, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
-        is_next = kind in ("text", "reasoning") and place > 0 and kinds[place - 1] == "tool"
+    for index, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
+        is_next = kind in ("text", "reasoning") and index > 0 and kinds[index - 1] == "tool"
         if steps[-1] and (kind == "step-start" if "step-start" in kinds else is_next):
             steps.append([])
         steps[-1].append(part)

@@ -15,7 +15,6 @@ Neither the system prompt nor the tools are in other files. A call after an imag
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.rollout_names import within
+from treepack.ingest.readers.calls.rollout_names import of_agent
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty, shown
 from treepack.ingest.readers.files.records import Record
@@ -53,8 +52,6 @@ PAYLOAD = """
     sourceType sourceId modelId authType baseUrl isRuntime mode prePlanMode planExecutionMode uiEvent snapshot
     truncatedCount targetUuid snapshots content textElements summary
 """.split()
-
-MAX_AGENTS = 1_000_000  # sub-agents of a session that get different numbers
 
 Message = dict[str, Any]
 
@@ -115,9 +112,7 @@ def read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator[
         return
     context = () if system and tools else (CONTEXT_NOTE,)
     for item in with_notes(read_chats(record, calls, options), (*context, *notes)):
-        # The number of a sub-agent only has to differ from that of others of the session.
-        number = 1 + zlib.crc32(agent.encode()) % MAX_AGENTS if isinstance(agent, str) else 0
-        yield within(item, str(session), number) if number and isinstance(session, str) else item
+        yield of_agent(item, session, agent) if isinstance(session, str) and isinstance(agent, str) else item
 
 
 def _entries(rows: list[Record]) -> dict[str, _Entry]:

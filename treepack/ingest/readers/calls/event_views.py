@@ -63,14 +63,14 @@ class EventView:
             self.notes[f"call not used: {reason}"] = None
         self.add(event, response if history is None else history)
 
-    def forget(self, events: Container[Any], summary: Any, place: Any) -> None:
-        """Take `events` out of the view, and put the text `summary` before the `place`-th of the others."""
+    def forget(self, events: Container[Any], summary: Any, index: Any) -> None:
+        """Take `events` out of the view, and put the text `summary` before the `index`-th of the others."""
         # view 1 2 3 4, forget 2 3, summary S at 1 -> 1 S 4
         self._events = [each for each in self._events if each.event not in events]
-        if isinstance(summary, str) and isinstance(place, int):
+        if isinstance(summary, str) and isinstance(index, int):
             # A damaged log may have a place beyond the view, or too large for an index.
             message = {"role": "user", "content": summary}
-            self._events.insert(min(max(place, 0), len(self._events)), _Event(None, message))
+            self._events.insert(min(max(index, 0), len(self._events)), _Event(None, message))
 
 
 def event_parts(value: Any) -> list[Any]:
