@@ -94,7 +94,7 @@ def test_the_finish_reason_of_a_step_is_passed_on() -> None:
     session = opencode._Session()
     parts = [START, text("A"), finish("tool-calls"), START, text("B")]
     opencode._add_answer(session, {"finish": "length"}, parts, "s.json")
-    assert [call.response[0]["finish_reason"] for call in session.calls] == ["tool-calls", "length"]
+    assert [call.response[0]["finish_reason"] for call in session.log.calls] == ["tool-calls", "length"]
 
 
 def test_the_system_prompt_of_the_user_is_read_and_hidden_parts_are_not() -> None:

@@ -27,8 +27,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes
+from treepack.ingest.readers.calls.call_logs import NO_CALL, CallLog
+from treepack.ingest.readers.calls.chat_calls import read_chats
 from treepack.ingest.readers.calls.rollout_names import group_of_first
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import object_or_empty
@@ -51,7 +51,6 @@ SYNTHETIC = "<synthetic>"  # the model of a message that Claude Code wrote
 INTERRUPTED = "[Request interrupted by user]"
 CONTEXT_NOTE = "system prompt, tools and some reminders are not in sessions of Claude Code"
 INTERRUPTED_NOTE = "interrupted turn not trained"
-NO_CALL = "session without a turn of the model"
 SUB_AGENT = "description of a sub-agent, whose session is another file"
 
 Message = dict[str, Any]
@@ -106,13 +105,13 @@ def read_claude_code(records: Iterator[Record], options: ReadOptions) -> Iterato
         yield Skipped(rows[0].source, SUB_AGENT, is_rollout=False)
         return
     session = _session(rows)
-    calls, notes = _calls(session)
+    log = _calls(session)
     record = replace(rows[0], source=rows[0].path, value=_description(session, rows[0]))
-    if calls:
-        items = with_notes(read_chats(record, calls, options), (CONTEXT_NOTE, *notes))
+    if log.calls:
+        items = log.read(record, options, context=(CONTEXT_NOTE,))
         yield from in_session(items, *_file_of(session, record.path, options))
     else:
-        yield Skipped(record.source, next(iter(notes), NO_CALL), is_rollout=bool(session.blocks))
+        yield Skipped(record.source, next(iter(log.notes), NO_CALL), is_rollout=bool(session.blocks))
 
 
 def _file_of(session: _Session, path: str, options: ReadOptions) -> tuple[SessionFile | None, str | None]:
@@ -143,7 +142,7 @@ def _main(path: str, _changed: int, options: ReadOptions) -> tuple[frozenset[str
     if not rows:
         return frozenset(), None
     session = _session(rows)
-    items = read_chats(replace(rows[0], value={}), _calls(session)[0][:1], options)
+    items = read_chats(replace(rows[0], value={}), _calls(session).calls[:1], options)
     first = next((item for item in items if isinstance(item, Trajectory)), None)
     return frozenset(session.agents), None if first is None else group_of_first(first)
 
@@ -199,10 +198,9 @@ def _parts(message: Message) -> list[dict[str, Any]]:
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
-def _calls(session: _Session) -> tuple[list[ChatCall], tuple[str, ...]]:
-    """Return one call for each message of the model, in the order of their first lines, and notes to be counted."""
-    calls: list[ChatCall] = []
-    notes: dict[str, None] = {}
+def _calls(session: _Session) -> CallLog:
+    """Return one call for each message of the model, in the order of their first lines."""
+    log = CallLog()
     prompts: dict[str | None, _Prompt] = {None: _Prompt([])}  # by the entry before a call
     interrupted = {entry.parent for entry in session.entries.values() if _is_interruption(entry)}
     for blocks in session.blocks.values():
@@ -211,15 +209,12 @@ def _calls(session: _Session) -> tuple[list[ChatCall], tuple[str, ...]]:
         if blocks[0].message.get("model") == SYNTHETIC or not answer:
             continue
         if any(block.uuid in interrupted for block in blocks):
-            notes[INTERRUPTED_NOTE] = None
-            continue
-        if (reason := prompt.reason or skip_reason(answer)) is not None:
-            notes[f"call not used: {reason}"] = None
+            log.note(INTERRUPTED_NOTE)
             continue
         # Only the last line of a message has the reason.
         reasons = [reason for block in blocks if (reason := block.message.get("stop_reason")) is not None]
-        calls.append(ChatCall(prompt.messages, answer, ending=reasons[-1] if reasons else None))
-    return calls, tuple(notes)
+        log.add(prompt.messages, answer, reason=prompt.reason, ending=reasons[-1] if reasons else None)
+    return log
 
 
 def _is_interruption(entry: _Entry) -> bool:

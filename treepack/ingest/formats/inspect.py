@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import conversation, with_notes
+from treepack.ingest.readers.calls.call_logs import CallLog
+from treepack.ingest.readers.calls.conversations import conversation
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
@@ -72,12 +72,13 @@ def _read_sample(record: Record, sample: Sample, options: ReadOptions) -> Iterat
         "model": record.value["eval"].get("model"),
     }
     one = replace(record, value=value)
-    calls, call_notes = _calls(sample, record.source)
-    if calls:
-        yield from with_notes(read_chats(one, calls, options), (*call_notes, *notes))
+    log = _calls(sample, record.source)
+    if log.calls:
+        log.note(*notes)
+        yield from log.read(one, options, context=())
         return
     messages = [_message(each) for each in as_objects(sample.get("messages"), source=record.source, name="messages")]
-    reason = next(iter(call_notes), None) or skip_reason(messages)
+    reason = log.fault or skip_reason(messages)
     if reason is not None or not any(message["role"] == "assistant" for message in messages):
         yield Skipped(record.source, reason or NO_CALL, group_id=group)
         return
@@ -102,16 +103,15 @@ def _resolved(sample: Sample) -> Sample:
     return sample | {name: resolve(sample.get(name)) for name in ("messages", "events", "events_data")}
 
 
-def _calls(sample: Sample, source: str) -> tuple[list[ChatCall], tuple[str, ...]]:
-    """Return the calls of the model that is evaluated, and notes on calls that are not used."""
+def _calls(sample: Sample, source: str) -> CallLog:
+    """Return the calls of the model that is evaluated."""
     events = as_objects(sample.get("events"), source=source, name="events")
     stored = object_or_empty(sample.get("events_data")).get("messages")
     pool = as_objects(stored, source=source, name="events_data.messages")
     scoring = _scoring_spans(events)
     messages = [_message(each) for each in pool]
     reasons = [skip_reason([each]) for each in messages]
-    calls: list[ChatCall] = []
-    notes: dict[str, None] = {}
+    log = CallLog()
     for event in events:
         choices = object_or_empty(event.get("output")).get("choices")
         if event.get("event") != "model" or event.get("role") is not None or str(event.get("span_id")) in scoring:
@@ -124,13 +124,15 @@ def _calls(sample: Sample, source: str) -> tuple[list[ChatCall], tuple[str, ...]
             response = _message(object_or_empty(choice.get("message")) | {"role": "assistant"})
             reason = skip_reason([*(prompt if inputs else []), response])
             reason = reason or next((reasons[index] for index in indices if reasons[index]), None)
-            if reason is None:
-                temperature = temperature_of(event.get("config"))
-                tools, ending = event.get("tools") or None, choice.get("stop_reason")
-                calls.append(ChatCall(prompt, [response], tools, temperature=temperature, ending=ending))
-            else:
-                notes[f"call not used: {reason}"] = None
-    return calls, tuple(notes)
+            log.add(
+                prompt,
+                [response],
+                reason=reason,
+                tools=event.get("tools") or None,
+                temperature=temperature_of(event.get("config")),
+                ending=choice.get("stop_reason"),
+            )
+    return log
 
 
 def _indices(refs: Any, num_messages: int) -> list[int]:

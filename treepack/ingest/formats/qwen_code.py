@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes
+from treepack.ingest.readers.calls.call_logs import CallLog
 from treepack.ingest.readers.calls.rollout_names import of_agent
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty, shown
@@ -41,7 +40,6 @@ from treepack.trajectory import Skipped, Trajectory
 CONTEXT_NOTE = "system prompt and tools are not in sessions of Qwen Code"
 PARENT_NOTE = "message before it is not in the file"
 ROOT_NOTE = "message without a parent, which begins another history"
-NO_CALL = "session without a turn of the model"
 COMPRESSION, BOOTSTRAP = "chat_compression", "agent_bootstrap"
 
 # Fields of payloads that never reach the model: what the program showed, counted or restores.
@@ -85,21 +83,19 @@ def read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator[
     """
     rows = list(records)
     entries = _entries(rows)
-    notes = dict.fromkeys(_missing(entries))
+    log = CallLog()
+    log.note(*_missing(entries))
     system, tools = _launch(rows)
-    calls: list[ChatCall] = []
     prompts: dict[str | None, _Prompt] = {None: _Prompt(system)}
     for entry in entries.values():
         if entry.kind != "assistant":
             continue
         answer = messages_of_content(entry.content, where=entry.source)
         prompt = _prompt(entries, entry.parent, prompts)
-        if not answer:
-            notes[EMPTY_NOTE] = None
-        elif (reason := prompt.reason or skip_reason(answer)) is not None:
-            notes[f"call not used: {reason}"] = None
+        if answer:
+            log.add(prompt.messages, answer, reason=prompt.reason, tools=tools)
         else:
-            calls.append(ChatCall(prompt.messages, answer, tools))
+            log.note(EMPTY_NOTE)
     first = rows[0]
     session, agent = first.value.get("sessionId"), first.value.get("agentId")
     name = "/".join(part for part in (session, agent) if isinstance(part, str)) or first.label
@@ -107,11 +103,7 @@ def read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator[
     about = {name: first.value.get(name) for name in ("cwd", "version", "gitBranch")}
     value = {"trajectory_id": name, "model": ", ".join(map(str, models)) or None} | about
     record = replace(first, source=first.path, value=value)
-    if not calls:
-        yield Skipped(first.path, "; ".join(notes) or NO_CALL)
-        return
-    context = () if system and tools else (CONTEXT_NOTE,)
-    for item in with_notes(read_chats(record, calls, options), (*context, *notes)):
+    for item in log.read(record, options, context=() if system and tools else (CONTEXT_NOTE,)):
         yield of_agent(item, session, agent) if isinstance(session, str) and isinstance(agent, str) else item
 
 

@@ -14,7 +14,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
-from treepack.ingest.readers.calls.chat_calls import ChatCall
+from treepack.ingest.readers.calls.call_logs import CallLog
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 
 Message = dict[str, Any]
@@ -33,12 +33,11 @@ class _Event:
 
 
 class EventView:
-    """The events that the next prompt contains, the calls so far, and notes to be counted."""
+    """The events that the next prompt contains, and the calls so far."""
 
     def __init__(self) -> None:
-        self.calls: list[ChatCall] = []
+        self.log = CallLog()
         self.tools: Any = None
-        self.notes: dict[str, None] = {}
         self._events: list[_Event] = []
         self._responses: set[str] = set()
 
@@ -55,12 +54,9 @@ class EventView:
             self.add(event)
             return
         self._responses |= {name} - {None}  # type: ignore[arg-type]
-        reasons = [each.reason for each in self._events if each.reason is not None]
-        if (reason := next(iter(reasons), None) or skip_reason([response])) is None:
-            prompt = [each.message for each in self._events if each.message is not None]
-            self.calls.append(ChatCall(prompt, [response], self.tools))
-        else:
-            self.notes[f"call not used: {reason}"] = None
+        reason = next((each.reason for each in self._events if each.reason is not None), None)
+        prompt = [each.message for each in self._events if each.message is not None]
+        self.log.add(prompt, [response], reason=reason, tools=self.tools)
         self.add(event, response if history is None else history)
 
     def forget(self, events: Container[Any], summary: Any, index: Any) -> None:
