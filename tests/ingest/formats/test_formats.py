@@ -18,6 +18,7 @@ from support.byte_tokenizer import PLAIN as TEMPLATE
 from support.byte_tokenizer import save
 from support.command_line import Run
 from support.paths import ROLLOUTS
+from support.readings import tokens_of
 from treepack.errors import TreepackError
 from treepack.ingest.readers.files.inputs import list_inputs
 from treepack.ingest.readers.files.record_files import read_records
@@ -126,8 +127,7 @@ def test_a_sample_can_be_tokenised_and_every_trajectory_trains_something(name: s
     assert [item.reason for item in done if isinstance(item, Skipped)] == []
     for item in done:
         assert isinstance(item, Trajectory)
-        assert isinstance(item.content, Tokens)
-        assert item.content.num_trained > 0
+        assert tokens_of(item).num_trained > 0
 
 
 def refusal(path: Path, name: str) -> str | None:

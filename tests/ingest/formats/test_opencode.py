@@ -91,7 +91,7 @@ def test_what_was_not_sampled_to_its_end_is_not_trained(turn: dict[str, Any], sa
 
 
 def test_the_finish_reason_of_a_step_is_passed_on() -> None:
-    session = opencode._Session()
+    session = opencode._SessionState()
     parts = [START, text("A"), finish("tool-calls"), START, text("B")]
     opencode._add_answer(session, {"finish": "length"}, parts, "s.json")
     assert [call.response[0]["finish_reason"] for call in session.log.calls] == ["tool-calls", "length"]

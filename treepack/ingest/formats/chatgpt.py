@@ -69,7 +69,7 @@ NODES = ValueKind(
 
 
 @dataclass(slots=True)
-class _Turns:
+class _PathTurns:
     """The messages of a path in chat form, the thoughts before the next one, and notes to be counted."""
 
     messages: list[Message] = field(default_factory=list)
@@ -195,8 +195,8 @@ def _up_to_answer(path: list[Node], source: str) -> list[Node]:
     return path[: answers[-1] + 1] if answers else []
 
 
-def _turns(path: list[Node], source: str) -> _Turns:
-    turns = _Turns()
+def _turns(path: list[Node], source: str) -> _PathTurns:
+    turns = _PathTurns()
     for node in path:
         message = node["message"]
         if message is None:
@@ -236,7 +236,7 @@ def _thoughts(content: dict[str, Any], source: str) -> Iterator[str]:
             yield text
 
 
-def _add_system(turns: _Turns, text: str) -> None:
+def _add_system(turns: _PathTurns, text: str) -> None:
     if not text:
         return
     # Templates accept one system message, at the beginning.
@@ -247,7 +247,7 @@ def _add_system(turns: _Turns, text: str) -> None:
         turns.messages.append({"role": "system", "content": text})
 
 
-def _add_answer(turns: _Turns, message: Message, text: str, metadata: dict[str, Any]) -> None:
+def _add_answer(turns: _PathTurns, message: Message, text: str, metadata: dict[str, Any]) -> None:
     if not text:
         turns.notes[EMPTY_NOTE if message.get("recipient") in (None, ALL) else EMPTY_CALL_NOTE] = None
         return
@@ -286,7 +286,7 @@ def _arguments(text: str, kind: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"code" if kind == "code" else "input": text}
 
 
-def _add_other(turns: _Turns, message: Message, role: str, text: str) -> None:
+def _add_other(turns: _PathTurns, message: Message, role: str, text: str) -> None:
     """Add a message of the user or of a tool; an empty one is left out, unless it is the result of a call."""
     if turns.thoughts and role == "user":
         turns.notes[THOUGHTS_NOTE] = None

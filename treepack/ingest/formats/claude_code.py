@@ -57,7 +57,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _SessionEntry:
     """A line of the tree, number `index` in the file.
 
     `key` is the id of the model's message that contains this block, and None for other lines.
@@ -73,19 +73,19 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class _Session:
+class _SessionTree:
     """The lines of a file that are in the tree."""
 
-    entries: dict[str, _Entry] = field(default_factory=dict)  # by uuid, in the order of the file
-    blocks: dict[str, list[_Entry]] = field(default_factory=dict)  # of each message of the model, by its key
+    entries: dict[str, _SessionEntry] = field(default_factory=dict)  # by uuid, in the order of the file
+    blocks: dict[str, list[_SessionEntry]] = field(default_factory=dict)  # of each message of the model, by its key
     called: set[str] = field(default_factory=set)  # the ids of tool calls
-    results: dict[str, _Entry] = field(default_factory=dict)  # by the id of the call
+    results: dict[str, _SessionEntry] = field(default_factory=dict)  # by the id of the call
     kept: dict[str, list[str]] = field(default_factory=dict)  # uuid of a summary -> entries that its compaction kept
     agents: set[str] = field(default_factory=set)  # the ids of sub-agents whose results are in the file
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _CallPrompt:
     """The messages before a call, and the reason if they cannot be read as text."""
 
     messages: list[Message]
@@ -114,7 +114,7 @@ def read_claude_code(records: Iterator[Record], options: ReadOptions) -> Iterato
         yield Skipped(record.source, next(iter(log.notes), NO_CALL), is_rollout=bool(session.blocks))
 
 
-def _file_of(session: _Session, path: str, options: ReadOptions) -> tuple[SessionFile | None, str | None]:
+def _file_of(session: _SessionTree, path: str, options: ReadOptions) -> tuple[SessionFile | None, str | None]:
     """Return the file at `path` of a session with sub-agents, or of one of them, and the group of the session.
 
     The file is None for a session without sub-agents. The group is None if this file has the first prompt.
@@ -147,8 +147,8 @@ def _main(path: str, _changed: int, options: ReadOptions) -> tuple[frozenset[str
     return frozenset(session.agents), None if first is None else group_of_first(first)
 
 
-def _session(rows: list[Record]) -> _Session:
-    session = _Session()
+def _session(rows: list[Record]) -> _SessionTree:
+    session = _SessionTree()
     for row in rows:
         value = row.value
         uuid, parent, message = value.get("uuid"), value.get("parentUuid"), object_or_empty(value.get("message"))
@@ -157,7 +157,7 @@ def _session(rows: list[Record]) -> _Session:
             continue
         parent = parent if isinstance(parent, str) else None
         key = str(message.get("id") or uuid) if value.get("type") == "assistant" else None
-        entry = _Entry(len(session.entries), uuid, parent, str(value.get("type")), message, value, key)
+        entry = _SessionEntry(len(session.entries), uuid, parent, str(value.get("type")), message, value, key)
         session.entries[uuid] = entry
         if key is not None:
             session.blocks.setdefault(key, []).append(entry)
@@ -171,7 +171,7 @@ def _session(rows: list[Record]) -> _Session:
     return session
 
 
-def _add_kept(session: _Session, entry: _Entry) -> None:
+def _add_kept(session: _SessionTree, entry: _SessionEntry) -> None:
     """Record the entries that the compaction at `entry` kept, under the summary after which they are in the prompt."""
     segment = object_or_empty(entry.value.get("compactMetadata")).get("preservedSegment")
     if not isinstance(segment, dict):
@@ -198,10 +198,10 @@ def _parts(message: Message) -> list[dict[str, Any]]:
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
-def _calls(session: _Session) -> CallLog:
+def _calls(session: _SessionTree) -> CallLog:
     """Return one call for each message of the model, in the order of their first lines."""
     log = CallLog()
-    prompts: dict[str | None, _Prompt] = {None: _Prompt([])}  # by the entry before a call
+    prompts: dict[str | None, _CallPrompt] = {None: _CallPrompt([])}  # by the entry before a call
     interrupted = {entry.parent for entry in session.entries.values() if _is_interruption(entry)}
     for blocks in session.blocks.values():
         prompt = _prompt(session, blocks[0].parent, prompts)
@@ -217,17 +217,17 @@ def _calls(session: _Session) -> CallLog:
     return log
 
 
-def _is_interruption(entry: _Entry) -> bool:
+def _is_interruption(entry: _SessionEntry) -> bool:
     texts = [entry.message.get("content"), *(part.get("text") for part in _parts(entry.message))]
     return entry.kind == "user" and INTERRUPTED in texts
 
 
-def _prompt(session: _Session, last: str | None, prompts: dict[str | None, _Prompt]) -> _Prompt:
+def _prompt(session: _SessionTree, last: str | None, prompts: dict[str | None, _CallPrompt]) -> _CallPrompt:
     """Return the messages up to the entry `last`, and keep them in `prompts`, so that the next call starts from there.
 
     O(entries since the last call, and messages of the prompt).
     """
-    path: list[_Entry] = []
+    path: list[_SessionEntry] = []
     uuid, seen = last, set[str]()
     while uuid is not None and uuid not in prompts and uuid in session.entries and uuid not in seen:
         seen.add(uuid)
@@ -240,11 +240,11 @@ def _prompt(session: _Session, last: str | None, prompts: dict[str | None, _Prom
         between += _messages(session, entry, done)
         for name in session.kept.get(entry.uuid, []):
             between += _messages(session, session.entries[name], done)
-    prompt = _Prompt([*before.messages, *between], before.reason or skip_reason(between))
+    prompt = _CallPrompt([*before.messages, *between], before.reason or skip_reason(between))
     return prompts.setdefault(last, prompt)
 
 
-def _messages(session: _Session, entry: _Entry, done: set[str]) -> list[Message]:
+def _messages(session: _SessionTree, entry: _SessionEntry, done: set[str]) -> list[Message]:
     """Return the messages that `entry` adds to a prompt; `done` are the messages of the model that are in it."""
     if entry.key is not None:
         # The path has several blocks of a message: the first one adds the whole message, with its results.
@@ -268,11 +268,11 @@ def _messages(session: _Session, entry: _Entry, done: set[str]) -> list[Message]
     return []
 
 
-def _user(entry: _Entry) -> list[Message]:
+def _user(entry: _SessionEntry) -> list[Message]:
     return split_blocks([{"role": "user", "content": entry.message.get("content")}])
 
 
-def _answer(blocks: list[_Entry]) -> list[Message]:
+def _answer(blocks: list[_SessionEntry]) -> list[Message]:
     """Return the message of the model whose lines are `blocks`: a list of one, or of none if it is empty."""
     content: list[Any] = []
     for block in blocks:
@@ -282,7 +282,7 @@ def _answer(blocks: list[_Entry]) -> list[Message]:
     return split_blocks([{"role": "assistant", "content": content}]) if content else []
 
 
-def _description(session: _Session, first: Record) -> dict[str, Any]:
+def _description(session: _SessionTree, first: Record) -> dict[str, Any]:
     models = [blocks[0].message.get("model") for blocks in session.blocks.values()]
     names = dict.fromkeys(name for name in models if isinstance(name, str) and name != SYNTHETIC)
     head = next((entry.value for entry in session.entries.values()), first.value)

@@ -77,7 +77,7 @@ def is_cline_record(value: dict[str, Any]) -> bool:
 
 
 @dataclass(slots=True)
-class _Task:
+class _TaskState:
     """The prompt of the next call, and the calls so far.
 
     The prompt has each message as logged and in chat form; the logged one of a system prompt is empty.
@@ -115,7 +115,7 @@ def read_cline(records: Iterator[Record], options: ReadOptions) -> Iterator[Traj
 def _read_task(
     record: Record, messages: Any, system: list[Message], options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
-    task = _Task([({}, message) for message in system])
+    task = _TaskState([({}, message) for message in system])
     reason: str | None = None
     for message in messages if is_messages(messages) else []:
         if message.get("type") == "reasoning":
@@ -135,7 +135,7 @@ def _read_task(
     yield from task.log.read(record, options, context=context, empty=NO_CALL)
 
 
-def _add_call(task: _Task, message: Message, chat: Message, reason: str | None) -> None:
+def _add_call(task: _TaskState, message: Message, chat: Message, reason: str | None) -> None:
     texts = _texts(message.get("content"))
     if message.get("isSummary"):
         task.log.note(SUMMARY_NOTE)
@@ -151,7 +151,7 @@ def _add_call(task: _Task, message: Message, chat: Message, reason: str | None) 
         task.log.add(prompt, [chat], reason=reason, model=model.get("modelId") or model.get("id"))
 
 
-def _check_marks(task: _Task, message: Message, source: str) -> None:
+def _check_marks(task: _TaskState, message: Message, source: str) -> None:
     """Refuse names of a summary or truncation of a different form; note marks without names, and names without marks.
 
     Raises:

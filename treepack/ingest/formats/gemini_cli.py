@@ -55,7 +55,7 @@ Message = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Session:
+class _SessionState:
     """The state of a session: its history by the ids of messages, and the calls so far."""
 
     source: str
@@ -80,7 +80,7 @@ def read_gemini_cli(records: Iterator[Record], options: ReadOptions) -> Iterator
             contents = as_objects(row.value.get(name), source=row.source, name=name)
             yield from _of_contents(row, contents, options)
         return
-    session = _Session(rows[0].path)
+    session = _SessionState(rows[0].path)
     for row in rows:
         _apply(session, row)
     _flush(session)
@@ -112,7 +112,7 @@ def _of_contents(record: Record, contents: list[Message], options: ReadOptions) 
     yield from log.read(named, options, context=(CONTEXT_NOTE,))
 
 
-def _apply(session: _Session, row: Record) -> None:
+def _apply(session: _SessionState, row: Record) -> None:
     """Change the session by one line."""
     value = row.value
     if "$rewindTo" in value:
@@ -137,14 +137,14 @@ def _apply(session: _Session, row: Record) -> None:
         _add(session, [value], row.source)
 
 
-def _add(session: _Session, messages: Any, source: str) -> None:
+def _add(session: _SessionState, messages: Any, source: str) -> None:
     for message in as_objects(messages, source=source, name="messages"):
         # A message without an id never replaces an earlier message.
         name = message.get("id")
         session.history[name if isinstance(name, str) else f"{source}/{len(session.history)}"] = message
 
 
-def _flush(session: _Session) -> None:
+def _flush(session: _SessionState) -> None:
     """Add a call for each message of the model that is not trained yet."""
     prompt: list[Message] = []
     reason: str | None = None
@@ -166,7 +166,7 @@ def _flush(session: _Session) -> None:
         prompt += added
 
 
-def _answer(session: _Session, message: Message, where: str) -> Message | None:
+def _answer(session: _SessionState, message: Message, where: str) -> Message | None:
     # Content may be text, but parts are a list.
     said, listed = parts_or_text(message.get("content"), where=where), _objects(message.get("parts"), where, "parts")
     is_said = not is_empty(message.get("content"))
@@ -206,7 +206,7 @@ def _thought(thought: dict[str, Any], where: str) -> str:
     return "\n\n".join(text for text in (f"**{subject}**" if subject else None, description) if text is not None)
 
 
-def _results(session: _Session, message: Message, where: str) -> Iterator[Message]:
+def _results(session: _SessionState, message: Message, where: str) -> Iterator[Message]:
     """Yield the results of the tools that a message called."""
     for call in _objects(message.get("toolCalls"), where, "toolCalls"):
         parts = parts_or_text(call.get("result"), where=where)

@@ -72,7 +72,7 @@ Message = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Session:
+class _SessionState:
     """The history before the next call, and the calls so far."""
 
     prompt: list[Message] = field(default_factory=list)
@@ -122,7 +122,7 @@ def _stored(record: Record) -> list[dict[str, Any]]:
 def _read_session(
     record: Record, info: dict[str, Any], messages: list[dict[str, Any]], options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
-    session = _Session()
+    session = _SessionState()
     for number, message in enumerate(messages, 1):
         where = f"{record.source}: message {number}"
         about = message.get("info")
@@ -164,12 +164,12 @@ def _check_part(part: dict[str, Any], where: str) -> None:
             raise TreepackError(f"{where} has a part with the {name} {shown(part.get(name))}; expected {expected}")
 
 
-def _add(session: _Session, messages: list[Message]) -> None:
+def _add(session: _SessionState, messages: list[Message]) -> None:
     session.prompt = [*session.prompt, *messages]
     session.reason = session.reason or skip_reason(messages)
 
 
-def _user(session: _Session, info: dict[str, Any], parts: list[dict[str, Any]]) -> list[Message]:
+def _user(session: _SessionState, info: dict[str, Any], parts: list[dict[str, Any]]) -> list[Message]:
     """Return the messages for a message of the user: the system prompt that the user set, and the content."""
     content: list[dict[str, Any]] = []
     for part in parts:
@@ -189,7 +189,7 @@ def _user(session: _Session, info: dict[str, Any], parts: list[dict[str, Any]]) 
     return [*system, *([{"role": "user", "content": content}] if content else [])]
 
 
-def _compact(session: _Session, parts: list[dict[str, Any]]) -> None:
+def _compact(session: _SessionState, parts: list[dict[str, Any]]) -> None:
     """Remove the history before a compaction, except the system prompt and the messages that it kept."""
     tails = [part.get("tail_start_id") for part in parts if isinstance(part.get("tail_start_id"), str)]
     start = session.indices.get(str(tails[-1]), len(session.prompt)) if tails else len(session.prompt)
@@ -199,7 +199,7 @@ def _compact(session: _Session, parts: list[dict[str, Any]]) -> None:
     session.indices.clear()
 
 
-def _add_answer(session: _Session, info: dict[str, Any], parts: list[dict[str, Any]], where: str) -> None:
+def _add_answer(session: _SessionState, info: dict[str, Any], parts: list[dict[str, Any]], where: str) -> None:
     error, is_summary = info.get("error"), info.get("summary")
     for key, value, kind in (("error", error, dict), ("summary", is_summary, bool)):
         if value is not None and not isinstance(value, kind):
@@ -248,7 +248,7 @@ def _steps(parts: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return steps
 
 
-def _step(session: _Session, step: list[dict[str, Any]], where: str) -> tuple[Message | None, list[Message]]:
+def _step(session: _SessionState, step: list[dict[str, Any]], where: str) -> tuple[Message | None, list[Message]]:
     """Return the message of a step and the results of its calls; no message if the step is empty."""
     texts, thoughts, calls = [], [], []
     results: list[Message] = []
@@ -271,7 +271,7 @@ def _step(session: _Session, step: list[dict[str, Any]], where: str) -> tuple[Me
     return answer | ({"tool_calls": calls} if calls else {}), results
 
 
-def _result(session: _Session, part: dict[str, Any], state: dict[str, Any], where: str) -> list[Message]:
+def _result(session: _SessionState, part: dict[str, Any], state: dict[str, Any], where: str) -> list[Message]:
     """Return the message with the result of a call, none if it did not end."""
     output = state.get("output") if state.get("output") is not None else state.get("error")
     if output is None:

@@ -87,7 +87,7 @@ def _entries_of_parent(header: Record) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class _Chain:
+class _CallChain:
     """Calls that continue each other: their messages, of which the first `num_prompt` are not trained."""
 
     first_call: int
@@ -97,13 +97,13 @@ class _Chain:
 
 def _chains(
     entries: dict[str, Record], copied: dict[str, Any]
-) -> tuple[list[_Chain], tuple[str, ...], tuple[str, ...]]:
+) -> tuple[list[_CallChain], tuple[str, ...], tuple[str, ...]]:
     """Return the chains of calls, the notes to count, and the names of the models. O(entries) for each chain.
 
     A call that is in `copied` too, with its id, belongs to another session.
     """
-    chains: list[_Chain] = []
-    ends: dict[str, _Chain] = {}  # by the entry of the last call
+    chains: list[_CallChain] = []
+    ends: dict[str, _CallChain] = {}  # by the entry of the last call
     after_image: set[str] = set()
     notes: dict[str, None] = {}
     models: dict[str, None] = {}
@@ -130,7 +130,7 @@ def _chains(
             notes[IMAGE_NOTE] = None
             continue
         if chain is None:
-            chain = _Chain(num_calls, prompt, len(prompt))
+            chain = _CallChain(num_calls, prompt, len(prompt))
             chains.append(chain)
         else:
             chain.messages += prompt

@@ -55,7 +55,7 @@ Message = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Entry:
+class _SessionEntry:
     """The lines of one uuid: the content of a message, or a payload that replaces the history."""
 
     source: str
@@ -66,7 +66,7 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _CallPrompt:
     """The messages up to an entry, and the reason if they cannot be read as text."""
 
     messages: list[Message]
@@ -86,7 +86,7 @@ def read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator[
     log = CallLog()
     log.note(*_missing(entries))
     system, tools = _launch(rows)
-    prompts: dict[str | None, _Prompt] = {None: _Prompt(system)}
+    prompts: dict[str | None, _CallPrompt] = {None: _CallPrompt(system)}
     for entry in entries.values():
         if entry.kind != "assistant":
             continue
@@ -107,9 +107,9 @@ def read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator[
         yield of_agent(item, session, agent) if isinstance(session, str) and isinstance(agent, str) else item
 
 
-def _entries(rows: list[Record]) -> dict[str, _Entry]:
+def _entries(rows: list[Record]) -> dict[str, _SessionEntry]:
     """Return the entries by their uuid, in the order of the file."""
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, _SessionEntry] = {}
     last: str | None = None
     for row in rows:
         value = row.value
@@ -124,7 +124,7 @@ def _entries(rows: list[Record]) -> dict[str, _Entry]:
                 raise TreepackError(f"{row.source}: {name} is {shown(each)}; expected text")
         last = uuid
         if uuid not in entries:
-            entries[uuid] = _Entry(
+            entries[uuid] = _SessionEntry(
                 row.source,
                 parent,
                 value["type"],
@@ -137,7 +137,7 @@ def _entries(rows: list[Record]) -> dict[str, _Entry]:
     return entries
 
 
-def _missing(entries: dict[str, _Entry]) -> Iterator[str]:
+def _missing(entries: dict[str, _SessionEntry]) -> Iterator[str]:
     """Yield notes on entries that begin a history, although they are not the first one."""
     for number, entry in enumerate(entries.values()):
         if entry.parent is not None and entry.parent not in entries:
@@ -173,12 +173,12 @@ def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     return rest if schema is None else rest | {"parameters": schema}
 
 
-def _prompt(entries: dict[str, _Entry], last: str | None, prompts: dict[str | None, _Prompt]) -> _Prompt:
+def _prompt(entries: dict[str, _SessionEntry], last: str | None, prompts: dict[str | None, _CallPrompt]) -> _CallPrompt:
     """Return the messages up to the entry `last`, and keep them in `prompts`, so that the next call starts from there.
 
     O(entries since the last call, and messages of the prompt).
     """
-    path: list[_Entry] = []
+    path: list[_SessionEntry] = []
     uuid, seen = last, set[str]()
     while uuid is not None and uuid not in prompts and uuid in entries and uuid not in seen:
         seen.add(uuid)
@@ -195,7 +195,7 @@ def _prompt(entries: dict[str, _Entry], last: str | None, prompts: dict[str | No
         added = [message for content in contents for message in messages_of_content(content, where=entry.source)]
         messages += added
         reason = reason or skip_reason(added)
-    return prompts.setdefault(last, _Prompt(messages, reason))
+    return prompts.setdefault(last, _CallPrompt(messages, reason))
 
 
 FORMAT = Format(

@@ -93,7 +93,7 @@ def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordU
         except TreepackError as refusal:
             error = str(refusal)
     others = [each for each in all_formats() if each is not found]
-    trial = None if found is None or error is not None else _Trial(found, records, options, items)
+    trial = None if found is None or error is not None else _RecordTrial(found, records, options, items)
     return RecordUse(
         source=first.source,
         format=None if found is None else found.name,
@@ -132,7 +132,7 @@ def _kind(item: Trajectory) -> str:
     return names[type(item.content)]
 
 
-class _Trial:
+class _RecordTrial:
     """Reads the records of a file with one value of the first record changed."""
 
     def __init__(self, found: Format, records: Sequence[Record], options: ReadOptions, items: Items) -> None:
@@ -238,7 +238,7 @@ def _is_equal(old: Any, new: Any) -> bool:
     return (old is None) == (new is None) and (old is None or np.array_equal(old, new, equal_nan=True))
 
 
-def _fields(value: dict[str, Any], trial: _Trial | None) -> Iterator[FieldUse]:
+def _fields(value: dict[str, Any], trial: _RecordTrial | None) -> Iterator[FieldUse]:
     """Yield each field in the order of the record; the same field of elements of a list is one."""
     by_path: dict[str, list[tuple[Steps, Any]]] = {}
     for steps, leaf in _leaves(value, ()):

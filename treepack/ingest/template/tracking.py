@@ -59,7 +59,7 @@ _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
 _MIRRORED = {"gt": "lt", "gteq": "lteq", "lt": "gt", "lteq": "gteq", "eq": "eq", "ne": "ne"}
 
 
-class _Environment(sandbox.SandboxEnvironment):
+class _TrackedEnvironment(sandbox.SandboxEnvironment):
     """The sandbox, with a short way to attributes of `loop`, which are safe."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -88,7 +88,7 @@ class TemplateTracker:
         Raises:
             TemplateSyntaxError: of jinja2.
         """
-        self._environment = environment = sandbox.new_environment(_Environment)
+        self._environment = environment = sandbox.new_environment(_TrackedEnvironment)
         tree = environment.parse(text)
         self.loops = loops.change_loops(tree, environment)
         environment.globals["namespace"] = self._namespace = namespace_class(self)

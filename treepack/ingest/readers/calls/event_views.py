@@ -21,7 +21,7 @@ Message = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Event:
+class _ViewedEvent:
     """An event by its id, its message, and the reason if the message is not text."""
 
     event: Any
@@ -38,12 +38,12 @@ class EventView:
     def __init__(self) -> None:
         self.log = CallLog()
         self.tools: Any = None
-        self._events: list[_Event] = []
+        self._events: list[_ViewedEvent] = []
         self._responses: set[str] = set()
 
     def add(self, event: Any, message: Message | None = None) -> None:
         """Add an event by its id, and its message if it has one of its own."""
-        self._events.append(_Event(event if isinstance(event, str | int) else None, message))
+        self._events.append(_ViewedEvent(event if isinstance(event, str | int) else None, message))
 
     def answer(self, event: Any, response: Message, *, name: str | None, history: Message | None = None) -> None:
         """Add a response of the model as a call; later prompts contain `history` instead of it, unless that is None.
@@ -66,7 +66,7 @@ class EventView:
         if isinstance(summary, str) and isinstance(index, int):
             # A damaged log may have a place beyond the view, or too large for an index.
             message = {"role": "user", "content": summary}
-            self._events.insert(min(max(index, 0), len(self._events)), _Event(None, message))
+            self._events.insert(min(max(index, 0), len(self._events)), _ViewedEvent(None, message))
 
 
 def event_parts(value: Any) -> list[Any]:
