@@ -123,9 +123,7 @@ def measure(loaded: LoadedModel, adapted: AdaptedLayers, ways: list[Way], repeat
                 torch.cuda.reset_peak_memory_stats()
             values: list[float] = []
             with recomputed_layers(loaded.causal, way.recomputed):
-                seconds = seconds_of(
-                    loaded.device, lambda row=way.row, values=values: values.append(pass_over(loaded, row))
-                )  # type: ignore[misc]
+                seconds = seconds_of(loaded.device, lambda: values.append(pass_over(loaded, way.row)))  # noqa: B023
             losses[way.name] = values[0]
             peaks[way.name] = torch.cuda.max_memory_allocated() if on_gpu else 0
             if turn:
