@@ -21,9 +21,10 @@ from policies import load_task
 from tasks import Task, has_both_outcomes
 
 import treepack
-from treepack.model.forward import row_objective
+from treepack.model.forward import WholeRows
 from treepack.model.objectives.objective import Objective, choose_objective
 from treepack.model.objectives.row_factors import row_factors
+from treepack.model.objectives.row_numbers import LossPart
 from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
 from treepack.rollout.records import tree_trajectories
 from treepack.rollout.tree import Tree
@@ -70,9 +71,7 @@ def accumulate(policy: Any, trie: Trie, objective: Objective, *, leaf_weights: b
     rows, total = list(treepack.plan_packing(trie, options)), 0.0
     for row, factors in zip(rows, row_factors(rows, objective), strict=True):
         batch = treepack.make_batch(row).to(policy.device)
-        loss, _ = row_objective(policy, batch, factors.to(policy.device), objective)
-        torch.autograd.backward(loss)
-        total += loss.item()
+        total += float(WholeRows(policy).backward(batch, LossPart(objective, factors)).loss)
     return total
 
 
