@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experts import Way, load, seconds_of
+from experts import Way, load
+from measure import product_rate, seconds_of
 from torch import Tensor
 from training_rows import count_work, tree_rows
 from workloads import make_workload, star
@@ -156,15 +157,6 @@ class Step:
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimiser.step()
         return float(loss.detach())
-
-
-def product_rate(device: torch.device) -> float:
-    """Return the operations per second of a large product of bfloat16 numbers."""
-    size = 8192 if device.type == "cuda" else 128
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    times = [seconds_of(device, lambda: a @ b) for _ in range(13)][3:]
-    rate: float = 2 * size**3 / statistics.median(times)
-    return rate
 
 
 def kernels_of(device: torch.device, call: Callable[[], Any]) -> list[Kernel]:

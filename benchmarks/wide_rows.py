@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 from compilations import made_on
-from train_step import DRY_RUN_MODEL, POSITIONS, timed
+from measure import seconds_of
+from train_step import DRY_RUN_MODEL, POSITIONS
 from training_rows import tree_rows
 from workloads import Workload, make_workload, row_of_ends, star
 
@@ -123,7 +124,7 @@ def measure(loaded: LoadedModel, adapted: AdaptedLayers, ways: list[Way], repeat
                 torch.cuda.reset_peak_memory_stats()
             values: list[float] = []
             with recomputed_layers(loaded.causal, way.recomputed):
-                seconds = timed(loaded.device, lambda row=way.row, values=values: values.append(pass_over(loaded, row)))  # type: ignore[misc]
+                seconds = seconds_of(loaded.device, lambda: values.append(pass_over(loaded, way.row)))  # noqa: B023
             losses[way.name] = values[0]
             peaks[way.name] = torch.cuda.max_memory_allocated() if on_gpu else 0
             if turn:
@@ -216,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     adapted.offload = offload
     pages = host_pages(loaded, wide.num_tokens, recomputed=count, lower=not options.dry_run)
     if not options.dry_run:
-        seconds = timed(device, lambda: offload.pages.reserve(pages))
+        seconds = seconds_of(device, lambda: offload.pages.reserve(pages))
         print(f"{options.model}, {loaded.attention}: pinned {pages * PAGE / 2**30:.1f} GiB in {seconds:.1f} s")
     ways = [
         Way("checkpointed", row, count, False),
