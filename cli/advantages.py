@@ -18,6 +18,7 @@ from .paths import READ, WRITE
 if TYPE_CHECKING:
     from treepack.files.address import AnyPath
     from treepack.files.manifest import Manifest
+    from treepack.rl.advantages.advantage_options import AdvantageOptions
     from treepack.rl.advantages.directory import AdvantagesSummary
     from treepack.trajectory import Float64
 
@@ -98,6 +99,7 @@ def advantages(
     group with a missing reward, or with a single rollout to compare, is rejected as a whole and counted. Pack the
     result, and train with --loss grpo or a similar loss.
     """
+    from treepack.rl.advantages.advantage_options import AdvantageOptions
     from treepack.rl.advantages.directory import write_advantages
 
     options = AdvantageOptions(estimator, **variants)

@@ -51,7 +51,7 @@ class Scoring:
     """Rows, model and options that fit together; `notes` are for the user.
 
     `temperature` is that of all terms, or a phrase, see `model.objectives.temperature.temperature_of_terms`. `memory`
-    is the memory for keys and values that rows in pieces carry, on a GPU.
+    is the budget of carried tensors of rows in pieces, on a GPU.
     """
 
     dataset: PackedDataset
@@ -102,7 +102,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
 
 
 def pass_size(pass_tokens: int | str, piece_size: int | None, device: torch.device) -> int:
-    """Return the maximum number of tokens of joined rows: at most a piece, if there are pieces."""
+    """Return the maximum number of tokens of joined rows: at most the tokens of a piece, if there are pieces."""
     size = usual_pass(device) if isinstance(pass_tokens, str) else pass_tokens
     return size if piece_size is None else min(size, piece_size)
 
@@ -151,7 +151,7 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
 def term_scores(
     loaded: LoadedModel, rows: Sequence[Row], options: ScoreOptions, *, memory: CarryMemory | None = None
 ) -> list[tuple[Float64, Float64]]:
-    """Return the log-probability and the entropy of each term's token, float64 [N], of every row of a pass.
+    """Return log-probabilities and entropies of the terms' tokens, float64 [N] each, row by row of one pass.
 
     Each token of the rows runs once.
     """

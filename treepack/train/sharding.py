@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from treepack.errors import TreepackError
-from treepack.memory.offload import Offload
+from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import memory_errors
 from treepack.model.adapters.adapter import assign, base_of, is_adapted, put_adapter
 from treepack.model.head.value_head import value_head_of, without_value_head
@@ -133,7 +133,7 @@ def adapt(causal: Any, options: TrainOptions, device: torch.device) -> None:
         checkpointing=options.recomputes,
         compiled=options.compile,
         recomputed=count if isinstance(count, int) else None,
-        offload=Offload(device) if options.offload_checkpoints else None,
+        offload=LayerOffload(device) if options.offload_checkpoints else None,
     )
 
 

@@ -156,7 +156,7 @@ def choose_objective(name: str, **options: Any) -> Objective:
     if unknown:
         available = sorted(_OPTIONS[usual["loss"]])
         remedy = f"it has {', '.join(available)}" if available else "it has no options"
-        raise TreepackError(f"{unknown[0]} is no option of the loss {name}; {remedy}")
+        raise TreepackError(f"{unknown[0]} is not an option of the loss {name}; {remedy}")
     if "value_clip" in changes and usual["loss"] != "value" and not changes.get("value_coef"):
         raise TreepackError("value_clip is about the value loss, which has no weight; give value_coef too, or neither")
     objective = Objective(**{**usual, **changes}, preset=name)
