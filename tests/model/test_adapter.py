@@ -1,4 +1,4 @@
-"""LoRA: gradients of adapters equal those of trajectories alone; adapters are found, read and refused by name."""
+"""LoRA: gradients of adapters equal gradients of trajectories alone; adapters are found, read and refused by name."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_compiled_layers_have_the_same_gradients(
 
 
 TARGETS = {
-    # PEFT would take names of the shared expert for those of the experts.
+    # PEFT would take names of the shared expert for names of the experts.
     "qwen3_next": "in_proj_ba in_proj_qkvz k_proj o_proj out_proj q_proj v_proj",
     # PEFT puts no adapters on the out_proj of this type, because a fused kernel of mamba-ssm reads its weights.
     "falcon_h1": "down_proj gate_proj in_proj k_proj o_proj q_proj up_proj v_proj",

@@ -1,4 +1,4 @@
-"""Recomputed layers whose inputs wait in host memory: gradients equal in every bit, and pages that nobody else uses."""
+"""Recomputed layers whose inputs wait in host memory: gradients equal in every bit, and pages that are not shared."""
 
 from __future__ import annotations
 
