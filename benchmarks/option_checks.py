@@ -2,7 +2,7 @@
 
     OPTION_CHECKS[name](name, device, quick=...)  ->  Result, ...      as the checks of `attention_checks`
 
-The portable kernels serve these layers. Errors and bounds are those of `attention_checks`, with the sinks' gradient as
+The portable kernels serve these layers. Errors and bounds are defined as in `attention_checks`, and the sinks' gradient is
 the fifth error, and two runs must agree in every bit. Inputs are views into buffers of NaN.
 """
 
