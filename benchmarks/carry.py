@@ -61,7 +61,7 @@ from treepack.carry.limit import CarryCosts, CarryPlan, choose_limit, measure_co
 from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
-from treepack.memory.offload import Offload
+from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import is_memory_error
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, row_loss
@@ -86,7 +86,7 @@ class Way:
     name: str
     rows: list[Batch]
     recomputed: int
-    offload: Offload | None = None
+    offload: LayerOffload | None = None
     carry: CarryOptions | None = None
     note: str = ""
     obstacle: str | None = None
@@ -121,7 +121,7 @@ def make_way(bench: Bench, source: str, text: str, rows: list[Batch]) -> Way:
         return Way(f"carry:{plan.limit}", rows, 0, carry=carry, note=note, pages=pages)
     cut = planned_rows(bench.options.plans, source, int(size), rows)
     if kind == "offload":
-        return Way(text, cut, layers, offload=Offload(bench.device))
+        return Way(text, cut, layers, offload=LayerOffload(bench.device))
     if kind == "recomputed":
         count = int(rest[0]) if rest else layers
         assert count <= layers, f"{text}: the model has {layers} layers"

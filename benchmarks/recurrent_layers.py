@@ -40,7 +40,7 @@ from training_rows import load_rows, parents_of
 from workloads import Workload, agent_tree, make_workload, star
 
 from attention import between, mark, synchronize
-from treepack.attention import Schedules
+from treepack.attention import BatchSchedules
 from treepack.recurrent import dispatch
 from treepack.recurrent.dispatch import use_implementation
 from treepack.recurrent.interface import convolution, gated_delta_rule
@@ -121,7 +121,7 @@ class Functions(NamedTuple):
 
 def tree_functions(end: Tensor, device: torch.device) -> Functions:
     """Return the functions of treepack for subtree_end [T] on the CPU; `use_implementation` chooses their code."""
-    schedules = Schedules(end[None], device=device)
+    schedules = BatchSchedules(end[None], device=device)
     options: Any = {"subtree_end": end[None].to(device), "schedule": schedules}
 
     def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -43,7 +43,8 @@ from treepack.costs.model_cost import PRESETS, operations, shape_of
 from treepack.data.batch import Batch
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, run_with_head
-from treepack.model.head.output_head import OutputLayer
+from treepack.model.head.logit_map import OutputLayer
+from treepack.model.head.token_loss import weighted_nll
 from treepack.model.layers import set_recomputed
 from treepack.model.loaded import LoadedModel
 
@@ -143,7 +144,7 @@ class Step:
 
         def head(states: Tensor, layer: OutputLayer) -> Tensor:
             mark(device)
-            loss = layer.nll(states, row.targets, chunk=self.chunk) / row.total_weight
+            loss = weighted_nll(states, layer, row.targets, chunk=self.chunk) / row.total_weight
             mark(device)
             return loss
 

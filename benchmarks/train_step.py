@@ -36,7 +36,7 @@ from training_rows import flat_rows, make_row, tree_rows
 from workloads import WORKLOADS, chains, make_workload, star
 
 from treepack.analysis.forecast import ForecastLine, row_work
-from treepack.attention.chains import Chains
+from treepack.attention.chains import ChainRows
 from treepack.costs.model_cost import PRESETS, FlopCount, ModelShape, operations, shape_of
 from treepack.data.batch import Batch
 from treepack.data.dataset import PackedDataset
@@ -106,7 +106,7 @@ def counted_rows(rows: list[Batch], tokens_trained: int | None = None) -> Foreca
 def as_chains(loaded: LoadedModel, row: Batch) -> Batch:
     """A flat row on the device, scheduled as sequences for varlen attention."""
     offsets = torch.tensor([0, *(row.trajectory_ends + 1).tolist()], dtype=torch.int32, device=loaded.device)
-    schedule = Chains(1, row.num_tokens, offsets, int(offsets.diff().max()))
+    schedule = ChainRows(1, row.num_tokens, offsets, int(offsets.diff().max()))
     return replace(row.to(loaded.device), schedule=schedule)
 
 

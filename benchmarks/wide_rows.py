@@ -39,7 +39,7 @@ from workloads import Workload, make_workload, row_of_ends, star
 from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
 from treepack.memory.host_pages import PAGE
-from treepack.memory.offload import Offload
+from treepack.memory.offload import LayerOffload
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.head.token_loss import CHUNK
 from treepack.model.layer_memory import fewest_recomputed, host_pages, measure_layers
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         source.write_text(json.dumps({**config, **POSITIONS}))
         with made_on(device):
             loaded = load_model(source, attention="auto", dtype=torch.float32, autocast=torch.bfloat16, device=device)
-    offload = Offload(device)
+    offload = LayerOffload(device)
     adapt_layers(
         loaded.causal, checkpointing=True, compiled=not (options.no_compile or options.dry_run), offload=offload
     )

@@ -21,7 +21,7 @@ from measure import commit, device_name
 from workloads import Workload, make_workload
 
 from attention import measure_times, median_ms, run_once, tiny_workloads
-from treepack.attention import Reach, first_visible
+from treepack.attention import KeyReach, first_visible
 from treepack.attention.build_schedule import build_schedule
 
 LAYERS = "full,full+sinks,window-128,window-128+sinks,window-1024,chunk-8192"
@@ -35,10 +35,10 @@ def parse_heads(text: str) -> Heads:
     return Heads(int(query), int(key), int(size), int(size))
 
 
-def parse_reach(layer: str) -> Reach | None:
+def parse_reach(layer: str) -> KeyReach | None:
     """Return the reach of a layer: window-128+sinks -> a window of 128, full -> None."""
     kind, _, size = layer.partition("+")[0].partition("-")
-    return Reach(kind, int(size)) if size else None
+    return KeyReach(kind, int(size)) if size else None
 
 
 def measure(workload: Workload, heads: Heads, layer: str, options: argparse.Namespace) -> Times:

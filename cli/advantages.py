@@ -15,8 +15,8 @@ from .paths import READ, WRITE
 if TYPE_CHECKING:
     from treepack.files.address import AnyPath
     from treepack.files.manifest import Manifest
+    from treepack.rl.advantages.advantage_options import AdvantageOptions
     from treepack.rl.advantages.directory import AdvantagesSummary
-    from treepack.rl.advantages.estimate import AdvantageOptions
     from treepack.trajectory import Float64
 
 # A copy of the library's tuple, because a help page must not import numpy; a test compares the two.
@@ -190,8 +190,8 @@ def advantages(
     group with a missing reward, or with a single rollout to compare, is rejected as a whole and counted. Pack the
     result, and train with --loss grpo or a similar loss.
     """
+    from treepack.rl.advantages.advantage_options import AdvantageOptions
     from treepack.rl.advantages.directory import write_advantages
-    from treepack.rl.advantages.estimate import AdvantageOptions
 
     options = AdvantageOptions(
         estimator,

@@ -66,8 +66,8 @@ def prepare(
     from treepack.errors import TreepackError
     from treepack.files.directory import refuse_existing
     from treepack.pack.directory import pack_trie
+    from treepack.rl.advantages.advantage_options import AdvantageOptions
     from treepack.rl.advantages.directory import write_advantages
-    from treepack.rl.advantages.estimate import AdvantageOptions
     from treepack.trie.directory import build_trie_directory
 
     trie, packed = out / "trie", out / "packed"

@@ -24,7 +24,7 @@ _HOME = {
     "Trajectory": "trajectory",
     "Trie": "trie.trie",
     "build_trie": "trie.builders.in_memory",
-    "AdvantageOptions": "rl.advantages.estimate",
+    "AdvantageOptions": "rl.advantages.advantage_options",
     "write_advantages": "rl.advantages.directory",
     "PackedDataset": "data.dataset",
     "OnlineOptions": "online.options",

@@ -17,7 +17,8 @@ from support.oracle_model import tiny_config
 from support.paths import ROOT
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.rl.advantages.estimate import ESTIMATORS, AdvantageOptions, estimate_advantages
+from treepack.rl.advantages.advantage_options import ESTIMATORS, AdvantageOptions
+from treepack.rl.advantages.estimate import estimate_advantages
 from treepack.rl.segments import segment_tree
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.store.trie_files import read_trie

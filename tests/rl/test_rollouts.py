@@ -32,7 +32,8 @@ from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.research.pros.augmentation import augment
 from treepack.research.trace.targets import anchors
-from treepack.rl.advantages.estimate import FLAT, TREE, AdvantageOptions, estimate_advantages, with_advantages
+from treepack.rl.advantages.advantage_options import FLAT, TREE, AdvantageOptions
+from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
 from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.rl.rollouts import rollouts_of
 from treepack.trajectory import Tokens, Trajectory, positions

@@ -31,15 +31,15 @@ ROWS_TO_TRY = 32  # rows checked for room before the assignment by cost gives up
 SAMPLED_ROWS = 512  # rows from which the partners of a move are taken
 PARTNERS = 24  # rows with which a row may trade pieces in one move; 8 of them have the lowest costs
 PIECES_PER_ROW = 12  # pieces of a row that one move considers: at most 1 + 12 + 66 bundles of up to two
-MOVES_PER_ROW = 4  # moves tried for each row of a step ...
-MAX_MOVES = 2000  # ... and at most in total, to bound the time of steps with many rows
+MOVES_PER_ROW = 4  # moves tried for each row of a step
+MAX_MOVES = 2000  # moves tried for all rows of a step, to bound the time of steps with many rows
 EVEN_RATIO = 1.005  # cost of a row over the mean of all rows, at which the row is even enough
 
 
 def balanced_rows(trie: Trie, row_of: Int64, limits: RowLimits, multiple_of: int, *, token_pairs: int = 0) -> Int64:
     """Return the final row of each trajectory, int64 [num_trajectories], from the rows `row_of` of single trees.
 
-    A token costs as much as `token_pairs` score pairs.
+    The cost of a token is that of `token_pairs` score pairs.
 
     Raises:
         TreepackError: a step has fewer trajectories than rows.

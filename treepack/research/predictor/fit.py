@@ -29,6 +29,7 @@ from treepack.files.address import AnyPath, as_output
 from treepack.files.directory import MANIFEST, finished_directory
 from treepack.files.manifest import file_sha256, read_manifest
 from treepack.memory.shortage import LOADING, memory_errors
+from treepack.model.head.value_head import ValueHead
 from treepack.model.layers import adapt_layers, find_decoder
 from treepack.research.predictor.model import (
     METRICS,
@@ -127,7 +128,7 @@ class FitStep:
     seconds: float
 
 
-def squared_error(head: nn.Linear, states: Tensor, target: Float64) -> Tensor:
+def squared_error(head: ValueHead, states: Tensor, target: Float64) -> Tensor:
     """Return the sum of squared differences between the values of `states` [n, D] and `target` [n]: float64, eq. 19."""
     # In float64, so that the sum over thousands of prefixes is as exact as their values.
     targets = torch.from_numpy(target).to(states.device)
@@ -237,6 +238,7 @@ def _frozen_states(run: CheckedFit) -> Callable[[AnchorRow], Tensor]:
 
 def _optimiser(parameters: Sequence[nn.Parameter], train: TrainOptions) -> torch.optim.AdamW:
     """Return AdamW without weight decay for parameters of one dimension (biases and norms)."""
+    # Not `train.optimiser.make_adamw`, whose fused kernel rounds differently: a fit would get other bits.
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -282,7 +284,7 @@ def _fit_step(
 
 
 def accumulate(
-    head: nn.Linear, rows: Sequence[AnchorRow], target: Float64, states_of: Callable[[AnchorRow], Tensor]
+    head: ValueHead, rows: Sequence[AnchorRow], target: Float64, states_of: Callable[[AnchorRow], Tensor]
 ) -> float:
     """Return the mean squared error over all prefixes of `rows`, and add its gradients to the parameters.
 
