@@ -43,7 +43,7 @@ class Bench:
         return self.loaded.device
 
     def free_bytes(self) -> int:
-        """Return what gradients, the optimiser's states and activations may still take on the GPU."""
+        """Return the bytes that gradients, the optimiser's states and activations may still take."""
         torch.cuda.empty_cache()
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         free = self.unreserved_bytes() + unused

@@ -5,7 +5,7 @@
     python benchmarks/wide_rows.py --dry-run      a tiny model and a tiny tree on the CPU
 
 The wide row has several copies of one tree side by side, which do not see each other: its loss is that many times the
-loss of the tree, and its score pairs per token are those of the tree. Times are those of forward and backward, without
+loss of the tree, and its score pairs per token equal the tree's. Times are for forward and backward, without
 the update, medians over the repeats, in turns. Layers are compiled, under autocast in bfloat16.
 
 checkpointed   the tree, all layers recomputed (train --gradient-checkpointing)
