@@ -19,7 +19,7 @@ SEMANTICS = ("branch", "once")
 NORMALIZE = ("token", "trajectory", "group")
 
 # The end of the sentences that refuse trajectories longer than the capacity.
-ANY_LENGTH = "train --carry auto trains rows of any length, so memory is no reason to drop or truncate trajectories"
+ANY_LENGTH = "train --carry auto trains rows of any length, so memory is not a reason to drop or truncate trajectories"
 
 MAX_CAPACITY = 2**31 - 1  # columns count the tokens of a row in 32 bits
 MAX_BUDGET = 10**18  # a sum of nine budgets still fits int64
@@ -41,7 +41,7 @@ class PackOptions:
         token_pairs: with `balance`, score pairs that take as long as one token in a model, so that the cost of a row is
             its time: `costs.model_cost.pairs_of_token`. With 0 it is its score pairs alone.
         too_long: "error" refuses a trajectory longer than the capacity, "drop" leaves it out, "truncate" cuts it.
-            Memory is no reason to drop or truncate: raise the capacity, and train with `carry`.
+            Memory is not a reason to drop or truncate: raise the capacity, and train with `carry`.
         semantics: a shared trained token counts for every trajectory ("branch") or once ("once").
         normalize: "token", "trajectory" or "group": which of them have equal weight in the mean loss.
         leaf_weights: multiply trajectory weights by the leaf weights of sampled trees, without leaves of a fallback.

@@ -99,7 +99,7 @@ def prefix_parts(trie: Trie, path: str, places: Mapping[tuple[str, int], str]) -
     chosen = {index[name] for name, _ in places}
     metadata: dict[int, dict[str, Any]] = {}
     waiting = chosen
-    # A continuation's prompt has the turns of its parent, whose prompt may be a prefix of another rollout too.
+    # A continuation's prompt has the turns of its parent, whose prompt may itself be a prefix of a rollout.
     while waiting:
         found = _metadata(trie, waiting)
         metadata |= found

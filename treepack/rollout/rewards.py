@@ -24,7 +24,7 @@ RewardFunction = Callable[..., "float | Awaitable[float | None] | None"]
 def single_turn(function: RewardFunction | None, query: Query, tokenizer: Any = None) -> SingleTurn:
     """Return the episode of a prompt with one response, whose reward is `function(response_text, fields, ids=ids)`.
 
-    `response_text` is decoded without special tokens; it is None without a tokenizer. `fields` are those of the query's
+    `response_text` is decoded without special tokens; it is None without a tokenizer. `fields` come from the query's
     record. `ids` is a list of all token ids of the response. For a prefix, text and ids include the part of the
     response that the prompt contains. The function is plain or asynchronous; plain ones run in worker threads. It may
     return None for no reward, and a bool counts as 1 or 0. Without a function no response has a reward.
@@ -47,7 +47,7 @@ def checked_reward(value: Any, place: str) -> float | None:
     """Return a reward as a float, or None.
 
     Raises:
-        TreepackError: it is no finite number, with `place`.
+        TreepackError: it is not a finite number, with `place`.
     """
     if value is None:
         return None

@@ -3,7 +3,7 @@
     queries, engine, options --sample_rollouts--> rollouts.jsonl, RolloutSummary
 
 Every query has a coroutine of its own. Its tree is appended to the file in the moment in which it is complete, so an
-interrupt, a failure of another query or a killed process loses no finished tree.
+interrupt, a failure of a different query or a killed process loses no finished tree.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ async def sample_rollouts(
     with open_output(out, _settings(engine.sampling, options, run), resume=run.resume) as file:
         waiting = waiting_queries(list(queries), file)
         tally = TreeTally()
-        counting = _Counting(
+        counting = _CountingEngine(
             LimitedEngine(engine, max_requests=run.concurrency, attempts=run.attempts, timeout=run.timeout),
             tally,
             len(waiting),
@@ -141,7 +141,7 @@ def _settings(sampling: Sampling, options: TreeOptions, run: RolloutOptions) -> 
     return {**run.settings, "seed": run.seed, **shape, **asdict(sampling)}
 
 
-class _Counting:
+class _CountingEngine:
     """An engine that reports its decoded tokens as progress."""
 
     def __init__(self, engine: Engine, tally: TreeTally, num_queries: int, progress: ReportProgress | None) -> None:

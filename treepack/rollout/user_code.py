@@ -1,4 +1,4 @@
-"""Functions and classes that users write: import them by name, call them, and say in one sentence what they raised.
+"""Functions and classes that users write: import them by name, call them, and report their exceptions in one sentence.
 
     load_callable("rewards:score") -> the function score of rewards.py
     await call(score, "4", {"answer": 4}, place="prompts.jsonl:3, query 'q3'")
@@ -64,7 +64,7 @@ def _parents(module: str) -> set[str]:
 
 
 def name_of_code(function: Any) -> str:
-    """Return "module:name" of a function, class or bound method, and the type of another callable."""
+    """Return "module:name" of a function, class or bound method, and the type of any other callable."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}:{named.__qualname__}"
 
@@ -81,7 +81,7 @@ async def call(function: Callable[..., Any], *arguments: Any, place: str, **keyw
     """Call a user's function, plain or asynchronous, and return its result. `place` is where an error occurred.
 
     If the caller is cancelled while a plain function runs, the cancellation waits until the function has returned:
-    a thread cannot be stopped, and nobody else may use its objects until then.
+    a thread cannot be stopped, and no other code may use its objects until then.
 
     Raises:
         TreepackError: the function raised, with `place`, its name, and the exception's type and message.
@@ -100,7 +100,7 @@ async def call(function: Callable[..., Any], *arguments: Any, place: str, **keyw
 
 
 async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work`; a cancellation of the caller waits until it has ended, so that what it opened can be closed."""
+    """Await `work`; a cancellation of the caller waits until it has ended, so that its open files can be closed."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

@@ -83,7 +83,7 @@ def read_plan_file(path: AnyPath) -> PlanFile:
     for number, record in records[1:]:
         ids = record.get("trajectory_ids")
         if not isinstance(ids, list) or not ids or not all(isinstance(name, str) for name in ids):
-            raise TreepackError(f'{path}:{number}: is no row; expected {{"trajectory_ids": [at least one id]}}')
+            raise TreepackError(f'{path}:{number}: is not a row; expected {{"trajectory_ids": [at least one id]}}')
     return PlanFile(
         path,
         RowLimits(header["capacity"], header.get("pairs"), header.get("terms")),
@@ -102,14 +102,14 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise TreepackError(f"{path}:{number}: malformed JSON ({error}); expected one object per line") from error
     if not isinstance(value, dict):
-        raise TreepackError(f"{path}:{number}: is no JSON object; expected one object per line")
+        raise TreepackError(f"{path}:{number}: is not a JSON object; expected one object per line")
     return value
 
 
 def _check_header(path: Path, number: int, header: dict[str, Any]) -> None:
     if header.get("format") != FORMAT or "capacity" not in header:
         raise TreepackError(
-            f"{path}:{number}: is no header of a plan; expected "
+            f"{path}:{number}: is not the header of a plan; expected "
             f'{{"format": "{FORMAT}", "version": {VERSION}, "capacity": N}}'
         )
     if header.get("version") != VERSION:

@@ -72,7 +72,7 @@ class AdvantageOptions:
     fallback_leaves: bool = False
     # Also write the factors of the tree's edges, which the denominator edge of the losses needs; `edges.edge_factors`.
     edges: bool = False
-    # Values of the critic: "column" reads them, and "zero" takes 0 everywhere, for the returns of a first critic.
+    # Values of the critic: "column" reads them, and "zero" takes 0 everywhere: the returns of a first critic.
     values: str = "column"
     # Discount and lambda of `gae`.
     gamma: float = GAMMA

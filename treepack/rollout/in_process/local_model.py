@@ -55,7 +55,7 @@ def twin(model: Any) -> Any:
     """Return a model with the parameters and buffers of `model`, not copies, under transformers' attention.
 
     Raises:
-        TreepackError: transformers cannot compute its attention over pages, or its parameters are not those of its
+        TreepackError: transformers cannot compute its attention over pages, or its parameters differ from its
             class, as with adapters, or not whole.
     """
     _check_attention(model)
@@ -74,7 +74,7 @@ def twin(model: Any) -> Any:
         ours = dict(getattr(other, f"named_{kind}")(remove_duplicate=False))
         if theirs.keys() != ours.keys() or any(theirs[name].shape != ours[name].shape for name in ours):
             raise TreepackError(
-                f"{type(model).__name__}: its {kind} are not those of its class; sample from a model with whole "
+                f"{type(model).__name__}: its {kind} differ from its class; sample from a model with whole "
                 "weights on one device, with adapters merged into them"
             )
         for name, tensor in theirs.items():
@@ -94,7 +94,7 @@ def _check_attention(model: Any) -> None:
     if getattr(config, "attn_logit_softcapping", None):
         reason = "caps its scores, which transformers does not do over pages of keys"
     widths = set(head_widths(config))
-    if getattr(config, "qk_rope_head_dim", None):  # latent attention, where head_dim is the width of a part
+    if getattr(config, "qk_rope_head_dim", None):  # latent attention: its head_dim is the width of a part
         widths.add(config.qk_nope_head_dim + config.qk_rope_head_dim)
     if getattr(config, "v_head_dim", None):
         widths.add(config.v_head_dim)
