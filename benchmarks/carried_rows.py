@@ -256,7 +256,7 @@ def _pieces(number: int, row: Batch, capacity: int, known: Iterator[Int64], plan
             tree = _plan_tree(row, first)
             plan = contiguous(tree, RowLimits(capacity), SearchOptions()).row_of_leaf
             plan = anneal(tree, RowLimits(capacity), plan, steps_per_leaf=STEPS_PER_LEAF)
-        assert len(plan) == len(mine), "the plan is one of another tree; delete its file"
+        assert len(plan) == len(mine), "the plan belongs to a different tree; delete its file"
         plans.append(plan)
         for each in range(int(plan.max()) + 1):
             chosen = mine[plan == each]
@@ -283,7 +283,7 @@ def _plan_tree(row: Batch, first: int) -> PlanTree:
 
 def _tokens_above(end: Int64, leaves: Int64) -> Int64:
     """Return the tokens on the paths to `leaves`, ascending."""
-    # A token is on such a path if one of the leaves lies in its subtree.
+    # A token is on such a path if its subtree contains one of the leaves.
     before = np.concatenate([[0], np.cumsum(np.bincount(leaves, minlength=len(end)))])
     found: Int64 = np.flatnonzero(before[end] > before[:-1])
     return found

@@ -43,7 +43,6 @@ import argparse
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -54,7 +53,7 @@ import torch
 from carried_model import STATE_BYTES, Bench, load, num_layers, set_layers
 from carried_rows import WORKLOADS, planned_rows, whole_rows
 from compilations import Compilations, count_compilations
-from experts import seconds_of
+from measure import commit, device_name, seconds_of
 from step_profile import gaps_of, kernels_of, kinds_of, largest
 
 from treepack.carry.backward import CarryOptions, backward_row
@@ -62,7 +61,7 @@ from treepack.carry.limit import CarryCosts, CarryPlan, choose_limit, measure_co
 from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
-from treepack.memory.offload import Offload
+from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import is_memory_error
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, row_loss
@@ -87,7 +86,7 @@ class Way:
     name: str
     rows: list[Batch]
     recomputed: int
-    offload: Offload | None = None
+    offload: LayerOffload | None = None
     carry: CarryOptions | None = None
     note: str = ""
     obstacle: str | None = None
@@ -122,7 +121,7 @@ def make_way(bench: Bench, source: str, text: str, rows: list[Batch]) -> Way:
         return Way(f"carry:{plan.limit}", rows, 0, carry=carry, note=note, pages=pages)
     cut = planned_rows(bench.options.plans, source, int(size), rows)
     if kind == "offload":
-        return Way(text, cut, layers, offload=Offload(bench.device))
+        return Way(text, cut, layers, offload=LayerOffload(bench.device))
     if kind == "recomputed":
         count = int(rest[0]) if rest else layers
         assert count <= layers, f"{text}: the model has {layers} layers"
@@ -341,10 +340,9 @@ def run(options: argparse.Namespace) -> list[str]:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (options.gpu_gb or 1e9) * 1e9 / total))
     bench = load(options, device)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    where = "CPU" if options.dry_run else torch.cuda.get_device_name()
+    where = device_name(dry=options.dry_run)
     vocabulary = bench.loaded.causal.config.vocab_size
-    print(f"{where}, torch {torch.__version__}, commit {commit.stdout.strip()}: {options.model}, "
+    print(f"{where}, torch {torch.__version__}, commit {commit()}: {options.model}, "
           f"{num_layers(bench.loaded)} layers, {vocabulary:,} words, {bench.loaded.attention} attention, "
           f"{options.optimizer}; {time.perf_counter() - STARTED:.0f} s since the start", flush=True)  # fmt: skip
     lines = []

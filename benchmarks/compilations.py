@@ -1,4 +1,4 @@
-"""Counts of what compiles while a benchmark measures, and random models made on the GPU.
+"""Counts of compilations during a measurement, and random models made on the GPU.
 
     before = count_compilations()
     ...                                     a timed step

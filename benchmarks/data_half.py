@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from measure import commit
 
 from treepack.columns import collect
 from treepack.pack.plan.check import check_plan
@@ -118,8 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", type=int, default=8)
     scale = parser.parse_args().scale
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    print(f"$ python benchmarks/data_half.py --scale {scale}   commit {commit.stdout.strip()}")
+    print(f"$ python benchmarks/data_half.py --scale {scale}   commit {commit()}")
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, one core")
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     trie_speed(random_sequences(seed=0))

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measure import seconds_of
 from torch import Tensor
 from torch.nn.functional import silu
 from workloads import Workload, make_workload, star
@@ -131,16 +132,6 @@ def forward_and_backward(loaded: LoadedModel, row: Batch, way: Way) -> float:
             loss = row_loss(loaded, row, chunk=way.chunk) / row.total_weight
         torch.autograd.backward(loss)
     return float(loss.detach())
-
-
-def seconds_of(device: torch.device, run: Callable[[], Any]) -> float:
-    """Return the seconds of one call; the device is idle before and after it."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else int
-    wait()
-    began = time.perf_counter()
-    run()
-    wait()
-    return time.perf_counter() - began
 
 
 def measure(way: Way, config: dict[str, Any], row: Batch, work: float, arguments: argparse.Namespace) -> str:

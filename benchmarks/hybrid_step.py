@@ -33,7 +33,6 @@ import json
 import math
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -43,13 +42,12 @@ from typing import Any, NamedTuple
 
 import torch
 from compilations import Compilations, count_compilations, made_on
-from experts import seconds_of
 from flat_sequences import FlatModel, fewer_shapes, flash_attention_4, refusal_lifted
+from measure import commit, device_name, product_rate, seconds_of
 from torch import Tensor
 from training_rows import count_work, flat_rows, load_rows, tree_rows
 from workloads import WORKLOADS, make_workload, star
 
-from attention import matmul_rate
 from treepack.costs.model_cost import PRESETS, ModelShape, operations, shape_of
 from treepack.data.batch import Batch
 from treepack.model.forward import prepare_batch, row_loss
@@ -353,13 +351,12 @@ def main(arguments: list[str] | None = None) -> None:
         assert set(chosen) <= set(WORKLOADS), f"workloads are {', '.join(WORKLOADS)}"
         cases = {each: tree_rows(make_workload(each), config["vocab_size"]) for each in chosen}
     cases |= {path.stem: load_rows(path) for path in options.rows}
-    rate = 1e12 * matmul_rate(device)
+    rate = product_rate(device)
     with checked_fla(options) as remark, flash_attention_4() as fa4:
         loaded = load(config, options, device)
-        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
         print(
-            f"{'CPU' if options.dry_run else torch.cuda.get_device_name()}, torch {torch.__version__}, commit "
-            f"{commit.stdout.strip()}: {options.model}, {config['num_hidden_layers']} layers; tree through "
+            f"{device_name(dry=options.dry_run)}, torch {torch.__version__}, commit "
+            f"{commit()}: {options.model}, {config['num_hidden_layers']} layers; tree through "
             f"{loaded.attention} attention and {options.implementation} recurrent layers, flat through {remark} and "
             f"{'FlashAttention-4' if fa4 else 'FlashAttention of torch'}; {rate / 1e12:.0f} TFLOP/s of products",
             flush=True,

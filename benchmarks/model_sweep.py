@@ -43,6 +43,7 @@ from treepack.pack.packing import plan_packing
 from treepack.trie.builders.in_memory import build_trie
 
 SIZE = 16  # tokens of windows and chunks
+LARGE_ERROR = 1e-12  # of gradients in float64; larger ones are named
 LONGEST = 66  # tokens of the longest trajectory
 
 
@@ -161,9 +162,9 @@ def main() -> int:
 
 
 def tables(exact: list[tuple[str, str, str]], others: dict[str, Outcome]) -> list[str]:
-    """Return the lines of two tables: exact types with variants and error; the other types by outcome and reason."""
-    lines = ["", "| exact type | windows and more | largest error |", "|---|---|---|"]
-    lines += [f"| `{kind}` | {names} | {error} |" for kind, names, error in exact]
+    """Return a sentence with the exact types, and a table of the other types by outcome and reason."""
+    names = [f"`{kind}`" + (f" ({error})" if float(error) > LARGE_ERROR else "") for kind, _, error in exact]
+    lines = ["", f"Exact, with the largest error beside those above {LARGE_ERROR:g}: {', '.join(names)}."]
     lines += ["", "| outcome | reason | types |", "|---|---|---|"]
     groups: dict[tuple[str, str], list[str]] = {}
     for kind, (word, detail, _) in others.items():

@@ -23,8 +23,8 @@ from torch import Tensor
 from training_rows import make_row
 
 from treepack.data.batch import Batch
-from treepack.memory.host_pages import HostCopies, Pages, StreamCopies
-from treepack.memory.offload import Offload
+from treepack.memory.host_pages import HostCopies, PagePool, StreamCopies
+from treepack.memory.offload import LayerOffload
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layer_memory import measure_layers
 from treepack.model.layers import adapt_layers, adapted_layers, set_recomputed
@@ -60,7 +60,7 @@ class LateCopies(StreamCopies):
                 page.copy_(torch.full_like(page, 255, device=self._device), non_blocking=True)
 
 
-class PoisonedPages(Pages):
+class PoisonedPages(PagePool):
     """Pages that become NaN when they are given back."""
 
     def __init__(self, copies: LateCopies | HostCopies) -> None:
@@ -79,7 +79,7 @@ def check_offload(name: str, device: torch.device, *, quick: bool) -> Iterator[R
     """Compare losses and gradients with and without offloading, for every bit."""
     loaded = small_model(device)
     copies = LateCopies(device) if device.type == "cuda" else HostCopies()
-    offload = Offload(device, pages=PoisonedPages(copies), copies=copies)
+    offload = LayerOffload(device, pages=PoisonedPages(copies), copies=copies)
     compiled = name.endswith("compiled") and device.type == "cuda"
     adapt_layers(loaded.causal, checkpointing=True, compiled=compiled, offload=offload)
     adapted = adapted_layers(loaded.causal)

@@ -25,6 +25,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from measure import commit
 from reading import FORKS, INTERVAL, in_memory, write_rollouts
 
 from treepack.files.manifest import read_manifest
@@ -87,8 +88,7 @@ def main() -> None:
     memory = int(parsed.memory[:-1]) * _UNITS[parsed.memory[-1]]
     if parsed.control_group is not None:
         limit(parsed.control_group, memory + memory // 20)
-    version = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    print(f"commit {version.stdout.strip()}, {os.cpu_count()} cores, --memory {parsed.memory} --method {parsed.method}")
+    print(f"commit {commit()}, {os.cpu_count()} cores, --memory {parsed.memory} --method {parsed.method}")
     print("| tokens of the tries | step | s | M tree tokens/s | memory, GB | of its own, GB | disk, GB |", flush=True)
     print("|---|---|---|---|---|---|---|")
     for tokens in map(int, parsed.tokens.split(",")):

@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pyarrow as pa
+from measure import commit
 from reading import FORKS, token_groups
 
 from treepack import build_trie_directory, pack_trie
@@ -216,8 +216,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=[*FORKS], default="heavy")
     parser.add_argument("--folder", help="where the files are made and removed; default: that of temporary files")
     parsed = parser.parse_args()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    print(f"commit {commit.stdout.strip()}, {platform.machine()}, {os.cpu_count()} cores; {' '.join(sys.argv)}")
+    print(f"commit {commit()}, {platform.machine()}, {os.cpu_count()} cores; {' '.join(sys.argv)}")
     with tempfile.TemporaryDirectory(dir=parsed.folder) as temporary:
         folder = Path(temporary)
         flat = write_rollouts(folder / "rollouts", parsed.kind, parsed.tokens)

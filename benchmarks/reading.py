@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+from measure import commit
 
 from treepack.files.manifest import read_manifest
 from treepack.trajectory import Int32
@@ -144,9 +145,8 @@ def main() -> None:
     parser.add_argument("--workers", default="1,2")
     parser.add_argument("--folder", help="where the files are made and removed; default: that of temporary files")
     parsed = parser.parse_args()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     arguments = f"--kind {parsed.kind} --gigabytes {parsed.gigabytes:g} --workers {parsed.workers}"
-    print(f"$ python benchmarks/reading.py {arguments}   commit {commit.stdout.strip()}")
+    print(f"$ python benchmarks/reading.py {arguments}   commit {commit()}")
     machine = f"{platform.machine()}, Python {platform.python_version()}, {os.cpu_count()} cores"
     print(f"{machine}, load before {os.getloadavg()[0]:.1f}", flush=True)
     options = ["--tokenizer", str(ROOT / "sample_data" / "tokenizer")] if parsed.kind == "chat" else []

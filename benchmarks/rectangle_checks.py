@@ -34,9 +34,9 @@ from candidates import portable_kernels
 from option_checks import CHUNK, PLAIN, Option
 from torch import Tensor
 
-from treepack.attention import Reach, first_visible, reference_attention, tree_attention
+from treepack.attention import KeyReach, first_visible, reference_attention, tree_attention
 
-OPTIONS = (PLAIN, CHUNK, Option(Reach("window", 128), sinks=True))
+OPTIONS = (PLAIN, CHUNK, Option(KeyReach("window", 128), sinks=True))
 
 # Query heads, key heads, head dimensions (of q and k, of v) and scale; dtype; whether flex runs as well.
 LAYERS: tuple[tuple[Layout, torch.dtype, bool], ...] = (

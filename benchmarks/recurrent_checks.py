@@ -18,7 +18,7 @@ from attention_checks import KERNEL_FLOAT32, ROUNDING, Result, poison
 from attention_checks import random_forest_ends as forest
 from torch import Tensor
 
-from treepack.attention import Schedules
+from treepack.attention import BatchSchedules
 from treepack.recurrent import dispatch, twin
 from treepack.recurrent.chunks import build_chunks
 
@@ -72,7 +72,7 @@ def _compare(check: str, sizes: Sizes, dtype: torch.dtype, end: Tensor, device: 
         for _ in range(2):
             poison(weight)
             with dispatch.use_implementation(name):
-                scan = partial(dispatch.scan, schedules=Schedules(end, device=device))
+                scan = partial(dispatch.scan, schedules=BatchSchedules(end, device=device))
                 runs.append(_run(scan, arguments, weight))
         equal = all(torch.equal(first, again) for first, again in zip(*runs, strict=True))
         errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(runs[0], expected, strict=True)]

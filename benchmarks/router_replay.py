@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from experts import TINY, WAYS, Way, forward_and_backward, load, make_row, seconds_of
+from experts import TINY, WAYS, Way, forward_and_backward, load, make_row
+from measure import seconds_of
 from torch import Tensor
 from workloads import make_workload, star
 

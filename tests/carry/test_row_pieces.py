@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treepack.carry import pieces
-from treepack.carry.pieces import ALIGNMENT, Pass, RowPiece, cut_row, local_ends, plan_row
+from treepack.carry.pieces import ALIGNMENT, PiecePass, RowPiece, cut_row, local_ends, plan_row
 from treepack.trajectory import Int64
 
 # Parents of a forest in depth-first order: each token hangs on the path of the one before it, or is a root.
@@ -122,7 +122,7 @@ def test_every_token_sees_its_ancestors_and_nothing_else(steps: list[int], limit
             assert [places[key] for key in seen] == path[::-1]
 
 
-def places_of(each: Pass, order: Int64) -> dict[int, int]:
+def places_of(each: PiecePass, order: Int64) -> dict[int, int]:
     """The row token at each place of a pass."""
     ranges = (*each.stack, (each.begin, each.end, each.first))
     return {at + number - begin: int(order[number]) for begin, end, at in ranges for number in range(begin, end)}

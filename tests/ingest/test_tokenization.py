@@ -75,7 +75,7 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools, return_dict=False))
 
 
-# Letters of special tokens (<|), characters of several bytes, and a line separator that is no newline.
+# Letters of special tokens (<|), characters of several bytes, and a line separator that is not a newline.
 words = st.text(st.sampled_from("ab \n.<|>é\u2028日"), max_size=8)
 
 

@@ -135,7 +135,7 @@ def test_a_model_without_a_head_and_options_that_exclude_each_other_are_refused(
     assert done.err.splitlines()[-1].endswith("with carry each tree is one row; give one of them")
     (model / "value_head.safetensors").unlink()
     done = treepack("critic", directory, "--model", model, "--device", "cpu", "--out", tmp_path / "a")
-    assert (done.status, "has no value_head.safetensors, so it is no critic" in done.err) == (1, True)
+    assert (done.status, "has no value_head.safetensors, so it is not a critic" in done.err) == (1, True)
 
 
 def test_recorded_experts_are_replayed_and_a_model_without_routers_refuses_them() -> None:

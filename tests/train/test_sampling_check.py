@@ -137,7 +137,7 @@ def test_values_recorded_before_the_temperature_are_named(tmp_path: Path, model:
 def test_wrong_temperatures_of_the_data_are_named(tmp_path: Path, model: Path) -> None:
     tokens, recorded = sample(at(0.7), at(0.7))
     found = sentence(opened(packed_rollouts(tmp_path / "packed", tokens, recorded, temperature=1.5), model))
-    assert "at the temperature 0.7: the temperatures of the data are not those of the sampler" in found
+    assert "at the temperature 0.7: the temperatures of the data are not the sampler's" in found
 
 
 def test_truncated_distributions_are_named(tmp_path: Path, model: Path) -> None:
@@ -160,7 +160,7 @@ def test_another_policy_is_named(tmp_path: Path, model: Path) -> None:
     tokens, recorded = sample(at(1.0), at(1.0))
     other = np.random.default_rng(0).permutation(VOCABULARY)[tokens]  # as if another tokenizer had made the ids
     found = sentence(opened(packed_rollouts(tmp_path / "packed", other, recorded), model))
-    assert "they are of another policy, or the tokenizer or chat template" in found
+    assert "they come from a different policy, or the tokenizer or chat template" in found
 
 
 def test_a_policy_some_updates_ahead_has_no_remark(tmp_path: Path, model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Choose the size of pieces, and the carried tensors that stay on the GPU, for the free memory.
+"""Choose the size of pieces, and the carried tensors that stay on the GPU, from the free memory.
 
     model, a row --measure_costs--> CarryCosts
     CarryCosts, longest row and path, free bytes --choose_limit--> CarryPlan
@@ -48,7 +48,7 @@ class CarryCosts:
         sums: sums of their gradients for each carried token and layer.
         output: output of attention for each carried token and layer.
         lse: its log-sum-exp for each carried token and layer, which stays on the GPU.
-        state: states of recurrent layers, and sums of their gradients, for each branch point of the path.
+        state: states of recurrent layers and sums of their gradients, per branch point of the path.
     """
 
     num_layers: int
@@ -63,7 +63,7 @@ class CarryCosts:
 
 @dataclass(frozen=True)
 class CarryPlan:
-    """How the rows of a run are carried.
+    """The plan of the carried rows of a run.
 
     Attributes:
         limit: tokens of a piece.

@@ -12,7 +12,7 @@ from treepack.memory.budget import available_memory
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process may still allocate on a device; for a CPU see `available_memory`."""
+    """Return the bytes that this process may still allocate on a device, on a CPU by `available_memory`."""
     if device.type != "cuda":
         return available_memory()
     free, _ = torch.cuda.mem_get_info(device)
@@ -29,7 +29,7 @@ class MemoryMeter:
     reset: Callable[[], None]
 
     def peak_of(self, run: Callable[[], Any]) -> int:
-        """Run a function; return the most bytes that it added at any time."""
+        """Run a function; return the maximum of the bytes that it added."""
         self.reset()
         before = self.allocated()
         run()

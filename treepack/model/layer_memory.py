@@ -1,7 +1,7 @@
 """Memory of a model's layers between the forward and the backward pass of a row, on the GPU and on the host.
 
 model, a short row --measure_layers--> LayerBytes: bytes per token of a layer, kept or recomputed
-model --measure_pass--> bytes of a forward and backward pass: fixed ones, and those of each token
+model --measure_pass--> bytes of a forward and backward pass: fixed ones, and the bytes of each token
 LayerBytes, longest row, free bytes --fewest_recomputed--> number of layers to recompute
 model, longest row --host_pages--> pages of host memory for `offload`
 """
@@ -65,7 +65,7 @@ def measure_layers(
 ) -> LayerBytes:
     """Measure the layers' memory by forward and backward passes over the first tokens of a row.
 
-    The layers must be those of `adapt_layers` with `checkpointing`. Weights, gradients and random generators are as
+    Call `adapt_layers` with `checkpointing` first. Weights, gradients and random generators are as
     before in the end.
 
     Args:
@@ -76,7 +76,7 @@ def measure_layers(
         meter: the memory to measure, by default that of the model's GPU.
 
     Raises:
-        TreepackError: the model is on a CPU, where torch does not count memory, or sharded over ranks.
+        TreepackError: the model is on a CPU (torch counts only the memory of GPUs), or sharded over ranks.
     """
     if loaded.root is not None or (meter is None and loaded.device.type != "cuda"):
         raise TreepackError("the memory of layers is measured in one process on a GPU; give a number instead of auto")
@@ -150,7 +150,7 @@ def _chains(length: int) -> Batch:
 
 
 def _pass(loaded: LoadedModel, row: Batch, recomputed: int, lower: bool, meter: MemoryMeter) -> tuple[int, int]:
-    """Return the bytes that a forward pass leaves for its backward pass, and those that the backward pass adds."""
+    """Return the bytes that a forward pass leaves for its backward pass, and the bytes that the backward pass adds."""
     before = meter.allocated()
 
     def forward() -> Tensor:

@@ -55,7 +55,7 @@ def batch_statistics(
 ) -> tuple[Any, Any]:
     """Return the log-probability of each scored token, and the entropy of its distribution, in the form of the batch.
 
-    The distribution is softmax(logits / temperature). Both are differentiable, and 0 where no token is scored. All
+    The distribution is softmax(logits / temperature). Both are differentiable, and 0 for other tokens. All
     ranks that share the model must call this function together; they may have different numbers of rows.
 
     Args:
@@ -81,7 +81,7 @@ def batch_statistics(
                 f"batch_statistics: DeepSpeed reduces gradients once per backward pass, but {run.num_rows} rows with "
                 "recompute=True have one backward pass each; set recompute=False or a larger capacity"
             )
-        # A leaf that requires a gradient makes torch call backward, which finds the parameters by itself.
+        # A leaf that requires a gradient makes torch call backward, which gets no parameters.
         leaf = torch.zeros((), requires_grad=True)
         joined, joined_entropies, counts = _RowByRow.apply(leaf, run)  # type: ignore[no-untyped-call]
         logprobs = list(joined.split(counts))
@@ -140,7 +140,7 @@ class _RowByRow(torch.autograd.Function):
         ctx.exchange = run.replicas is not None and run.replicas.require_backward_grad_sync
         values = [run.values(i) for i in range(run.num_rows - 1, 0, -1)]
         # Autocast of some versions of torch keeps the weights that it converted without a graph, and uses them again in
-        # a pass with a graph, where they would get no gradient.
+        # a pass with a graph. There they would get no gradient.
         torch.clear_autocast_cache()
         # Only the last row of the backward pass exchanges gradients, and this row is the first.
         with torch.enable_grad(), gradient_exchange(run.replicas, exchange=False):
@@ -172,7 +172,7 @@ class _RowByRow(torch.autograd.Function):
 
 
 def _backward(values: Values, grads: list[Tensor | None]) -> None:
-    """Add the gradients of a row to those of the parameters."""
+    """Add the gradients of a row to the gradients of the parameters."""
     pairs = [(value, grad) for value, grad in zip(values, grads, strict=True) if value is not None and grad is not None]
     if not pairs:  # all ranks must run the backward passes of all rows, so one without gradients runs with zeros
         pairs = [(values[0], torch.zeros_like(values[0]))]

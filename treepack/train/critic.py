@@ -60,25 +60,15 @@ _DTYPES = ("auto", "fp32", "bf16")
 
 @dataclass(frozen=True)
 class CriticOptions:
-    """How the values of a trie are computed.
+    """Options of computing the values of a trie."""
 
-    Attributes:
-        capacity: maximum number of tokens in a row without `carry`; None for the default of `treepack pack`.
-        carry: rows of more than this number of tokens run in pieces of at most that many, and each tree is in one row;
-            "auto" is `logprobs.AUTO_PIECE`, and None runs every row as a whole.
-        pass_tokens: consecutive rows are joined into passes of at most so many tokens; "auto" is
-            `data.joined.usual_pass`, and 1 joins none.
-        routes: "replay" the recorded experts of a mixture, or "ignore" them.
-        dtype: as in `train.options.TrainOptions`, like the next two.
-        attention: the implementation of attention.
-        device: the device that computes.
-    """
-
-    capacity: int | None = None
+    capacity: int | None = None  # maximum tokens of a row without `carry`; None: the default of `treepack pack`
+    # Rows of more tokens run in pieces of at most so many, and each tree is in one row; "auto": `logprobs.AUTO_PIECE`.
+    # None runs every row as a whole.
     carry: int | str | None = None
-    pass_tokens: int | str = "auto"
-    routes: str = "replay"
-    dtype: str = "auto"
+    pass_tokens: int | str = "auto"  # join consecutive rows up to so many tokens; "auto": `usual_pass`; 1 joins none
+    routes: str = "replay"  # the recorded experts of a mixture, or "ignore" them
+    dtype: str = "auto"  # this one and the next two are as in `train.options.TrainOptions`
     attention: str = "auto"
     device: str = "auto"
 
@@ -150,9 +140,9 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
     check_attention(options.attention, device, autocast or torch.float32)
     base = base_of(model, None)[0]
     if all(read_value_head(source) is None for source in (model, base)):
-        read_config(base)  # refuses what is no model at all
+        read_config(base)  # refuses a source without a model
         raise TreepackError(
-            f"{model}: has no {VALUE_FILE}, so it is no critic; train one with `treepack train --loss value` or "
+            f"{model}: has no {VALUE_FILE}, so it is not a critic; train one with `treepack train --loss value` or "
             "--value-coef"
         )
     members = plan_rows(trie, capacity=_capacity(trie, options), method="contiguous").members()
@@ -174,7 +164,7 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
 
 
 def _capacity(trie: Trie, options: CriticOptions) -> int:
-    """Return the tokens of a row: with `carry` at least those of the largest tree."""
+    """Return the tokens of a row: with `carry`, at least the tokens of the largest tree."""
     if options.capacity is not None:
         return options.capacity
     usual = usual_capacities(trie)[0]

@@ -17,7 +17,7 @@ from treepack.errors import TreepackError
 from treepack.memory.budget import available_memory
 from treepack.memory.device_memory import free_memory
 from treepack.memory.host_pages import PAGE
-from treepack.memory.offload import Offload
+from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import is_memory_error
 from treepack.model.layer_memory import (
     LayerBytes,
@@ -56,7 +56,7 @@ def adapt(causal: Any, options: TrainOptions, device: torch.device) -> None:
         checkpointing=options.recomputes,
         compiled=options.compile,
         recomputed=count if isinstance(count, int) else None,
-        offload=Offload(device) if options.offload_checkpoints else None,
+        offload=LayerOffload(device) if options.offload_checkpoints else None,
     )
 
 

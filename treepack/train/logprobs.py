@@ -47,37 +47,30 @@ from treepack.trajectory import Float64
 
 _SMALLER = "--dtype bf16, a smaller --loss-chunk, or rows packed with a smaller --capacity"
 
-# Tokens of a piece with `carry` "auto". Longer pieces are no faster: without gradients each token runs once in any way.
+# Tokens of a piece with `carry` "auto". Longer ones are not faster: without gradients each token runs once in any case.
 AUTO_PIECE = 8192
 COLUMNS = ("old", "ref")  # the columns term_old_logprob and term_ref_logprob
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """The columns to write and options of the model.
+    """The columns to write and options of the model."""
 
-    `column` "old" is the denominator of the ratios of `train --loss`, "ref" the reference of its KL divergences and of
-    dpo. With `entropies` the column term_entropy is written too. Both are about softmax(logits / temperature), at the
-    temperatures of the data; `temperature` is for terms without one, 1 by default. With `ignore_temperature` it is 1
-    for all terms, which dpo needs. `quantize` rounds the model as `LoraOptions` do. Rows of more than `carry` tokens
-    run in pieces of at most that many; "auto" is `AUTO_PIECE`, and None runs every row as a whole. Consecutive rows are
-    joined into passes of at most `pass_tokens` tokens; "auto" is `data.joined.usual_pass`, and 1 joins none. `routes`,
-    `dtype`, `attention`, `loss_chunk`, `device` and `seed` are as in `train.options.TrainOptions`.
-    """
-
-    column: str = "old"
-    entropies: bool = False
-    quantize: str | None = None
+    column: str = "old"  # "old": the denominator of ratios in `train --loss`; "ref": the reference of KL and dpo
+    entropies: bool = False  # write the column term_entropy too
+    quantize: str | None = None  # rounds the model, as in `LoraOptions`
+    # Columns are about softmax(logits / temperature), at the temperatures of the data, and at this one for terms
+    # without a temperature; 1 if None.
     temperature: float | None = None
-    ignore_temperature: bool = False
-    carry: int | str | None = None
-    pass_tokens: int | str = "auto"
-    routes: str = "replay"
+    ignore_temperature: bool = False  # compute all terms at 1, which dpo needs
+    carry: int | str | None = None  # longer rows run in pieces of so many tokens; "auto": `AUTO_PIECE`; None: whole
+    pass_tokens: int | str = "auto"  # join consecutive rows up to so many tokens; "auto": `usual_pass`; 1 joins none
+    routes: str = "replay"  # this and the options below are as in `train.options.TrainOptions`
     dtype: str = "auto"
     attention: str = "auto"
-    loss_chunk: int = CHUNK
+    loss_chunk: int = CHUNK  # tokens whose logits are in memory at a time
     device: str = "auto"
-    seed: int = 0
+    seed: int = 0  # of random weights
 
     def __post_init__(self) -> None:
         """Refuse invalid values.
@@ -102,17 +95,13 @@ class ScoreOptions:
         """The tokens of a piece; None if every row runs as a whole."""
         return AUTO_PIECE if isinstance(self.carry, str) else self.carry
 
-    def pass_size(self, device: torch.device) -> int:
-        """Return the maximum number of tokens of joined rows, of which none runs in pieces."""
-        return pass_size(self.pass_tokens, self.piece_size, device)
-
 
 @dataclass(frozen=True)
 class Scoring:
     """Rows, model and options that fit together; `notes` are for the user.
 
     `temperature` is that of all terms, or a phrase, see `model.objectives.temperature.temperature_of_terms`. `memory`
-    is the budget of what rows in pieces carry, on a GPU.
+    is the budget of carried tensors of rows in pieces, on a GPU.
     """
 
     dataset: PackedDataset
@@ -172,7 +161,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
 
 
 def pass_size(pass_tokens: int | str, piece_size: int | None, device: torch.device) -> int:
-    """Return the maximum number of tokens of joined rows: at most those of a piece, if there are pieces."""
+    """Return the maximum number of tokens of joined rows: at most the tokens of a piece, if there are pieces."""
     size = usual_pass(device) if isinstance(pass_tokens, str) else pass_tokens
     return size if piece_size is None else min(size, piece_size)
 
@@ -193,7 +182,7 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
         TreepackError: a log-probability is not finite.
     """
     options, loaded = scoring.options, scoring.loaded
-    size = options.pass_size(loaded.device)
+    size = pass_size(options.pass_tokens, options.piece_size, loaded.device)
     for rows in consecutive(read_rows(scoring.dataset.path), lambda row: row.num_tokens, size):
         lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
         remedy = f"score with {'--carry auto' if options.carry is None else 'a smaller --carry'}, {_SMALLER}"
@@ -221,7 +210,7 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
 def term_scores(
     loaded: LoadedModel, rows: Sequence[Row], options: ScoreOptions, *, memory: CarryMemory | None = None
 ) -> list[tuple[Float64, Float64]]:
-    """Return the log-probability and the entropy of each term's token, float64 [N], for each row of one pass.
+    """Return log-probabilities and entropies of the terms' tokens, float64 [N] each, row by row of one pass.
 
     Each token of the rows runs once.
     """
@@ -265,7 +254,7 @@ def scored_provenance(scoring: Scoring) -> Provenance:
     limit = options.piece_size
     if limit is not None and int(scoring.dataset.num_tokens.max(initial=0)) > limit:
         model["carry"] = limit
-    joined = options.pass_size(scoring.loaded.device)
+    joined = pass_size(options.pass_tokens, options.piece_size, scoring.loaded.device)
     if any(a + b <= joined for a, b in pairwise(scoring.dataset.num_tokens.tolist())):
         model["pass_tokens"] = joined
     logprobs = {**(manifest.get("logprobs") or {}), options.column: model}

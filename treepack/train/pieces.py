@@ -1,6 +1,6 @@
 """Rows of a training run that are longer than `TrainOptions.carry` and so run in pieces (`carry`).
 
-run --choose_pieces--> the run with a number in place of "auto", and with memory for what is carried
+run --choose_pieces--> the run with a number in place of "auto", and with memory for carried tensors
 rows of a step --has_long_rows--> True if any row of it is longer than a piece; all ranks get the same answer
 batch --row_runner--> its runner: in pieces if the row is longer than a piece, else as a whole
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("treepack")
 
-# On the CPU, where torch counts no memory.
+# On the CPU, because torch counts only the memory of GPUs.
 CPU_PIECE = 8192
 _NO_ROOM = (
     "while the memory of pieces was measured",
@@ -44,7 +44,7 @@ _NO_ROOM = (
 
 
 def choose_pieces(run: TrainingRun) -> TrainingRun:
-    """Return the run with the tokens of a piece, and with memory for what is carried; all ranks must call this.
+    """Return the run with the tokens of a piece, and with memory for carried tensors; all ranks must call this.
 
     Raises:
         TreepackError: the model cannot run rows in pieces, or memory is too small.
@@ -87,7 +87,8 @@ def _measured(run: TrainingRun) -> tuple[int, CarryMemory, str]:
     plan, problem = None, None
     with whole_weights(loaded):
         if loaded.root is not None:
-            reserved += update_bytes(loaded.model, state_bytes=0)  # the whole gradients, besides those of this rank
+            # Whole gradients, besides this rank's shards of them.
+            reserved += update_bytes(loaded.model, state_bytes=0)
         try:
             with memory_errors(*_NO_ROOM):
                 plan = _plan(run, reserved)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from support.readings import chat_of, only
 from treepack.errors import TreepackError
 from treepack.ingest.readers.chat_records import read_chat
 from treepack.ingest.readers.fields.read_options import ReadOptions
@@ -28,8 +29,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def read(value: dict[str, Any]) -> Trajectory:
-    (trajectory,) = read_chat(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions())
-    assert isinstance(trajectory, Trajectory)
+    trajectory = only(read_chat(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions()))
     return trajectory
 
 
@@ -96,8 +96,7 @@ def test_messages_carry_their_own_weight() -> None:
 )
 def test_marks_of_all_dialects_decide_the_weight_of_a_turn(marks: dict[str, Any], weight: float) -> None:
     item = read({"messages": [USER, ASSISTANT | marks, ASSISTANT]})
-    assert isinstance(item.content, Chat)
-    assert (item.content.message_weights, item.notes) == ([0.0, weight, 1.0], ())
+    assert (chat_of(item).message_weights, item.notes) == ([0.0, weight, 1.0], ())
 
 
 @pytest.mark.parametrize(("end", "train"), [(2, True), (4, False)])
@@ -105,8 +104,7 @@ def test_a_turn_that_is_trained_in_part_is_not_trained_and_counted(end: int, tra
     first = {"begin_offset": 0, "end_offset": 1, "train": True}
     parts = [first, {"begin_offset": 2, "end_offset": end, "train": train}]
     item = read({"messages": [USER, ASSISTANT | {"train_detail": parts}, ASSISTANT]})
-    assert isinstance(item.content, Chat)
-    assert item.content.message_weights == [0.0, 0.0, 1.0]
+    assert chat_of(item).message_weights == [0.0, 0.0, 1.0]
     assert item.notes == ("turn with a train_detail that trains a part of it, not trained",)
 
 
@@ -190,10 +188,9 @@ def test_other_roles_are_brought_to_one_form() -> None:
         {"role": "function", "name": "f", "content": "R", "timestamp": 3},
     ]
     trajectory = read({"messages": messages})
-    assert isinstance(trajectory.content, Chat)
-    assert trajectory.content.messages[0] == {"role": "system", "content": "D"}
+    assert chat_of(trajectory).messages[0] == {"role": "system", "content": "D"}
     result = {"role": "tool", "content": "R", "name": "f", "tool_call_id": "call00100"}
-    assert trajectory.content.messages[2] == result
+    assert chat_of(trajectory).messages[2] == result
     assert trajectory.notes == ("role 'developer' read as 'system'", "message field 'timestamp' not used")
 
 

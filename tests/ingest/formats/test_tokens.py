@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from support.readings import only, tokens_of
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import KINDS, NAMES
@@ -26,8 +27,7 @@ MASKED = {"input_ids": IDS, "loss_mask": [0, 1, 0, 1]}
 
 
 def read(value: dict[str, Any], **options: Any) -> Trajectory:
-    (trajectory,) = read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
-    assert isinstance(trajectory, Trajectory)
+    trajectory = only(read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options)))
     return trajectory
 
 
@@ -227,8 +227,7 @@ def test_returns_stand_in_for_advantages_that_are_not_there() -> None:
 def test_advantages_may_be_one_number() -> None:
     for value in ({"advantage": 2}, {"advantages": 2}, {"advantage": 2, "advantages": [0, 2, 0, 2]}):
         trajectory = read(MASKED | value)
-        assert isinstance(trajectory.content, Tokens)
-        assert (trajectory.advantage, trajectory.content.advantages) == (2.0, None)
+        assert (trajectory.advantage, tokens_of(trajectory).advantages) == (2.0, None)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Real chat templates: the exact text of conversations that their templates rewrite, and reasons for skipping others.
 
-The templates are those of trl. Expected texts are written by hand, with [[ ]] around each trained part.
+The templates are from trl. Expected texts are written by hand, with [[ ]] around each trained part.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     {.., "prompt_delta_token_ids": [..], "parent_trace_id": "a"}    prompt = that of a, its completion, and the delta
 
 A trace with `prompt_delta_token_ids` has a delta, any other trace the whole prompt. Sessions may be interleaved, so the
-whole file is kept in memory. A session contains the calls of an agent and of its sub-agents. Their
-`lineage_id` is not needed, because calls are joined by their prompts, and all trajectories of a session are one rollout.
+whole file is kept in memory. A session contains the calls of an agent and of its sub-agents. Their `lineage_id` is not
+needed, because calls are joined by their prompts, and all trajectories of a session are one rollout.
 """
 
 from __future__ import annotations

@@ -139,11 +139,11 @@ def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
         TreepackError: the file cannot be read, is damaged, is not seen by this machine, or has no known format and was
             named by the caller.
     """
-    place = as_path(file.path)
-    entry = object_store.info(place) if isinstance(place, RemotePath) else None
+    index = as_path(file.path)
+    entry = object_store.info(index) if isinstance(index, RemotePath) else None
     size = _local_size(file) if entry is None else entry.size
     whole = SurveyedFile(file, [(WholeFile(file, size), size)], size)
-    if size < ranges.MIN_FILE or not _may_have_ranges(place, how):
+    if size < ranges.MIN_FILE or not _may_have_ranges(index, how):
         return whole
     digest = InputHash()
     parts, unknown = _parts_of(file, file.path, how, digest, as_ranges=True)
@@ -162,15 +162,15 @@ def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
     return SurveyedFile(file, blocks, size, sha256, version, unknown)
 
 
-def _may_have_ranges(place: AnyPath, how: FileReading) -> bool:
+def _may_have_ranges(index: AnyPath, how: FileReading) -> bool:
     """Return False for a file that is never cut, before more than its first line is read."""
-    if isinstance(place, RemotePath):
-        return object_store.read_range(place, 0, 2) not in COMPRESSION
+    if isinstance(index, RemotePath):
+        return object_store.read_range(index, 0, 2) not in COMPRESSION
     handling = RecordLimits(how.options.max_record_size, how.options.skip_bad)
     try:
-        return ranges.plan_ranges(str(place), handling, None) is not None
+        return ranges.plan_ranges(str(index), handling, None) is not None
     except OSError as error:
-        raise unreadable(displayed(str(place)), error) from error
+        raise unreadable(displayed(str(index)), error) from error
 
 
 def _local_size(file: InputFile) -> int:

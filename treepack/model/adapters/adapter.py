@@ -1,12 +1,12 @@
 """LoRA adapters over a causal language model, in the format of PEFT.
 
-    --model DIR --find_adapter--> Adapter(directory, base), None if DIR is a whole model
+    --model DIR --find_adapter--> LocalAdapter(directory, base), None if DIR is a whole model
     causal, LoraOptions --new_adapter--> PeftModel, initial weights        B is zero, so the model is unchanged
     causal, Adapter --read_adapter--> PeftModel, its weights               a trained adapter, which may train on
     PeftModel, weights --assign--> the same with these weights             train.sharding gives each rank its rows
     PeftModel --save_adapter--> adapter_model.safetensors, adapter_config.json
 
-A LoRA adapter adds scale * B A x to the result W x of a linear layer, for each token by itself. So it is exact under
+A LoRA adapter adds scale * B A x to the result W x of a linear layer, token by token. So it is exact under
 tree attention, as long as it has no dropout (`dropout`). All weights of the model itself stay frozen.
 """
 
@@ -43,20 +43,16 @@ _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")  # the others subt
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """An adapter to train, and its base.
+    """An adapter to train, and its base."""
 
-    `rank` is the rank of a new adapter; None continues with the adapter that the model's directory contains. Its scale
-    is `alpha` / `rank`. `targets` are the names of linear layers, separated by commas; "auto" for all linear layers
-    except routers and the output layer, "all-linear" for all except the output layer. `quantize` "nf4" rounds the
-    base's linear layers to 4 bits. With `merge`, a run writes a whole model instead of an adapter.
-    """
-
-    rank: int | None = None
-    alpha: float | None = None
+    rank: int | None = None  # of a new adapter; None continues with the adapter that the model's directory contains
+    alpha: float | None = None  # the scale of a new adapter is alpha / rank; None: `DEFAULT_ALPHA`
+    # Names of linear layers, separated by commas; "auto" for all linear layers except routers and the output layer,
+    # "all-linear" for all except the output layer.
     targets: str = "auto"
-    dropout: float = 0.0
-    quantize: str | None = None
-    merge: bool = False
+    dropout: float = 0.0  # only 0 is exact on trees
+    quantize: str | None = None  # "nf4" rounds the linear layers of the base to 4 bits
+    merge: bool = False  # write a whole model instead of an adapter
 
     def __post_init__(self) -> None:
         """Refuse invalid values.
@@ -90,14 +86,14 @@ class LoraOptions:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LocalAdapter:
     """An adapter on this machine: its directory, and the name of its base model."""
 
     directory: str
     base: str
 
 
-def find_adapter(source: str | Path) -> Adapter | None:
+def find_adapter(source: str | Path) -> LocalAdapter | None:
     """Return the adapter in the directory, at the address or under the hub name `source`; None if there is none.
 
     Raises:
@@ -118,7 +114,7 @@ def find_adapter(source: str | Path) -> Adapter | None:
         raise TreepackError(f"{source}: its {CONFIG_FILE} cannot be read ({error}); save the adapter again") from error
     if not base:
         raise TreepackError(f"{source}: its {CONFIG_FILE} names no base model; set base_model_name_or_path in it")
-    return Adapter(str(file.parent), str(base))
+    return LocalAdapter(str(file.parent), str(base))
 
 
 def _hub_file(name: str) -> Path | None:
@@ -143,7 +139,7 @@ def require_packages(*, quantize: bool) -> None:
             raise TreepackError(f"{name} needs {package}, which is not installed; {install_hint(extra)}")
 
 
-def base_of(source: str | Path, options: LoraOptions | None) -> tuple[str, Adapter | None]:
+def base_of(source: str | Path, options: LoraOptions | None) -> tuple[str, LocalAdapter | None]:
     """Return the name of the whole model of `source`, and the adapter in it, None if it is a whole model.
 
     Raises:
@@ -158,7 +154,7 @@ def base_of(source: str | Path, options: LoraOptions | None) -> tuple[str, Adapt
 
 
 def put_adapter(
-    causal: Any, adapter: Adapter | None, options: LoraOptions | None, *, source: str, seed: int
+    causal: Any, adapter: LocalAdapter | None, options: LoraOptions | None, *, source: str, seed: int
 ) -> tuple[Any, dict[str, Tensor], tuple[str, ...]]:
     """Put the saved `adapter`, or a new one, on `causal`; return the model, the adapter's weights, and notes.
 
@@ -205,7 +201,7 @@ def new_adapter(causal: Any, options: LoraOptions, *, source: str, seed: int) ->
     if getattr(config, "target_parameters", None):
         names = ", ".join(sorted(config.target_parameters))
         raise TreepackError(f"{source}: PEFT puts adapters of {options.targets} on experts ({names}); leave these out")
-    # PEFT writes the folder that the base came from: for an address, that is a copy in the cache.
+    # PEFT writes the folder of the base: if the base is an address, the folder of its copy in the cache.
     config.base_model_name_or_path = str(Path(source).resolve()) if Path(source).exists() else source
     return model, initial_weights(model, seed)
 
@@ -227,11 +223,11 @@ def initial_weights(model: nn.Module, seed: int, *, random_b: bool = False) -> d
     return weights
 
 
-def read_adapter(causal: Any, adapter: Adapter, *, source: str) -> tuple[Any, dict[str, Tensor], tuple[str, ...]]:
+def read_adapter(causal: Any, adapter: LocalAdapter, *, source: str) -> tuple[Any, dict[str, Tensor], tuple[str, ...]]:
     """Put a saved adapter on `causal`; return the PeftModel, the adapter's weights by parameter, and notes.
 
     Raises:
-        TreepackError: PEFT is not installed, the adapter is of a kind that is not supported, or its files are damaged.
+        TreepackError: PEFT is not installed, the kind of the adapter is not supported, or its files are damaged.
     """
     require_packages(quantize=False)
     from peft import PeftConfig, get_peft_model

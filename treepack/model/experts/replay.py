@@ -10,9 +10,9 @@ router, so gradients still reach the router (arXiv:2510.11370, "R3").
     recorded [[1, 0]]                 replayed    values [.7, .1], experts [1, 0]
 
 Only the choice changes: the `topk` of k among all experts becomes a `gather` at the recorded ones. So softmax, bias,
-renormalisation and scale are those of the model's code. A mask of groups (DeepSeek) does not apply to tokens with
-recorded experts, because the sampler may have chosen other groups. If the recorded experts are those that the router
-would choose, in its order, then all bits are equal to those without replay.
+renormalisation and scale come from the model's code. A mask of groups (DeepSeek) does not apply to tokens with
+recorded experts, because the sampler may have chosen other groups. If the router would choose the recorded
+experts, in their order, then all bits are equal with and without replay.
 
 Experts that were not recorded are k times `missing_expert`; the router chooses for them. `routes` stay in use until the
 next forward pass, because layers that are recomputed run their router again in the backward pass.
@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from treepack.data.batch import is_route_recorded
 from treepack.errors import TreepackError
 from treepack.model.experts.active import experts_per_token
-from treepack.model.experts.routers import TOPK, Switch, chooses_one_by_one, follow_routers, has_experts, scores_of
+from treepack.model.experts.routers import TOPK, chooses_one_by_one, follow_routers, has_experts, scores_of
 from treepack.model.layers import find_layers
 
 _REMEDY = "train without them (--routes ignore), or sample again with this model"
@@ -44,7 +44,7 @@ class _Replay:
     """The routers of a model, with the layer and the number of experts of each."""
 
     def __init__(self, causal: Any, source: str) -> None:
-        self.switches: list[Switch] = follow_routers(causal, "--routes replay")
+        self.switches = follow_routers(causal, "--routes replay")
         self.source, self.num_experts = source, _num_experts(causal)
         layers = find_layers(causal)
         self.num_layers = len(layers)

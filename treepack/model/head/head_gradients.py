@@ -1,7 +1,7 @@
 """The products of an output layer with chunks of states, and all gradients of a loss through it.
 
     token_scores    log-probability and entropy of each target; backward computes the logits of a chunk again
-    priced_loss     a loss that knows its slopes as soon as a chunk's log-probabilities are there: its gradients are
+    priced_loss     a loss whose slopes follow from a chunk's log-probabilities at once: its gradients are
                     computed in the forward pass, from logits that are computed once
 
 Both keep one float32 sum for the gradient of the weight, cast the weight at most once per pass (`experts.weights`:
@@ -24,11 +24,11 @@ from torch.nn.functional import linear
 from treepack.errors import TreepackError
 from treepack.model.experts.weights import cast_weight
 from treepack.model.head.head_chunks import ChunkTargets
-from treepack.model.head.logit_map import LogitMap, Slopes, Statistics
+from treepack.model.head.logit_map import LogitMap, TargetSlopes, TargetStatistics
 from treepack.model.head.token_statistics import token_statistics, turn_into_gradients
 
 
-class Price(NamedTuple):
+class TargetPrices(NamedTuple):
     """A loss of n targets in the order of the chunks, whose slopes at a target depend on that target alone.
 
     Attributes:
@@ -36,18 +36,18 @@ class Price(NamedTuple):
         value: the loss, float64, and further sums, float64 [k], from log-probabilities and entropies [n].
     """
 
-    slopes: Callable[[int, Statistics], Slopes]
+    slopes: Callable[[int, TargetStatistics], TargetSlopes]
     value: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What an output layer does with its products.
+    """Options of the products with an output layer.
 
     Attributes:
         chunks: the targets.
         logit_map: the change that the model makes to the result of its output layer.
-        with_entropies: False if nobody reads entropies.
+        with_entropies: False if entropies are not read.
     """
 
     chunks: Sequence[ChunkTargets]
@@ -62,14 +62,14 @@ def token_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: H
         hidden: [T, D].
         weight: [V, D].
         bias: [V] or None.
-        options: the targets, at least one; entropies that nobody reads are NaN.
+        options: the targets, at least one; entropies that are not computed are NaN.
     """
     scores: tuple[Tensor, Tensor] = _TokenScores.apply(hidden, weight, bias, options)  # type: ignore[no-untyped-call]
     return scores
 
 
 def priced_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions, price: Price
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions, price: TargetPrices
 ) -> tuple[Tensor, Tensor]:
     """Return a loss, attached to the three tensors, and its further sums, which have no graph.
 
@@ -118,9 +118,9 @@ class _TokenScores(torch.autograd.Function):
             for targets, totals, entropies, *pair in zip(options.chunks, *parts, strict=True):
                 states = _states(hidden, targets, layer)
                 x = linear(states, *layer)
-                # Log-probabilities are not read again; totals stand in for them.
-                statistics = Statistics(totals, totals, entropies)
-                turn_into_gradients(x, targets, options.logit_map, statistics, Slopes(*pair))
+                # Log-probabilities are not read again; the totals are a placeholder for them.
+                statistics = TargetStatistics(totals, totals, entropies)
+                turn_into_gradients(x, targets, options.logit_map, statistics, TargetSlopes(*pair))
                 sums.add(x, states, targets, layer)
                 del x
         return (*sums.take(), None)
@@ -136,7 +136,7 @@ class _PricedLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         options: HeadOptions,
-        price: Price,
+        price: TargetPrices,
         with_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
         layer = _cast(weight, bias, _autocast_dtype(hidden))
@@ -221,7 +221,7 @@ def _states(hidden: Tensor, targets: ChunkTargets, layer: _Layer) -> Tensor:
 
 
 class _Sums:
-    """Gradients of states [T, D], weight [V, D] and bias [V], summed over chunks; those of the layer in float32."""
+    """Gradients of states [T, D], weight [V, D] and bias [V], summed over chunks; weight and bias in float32."""
 
     def __init__(self, inputs: tuple[Tensor, Tensor, Tensor | None], needs: Sequence[bool]) -> None:
         self._dtypes = [None if each is None else each.dtype for each in inputs]

@@ -56,7 +56,7 @@ class Objective:
     clip_high: float = 0.2  # and at 1 + clip_high
     dual_clip: float | None = None  # bound of the loss for a negative advantage; None: off
     denominator: str = "token"  # one of `DENOMINATORS`
-    response_length: int = 1  # the constant of the denominator global, for each trajectory
+    response_length: int = 1  # the denominator global is this number for each trajectory
     kl: float = 0.0  # coefficient of the divergence from the reference
     kl_estimator: str = "k3"  # one of `ESTIMATORS`
     entropy: float = 0.0  # coefficient of the entropy
@@ -141,7 +141,7 @@ def choose_objective(name: str, **options: Any) -> Objective:
     if unknown:
         available = sorted(_OPTIONS[usual["loss"]])
         remedy = f"it has {', '.join(available)}" if available else "it has no options"
-        raise TreepackError(f"{unknown[0]} is no option of the loss {name}; {remedy}")
+        raise TreepackError(f"{unknown[0]} is not an option of the loss {name}; {remedy}")
     if "value_clip" in changes and usual["loss"] != "value" and not changes.get("value_coef"):
         raise TreepackError("value_clip is about the value loss, which has no weight; give value_coef too, or neither")
     objective = Objective(**{**usual, **changes}, preset=name)

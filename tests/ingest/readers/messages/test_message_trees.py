@@ -19,7 +19,7 @@ Node = dict[str, Any]
 
 
 def said(items: Items) -> dict[str, str]:
-    """The messages of each trajectory as `role:text`, those that are trained in capitals."""
+    """The messages of each trajectory as `role:text`; trained texts are in capitals."""
     return {
         item.trajectory_id: " ".join(
             f"{role}:{text.upper() if weight else text.lower()}" for role, text, weight in turns(content)
