@@ -29,43 +29,32 @@ MAX_BUDGET = 10**18  # a sum of nine budgets still fits int64
 class PackOptions:
     """Options of packing a trie into rows: the options of `treepack pack`.
 
-    Attributes:
-        capacity: maximum number of tokens in a row. None takes the capacity of a plan file; without one, 16,384 or
-            65,536 if every trajectory fits, else the next power of two that they fit.
-        pairs_budget: maximum number of attention score pairs in a row, None for no limit.
-        terms_budget: maximum number of loss terms in a row, None for no limit.
-        method: how trajectories are assigned to rows; docs/packing.md describes the methods.
-        effort: how much work a method that searches may do: "low", "normal" or "high".
-        time_limit: maximum seconds per tree for a method that proves its plan optimal, None for no limit.
-        balance: every training step gets a multiple of this number of rows, with even costs.
-        token_pairs: with `balance`, score pairs that take as long as one token in a model, so that the cost of a row is
-            its time: `costs.model_cost.pairs_of_token`. With 0 it is its score pairs alone.
-        too_long: "error" refuses a trajectory longer than the capacity, "drop" leaves it out, "truncate" cuts it.
-            Memory is not a reason to drop or truncate: raise the capacity, and train with `carry`.
-        semantics: a shared trained token counts for every trajectory ("branch") or once ("once").
-        normalize: "token", "trajectory" or "group": which of them have equal weight in the mean loss.
-        leaf_weights: multiply trajectory weights by the leaf weights of sampled trees, without leaves of a fallback.
-        fallback_leaves: with `leaf_weights`, keep the leaves of a fallback, with the weights of all leaves.
-        workers: processes that plan; the plan is the same for any number.
-
     Raises:
         TreepackError: a value that an option does not take.
     """
 
+    # Maximum number of tokens in a row. None takes the capacity of a plan file; without one, 16,384 or 65,536 if every
+    # trajectory fits, else the next power of two that they fit.
     capacity: int | None = None
-    pairs_budget: int | None = None
-    terms_budget: int | None = None
-    method: str = "auto"
-    effort: str = "normal"
+    pairs_budget: int | None = None  # maximum number of attention score pairs in a row, None for no limit
+    terms_budget: int | None = None  # maximum number of loss terms in a row, None for no limit
+    method: str = "auto"  # how trajectories are assigned to rows; docs/packing.md describes the methods
+    effort: str = "normal"  # how much work a method that searches may do: "low", "normal" or "high"
+    # Maximum seconds per tree for a method that proves its plan optimal, None for no limit.
     time_limit: float | None = None
-    balance: int = 1
+    balance: int = 1  # every training step gets a multiple of this number of rows, with even costs
+    # With `balance`, score pairs that take as long as one token in a model, so that the cost of a row is its time:
+    # `costs.model_cost.pairs_of_token`. With 0 it is its score pairs alone.
     token_pairs: int = 0
+    # "error" refuses a trajectory longer than the capacity, "drop" leaves it out, "truncate" cuts it. Memory is not a
+    # reason to drop or truncate: raise the capacity, and train with `carry`.
     too_long: str = "error"
-    semantics: str = "branch"
-    normalize: str = "token"
+    semantics: str = "branch"  # a shared trained token counts for every trajectory ("branch") or once ("once")
+    normalize: str = "token"  # "token", "trajectory" or "group": which of them have equal weight in the mean loss
+    # Multiply trajectory weights by the leaf weights of sampled trees, without leaves of a fallback.
     leaf_weights: bool = False
-    fallback_leaves: bool = False
-    workers: int = 1
+    fallback_leaves: bool = False  # with `leaf_weights`, keep the leaves of a fallback, with the weights of all leaves
+    workers: int = 1  # processes that plan; the plan is the same for any number
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense, naming the option."""

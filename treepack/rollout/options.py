@@ -17,37 +17,28 @@ FALLBACK = ("random", "none")
 class TreeOptions:
     """The shape of a tree: Algorithm 1 of TreePO (arXiv 2508.17445), with independent sampling as a special case.
 
-    Attributes:
-        width: leaves of a tree.
-        max_tokens: maximum tokens of a path after the prompt, observations included.
-        segment: tokens of a segment; None continues to the end of the turn.
-        depth: maximum segments of a path; None for no limit.
-        first_forks: continuations of the prompt: a number, the bounds of a number drawn for each query, or None for
-            `width`, which makes all leaves independent. Never more than `width`.
-        branches: continuations of every later node, before the budget of finished paths is transferred.
-        branching: "even" divides the forks of a level evenly, "likely" and "unlikely" by a softmax over the mean
-            log-probability of the last segment, or over its negative.
-        branching_temperature: temperature of this softmax at the first and at the last level with forks, linear in
-            between; without a `depth` the first number only.
-        fallback: "random" returns to random segment boundaries of finished paths until `width` is reached; "none" does
-            not.
-        max_repeats: repetitions of a run of tokens at the end of a path that end it; 0 never does.
-        is_answer: True for the token ids of a turn that contain an answer, which ends the path.
-
     Raises:
         TreepackError: a value that makes no sense, by its name.
     """
 
-    width: int = 16
-    max_tokens: int = 7168
-    segment: int | None = 512
-    depth: int | None = 14
+    width: int = 16  # leaves of a tree
+    max_tokens: int = 7168  # maximum tokens of a path after the prompt, observations included
+    segment: int | None = 512  # tokens of a segment; None continues to the end of the turn
+    depth: int | None = 14  # maximum segments of a path; None for no limit
+    # Continuations of the prompt: a number, the bounds of a number drawn for each query, or None for `width`, which
+    # makes all leaves independent. Never more than `width`.
     first_forks: int | tuple[int, int] | None = 2
-    branches: int = 2
+    branches: int = 2  # continuations of every later node, before the budget of finished paths is transferred
+    # "even" divides the forks of a level evenly, "likely" and "unlikely" by a softmax over the mean log-probability of
+    # the last segment, or over its negative.
     branching: str = "even"
+    # Temperature of this softmax at the first and at the last level with forks, linear in between; without a `depth`
+    # the first number only.
     branching_temperature: tuple[float, float] = (2.0, 2.0)
+    # "random" returns to random segment boundaries of finished paths until `width` is reached; "none" does not.
     fallback: str = "random"
-    max_repeats: int = 8
+    max_repeats: int = 8  # repetitions of a run of tokens at the end of a path that end it; 0 never does
+    # True for the token ids of a turn that contain an answer, which ends the path.
     is_answer: Callable[[Int32], bool] | None = None
 
     def __post_init__(self) -> None:

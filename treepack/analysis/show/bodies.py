@@ -33,11 +33,11 @@ Word = tuple[str, str]  # a token id, perhaps with a bracket, and its style
 
 @dataclass(frozen=True, slots=True)
 class DrawingOptions:
-    """Options of a drawing: the columns of the terminal, `full` for all tokens, and a `decoder` for text, not ids."""
+    """Options of a drawing."""
 
-    width: int = 100
-    full: bool = False
-    decoder: TokenDecoder | None = None
+    width: int = 100  # columns of the terminal
+    full: bool = False  # draws all tokens of a node, not only the first and last ones
+    decoder: TokenDecoder | None = None  # draws text; None draws token ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,19 +27,15 @@ CPU_BATCH_TOKENS = 512
 class LocalOptions:
     """Memory of a local engine.
 
-    Attributes:
-        page_size: tokens of a page of the cache; prompts share only full pages.
-        cache_tokens: tokens whose keys and values fit in the cache, of all requests together. None takes
-            `memory_share` of the GPU, or `CPU_CACHE_TOKENS`.
-        memory_share: share of the free memory of the GPU for the cache and what the manager needs beside it.
-
     Raises:
         TreepackError: a value that makes no sense, by its name.
     """
 
-    page_size: int = 16
+    page_size: int = 16  # tokens of a page of the cache; prompts share only full pages
+    # Tokens whose keys and values fit in the cache, of all requests together. None takes `memory_share` of the GPU, or
+    # `CPU_CACHE_TOKENS`.
     cache_tokens: int | None = None
-    memory_share: float = 0.8
+    memory_share: float = 0.8  # share of the free memory of the GPU for the cache and what the manager needs beside it
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense, naming the option."""
