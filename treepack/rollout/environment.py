@@ -80,7 +80,7 @@ async def start_episode(
     Raises:
         TreepackError: the environment raises, gives other ids than the query, or ends inside a prefix.
     """
-    world = _QueryEnvironments(factory, dict(query.fields), tokenizer, query.place)
+    world = _QueryEnvironments(factory, dict(query.fields), tokenizer, query.where)
     try:
         live = await world.new()
         world.first_ids = await world.prompt(live)
@@ -142,7 +142,7 @@ class _QueryEnvironments:
     factory: EnvironmentFactory
     fields: dict[str, Any]
     tokenizer: Any
-    place: str
+    where: str
     first_ids: Int32 | None = None
     can_truncate: bool = False
     is_closed: bool = False
@@ -151,7 +151,7 @@ class _QueryEnvironments:
 
     def error(self, problem: str) -> TreepackError:
         """Return the error of a `problem` with the environments."""
-        return TreepackError(f"{self.place}: {name_of_code(self.factory)} {problem}")
+        return TreepackError(f"{self.where}: {name_of_code(self.factory)} {problem}")
 
     async def new(self) -> Environment:
         """Return a new environment, which counts as open."""
@@ -169,24 +169,24 @@ class _QueryEnvironments:
 
     async def _made(self) -> Any:
         assert not self.is_closed
-        environment = await call(self.factory, dict(self.fields), self.tokenizer, place=self.place)
+        environment = await call(self.factory, dict(self.fields), self.tokenizer, where=self.where)
         self.open.append(environment)
         return environment
 
     async def prompt(self, environment: Environment) -> Int32 | None:
         """Return the environment's own prompt, or None."""
-        ids = await call(environment.prompt, place=self.place)
+        ids = await call(environment.prompt, where=self.where)
         return None if ids is None else self._checked_ids(ids, "prompt", "encode its text")
 
     async def observe(self, environment: Environment, turn: Int32) -> Int32 | None:
         """Return the observation after a turn, or None at the end of the episode."""
-        ids = await call(environment.observe, turn.tolist(), place=self.place)
+        ids = await call(environment.observe, turn.tolist(), where=self.where)
         return None if ids is None else self._checked_ids(ids, "observe", "return None at the end of the episode")
 
     async def take_snapshot(self, environment: Environment, state: EnvironmentEpisode) -> None:
         """Keep a copy of the state, unless the environments are replayed."""
         if hasattr(environment, "snapshot"):
-            self.snapshots[state] = await call(environment.snapshot, place=self.place)
+            self.snapshots[state] = await call(environment.snapshot, where=self.where)
 
     def compare(self, ids: Int32, recorded: Int32, part: str) -> None:
         """Refuse ids of the environment that differ from the recorded ones of the same `part`."""
@@ -212,10 +212,10 @@ class _QueryEnvironments:
     async def finish(self, environment: Environment, unfinished: Int32) -> float | None:
         """Return the reward of an environment after an `unfinished` turn, and close the environment."""
         if len(unfinished):
-            await call(environment.truncate, unfinished.tolist(), place=self.place)  # type: ignore[attr-defined]
-        value = await call(environment.reward, place=self.place)
+            await call(environment.truncate, unfinished.tolist(), where=self.where)  # type: ignore[attr-defined]
+        value = await call(environment.reward, where=self.where)
         await self._close(environment)
-        return checked_reward(value, f"{self.place}: {name_of_code(environment.reward)}")
+        return checked_reward(value, f"{self.where}: {name_of_code(environment.reward)}")
 
     async def close(self) -> None:
         """Forget the snapshots, and close all environments that a failure or a cancellation has left open."""
@@ -227,7 +227,7 @@ class _QueryEnvironments:
     async def _close(self, environment: Environment) -> None:
         self.open = [each for each in self.open if each is not environment]
         if hasattr(environment, "close"):
-            await uninterrupted(call(environment.close, place=self.place))
+            await uninterrupted(call(environment.close, where=self.where))
 
     def _checked_ids(self, ids: Any, method: str, remedy: str) -> Int32:
         try:
@@ -300,7 +300,7 @@ class EnvironmentEpisode:
             return live
         new = await world.new()
         if self in world.snapshots:
-            await call(new.restore, world.snapshots[self], place=world.place)  # type: ignore[attr-defined]
+            await call(new.restore, world.snapshots[self], where=world.where)  # type: ignore[attr-defined]
         else:
             await world.replay(new, self._turns)
         return new

@@ -179,8 +179,8 @@ class _TaskPrompts:
         task = self.task(index)
         with self._lock:
             if index not in self._prompts:
-                place = f"{type(self._taskset).__name__}, task {index}"
-                prompt = PromptReader(tokenizer).read(Record(place, "", {"messages": _messages(task)}))
+                where = f"{type(self._taskset).__name__}, task {index}"
+                prompt = PromptReader(tokenizer).read(Record(where, "", {"messages": _messages(task)}))
                 assert prompt is not None
                 self._prompts[index] = prompt.ids
             return self._prompts[index]

@@ -139,7 +139,7 @@ def split_cheapest(trie: Trie, row_of: Int64, lacking: Int64) -> Int64:
     rows = row_of[order]
     shared = shared_in_rows(shared_in_order(trie), row_of, order)
     stop = np.cumsum(path_pairs(trie.lengths[order]) - path_pairs(shared))
-    # rows [0, 0, 1, 1, 1] -> begins [1, 0, 1, 0, 0]; a cut is possible at the places [1, 3, 4].
+    # rows [0, 0, 1, 1, 1] -> begins [1, 0, 1, 0, 0]; a cut is possible at the indices [1, 3, 4].
     begins = np.concatenate([[True], rows[1:] != rows[:-1]])
     # start[k], stop[k]: pairs of all rows before and after trajectory k. `before` counts the pairs of its row before k,
     # and `after` the pairs from k on, with the shared prefix that a cut before k repeats.
@@ -353,5 +353,5 @@ def _evenly_spaced(values: Int64, count: int) -> Int64:
     """Return at most `count` of `values`, evenly spaced."""
     if len(values) <= count:
         return values
-    # 10 values, count 4 -> places [0, 3, 6, 9]
+    # 10 values, count 4 -> indices [0, 3, 6, 9]
     return values[np.linspace(0, len(values) - 1, count).astype(np.int64)]

@@ -55,7 +55,7 @@ class PlanFile:
 def lines_of_file(header: dict[str, Any], row_of: Int64, trajectory_ids: list[str]) -> Iterator[str]:
     """Yield the lines of a plan file, without line ends. Keys of `header` whose value is None are left out."""
     yield json.dumps({"format": FORMAT, "version": VERSION} | {k: v for k, v in header.items() if v is not None})
-    # row_of [1, 0, 1] -> order [1, 0, 2], rows in order [0, 1, 1], cut after place 0 -> [1], [0, 2]
+    # row_of [1, 0, 1] -> order [1, 0, 2], rows in order [0, 1, 1], cut after index 0 -> [1], [0, 2]
     order = np.argsort(row_of, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(row_of[order])) + 1):
         ids = [trajectory_ids[i] for i in members.tolist()]

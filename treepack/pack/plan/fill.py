@@ -43,7 +43,7 @@ def merge_rows(items: RowSizes, steps: Int64, limits: RowLimits) -> Int64:
 
 def by_step(steps: Int64) -> Iterator[Int64]:
     """Yield the items of each step, ascending."""
-    # steps [1, 0, 1] -> order [1, 0, 2], steps in order [0, 1, 1], cut after place 0 -> [1], [0, 2]
+    # steps [1, 0, 1] -> order [1, 0, 2], steps in order [0, 1, 1], cut after index 0 -> [1], [0, 2]
     order = np.argsort(steps, kind="stable")
     yield from np.split(order, np.flatnonzero(np.diff(steps[order])) + 1)
 
