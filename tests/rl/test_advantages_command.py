@@ -74,8 +74,8 @@ BAD_OFFSETS: list[tuple[object, str]] = [
     ([1, 1], "'segments' does not ascend; expected the ascending token offsets"),
     ([0, 1], "'segments' leaves 1 .. 2, the tokens after the first"),
     ([3], "'segments' leaves 1 .. 2, the tokens after the first"),
-    ([True], "'segments' is no list of integers"),
-    ("1 2", "'segments' is no list of integers"),
+    ([True], "'segments' is not a list of integers"),
+    ("1 2", "'segments' is not a list of integers"),
 ]
 BAD += [
     (trie_of([0.0, 1.0], metadata={"metadata": {"segments": offsets}}), {"estimator": "treepo"}, f"t0: {message}")

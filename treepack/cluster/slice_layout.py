@@ -22,7 +22,7 @@ from treepack.cluster.slice_plan import PackJob, SlicePlan, group_numbers, share
 from treepack.cluster.slice_rows import SliceFacts, open_row_id
 from treepack.pack.files import num_parts
 from treepack.pack.plan.plan import PlanTotals
-from treepack.pack.plan.planning import FOREST_METHODS, merge_pieces
+from treepack.pack.plan.planning import FOREST_METHODS, merge_items
 from treepack.pack.plan.unions import RowSizes
 from treepack.pack.weights import TERM_COLUMNS
 from treepack.trajectory import Int32, Int64
@@ -153,7 +153,7 @@ def _merge(plans: Sequence[SlicePlan], places: list[tuple[int, int]], job: PackJ
     if not places:
         return []
     alone = [(place,) for place in places]
-    row_of = merge_pieces(_sizes_of_joins(plans, alone), np.zeros(len(places), np.int64), job.limits).tolist()
+    row_of = merge_items(_sizes_of_joins(plans, alone), np.zeros(len(places), np.int64), job.limits).tolist()
     rows: dict[int, list[tuple[int, int]]] = {}
     for place, row in zip(places, row_of, strict=True):
         rows.setdefault(row, []).append(place)

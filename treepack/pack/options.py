@@ -20,7 +20,7 @@ SEMANTICS = ("branch", "once")
 NORMALIZE = ("token", "trajectory", "group")
 
 # The end of the sentences that refuse trajectories longer than the capacity.
-ANY_LENGTH = "train --carry auto trains rows of any length, so memory is no reason to drop or truncate trajectories"
+ANY_LENGTH = "train --carry auto trains rows of any length, so memory is not a reason to drop or truncate trajectories"
 
 MAX_CAPACITY = 2**31 - 1  # columns count the tokens of a row in 32 bits
 MAX_BUDGET = 10**18  # a sum of nine budgets still fits int64

@@ -190,20 +190,20 @@ def _with_parents(queries: list[Query], known: _GroupPrompts) -> list[Query]:
             f"{replayed[0].source}: continues a rollout whose turns the environment replays; give the trie that has it "
             "with --trie"
         )
-    places = {_parent_place(query): query.source for query in replayed}
-    parts = {} if known.trie is None else prefix_parts(known.trie, str(known.sources.trie), places)
+    prefixes = {_parent_prefix(query): query.source for query in replayed}
+    parts = {} if known.trie is None else prefix_parts(known.trie, str(known.sources.trie), prefixes)
     changed = {}
     for query in augmented:
         parent = found.get(str(query.fields["parent_group"]))
         # The parent has the fields that rewards read, such as the solution; fields of the query itself have priority.
         fields = query.fields if parent is None else parent.fields | query.fields
-        place = _parent_place(query)
-        turns = parts[place].turns if place in parts else tuple(reused_turn(query.fields, len(query.prompt)))
+        prefix = _parent_prefix(query)
+        turns = parts[prefix].turns if prefix in parts else tuple(reused_turn(query.fields, len(query.prompt)))
         changed[query.key] = replace(query, fields=fields, turns=turns)
     return [changed.get(query.key, query) for query in queries]
 
 
-def _parent_place(query: Query) -> tuple[str, int]:
+def _parent_prefix(query: Query) -> tuple[str, int]:
     return str(query.fields.get("parent_trajectory")), len(query.prompt)
 
 
@@ -259,12 +259,12 @@ def _prefix_queries(rows: list[tuple[Record, int]], known: _GroupPrompts) -> lis
         raise TreepackError(f"{rows[0][0].source}: names prefixes of rollouts; give the trie that has them with --trie")
     bare = [record for record, _ in rows if record.value.get("trajectory_id") is None]
     found = known.find(_text(record, "group_id") for record in bare)
-    places = {
+    prefixes = {
         (_text(record, "trajectory_id"), _integer(record, "num_tokens", minimum=1)): record.source
         for record, _ in rows
         if record.value.get("trajectory_id") is not None
     }
-    parts = prefix_parts(known.trie, str(known.sources.trie), places)
+    parts = prefix_parts(known.trie, str(known.sources.trie), prefixes)
     queries = []
     for record, count in rows:
         group = _text(record, "group_id")

@@ -60,25 +60,21 @@ SHARED_OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options of a fit, with the names of the command line.
+    """Options of a fit, with the names of the command line; the defaults of lr and epochs are from TRACE too.
 
-    `train` has the options that `treepack train` has too, of which only `SHARED_OPTIONS` are used. `prefix_share` is
-    the share of prefixes among the supervised prompts and prefixes. The defaults of `prefix_share`, lr and epochs are
-    from TRACE (appendix E.6). `freeze` leaves the backbone unchanged and fits only the head.
+    Raises:
+        TreepackError: an invalid value, by the name of the option.
     """
 
+    # The options that `treepack train` has too, of which only `SHARED_OPTIONS` are used.
     train: TrainOptions = field(default_factory=lambda: TrainOptions(lr=3e-5, epochs=2))
-    capacity: int = 8192
-    segment: str = "turn"
-    prefix_share: float = 0.06
-    freeze: bool = False
+    capacity: int = 8192  # maximum tokens of a row
+    segment: str = "turn"  # the segments after which prefixes end, see `trace.targets.anchors`
+    prefix_share: float = 0.06  # of prefixes among the supervised prompts and prefixes: TRACE, appendix E.6
+    freeze: bool = False  # leaves the backbone unchanged and fits only the head
 
     def __post_init__(self) -> None:
-        """Refuse invalid values.
-
-        Raises:
-            TreepackError: with the name of the option.
-        """
+        """Refuse invalid values."""
         if self.capacity < 1:
             raise TreepackError(f"capacity is {self.capacity}; expected at least 1")
         if not 0 <= self.prefix_share <= 1:

@@ -176,7 +176,7 @@ def _no_truncated_field(key: str) -> str:
 def _usable_groups(reward: Float64, groups: Int64, options: AdvantageOptions) -> tuple[NDArray[np.bool_], Counter[str]]:
     """Mark the groups that can be used, bool [num_groups], and count the others by their first reason.
 
-    `reward` and `groups` are those of the rollouts.
+    `reward` and `groups` belong to the rollouts.
     """
     faults = {"rewards missing": np.bincount(groups, weights=~np.isfinite(reward)) > 0}
     if options.estimator not in ("reinforce++", "gae"):

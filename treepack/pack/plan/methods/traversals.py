@@ -85,7 +85,7 @@ class PlacementBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class _Level:
+class _ChildLimits:
     """Limits for merging a child with the children before it: `room` below their parent, and bounds by traversals.
 
     `max_tokens[k]` tokens may be in k traversals or more. In k traversals, `fits[k]` tokens of room may be used, so
@@ -156,7 +156,7 @@ class TraversalProgram:
             # The minimum tokens of the children that are still to come.
             rest = rest - self.completion.lifted[child]
             fits = (np.arange(len(rest)) * room - rest).tolist()
-            level = _Level(room, self.roundings[node][at], suffix_maximum(allowed - rest).tolist(), fits)
+            level = _ChildLimits(room, self.roundings[node][at], suffix_maximum(allowed - rest).tolist(), fits)
             merged = self._merge_child(partial, children[at], level)
             self.steps[node].append(merged)
             partial = drop_dominated([(cost, rooms) for rooms, (cost, _) in merged.items()])
@@ -214,7 +214,9 @@ class TraversalProgram:
             later.append(add_sums(later[-1], self.sums.parts[child], self.shape.room[node]))
         return [RoundedRooms(sums) for sums in reversed(later)]
 
-    def _merge_child(self, partial: list[State], lifted: list[State], level: _Level) -> dict[Rooms, tuple[int, Step]]:
+    def _merge_child(
+        self, partial: list[State], lifted: list[State], level: _ChildLimits
+    ) -> dict[Rooms, tuple[int, Step]]:
         """Return every set of rooms that merging a child can give, with its minimum cost and the step.
 
         `partial` are the states of the children before it, `lifted` the states of the child; both are sorted by cost.
