@@ -15,7 +15,7 @@ from .sizes import PieceSize, TokenCount
 from .training import stage_lines
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
     from treepack.train.critic import CriticOptions
 
 

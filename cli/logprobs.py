@@ -16,7 +16,7 @@ from .sizes import PieceSize
 from .training import stage_lines
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
     from treepack.train.logprobs import ScoreOptions
 
 

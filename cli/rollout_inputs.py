@@ -12,7 +12,7 @@ from .paths import READ
 from .reading import CHAT_TEMPLATE, TOOLS
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from treepack.files.address import AnyPath
+from treepack.files.remote.address import AnyPath
 
 from .compute_options import ATTENTION, device_option
 from .lora import lora_options

@@ -23,8 +23,8 @@ from support.pickled_scheduler import PickledScheduler
 from treepack import BuildOptions, TreepackError, build_trie_directory
 from treepack.cluster.build import build_trie_on
 from treepack.files import parts as file_parts
-from treepack.files.address import as_path
 from treepack.files.manifest import read_manifest
+from treepack.files.remote.address import as_path
 from treepack.files.remote.cache import local_copy
 from treepack.ingest.read_log import PREFIX
 from treepack.ingest.readers.files import ranges

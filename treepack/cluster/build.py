@@ -30,9 +30,9 @@ from treepack.cluster.reading import PartSummary, ReadJob, read_input_part, surv
 from treepack.cluster.scheduler import Scheduler, TableHandle
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.address import AnyPath, as_output, is_address
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import Manifest, Provenance
+from treepack.files.remote.address import AnyPath, as_output, is_address
 from treepack.files.remote.cache import naming_addresses
 from treepack.files.task_output import TaskOutput, check_visible
 from treepack.ingest.conversations import conversations_of_log

@@ -25,11 +25,11 @@ from treepack.cluster.slice_layout import SliceLayout, make_layout
 from treepack.cluster.slice_plan import PackJob, SlicePlan, plan_slice
 from treepack.cluster.slice_rows import SliceRows, open_row_id, range_of_open_rows, write_joined, write_slice
 from treepack.files import schema
-from treepack.files.address import AnyPath, as_output, as_path
 from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
-from treepack.files.location import DirectoryLocation, locate
 from treepack.files.manifest import Provenance, TrieEntry, read_manifest
+from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import addresses_in, naming_addresses
+from treepack.files.remote.location import DirectoryLocation, locate
 from treepack.files.task_output import TaskOutput, check_visible
 from treepack.ingest.readers.files.inputs import displayed
 from treepack.pack.capacity import no_trajectory_fits, usual_capacities_of

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from treepack.columns import SpanView, num_trained, text_codes
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath
+from treepack.files.remote.address import AnyPath
 from treepack.pack.capacity import NO_TOKEN_WITHIN, TOO_LONG_DROPPED, fit_capacity
 from treepack.pack.leaf_weights import weigh_leaves
 from treepack.pack.options import PackOptions

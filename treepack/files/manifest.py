@@ -23,11 +23,11 @@ from typing import Any, NotRequired, TypedDict, cast
 from treepack import __version__
 from treepack.errors import TreepackError, quoted_value
 from treepack.files import schema
-from treepack.files.address import AnyPath
 from treepack.files.directory import MANIFEST
-from treepack.files.location import DirectoryLocation, locate
 from treepack.files.manifest_values import check_values
+from treepack.files.remote.address import AnyPath
 from treepack.files.remote.cache import addresses_in
+from treepack.files.remote.location import DirectoryLocation, locate
 
 
 class FileEntry(TypedDict):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from treepack.errors import TreepackError, install_hint
-from treepack.files.address import AnyPath
 from treepack.files.directory import finished_file
+from treepack.files.remote.address import AnyPath
 from treepack.report.charts import short
 from treepack.report.contents import PageContents
 from treepack.report.figures import Record, ReportFigures, ReportSubject

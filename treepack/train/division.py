@@ -15,7 +15,6 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,9 +23,9 @@ from treepack.data.blocks import BALANCED, is_balanced
 from treepack.data.epochs import block_of_rows
 from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath
 from treepack.files.directory import RUN
-from treepack.files.remote import object_store
+from treepack.files.remote.address import AnyPath
+from treepack.files.remote.stored_files import read_stored
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.trajectory import Int64
@@ -143,14 +142,7 @@ def recorded_blocks(out: AnyPath, ranks: Ranks) -> int | None:
 
     def read() -> None:
         nonlocal blocks
-        path = out / RUN
-        content = (
-            object_store.read_object(path)
-            if not isinstance(path, Path)
-            else path.read_bytes()
-            if path.exists()
-            else None
-        )
+        content = read_stored(out / RUN)
         # A damaged file is refused by `directory.begin`.
         with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             blocks = int(json.loads(content or b"")["options"].get("blocks", 1))

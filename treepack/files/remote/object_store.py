@@ -25,8 +25,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from treepack.errors import TreepackError, install_hint
-from treepack.files.address import RemotePath
+from treepack.errors import TreepackError, first_line, install_hint
+from treepack.files.remote.address import RemotePath
 
 T = TypeVar("T")
 
@@ -36,6 +36,7 @@ ANY: Final = "*"
 _PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "hf": ("huggingface_hub", "train")}
 _LOGGERS = ("fsspec", "gcsfs", "s3fs")
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "GCSFS_", "STORAGE_EMULATOR_HOST", "HF_")  # read by the clients when they start
+_WILDCARDS = frozenset("*?[")
 _WRITER = "treepack-writer"
 _CONFLICTS = {"PreconditionFailed", "412"}
 _COLLISIONS = {"ConditionalRequestConflict", "409"}  # another conditional write of the object runs at this moment
@@ -119,14 +120,23 @@ def list_objects(prefix: RemotePath) -> dict[str, ObjectInfo]:
     return {name.removeprefix(start): _object_info(below[name]) for name in names}
 
 
-def glob(pattern: RemotePath) -> list[tuple[RemotePath, bool]]:
-    """Return the objects and prefixes that match a pattern with *, ** and ?, sorted, and True for each prefix.
+def find_objects(pattern: RemotePath) -> list[tuple[RemotePath, dict[str, ObjectInfo] | None]]:
+    """Return the objects and prefixes that an address or a pattern with *, ** and ? names, sorted.
+
+    A prefix comes with the objects below it, see `list_objects`; an object comes with None.
 
     Raises:
-        TreepackError: see `read_object`.
+        TreepackError: see `list_objects`.
     """
+    if info(pattern) is not None:
+        return [(pattern, None)]
+    if objects := list_objects(pattern):
+        return [(pattern, objects)]
+    if not _WILDCARDS & set(pattern.path):
+        return []
     entries = _found(pattern, lambda store: store.glob(pattern.path, detail=True)) or {}
-    return sorted((RemotePath(pattern.scheme, name.strip("/")), not _is_object(entries[name])) for name in entries)
+    matches = sorted((RemotePath(pattern.scheme, name.strip("/")), _is_object(entries[name])) for name in entries)
+    return [(match, None if is_object else list_objects(match)) for match, is_object in matches]
 
 
 def download(path: RemotePath, local: Path) -> None:
@@ -350,8 +360,3 @@ def _object_info(entry: Mapping[str, Any]) -> ObjectInfo:
     if isinstance(version, datetime):  # memory gives a time for one object, and its seconds in a list
         version = version.timestamp()
     return ObjectInfo(int(entry.get("size") or 0), str(version))
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, or the name of its type if the message is empty."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

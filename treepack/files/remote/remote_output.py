@@ -35,8 +35,8 @@ from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
 from treepack.errors import TreepackError
-from treepack.files.address import RemotePath
 from treepack.files.remote import object_store
+from treepack.files.remote.address import RemotePath
 from treepack.files.remote.cache_room import pin, remove_unused, unpin
 from treepack.files.remote.object_store import ExistsError, ObjectInfo
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from treepack.files.address import AnyPath
 from treepack.files.directory import RUN
-from treepack.files.remote import object_store
+from treepack.files.remote.address import AnyPath
+from treepack.files.remote.stored_files import read_stored
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 
@@ -45,9 +44,7 @@ def with_recorded(options: TrainOptions, out: AnyPath, ranks: Ranks) -> TrainOpt
 
     def read() -> None:
         numbers[:] = [-1] * len(names)  # other ranks keep 0, so that the sum is the number of the first one
-        path = out / RUN
-        local = path.read_bytes() if isinstance(path, Path) and path.exists() else None
-        content = local if isinstance(path, Path) else object_store.read_object(path)
+        content = read_stored(out / RUN)
         # A damaged file is refused by `directory.begin`.
         with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             recorded = json.loads(content or b"")[ENTRY]

@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.address import AnyPath, as_path
 from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.parts import PART_TOKENS, PartWriter, token_slices
+from treepack.files.remote.address import AnyPath, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.files.routes import route_columns
 from treepack.memory.budget import usual_memory
