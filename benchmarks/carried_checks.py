@@ -30,7 +30,7 @@ from treepack.carry.backward import CarryOptions, backward_row
 from treepack.carry.offload import CarryBudget, CarryMemory, LayerShape
 from treepack.carry.pieces import plan_row
 from treepack.data.batch import Batch
-from treepack.memory.offload import HostCopies
+from treepack.memory.host_pages import HostCopies
 from treepack.model.layers import adapt_layers, set_recomputed
 from treepack.model.loaded import LoadedModel
 

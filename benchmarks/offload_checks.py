@@ -23,7 +23,8 @@ from torch import Tensor
 from training_rows import make_row
 
 from treepack.data.batch import Batch
-from treepack.memory.offload import HostCopies, Offload, Pages, StreamCopies
+from treepack.memory.host_pages import HostCopies, Pages, StreamCopies
+from treepack.memory.offload import Offload
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layer_memory import measure_layers
 from treepack.model.layers import adapt_layers, adapted_layers, set_recomputed

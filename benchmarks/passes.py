@@ -23,6 +23,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ from treepack.costs.model_cost import PRESETS, operations, shape_of
 from treepack.data.batch import Batch
 from treepack.data.joined import join_rows
 from treepack.model.experts.weights import cast_once
-from treepack.model.forward import pass_loss, prepare_batch
+from treepack.model.forward import WholeRows, prepare_batch
 from treepack.model.loaded import LoadedModel
+from treepack.model.objectives.row_numbers import LossPart
 from treepack.train.passes import Joining, plan_passes
 
 CHUNK = 2048
@@ -86,10 +88,8 @@ def step(
 
 def run_pass(loaded: LoadedModel, batch: Batch, weight: float) -> torch.Tensor:
     """Run forward and backward of one pass; return its loss without a graph."""
-    with torch.autocast(loaded.device.type, torch.bfloat16):
-        loss = pass_loss(loaded, batch, denominator=weight, chunk=CHUNK)
-    torch.autograd.backward(loss.total)
-    return loss.total.detach()
+    autocast = partial(torch.autocast, loaded.device.type, torch.bfloat16)
+    return WholeRows(loaded, CHUNK, autocast).backward(batch, LossPart(denominator=weight)).loss
 
 
 def launch_seconds(loaded: LoadedModel, row: Batch, repeats: int) -> float:

@@ -37,7 +37,8 @@ from workloads import Workload, make_workload, row_of_ends, star
 
 from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
-from treepack.memory.offload import PAGE, Offload
+from treepack.memory.host_pages import PAGE
+from treepack.memory.offload import Offload
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.head.token_loss import CHUNK
 from treepack.model.layer_memory import fewest_recomputed, host_pages, measure_layers

@@ -262,8 +262,8 @@ def _require_extras(run_options: RunOptions) -> None:
     from treepack.train.watch.sinks import check_sinks
 
     check_sinks(run_options.sinks)
-    if run_options.plot and find_spec("matplotlib") is None:
-        raise TreepackError(f"--plot needs matplotlib, which is not installed; {install_hint('plot')}")
+    if run_options.plot and find_spec("vl_convert") is None:
+        raise TreepackError(f"--plot needs vl-convert-python, which is not installed; {install_hint('report')}")
 
 
 def _note(ranks: Ranks, note: str) -> None:

@@ -2,7 +2,7 @@
 
 One thread per process: the models are tiny and the tests run side by side, so more threads only wait for each other.
 Without a GPU, Triton runs kernels in its interpreter; it reads the variable once, when it is first imported.
-Hypothesis is derandomised, so that a run is repeatable, and has no deadlines, as machines differ. `make test` tries 24
+Hypothesis is derandomised, so that a run is repeatable, and has no deadlines, as machines differ. `make test` tries 12
 examples of each property, `make test-slow` 80. A property with a number of its own is tried by `make test` alone: the
 slow group would try the same examples again.
 """
@@ -27,7 +27,7 @@ from support.command_line import Result, Run
 from support.ray_cluster import running_cluster
 from support.s3 import Store, running_store
 
-settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=24)
+settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=12)
 settings.register_profile("thorough", settings.get_profile("treepack"), max_examples=80)
 settings.load_profile("treepack")
 

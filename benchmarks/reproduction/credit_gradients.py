@@ -28,9 +28,10 @@ from tasks import pass_rates
 from torch import Tensor
 
 import treepack
-from treepack.model.forward import row_objective
+from treepack.model.forward import WholeRows
 from treepack.model.objectives.objective import Objective, choose_objective
 from treepack.model.objectives.row_factors import row_factors
+from treepack.model.objectives.row_numbers import LossPart
 from treepack.rl.advantages.estimate import AdvantageEstimates, estimate_advantages, with_advantages
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Float64
@@ -155,8 +156,7 @@ def trie_gradient(
     policy.model.zero_grad(set_to_none=False)
     for row, factors in zip(rows, row_factors(rows, objective), strict=True):
         batch = treepack.make_batch(row).to(policy.device)
-        loss, _ = row_objective(policy, batch, factors.to(policy.device), objective)
-        torch.autograd.backward(loss)
+        WholeRows(policy).backward(batch, LossPart(objective, factors))
     gradient = _flat(policy).neg_()
     policy.model.zero_grad(set_to_none=True)
     return gradient

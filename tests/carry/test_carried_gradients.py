@@ -15,12 +15,13 @@ from support.oracle_objectives import step_loss
 from support.packed_gradients import Gradients, assert_equal, packed, plain
 from support.packed_objectives import opened, packed_model, rollouts
 from support.packed_objectives import plain as plain_of_rollouts
-from treepack.carry.backward import CarryOptions, backward_row, row_value
+from treepack.carry.backward import CarryOptions, RowsInPieces, backward_row
 from treepack.data.batch import Batch, make_batch
-from treepack.model.forward import row_objective
+from treepack.model.forward import WholeRows
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.objectives.objective import choose_objective
+from treepack.model.objectives.row_numbers import LossPart
 
 CASES: list[dict[str, Any]] = [
     {"name": "ppo", "dual_clip": 1.3},
@@ -44,9 +45,9 @@ def test_gradients_of_pieces_are_those_of_trajectories_alone(samples: list[Sampl
     expected = alone(plain("qwen3"), samples)
     loaded = packed("qwen3", "reference")
     assert_equal(carried(loaded, batch, limit), expected)
-    value, sums = row_value(loaded, batch, CarryOptions(limit))
-    torch.testing.assert_close(value, expected[0], rtol=1e-9, atol=0)
-    assert sums == {}
+    value = RowsInPieces(loaded, CarryOptions(limit)).loss(batch)
+    torch.testing.assert_close(value.loss, expected[0], rtol=1e-9, atol=0)
+    assert value.sums == {}
 
 
 @pytest.mark.parametrize("limit", [1, 7, pytest.param(128, marks=pytest.mark.slow), 1000])
@@ -66,10 +67,11 @@ def test_objectives_in_pieces_are_those_of_trajectories_alone(tmp_path: Path, ca
     loaded.model.zero_grad()
     result = backward_row(loaded, batch, CarryOptions(limit, chunk=5), objective=objective, factors=f)
     assert_equal((result.loss.item(), gradients(loaded.model)), expected)
-    whole = row_objective(loaded, batch, f, objective)
-    assert result.sums.keys() == whole[1].keys()
-    for name, value in whole[1].items():
-        torch.testing.assert_close(result.sums[name], value, rtol=1e-9, atol=1e-9)
-    value, sums = row_value(loaded, batch, CarryOptions(limit), objective=objective, factors=f)
-    torch.testing.assert_close(value, result.loss, rtol=1e-9, atol=0)
-    assert sums.keys() == result.sums.keys()
+    part = LossPart(objective, f)
+    whole = WholeRows(loaded).loss(batch, part)
+    assert result.sums.keys() == whole.sums.keys()
+    for name, expected_sum in whole.sums.items():
+        torch.testing.assert_close(result.sums[name], expected_sum, rtol=1e-9, atol=1e-9)
+    value = RowsInPieces(loaded, CarryOptions(limit)).loss(batch, part)
+    torch.testing.assert_close(value.loss, result.loss, rtol=1e-9, atol=0)
+    assert value.sums.keys() == result.sums.keys()

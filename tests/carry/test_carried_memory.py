@@ -15,15 +15,16 @@ from torch import Tensor
 from support.oracle_model import Sample, alone, gradients, make_row, sample_sets, tiny_model
 from support.packed_gradients import assert_equal
 from treepack.attention import IMPLEMENTATIONS, register
-from treepack.carry.backward import CarryOptions, RowResult, backward_row, row_value
-from treepack.carry.offload import CarryBudget, CarryMemory, HostRows, LayerShape
+from treepack.carry.backward import CarryOptions, RowsInPieces, backward_row
+from treepack.carry.offload import CarryBudget, CarryMemory, LayerShape
 from treepack.carry.outputs import PieceOutputs
 from treepack.carry.pieces import Pass, local_ends, plan_row
 from treepack.carry.stack import Stack, num_offloaded
 from treepack.data.batch import Batch, make_batch
-from treepack.memory.offload import Copies, HostCopies, Pages, copy_back, copy_out
+from treepack.memory.host_pages import Copies, HostCopies, Pages, copy_back, copy_out
 from treepack.model.layers import checkpoint_layers
 from treepack.model.loaded import LoadedModel
+from treepack.model.objectives.row_numbers import RowResult
 
 LAYERS = 4
 LIMIT = 16
@@ -113,8 +114,8 @@ def test_any_number_of_layers_in_host_memory_gives_equal_bits(
         assert result.carried_bytes.gpu == (resident + 2) * size
         assert 0 < result.carried_bytes.host == memory.num_bytes
         assert memory.pages.num_free == memory.pages.count
-    value, _ = row_value(loaded, batch, CarryOptions(LIMIT, memory=memory))
-    torch.testing.assert_close(value, expected.loss, rtol=1e-12, atol=0)
+    value = RowsInPieces(loaded, CarryOptions(LIMIT, memory=memory)).loss(batch)
+    torch.testing.assert_close(value.loss, expected.loss, rtol=1e-12, atol=0)
     assert memory.num_bytes == result.carried_bytes.host
 
 
@@ -196,7 +197,7 @@ def test_rows_of_host_memory_are_those_that_were_written_last(
     writes: list[tuple[int, int]], width: int, late: bool
 ) -> None:
     memory = memory_of(CarryBudget(), LateCopies() if late else HostCopies(), page=23)
-    rows, expected = HostRows(memory, width), torch.zeros(64, width, dtype=torch.uint8)
+    rows, expected = memory.rows(width), torch.zeros(64, width, dtype=torch.uint8)
     rows.write(expected.clone(), 0)
     generator = torch.Generator().manual_seed(0)
     for begin, count in writes:

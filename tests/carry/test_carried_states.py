@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from support.oracle_model import Sample, gradients, make_row
 from treepack.attention import TreePass
 from treepack.carry.limit import CarryCosts, CarryPlan, plan_with_states
-from treepack.carry.offload import CarriedBytes, CarryBudget
+from treepack.carry.offload import CarryBudget
 from treepack.carry.pieces import plan_row
 from treepack.carry.states import States, follow_layers, most_states
 from treepack.data.batch import make_batch
+from treepack.memory.host_pages import CarriedBytes
 from treepack.recurrent.interface import convolution as causal_conv1d_fn
 from treepack.recurrent.interface import gated_delta_rule as torch_chunk_gated_delta_rule
 from treepack.recurrent.tokenwise import convolve_tokens, scan_tokens

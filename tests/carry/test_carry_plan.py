@@ -15,6 +15,7 @@ from treepack.carry.limit import PREFERRED, CarryCosts, choose_limit, measure_co
 from treepack.carry.stack import num_offloaded
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
+from treepack.memory.device_memory import MemoryMeter
 
 GIB = 1 << 30
 # Qwen3-1.7B under bfloat16, activations of compiled layers.
@@ -86,13 +87,8 @@ def test_costs_are_measured_on_short_pieces() -> None:
     loaded = packed("qwen3", "reference")
     batch = make_batch(make_row([Sample(tuple(range(40)), (0.0, *[1.0] * 39))]), multiple=8)
     peaks = iter([5_000 + 3 * 1024, 5_000 + 3 * 2048])
-
-    def peak_of(run: object) -> int:
-        assert callable(run)
-        run()
-        return next(peaks)
-
-    costs = measure_costs(loaded, batch, CarryOptions(7), peak_of=peak_of)
+    meter = MemoryMeter(lambda: 0, peaks.__next__, lambda: None)
+    costs = measure_costs(loaded, batch, CarryOptions(7), meter=meter)
     # float64: two heads of 4 numbers, keys and values
     assert costs == CarryCosts(2, 5_000, 3, keys_values=128, sums=128, output=0)
     assert all(parameter.grad is None for parameter in loaded.model.parameters())

@@ -1,4 +1,4 @@
-"""`verify_gradients`, `backward_row` and `row_scores` run packed directories in pieces, exactly."""
+"""`verify_gradients`, `backward_row` and `RowsInPieces` run packed directories in pieces, exactly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.packed_objectives import as_trajectories, packed_model, rollouts
 from support.paths import ROOT
 from support.strategies import make
 from treepack import row_loss
-from treepack.carry.backward import CarryOptions, backward_row, row_scores, row_value
+from treepack.carry.backward import CarryOptions, RowsInPieces, backward_row
 from treepack.carry.verify import in_pieces
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
@@ -26,6 +26,7 @@ from treepack.model.forward import row_logprobs
 from treepack.model.layers import adapt_layers
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.objective import choose_objective
+from treepack.model.objectives.row_numbers import LossPart
 from treepack.model.verify.gradients import verify_gradients
 from treepack.model.verify.verify_memory import MemoryPlan
 from treepack.train.options import TrainOptions
@@ -124,8 +125,9 @@ def test_a_row_in_pieces_has_the_loss_and_gradients_of_the_whole_row(tmp_path: P
     assert result[0].loss.item() == pytest.approx(expected.item(), rel=1e-12)
     assert result[0].tokens_backward == batch.num_tokens
     assert (result[0].tokens_forward > batch.num_tokens) is (limit < batch.num_tokens)
-    value, _ = row_value(loaded, batch, options, denominator=batch.total_weight)
-    assert value.item() == pytest.approx(expected.item(), rel=1e-12)
+    value = RowsInPieces(loaded, options).loss(batch, LossPart(denominator=batch.total_weight))
+    assert value.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert (value.tokens_forward, value.tokens_backward) == (batch.num_tokens, 0)
 
 
 def gradients_after(loaded: LoadedModel, run: Callable[[], Any]) -> dict[str, torch.Tensor]:
@@ -142,8 +144,8 @@ def test_log_probabilities_in_pieces_are_those_of_the_whole_row(tmp_path: Path) 
     temperature = torch.linspace(0.5, 2.0, len(tokens), dtype=torch.float64)
     with torch.no_grad():
         whole = row_logprobs(loaded, batch, tokens, temperature=temperature)
-    pieces = row_scores(loaded, batch, tokens, CarryOptions(3), temperature=temperature)
-    for values, expected in zip(pieces, whole, strict=True):
+    pieces = RowsInPieces(loaded, CarryOptions(3)).scores(batch, tokens, temperature=temperature)
+    for values, expected in zip(pieces[:2], whole, strict=True):
         torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -160,10 +162,10 @@ def test_a_row_in_pieces_within_autocast_is_refused(tmp_path: Path) -> None:
 def test_models_that_cannot_be_cut_are_refused_by_name(tmp_path: Path) -> None:
     loaded = replace(packed_model("qwen3"), attention="flash")
     (batch,) = PackedDataset(write_rows(tmp_path / "packed", as_trajectories(rollouts()), [0] * 10))
-    run: Any
-    for run in (backward_row, row_value):
+    runner = RowsInPieces(loaded, CarryOptions(5))
+    for run in (runner.backward, runner.loss):
         with pytest.raises(TreepackError, match=r"^qwen3: --carry cannot cut its rows into pieces, because flash"):
-            run(loaded, batch, CarryOptions(5))
+            run(batch)
 
 
 def test_arguments_without_meaning_are_refused(tmp_path: Path) -> None:
@@ -173,12 +175,10 @@ def test_arguments_without_meaning_are_refused(tmp_path: Path) -> None:
     for size in (0, -1, "auto", None):
         with pytest.raises(TreepackError, match=r"^limit is .*; expected a number of tokens of at least 1"):
             CarryOptions(size)
-    run: Any
-    for run in (backward_row, row_value):
-        with pytest.raises(TreepackError, match="factors of the loss gspo are missing; pass those of step_factors"):
-            run(loaded, batch, CarryOptions(5), objective=choose_objective("gspo"))
-        with pytest.raises(TreepackError, match="factors of the loss sft have no use; pass none"):
-            run(loaded, batch, CarryOptions(5), factors=torch.ones(10))
+    with pytest.raises(TreepackError, match="factors of the loss gspo are missing; pass those of step_factors"):
+        backward_row(loaded, batch, CarryOptions(5), objective=choose_objective("gspo"))
+    with pytest.raises(TreepackError, match="factors of the loss sft have no use; pass none"):
+        LossPart(factors=torch.ones(10))
 
 
 @pytest.mark.slow

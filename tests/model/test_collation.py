@@ -137,7 +137,7 @@ def test_terms_that_are_missing_are_one_sentence_with_the_remedy(tmp_path: Path)
     inputs = collate([PackedDataset(packed, terms=True)[0]])
     values = batch_logprobs(tree_model(), inputs)
     for name, column in (("dapo", "term_advantage"), ("dpo", "term_ref_logprob")):
-        with pytest.raises(TreepackError, match=f"the rows have no {column}, which the loss .* needs; run `treepack"):
+        with pytest.raises(TreepackError, match=f"the rows have no {column}, which the loss .* needs; .* `treepack"):
             objective_loss(*values, inputs["terms"], torch.ones(1).double(), choose_objective(name))
 
 

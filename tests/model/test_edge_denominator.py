@@ -25,10 +25,11 @@ from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
-from treepack.model.forward import row_objective
+from treepack.model.forward import WholeRows
 from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.objectives.objective import Objective, choose_objective
 from treepack.model.objectives.row_factors import row_factors
+from treepack.model.objectives.row_numbers import LossPart
 from treepack.pack.directory import pack_trie
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.options import PackOptions
@@ -157,9 +158,9 @@ def packed_loss(rows: list[Row], objective: Objective) -> tuple[float, dict[str,
     loaded.model.zero_grad()
     total = edges = 0.0
     for row, factors in zip(rows, row_factors(rows, objective), strict=True):
-        loss, sums = row_objective(loaded, make_batch(row, multiple=8), factors, objective, chunk=5)
-        torch.autograd.backward(loss)
-        total, edges = total + loss.item(), edges + sums["weight"].item()
+        part = LossPart(objective, factors)
+        result = WholeRows(loaded, chunk=5).backward(make_batch(row, multiple=8), part)
+        total, edges = total + result.loss.item(), edges + result.sums["weight"].item()
     return total, gradients(loaded.model), edges
 
 

@@ -17,10 +17,11 @@ from support.packed_objectives import opened
 from support.value_models import critic, valued
 from treepack.data.batch import Batch
 from treepack.data.joined import join_rows
-from treepack.model.forward import pass_loss
+from treepack.model.forward import WholeRows
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.denominators import step_factors, trajectory_table
 from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.model.objectives.row_numbers import LossPart
 
 TOLERANCE = 1e-9
 ROWS = [0, 0, 1, 1, 2, 2, 2, 3, 3, 4]
@@ -45,12 +46,13 @@ def step_of(
     losses, sums = torch.zeros(len(rows), dtype=torch.float64), dict[str, float]()
     for numbers in passes:
         batch = join_rows([rows[number] for number in numbers], multiple=8)
-        own = None if objective is None else torch.cat([factors[number] for number in numbers])
-        loss = pass_loss(loaded, batch, objective, own, denominator=3.0, chunk=5)
-        torch.autograd.backward(loss.total)
+        part = LossPart(denominator=3.0)
+        if objective is not None:
+            part = LossPart(objective, torch.cat([factors[number] for number in numbers]))
+        loss = WholeRows(loaded, chunk=5).backward(batch, part)
         assert loss.rows.shape == (len(numbers),)
         assert not loss.rows.requires_grad
-        assert float(loss.total.detach()) == pytest.approx(float(loss.rows.sum()), rel=TOLERANCE, abs=TOLERANCE)
+        assert float(loss.loss) == pytest.approx(float(loss.rows.sum()), rel=TOLERANCE, abs=TOLERANCE)
         losses[numbers] += loss.rows
         sums = {name: sums.get(name, 0.0) + float(value) for name, value in loss.sums.items()}
     return losses, gradients(loaded.model), sums

@@ -20,9 +20,10 @@ from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import MixedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
-from treepack.model.forward import row_objective
+from treepack.model.forward import WholeRows
 from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.model.objectives.row_numbers import LossPart
 from treepack.model.objectives.temperature import check_scored_columns, temperature_of_terms
 from treepack.model.verify.gradients import verify_gradients
 
@@ -57,9 +58,8 @@ def step_of(dataset: PackedDataset, objective: Objective) -> tuple[float, dict[s
     loaded.model.zero_grad()
     total = 0.0
     for row, factors in zip(every, step_factors(trajectory_table(dataset, objective), every, objective), strict=True):
-        loss, _ = row_objective(loaded, dataset[row], torch.from_numpy(factors), objective, chunk=5)
-        torch.autograd.backward(loss)
-        total += loss.item()
+        part = LossPart(objective, torch.from_numpy(factors))
+        total += WholeRows(loaded, chunk=5).backward(dataset[row], part).loss.item()
     return total, gradients(loaded.model)
 
 

@@ -27,7 +27,8 @@ from treepack.attention.build_schedule import build_schedule
 from treepack.attention.schedule import Schedule
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
-from treepack.memory.offload import Offload, Pages, copy_back, copy_out
+from treepack.memory.host_pages import Pages, copy_back, copy_out
+from treepack.memory.offload import Offload
 from treepack.model.adapters.adapter import LoraOptions
 from treepack.model.forward import row_loss
 from treepack.model.layers import (

@@ -262,7 +262,7 @@ def test_float16_keeps_the_slopes_of_a_step_with_many_tokens() -> None:
     layer = OutputLayer(weight, bias, LogitMap())
     exact = torch.autograd.grad(part.loss(loaded, hidden, layer)[0], [hidden, weight, bias])
     with torch.autocast("cpu", torch.float16):
-        loss = part.loss(loaded, hidden, layer).total
+        loss = part.loss(loaded, hidden, layer).loss
     # As torch.amp.GradScaler does.
     for ours, theirs in zip(torch.autograd.grad(loss * 2**16, [hidden, weight, bias]), exact, strict=True):
         assert (ours / 2**16 - theirs).norm() < 0.01 * theirs.norm()

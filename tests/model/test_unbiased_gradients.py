@@ -7,6 +7,7 @@ policy, and the gradient is that of a newer one, so that ratios are not 1 and cl
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -40,6 +41,9 @@ REF = (NOW * 0.7).log_softmax(-1)
 SHAPE = TreeOptions(width=8, max_tokens=LONGEST, segment=1, depth=100, first_forks=2)
 LENGTH = 3
 CLAIMED = ("trajectory", "global")
+LOSSES = ["ppo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "value"]
+# One loss of tokens, one of sequences and one of values with each denominator; the slow tests have all of them.
+QUICK = {("grpo", "trajectory"), ("gspo", "trajectory"), ("dr_grpo", "global"), ("value", "global")}
 
 
 class Policy(torch.nn.Module):
@@ -169,22 +173,34 @@ def objective_of(loss: str, denominator: str) -> Objective:
     return choose_objective(loss, denominator=denominator, **options, **length)
 
 
-@pytest.mark.parametrize("loss", ["ppo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "value"])
-@pytest.mark.parametrize("denominator", CLAIMED)
+@pytest.mark.parametrize(
+    ("loss", "denominator"),
+    [
+        pytest.param(*each, marks=[] if each in QUICK else [pytest.mark.slow])
+        for each in itertools.product(LOSSES, CLAIMED)
+    ],
+)
 def test_the_gradient_of_a_step_is_unbiased(loss: str, denominator: str, with_fallback: Sampled) -> None:
     objective = objective_of(loss, denominator)
     found = mean_and_error(slope_of(rows, objective) for rows in with_fallback.weighted)
     assert found.distance(exact_slope(objective)) < 3
 
 
-@pytest.mark.parametrize(("loss", "denominator"), [("grpo", "trajectory"), ("gspo", "trajectory"), ("grpo", "global")])
+@pytest.mark.parametrize(
+    ("loss", "denominator"),
+    [
+        ("grpo", "trajectory"),
+        pytest.param("gspo", "trajectory", marks=pytest.mark.slow),
+        pytest.param("grpo", "global", marks=pytest.mark.slow),
+    ],
+)
 def test_without_leaf_weights_it_is_not(loss: str, denominator: str, with_fallback: Sampled) -> None:
     objective = objective_of(loss, denominator)
     found = mean_and_error(slope_of(rows, objective) for rows in with_fallback.plain)
     assert found.distance(exact_slope(objective)) > 5
 
 
-@pytest.mark.parametrize("loss", ["ppo", "cispo", "value"])
+@pytest.mark.parametrize("loss", ["value", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ppo", "cispo"))])
 def test_the_mean_over_tokens_is_a_ratio_of_unbiased_sums(loss: str, with_fallback: Sampled) -> None:
     """One step of all trees: its error is that of a ratio, and its bias is far smaller."""
     objective, total = objective_of(loss, "token"), objective_of(loss, "global")
@@ -198,7 +214,9 @@ def test_the_mean_over_tokens_is_a_ratio_of_unbiased_sums(loss: str, with_fallba
     assert Estimate(everything, error).distance(exact) < 3
 
 
-@pytest.mark.parametrize("loss", ["grpo", "gspo", "dr_grpo"])
+@pytest.mark.parametrize(
+    "loss", ["gspo", *(pytest.param(each, marks=pytest.mark.slow) for each in ("grpo", "dr_grpo"))]
+)
 def test_a_step_of_one_tree_without_fallback_is_unbiased(loss: str) -> None:
     objective = objective_of(loss, "global" if loss == "dr_grpo" else "trajectory")
     steps = sampled(replace(SHAPE, fallback="none"), trees=1, seed=5).weighted

@@ -22,18 +22,18 @@ from support.oracle_objectives import Rollout, own_values, step_loss
 from support.packed_objectives import opened, rollouts
 from support.value_models import critic, plain, valued, with_head
 from treepack.attention import register
-from treepack.carry.backward import CarryOptions, backward_row, row_value
-from treepack.carry.backward import values_in_pieces as row_values_in_pieces
+from treepack.carry.backward import CarryOptions, RowsInPieces
 from treepack.carry.verify import in_pieces
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
-from treepack.model.forward import row_objective, row_values
+from treepack.model.forward import RowRunner, WholeRows
 from treepack.model.head.value_head import value_head_of
 from treepack.model.layers import adapt_layers
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.objectives.losses import step_means
 from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.model.objectives.row_numbers import LossPart
 from treepack.model.verify.gradients import verify_gradients
 
 TOLERANCE = 1e-9
@@ -47,21 +47,21 @@ def step_of(
     every = list(range(len(dataset)))
     factors = step_factors(trajectory_table(dataset, objective), every, objective)
     loaded.model.zero_grad()
+    runner = runner_with(loaded, limit)
     total, sums = 0.0, dict[str, float]()
     for row, row_factors in zip(every, factors, strict=True):
-        f = torch.from_numpy(row_factors)
-        if limit is None:
-            loss, parts = row_objective(loaded, dataset[row], f, objective)
-            torch.autograd.backward(loss)
-        else:
-            result = backward_row(loaded, dataset[row], CarryOptions(limit), objective=objective, factors=f)
-            loss, parts = result.loss, result.sums
-            again, more = row_value(loaded, dataset[row], CarryOptions(limit), objective=objective, factors=f)
-            assert float(again) == pytest.approx(float(loss), rel=1e-12, abs=1e-12)
-            assert more.keys() == parts.keys()
-        total += loss.item()
-        sums = {name: sums.get(name, 0.0) + float(value) for name, value in parts.items()}
+        part = LossPart(objective, torch.from_numpy(row_factors))
+        result = runner.backward(dataset[row], part)
+        again = runner.loss(dataset[row], part)
+        assert again.loss.item() == pytest.approx(float(result.loss), rel=1e-12, abs=1e-12)
+        assert again.sums.keys() == result.sums.keys()
+        total += result.loss.item()
+        sums = {name: sums.get(name, 0.0) + float(value) for name, value in result.sums.items()}
     return total, gradients(loaded.model), step_means(sums)
+
+
+def runner_with(loaded: LoadedModel, limit: int | None) -> RowRunner:
+    return WholeRows(loaded) if limit is None else RowsInPieces(loaded, CarryOptions(limit))
 
 
 def expected_of(model: Any, samples: Sequence[Rollout], objective: Objective) -> tuple[float, dict[str, Tensor]]:
@@ -119,10 +119,7 @@ def test_every_token_of_a_row_has_the_value_of_its_path_alone(tmp_path: Path, ki
     batch = opened(tmp_path / "packed", samples, [0] * len(samples))[0]
     loaded, tokens = critic(kind), torch.arange(batch.num_tokens)
     with torch.no_grad():
-        if limit is None:
-            values = row_values(loaded, batch, tokens)
-        else:
-            values = row_values_in_pieces(loaded, batch, CarryOptions(limit))
+        values = runner_with(loaded, limit).values(batch)
         for number in tokens.tolist():
             path, token = [], number
             while token >= 0:
@@ -205,4 +202,4 @@ def test_an_objective_with_values_names_what_is_missing(tmp_path: Path) -> None:
     register()
     loaded = LoadedModel(tiny_model("qwen3", attention="treepack_reference"), "qwen3", "reference", ())
     with pytest.raises(TreepackError, match="has no value head"):
-        row_values(loaded, dataset[0], torch.arange(3))
+        WholeRows(loaded).values(dataset[0])

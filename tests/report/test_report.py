@@ -365,7 +365,7 @@ def test_existing_outputs_are_refused_and_only_reports_are_replaced(tmp_path: Pa
     assert treepack("report", source).status == 2
 
 
-@pytest.mark.parametrize(("module", "option"), [("vl_convert", "--out"), ("matplotlib.figure", "--png")])
+@pytest.mark.parametrize(("module", "option"), [("vl_convert", "--out"), ("vl_convert", "--png")])
 def test_without_the_extra_one_sentence_names_it(
     tmp_path: Path, treepack: Run, monkeypatch: pytest.MonkeyPatch, module: str, option: str
 ) -> None:

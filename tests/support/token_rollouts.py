@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -63,6 +64,11 @@ class Conversation:
             before = result[-1] + response
         return result
 
+    @property
+    def calls(self) -> list[tuple[list[int], list[int], list[float]]]:
+        """Prompt, response and log-probabilities of each call."""
+        return list(zip(self.prompts, self.responses, self.logprobs, strict=True))
+
     def expected(self, reward: float | None) -> tuple[list[int], list[int], list[float], float | None]:
         """The result of `back` for the one trajectory of these calls."""
         starts = [len(prompt) for prompt in self.prompts]
@@ -87,3 +93,27 @@ def back(trajectory: Trajectory) -> tuple[list[int], list[int], list[float] | No
     logprobs = None if content.sampling_logprobs is None else list(map(float, content.sampling_logprobs.tolist()))
     trained = positions(content.starts, content.ends).tolist()
     return list(map(int, content.tokens.tolist())), list(map(int, trained)), logprobs, trajectory.reward
+
+
+def found(item: Trajectory) -> dict[str, Any]:
+    """The numbers of `item` at its trained tokens; old and reference log-probabilities are multiples of its own."""
+    ids, trained, logprobs, reward = back(item)
+    content = item.content
+    assert isinstance(content, Tokens)
+    numbers = {"old": content.old_logprobs, "ref": content.ref_logprobs, "advantages": content.advantages}
+    lists = {name: None if values is None else list(map(float, values.tolist())) for name, values in numbers.items()}
+    return {"ids": ids, "trained": trained, "logprobs": logprobs, "reward": reward} | lists
+
+
+def expected(rollout: Rollout, kept: str) -> dict[str, Any]:
+    """The result of `found` for a format that keeps the numbers `kept`; `same` means old ones equal the sampler's."""
+    logprobs = rollout.at_trained(rollout.logprobs)
+    numbers = {
+        "logprobs": logprobs,
+        "reward": rollout.reward,
+        "old": logprobs if "same" in kept else [2 * each for each in logprobs],
+        "ref": [4 * each for each in logprobs],
+        "advantages": [0.5] * len(logprobs),
+    }
+    content = {"ids": rollout.ids, "trained": rollout.trained}
+    return content | {name: values if name in kept.split() else None for name, values in numbers.items()}

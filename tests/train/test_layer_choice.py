@@ -19,9 +19,9 @@ from support.oracle_model import packed_directory, tiny_config
 from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack.errors import TreepackError
+from treepack.memory.device_memory import MemoryMeter
 from treepack.model.layer_memory import (
     LayerBytes,
-    Meter,
     fewest_recomputed,
     first_tokens,
     host_pages,
@@ -180,7 +180,11 @@ def test_a_measurement_leaves_the_model_as_it_was(packed: Path, config: Path) ->
     peaks = iter([0, 0, 5000 + 960 * tokens])
     state = torch.get_rng_state()
     result = measure_layers(
-        run.loaded, batch, lower=False, num_tokens=16, meter=Meter(allocated.__next__, peaks.__next__, lambda: None)
+        run.loaded,
+        batch,
+        lower=False,
+        num_tokens=16,
+        meter=MemoryMeter(allocated.__next__, peaks.__next__, lambda: None),
     )
     assert result == LayerBytes(700, 20, 900)
     assert result.of_token(3, 3) == 3 * 20 + 900

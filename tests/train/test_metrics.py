@@ -198,6 +198,6 @@ def test_importing_brings_neither_torch_nor_a_library_for_pictures() -> None:
     code = (
         "import sys; before = set(sys.modules); import treepack.train.watch.metrics, treepack.train.watch.plot\n"
         "assert 'treepack.train.watch.plot' in set(sys.modules) - before\n"
-        "print({'torch', 'tensorboard', 'matplotlib'} & set(sys.modules))"
+        "print({'torch', 'tensorboard', 'vl_convert'} & set(sys.modules))"
     )
     assert run_python(code).stdout == "set()\n"

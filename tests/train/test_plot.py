@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-import os
-import subprocess
 import sys
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.axes import Axes
-from matplotlib.colors import to_rgba
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from treepack.errors import TreepackError
 from treepack.train.watch.metrics import MetricsLog
-from treepack.train.watch.plot import curves_figure, draw_curves, moving_mean, thin_points
+from treepack.train.watch.plot import Spec, curves_spec, draw_curves, moving_mean, thin_points
 
 BASE = ["Loss", "Gradient norm", "Learning rate", "Tokens per second"]
 
@@ -41,62 +35,81 @@ def write_log(path: Path, *records: dict[str, Any]) -> Path:
     return path
 
 
-def panels(figure: Figure) -> dict[str, Axes]:
-    return {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_visible()}
+def panels(spec: Spec) -> dict[str, Spec]:
+    return {panel["title"]["text"]: panel for panel in spec["concat"]}
 
 
-def points(line: Line2D) -> list[tuple[float, float]]:
-    return [(float(x), float(y)) for x, y in np.asarray(line.get_xydata())]
+def lines(panel: Spec) -> list[Spec]:
+    return [layer for layer in panel["layer"] if layer["mark"]["type"] == "line"]
+
+
+def points(line: Spec) -> list[tuple[float, float]]:
+    return [(each["step"], each["value"]) for each in line["data"]["values"]]
+
+
+def colours(panel: Spec) -> dict[str, str]:
+    """Return the colour of each label in the legend."""
+    (found,) = {json.dumps(line["encoding"]["color"]) for line in lines(panel)}
+    scale = json.loads(found)["scale"]
+    return dict(zip(scale["domain"], scale["range"], strict=True))
+
+
+def labels(panel: Spec) -> list[str]:
+    """Return the label of each line."""
+    return [line["data"]["values"][0]["line"] for line in lines(panel)]
 
 
 def test_a_run_has_four_panels_over_the_same_steps_and_each_other_mean_one_more(tmp_path: Path) -> None:
-    plain = panels(curves_figure(write_log(tmp_path / "a", *(record(step) for step in (1, 2, 3)))))
+    plain = panels(curves_spec(write_log(tmp_path / "a", *(record(step) for step in (1, 2, 3)))))
     assert list(plain) == BASE
     # A column without a finite number, and one that is no number, have no panel.
     more = {"old_kl": 0.1, "truncated": 0.2, "mean_turns": 4, "always_nan": math.nan, "note": "x"}
-    rich = panels(curves_figure(write_log(tmp_path / "b", *(record(step, **more) for step in (1, 2, 3)))))
+    rich = panels(curves_spec(write_log(tmp_path / "b", *(record(step, **more) for step in (1, 2, 3)))))
     assert list(rich) == [*BASE, "KL from the old policy", "Truncated", "Mean turns"]
-    assert len({axes.get_xlim() for axes in rich.values()}) == 1
+    domains = [line["encoding"]["x"]["scale"]["domain"] for panel in rich.values() for line in lines(panel)]
+    assert len(domains) == 7 + 1
+    assert domains == [[0.5, 3.5]] * len(domains)
 
 
 def test_the_loss_of_held_out_rows_is_a_second_line_at_its_steps(tmp_path: Path) -> None:
     records = [record(1), record(2, eval_loss=1.5, eval_seconds=9.0), record(3), record(4, eval_loss=1.25)]
-    axes_of = panels(curves_figure(write_log(tmp_path / "m", *records)))
-    assert list(axes_of) == BASE
-    each, held_out = axes_of["Loss"].lines
+    panel_of = panels(curves_spec(write_log(tmp_path / "m", *records)))
+    assert list(panel_of) == BASE
+    each, held_out = lines(panel_of["Loss"])
     assert points(each) == [(1, 2), (2, 1), (3, 2 / 3), (4, 0.5)]
     assert points(held_out) == [(2, 1.5), (4, 1.25)]
-    names = {text.get_text(): to_rgba(text.get_color()) for text in axes_of["Loss"].texts}
-    assert names == {"training": to_rgba(each.get_color()), "held-out": to_rgba(held_out.get_color())}
+    assert labels(panel_of["Loss"]) == ["training", "held-out"]
+    assert len({*colours(panel_of["Loss"]).values()}) == 2
 
 
 def test_panels_about_the_old_policy_are_left_out_while_every_ratio_is_one(tmp_path: Path) -> None:
     means = {"reward": 0.5, "ratio": 1.0, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0, "old_kl": 0.0}
     records = [record(step, **means, entropy=2.0) for step in (1, 2)]
-    assert list(panels(curves_figure(write_log(tmp_path / "on", *records)))) == [*BASE, "Reward", "Entropy"]
+    assert list(panels(curves_spec(write_log(tmp_path / "on", *records)))) == [*BASE, "Reward", "Entropy"]
     records.append(record(3, **{**means, "ratio": 1.001}, entropy=2.0))
-    assert "Clip fraction high" in panels(curves_figure(write_log(tmp_path / "off", *records)))
+    assert "Clip fraction high" in panels(curves_spec(write_log(tmp_path / "off", *records)))
 
 
 def test_every_finite_value_is_a_point_of_its_line(tmp_path: Path) -> None:
     records = [record(1), record(2, loss=None, skipped_rows=[7, 9]), record(3, lr=4e-5, tokens_per_second=1500.0)]
-    axes_of = panels(curves_figure(write_log(tmp_path / "m", *records)))
-    assert points(axes_of["Loss"].lines[0]) == [(1, 2), (3, 2 / 3)]
-    assert points(axes_of["Learning rate"].lines[0]) == [(1, 1e-5), (2, 2e-5), (3, 4e-5)]
-    computed, flat, _ = axes_of["Tokens per second"].lines  # the third has the marks of skipped steps
+    panel_of = panels(curves_spec(write_log(tmp_path / "m", *records)))
+    assert points(lines(panel_of["Loss"])[0]) == [(1, 2), (3, 2 / 3)]
+    assert points(lines(panel_of["Learning rate"])[0]) == [(1, 1e-5), (2, 2e-5), (3, 4e-5)]
+    computed, flat = lines(panel_of["Tokens per second"])
     assert points(computed) == [(1, 2000), (2, 2000), (3, 1500)]
     assert points(flat) == [(1, 10000), (2, 10000), (3, 10000)]
-    names = {text.get_text(): to_rgba(text.get_color()) for text in axes_of["Tokens per second"].texts}
-    assert names == {"computed": to_rgba(computed.get_color()), "flat-equivalent": to_rgba(flat.get_color())}
+    assert labels(panel_of["Tokens per second"]) == ["computed", "flat-equivalent"]
+    assert list(colours(panel_of["Tokens per second"])) == ["computed", "flat-equivalent"]
 
 
 def test_skipped_steps_are_marked_in_every_panel_and_counted(tmp_path: Path) -> None:
     records = [record(step, skipped_rows=[7] if step in (2, 5) else []) for step in range(1, 7)]
-    figure = curves_figure(write_log(tmp_path / "m", *records))
-    for axes in panels(figure).values():
-        assert points(axes.lines[-1]) == [(2, 1), (5, 1)]  # (step, 1): 1 is the upper edge of the panel
-        assert axes.lines[-1].get_transform() == axes.get_xaxis_transform()
-    assert any("2 steps skipped" in text.get_text() for text in figure.texts)
+    spec = curves_spec(write_log(tmp_path / "m", *records))
+    for panel in panels(spec).values():
+        marks = panel["layer"][-1]
+        assert (marks["mark"]["shape"], marks["encoding"]["y"]) == ("triangle-down", {"value": 0})  # the upper edge
+        assert marks["data"]["values"] == [{"step": 2}, {"step": 5}]
+    assert any("2 steps skipped" in line for line in spec["title"]["subtitle"])
 
 
 @pytest.mark.parametrize(
@@ -107,22 +120,24 @@ def test_the_gradient_norm_has_a_logarithmic_axis_where_it_spans_decades(
     tmp_path: Path, norms: list[float | None], scale: str
 ) -> None:
     records = [record(step, grad_norm=norm) for step, norm in enumerate(norms, 1)]
-    axes = panels(curves_figure(write_log(tmp_path / "m", *records)))["Gradient norm"]
-    texts = [text.get_text() for text in axes.texts]
-    assert axes.get_yscale() == scale
-    assert ("before clipping, log scale" in texts) == (scale == "log")
-    assert ("no finite value" in texts) == (norms == [None, None])
+    panel = panels(curves_spec(write_log(tmp_path / "m", *records)))["Gradient norm"]
+    assert panel["title"]["subtitle"] == "before clipping" + (", log scale" if scale == "log" else "")
+    if norms == [None, None]:
+        assert panel["layer"][-1]["mark"]["text"] == "no finite value"
+    else:
+        assert [line["encoding"]["y"]["scale"]["type"] for line in lines(panel)] == [scale]
+        assert points(lines(panel)[0]) == [(i, norm) for i, norm in enumerate(norms, 1) if norm or scale == "linear"]
 
 
 def test_a_long_run_has_the_mean_of_the_steps_around_each(tmp_path: Path) -> None:
     # 151 steps: a radius of 150 // 50 = 3, so each mean takes 7 steps.
     records = [record(step, loss=float(step % 2), grad_norm=10.0 ** (step % 3)) for step in range(1, 152)]
-    figure = curves_figure(write_log(tmp_path / "m", *records))
-    each, mean = panels(figure)["Loss"].lines
+    spec = curves_spec(write_log(tmp_path / "m", *records))
+    each, mean = lines(panels(spec)["Loss"])
     assert [y for _, y in points(each)] == [step % 2 for step in range(1, 152)]
     assert points(mean)[75] == pytest.approx((76, 4 / 7))  # steps 73 to 79, of which 4 are odd
-    assert any("mean over 7 steps" in text.get_text() for text in figure.texts)
-    geometric = panels(figure)["Gradient norm"].lines[1]
+    assert any("mean over 7 steps" in line for line in spec["title"]["subtitle"])
+    geometric = lines(panels(spec)["Gradient norm"])[1]
     assert points(geometric)[75] == pytest.approx((76, 10 ** (sum(step % 3 for step in range(73, 80)) / 7)))
 
 
@@ -146,22 +161,11 @@ def test_thinning_keeps_both_ends_and_the_extremes_of_every_run(values: list[flo
         assert {min(part), max(part)} <= {values[int(number)] for number in numbers if run[0] <= number <= run[-1]}
 
 
-@pytest.mark.parametrize("count", [1, 3, 500])
-def test_no_title_or_name_covers_another(tmp_path: Path, count: int) -> None:
-    names = ("ratio", "clip_fraction_high", "old_kl", "kl", "entropy", "importance", "truncated", "rejected_reward")
-    records = [
-        record(step, **dict.fromkeys(names, 0.1), grad_norm=1000 / step, skipped_rows=[1] if step == 2 else [])
-        for step in range(1, count + 1)
-    ]
-    figure = curves_figure(write_log(tmp_path / "m", *records))
-    figure.draw_without_rendering()
-    boxes = [text.get_window_extent() for text in figure.texts if text.get_text()]
-    for axes in panels(figure).values():
-        boxes += [text.get_window_extent() for text in [axes._left_title, *axes.texts] if text.get_text()]  # type: ignore[attr-defined]
-    assert len(boxes) > 2 * len(panels(figure))
-    # No two texts overlap, and all of them are inside the picture.
-    assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
-    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes)
+def test_equal_values_do_not_fill_a_panel_with_their_rounding(tmp_path: Path) -> None:
+    records = [record(step, kl=0.1, entropy=1 + step / 10) for step in range(1, 200)]
+    panel_of = panels(curves_spec(write_log(tmp_path / "m", *records)))
+    zero = {name: lines(panel)[0]["encoding"]["y"]["scale"]["zero"] for name, panel in panel_of.items()}
+    assert (zero["KL from the reference"], zero["Entropy"]) == (True, False)
 
 
 def test_equal_metrics_give_equal_bytes_of_a_png_in_any_directory(tmp_path: Path) -> None:
@@ -173,20 +177,6 @@ def test_equal_metrics_give_equal_bytes_of_a_png_in_any_directory(tmp_path: Path
     assert picture.startswith(b"\x89PNG\r\n")
     assert picture == (tmp_path / "b" / "b.png").read_bytes()
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["a.png", "m.jsonl"]
-
-
-def test_drawing_touches_no_state_that_others_share(tmp_path: Path) -> None:
-    path = write_log(tmp_path / "m.jsonl", record(1), record(2))
-    code = (
-        "import sys, matplotlib; from pathlib import Path; from treepack.train.watch.plot import draw_curves\n"
-        "before = matplotlib.rcParams.copy()\n"
-        "draw_curves(Path(sys.argv[1]), Path(sys.argv[2]))\n"
-        "print('matplotlib.figure' in sys.modules, 'matplotlib.pyplot' in sys.modules, before == matplotlib.rcParams)"
-    )
-    command = [sys.executable, "-c", code, str(path), str(tmp_path / "m.png")]
-    # With no backend set, comparing the settings would choose one and import pyplot.
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "MPLBACKEND": "agg"})
-    assert result.stdout == "True False True\n", result.stderr
 
 
 def test_what_cannot_be_drawn_is_refused_and_the_older_picture_stays(tmp_path: Path) -> None:
@@ -203,9 +193,9 @@ def test_what_cannot_be_drawn_is_refused_and_the_older_picture_stays(tmp_path: P
         draw_curves(tmp_path / "good", tmp_path / "curves.pdf")
 
 
-def test_without_matplotlib_one_sentence_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # makes its import fail
+def test_without_vl_convert_one_sentence_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)  # makes its import fail
     with pytest.raises(
-        TreepackError, match=r"^curves cannot be drawn \(.*\); run pip install '\.\[plot\]' in treepack's folder$"
+        TreepackError, match=r"^curves cannot be drawn \(.*\); run pip install '\.\[report\]' in treepack's folder$"
     ):
         draw_curves(write_log(tmp_path / "m", record(1)), tmp_path / "m.png")

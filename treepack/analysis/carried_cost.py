@@ -26,6 +26,7 @@ from treepack.costs.model_cost import FlopCount, ModelShape
 from treepack.pack.plan.unions import shared_in_rows
 from treepack.trajectory import Int64
 from treepack.trie.nodes import NodeArrays, forest_of
+from treepack.trie.shared_prefixes import shared_in_order
 from treepack.trie.trie import Trie
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def plan_trunks(trie: Trie, row_of: Int64, pieces: Sequence[int]) -> tuple[Trunk
     O(n log n) for n nodes and trajectories, with a Python step for each trajectory.
     """
     order = np.argsort(row_of, kind="stable")
-    shared = shared_in_rows(trie, row_of, order)
+    shared = shared_in_rows(shared_in_order(trie), row_of, order)
     # The trajectories of a row in the order of the trie are a trie of their own, and the first one shares nothing with
     # the row before: lengths [4, 5, 3] of one row and [4] of another, shared [0, 4, 2] and [0] -> two trees.
     forest = forest_of(array("q", shared.tobytes()), array("q", trie.lengths[order].tobytes()))

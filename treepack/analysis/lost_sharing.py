@@ -33,9 +33,9 @@ from numpy.typing import NDArray
 
 from treepack.analysis.text_differences import TextDifference, classify_difference
 from treepack.columns import SpanView, text_codes
-from treepack.pack.plan.unions import range_minima
 from treepack.trajectory import Int64
 from treepack.trie.pieces import trajectory_pieces
+from treepack.trie.shared_prefixes import range_minima, shared_in_order
 from treepack.trie.trie import Trie
 
 CALL = re.compile(r"(?P<rollout>.*)/(?:turn|part)-(?P<number>\d+)(?:@.*)?", re.DOTALL)
@@ -205,13 +205,11 @@ def _trained_range(trie: Trie) -> tuple[Int64, Int64]:
 
 
 def _common_tokens(trie: Trie, a: Int64, b: Int64) -> Int64:
-    """Return the tokens that the trajectories `a` and `b` have in common, pair by pair; see `unions` for the method."""
-    first = np.minimum(trie.end_node[a], trie.end_node[b]).astype(np.int64)
-    last = np.maximum(trie.end_node[a], trie.end_node[b]).astype(np.int64)
-    common = trie.path_length[first]
+    """Return the tokens that the trajectories `a` and `b` have in common, pair by pair."""
+    first, last = np.minimum(a, b), np.maximum(a, b)
+    common = trie.lengths[first]
     apart = np.flatnonzero(first < last)
-    minima = range_minima(trie.depth, first[apart] + 1, last[apart] + 1)
-    common[apart] = np.minimum(common[apart], minima)
+    common[apart] = range_minima(shared_in_order(trie), first[apart] + 1, last[apart] + 1)
     return common
 
 

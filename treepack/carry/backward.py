@@ -1,9 +1,8 @@
-"""Forward and backward of a packed row in pieces: the loss and the gradients of the row as a whole.
+"""Run packed rows in pieces: losses, gradients and scores are those of each row as a whole.
 
-    backward_row    adds the gradients of a row's part of a step's loss to the parameters
-    row_value       the loss alone, without gradients
-    row_scores      log-probabilities and entropies of chosen tokens, without gradients
-    row_values      the values of a critic after all tokens, without gradients
+    RowsInPieces    the second strategy of `model.forward.RowRunner`; only `backward` computes gradients
+    runner_of       the strategy for a row: in pieces if it is longer than a piece, else as a whole
+    backward_row    a short name for `RowsInPieces.backward` in other trainers
 
 sft and the objectives of single tokens run in one phase: each piece has its own part of the loss. gspo and dpo are
 about whole trajectories, so they run in two: first all log-probabilities (and values) without a graph, and the slope
@@ -17,31 +16,28 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from treepack.carry.offload import CarriedBytes, CarryMemory
+from treepack.carry.offload import CarryMemory
 from treepack.carry.row import CarriedRow, PieceRow, open_row
 from treepack.carry.terms import SortedTerms, Targets
 from treepack.data.batch import Batch
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
-from treepack.model.forward import hidden_states, run_with_head
+from treepack.model.forward import RowRunner, WholeRows, hidden_states, run_with_head
 from treepack.model.head.output_head import OutputLayer
 from treepack.model.head.token_loss import CHUNK
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.losses import objective_loss
 from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.term_objective import (
-    Reads,
-    Scores,
-    TermObjective,
-    loss_temperature,
-    require_value_head,
-    score,
-)
+from treepack.model.objectives.row_numbers import LossPart, Reads, RowResult, Scores
+from treepack.model.objectives.term_objective import TermObjective, loss_temperature, require_value_head, score
+
+# Returns the scalar of a piece that runs backward, with a graph, and its part of the sums.
+_PieceLoss: TypeAlias = Callable[[PieceRow], tuple[Tensor, dict[str, Tensor]]]
 
 # Losses whose value depends on all tokens of a trajectory, which may lie in several pieces.
 TWO_PHASES = ("gspo", "dpo")
@@ -77,22 +73,127 @@ class CarryOptions:
 
 
 @dataclass(frozen=True)
-class RowResult:
-    """The loss of a row whose gradients were added, and its counts.
+class RowsInPieces:
+    """Each row in pieces of at most `options.limit` tokens; a `RowRunner`.
 
     Attributes:
-        loss: float64 scalar, the row's part of the step's loss.
-        sums: the sums of `objectives.objective_loss`; empty for sft.
-        tokens_forward: tokens that ran forward.
-        tokens_backward: tokens that ran backward.
-        carried_bytes: most bytes of carried keys, values, sums of gradients, and kept outputs of trunk.
+        loaded: the model.
+        options: the pieces.
     """
 
-    loss: Tensor
-    sums: dict[str, Tensor]
-    tokens_forward: int
-    tokens_backward: int
-    carried_bytes: CarriedBytes
+    loaded: LoadedModel
+    options: CarryOptions
+
+    @torch.no_grad()
+    def loss(self, batch: Batch, part: LossPart = LossPart()) -> RowResult:  # noqa: B008  # a frozen value
+        """Return the part of a step's loss, without gradients.
+
+        Raises:
+            TreepackError: the model cannot run the row in pieces, see `refusal.check_carry` and `row.open_row`.
+        """
+        row = self._open(batch, with_gradients=False)
+        sums: dict[str, Tensor] = {}
+        if part.factors is not None:
+            loss, sums = _objective_of(row, part, _scores(row, self.options, _Wanted.of(row, part.objective)))
+        else:
+            piece_loss = _weighted_loss(row, self.options, part.denominator)
+            loss = torch.zeros((), dtype=torch.float64, device=self.loaded.device)
+            for each in row.plan.passes:
+                with row.running(each) as piece, self.options.autocast():
+                    loss = loss + self.loaded.compute(partial(piece_loss, piece))[0]
+        return RowResult(loss, loss[None], sums, row.plan.tokens_forward, carried_bytes=row.most_bytes)
+
+    def backward(self, batch: Batch, part: LossPart = LossPart()) -> RowResult:  # noqa: B008
+        """Add the gradients of the part of a step's loss to the parameters' gradients; return it without a graph.
+
+        Raises:
+            TreepackError: as `loss`, or this is the inside of an autocast context.
+        """
+        loaded, options = self.loaded, self.options
+        _check_autocast(loaded.device.type)
+        row = self._open(batch, with_gradients=True)
+        forward, known = row.plan.tokens_forward, None
+        if part.factors is None:
+            piece_loss = _weighted_loss(row, options, part.denominator)
+        elif part.objective.loss in TWO_PHASES:
+            known, piece_loss = _two_phases(row, self._open(row.batch, with_gradients=False), options, part)
+            forward += row.plan.without_backward().tokens_forward
+        else:
+            piece_loss = _term_loss(row, options, part.objective, part.factors.to(loaded.device))
+        total = torch.zeros((), dtype=torch.float64, device=loaded.device)
+        sums: dict[str, Tensor] = {}
+        for each in row.plan.passes:
+            with row.running(each) as piece:
+                if each.kind == "push":
+                    with torch.no_grad(), options.autocast():
+                        loaded.compute(partial(hidden_states, loaded, piece.batch, **piece.options))
+                    continue
+                with options.autocast():
+                    loss, numbers = loaded.compute(partial(piece_loss, piece))
+                torch.autograd.backward(loss)
+                total = total + loss.detach()
+                sums = {name: number + sums.get(name, 0.0) for name, number in numbers.items()}
+        total, sums = known or (total, sums)
+        return RowResult(total, total[None], sums, forward, row.plan.tokens_backward, row.most_bytes)
+
+    @torch.no_grad()
+    def scores(
+        self,
+        batch: Batch,
+        tokens: Tensor,
+        reads: Reads = Reads(),  # noqa: B008
+        *,
+        temperature: Tensor | float = 1.0,
+    ) -> Scores:
+        """Return numbers about chosen tokens of a row, without gradients; each token of the row runs once.
+
+        Args:
+            batch: the row.
+            tokens: int64 [n], tokens of the row that have a parent, in any order.
+            reads: the numbers to compute.
+            temperature: divides the logits; a number, or [n] on the model's device.
+
+        Raises:
+            TreepackError: as `loss`, and if the model has no value head and values are read.
+        """
+        row = self._open(batch, with_gradients=False)
+        return _scores(row, self.options, _Wanted(Targets.of(row, tokens), temperature, reads))
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> Tensor:
+        """Return the values of the states after all tokens of a row [num_tokens], without gradients.
+
+        Raises:
+            TreepackError: as `loss`, and if the model has no value head.
+        """
+        require_value_head(self.loaded)
+        row = self._open(batch, with_gradients=False)
+        wanted = _Wanted(Targets.of_states(row), 1.0, Reads(logprobs=False, entropies=False, values=True))
+        values = _scores(row, self.options, wanted).values
+        assert values is not None
+        return values
+
+    def _open(self, batch: Batch, *, with_gradients: bool) -> CarriedRow:
+        options = self.options
+        return open_row(self.loaded, batch, options.limit, with_gradients=with_gradients, memory=options.memory)
+
+
+def runner_of(
+    loaded: LoadedModel,
+    batch: Batch,
+    limit: int | None,
+    *,
+    chunk: int = CHUNK,
+    memory: CarryMemory | None = None,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> RowRunner:
+    """Return the runner of a row: in pieces if it has more than `limit` tokens, else as a whole.
+
+    `limit` is None if every row runs as a whole. The other arguments are those of `CarryOptions`.
+    """
+    if limit is None or batch.num_tokens <= limit:
+        return WholeRows(loaded, chunk, autocast)
+    return RowsInPieces(loaded, CarryOptions(limit, chunk=chunk, memory=memory, autocast=autocast))
 
 
 def backward_row(
@@ -100,11 +201,11 @@ def backward_row(
     batch: Batch,
     options: CarryOptions,
     *,
-    objective: Objective = Objective(),  # noqa: B008  # a frozen value
+    objective: Objective = Objective(),  # noqa: B008
     factors: Tensor | None = None,
     denominator: float = 1.0,
 ) -> RowResult:
-    """Add the gradients of a row's part of a step's loss to the parameters' gradients.
+    """Add the gradients of a row's part of a step's loss to the parameters' gradients, and return the loss.
 
     Args:
         loaded: the model.
@@ -115,35 +216,9 @@ def backward_row(
         denominator: total weight of the step's rows, for sft.
 
     Raises:
-        TreepackError: the model cannot run the row in pieces, see `refusal.check_carry` and `row.open_row`; the
-            objective lacks its factors; or this is the inside of an autocast context.
+        TreepackError: the objective lacks its factors, or as `RowsInPieces.backward`.
     """
-    _check_autocast(loaded.device.type)
-    _check_factors(objective, factors)
-    row = open_row(loaded, batch, options.limit, with_gradients=True, memory=options.memory)
-    if factors is None:
-        part: _Part = _WeightedLoss(row, options, denominator)
-    elif objective.loss in TWO_PHASES:
-        part = _Slopes(row, options, objective, factors.to(loaded.device))
-    else:
-        part = _TermLoss(row, options, objective, factors.to(loaded.device))
-    total = torch.zeros((), dtype=torch.float64, device=loaded.device)
-    sums: dict[str, Tensor] = {}
-    for each in row.plan.passes:
-        with row.running(each) as piece:
-            if each.kind == "push":
-                with torch.no_grad(), options.autocast():
-                    loaded.compute(partial(hidden_states, loaded, piece.batch, **piece.options))
-                continue
-            with options.autocast():
-                loss, numbers = loaded.compute(partial(part.of, piece))
-            torch.autograd.backward(loss)
-            total = total + loss.detach()
-            sums = {name: number + sums.get(name, 0.0) for name, number in numbers.items()}
-    known = part.result
-    loss, sums = known if known is not None else (total, sums)
-    forward = row.plan.tokens_forward + (0 if known is None else row.plan.without_backward().tokens_forward)
-    return RowResult(loss, sums, forward, row.plan.tokens_backward, row.most_bytes)
+    return RowsInPieces(loaded, options).backward(batch, LossPart(objective, factors, denominator))
 
 
 def _check_autocast(device: str) -> None:
@@ -154,86 +229,6 @@ def _check_autocast(device: str) -> None:
             "backward_row runs inside torch.autocast, which would keep weights that have no gradient; call it outside "
             "and pass CarryOptions(autocast=...), a function that makes such a context"
         )
-
-
-def _check_factors(objective: Objective, factors: Tensor | None) -> None:
-    if factors is None and objective.loss != "sft":
-        raise TreepackError(f"factors of the loss {objective.loss} are missing; pass those of step_factors")
-    if factors is not None and objective.loss == "sft":
-        raise TreepackError("factors of the loss sft have no use; pass none")
-
-
-@torch.no_grad()
-def row_value(
-    loaded: LoadedModel,
-    batch: Batch,
-    options: CarryOptions,
-    *,
-    objective: Objective = Objective(),  # noqa: B008
-    factors: Tensor | None = None,
-    denominator: float = 1.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a row's part of a step's loss and its sums, without gradients; arguments as in `backward_row`."""
-    _check_factors(objective, factors)
-    row = open_row(loaded, batch, options.limit, with_gradients=False, memory=options.memory)
-    if factors is not None:
-        assert row.batch.terms is not None, "open the dataset with terms=True"
-        logprobs, entropies, values = _scores(row, options, _Wanted.of(row, objective))
-        return objective_loss(logprobs, entropies, row.batch.terms, factors.to(loaded.device), objective, values=values)
-    part, total = _WeightedLoss(row, options, denominator), torch.zeros((), dtype=torch.float64, device=loaded.device)
-    for each in row.plan.passes:
-        with row.running(each) as piece, options.autocast():
-            total = total + loaded.compute(partial(part.of, piece))[0]
-    return total, {}
-
-
-@torch.no_grad()
-def row_scores(
-    loaded: LoadedModel,
-    batch: Batch,
-    tokens: Tensor,
-    options: CarryOptions,
-    *,
-    temperature: Tensor | float = 1.0,
-    with_entropies: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies [n] of chosen tokens of a row, without gradients; each token runs once.
-
-    Args:
-        loaded: the model.
-        batch: the row.
-        tokens: int64 [n], tokens of the row that have a parent, in any order.
-        options: the pieces.
-        temperature: divides the logits; a number, or [n] on the model's device.
-        with_entropies: False gives NaN for entropies, which saves time.
-
-    Raises:
-        TreepackError: the model cannot run the row in pieces, see `row.open_row`.
-    """
-    row = open_row(loaded, batch, options.limit, with_gradients=False, memory=options.memory)
-    wanted = _Wanted(Targets.of(row, tokens), temperature, Reads(entropies=with_entropies))
-    logprobs, entropies, _ = _scores(row, options, wanted)
-    assert logprobs is not None
-    return logprobs, torch.full_like(logprobs, torch.nan) if entropies is None else entropies
-
-
-@torch.no_grad()
-def values_in_pieces(loaded: LoadedModel, batch: Batch, options: CarryOptions) -> Tensor:
-    """Return the values of the states after all tokens of a row [num_tokens], without gradients.
-
-    Raises:
-        TreepackError: as `row_scores`, and if the model has no value head.
-    """
-    head = require_value_head(loaded)
-    row = open_row(loaded, batch, options.limit, with_gradients=False, memory=options.memory)
-    parts: list[Tensor] = []
-    for each in row.plan.passes:
-        with row.running(each) as piece, options.autocast():
-            tokens = torch.arange(piece.end - piece.begin, device=loaded.device)
-            run = partial(run_with_head, loaded, piece.batch, lambda states, _: head(states, tokens), **piece.options)  # noqa: B023
-            parts.append(loaded.compute(run))
-    # By number -> by token
-    return torch.cat(parts).index_select(0, torch.from_numpy(row.numbers).to(loaded.device))
 
 
 @dataclass(frozen=True)
@@ -272,8 +267,7 @@ def _piece_scores(piece: PieceRow, loaded: LoadedModel, wanted: _Wanted, options
     def compute(states: Tensor, layer: OutputLayer) -> Scores:
         return score(loaded, wanted.reads, states, layer, columns, temperature=temperature, chunk=options.chunk)
 
-    scores: Scores = run_with_head(loaded, piece.batch, compute, **piece.options)
-    return scores
+    return run_with_head(loaded, piece.batch, compute, **piece.options)
 
 
 def _piece_targets(piece: PieceRow, wanted: _Wanted) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | float]:
@@ -287,83 +281,77 @@ def _piece_targets(piece: PieceRow, wanted: _Wanted) -> tuple[tuple[Tensor, Tens
     return (torch.arange(len(labels)), labels, sources), temperature
 
 
-class _Part:
-    """The loss of a row, piece by piece."""
+def _weighted_loss(row: CarriedRow, options: CarryOptions, denominator: float) -> _PieceLoss:
+    """Return the loss of sft: the weighted cross-entropy of the tokens that a piece predicts."""
+    # On the CPU, like the parents: then a piece does not wait for the GPU.
+    of_tokens = row.batch.loss_weight[: row.batch.num_tokens].cpu()
+    tokens = of_tokens.nonzero().squeeze(-1)
+    targets = Targets.of(row, tokens)
+    weights = of_tokens[tokens][torch.from_numpy(targets.order)]
 
-    # Loss and sums of the row, if they are known before its pieces run backward.
-    result: tuple[Tensor, dict[str, Tensor]] | None = None
+    def loss(piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
+        span = targets.of_piece(piece)
+        columns = targets.labels[span], targets.sources[span] - piece.begin, weights[span]
 
-    def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the scalar that a piece runs backward, with a graph, and its part of the sums."""
-        raise NotImplementedError
+        def compute(states: Tensor, layer: OutputLayer) -> Tensor:
+            return layer.nll(states, columns, chunk=options.chunk)
 
+        return run_with_head(row.loaded, piece.batch, compute, **piece.options) / denominator, {}
 
-class _WeightedLoss(_Part):
-    """sft: the weighted cross-entropy of the tokens that a piece predicts."""
-
-    def __init__(self, row: CarriedRow, options: CarryOptions, denominator: float) -> None:
-        self._loaded, self._options, self._denominator = row.loaded, options, denominator
-        # On the CPU, like the parents: then a piece does not wait for the GPU.
-        weights = row.batch.loss_weight[: row.batch.num_tokens].cpu()
-        tokens = weights.nonzero().squeeze(-1)
-        self._targets = Targets.of(row, tokens)
-        self._weights = weights[tokens][torch.from_numpy(self._targets.order)]
-
-    def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
-        span = self._targets.of_piece(piece)
-        labels, sources = self._targets.labels[span], self._targets.sources[span] - piece.begin
-        columns = labels, sources, self._weights[span]
-        loss: Tensor = run_with_head(
-            self._loaded,
-            piece.batch,
-            lambda states, layer: layer.nll(states, columns, chunk=self._options.chunk),
-            **piece.options,
-        )
-        return loss / self._denominator, {}
+    return loss
 
 
-class _TermLoss(_Part):
-    """An objective of single tokens: the terms of the tokens that a piece predicts."""
+def _term_loss(row: CarriedRow, options: CarryOptions, objective: Objective, factors: Tensor) -> _PieceLoss:
+    """Return the loss of an objective of single tokens: the terms of the tokens that a piece predicts."""
+    wanted = _Wanted.of(row, objective)
+    assert row.batch.terms is not None
+    terms = SortedTerms.of(row.batch.terms, wanted.targets)
 
-    def __init__(self, row: CarriedRow, options: CarryOptions, objective: Objective, factors: Tensor) -> None:
-        self._loaded, self._options, self._objective, self._factors = row.loaded, options, objective, factors
-        self._wanted = _Wanted.of(row, objective)
-        assert row.batch.terms is not None
-        self._terms = SortedTerms.of(row.batch.terms, self._wanted.targets)
-
-    def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
-        columns, temperature = _piece_targets(piece, self._wanted)
+    def loss(piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
+        columns, temperature = _piece_targets(piece, wanted)
         part = TermObjective(
-            objective=self._objective,
-            terms=self._terms.of_piece(piece, self._wanted.targets.of_piece(piece)),
-            factors=self._factors,
+            objective=objective,
+            terms=terms.of_piece(piece, wanted.targets.of_piece(piece)),
+            factors=factors,
             targets=columns,
             temperature=temperature,
-            chunk=self._options.chunk,
+            chunk=options.chunk,
         )
-        loss = run_with_head(self._loaded, piece.batch, partial(part.loss, self._loaded), **piece.options)
-        return loss.total, loss.sums
+        result = run_with_head(row.loaded, piece.batch, partial(part.loss, row.loaded), **piece.options)
+        return result.loss, result.sums
+
+    return loss
 
 
-class _Slopes(_Part):
-    """An objective of whole trajectories: the numbers that it reads about the tokens of a piece, times their slopes."""
+def _two_phases(
+    row: CarriedRow, forward: CarriedRow, options: CarryOptions, part: LossPart
+) -> tuple[tuple[Tensor, dict[str, Tensor]], _PieceLoss]:
+    """Return the loss and the sums of an objective of whole trajectories, and the loss of a piece.
 
-    def __init__(self, row: CarriedRow, options: CarryOptions, objective: Objective, factors: Tensor) -> None:
-        self._loaded, self._options, self._wanted = row.loaded, options, _Wanted.of(row, objective)
-        forward = open_row(row.loaded, row.batch, options.limit, with_gradients=False, memory=options.memory)
-        with torch.no_grad():
-            scores = _scores(forward, options, self._wanted)
-        read = [each.requires_grad_() for each in scores if each is not None]
-        terms = row.batch.terms
-        assert terms is not None
-        loss, sums = objective_loss(scores.logprobs, scores.entropies, terms, factors, objective, values=scores.values)
-        slopes = torch.autograd.grad(loss, read, allow_unused=True, materialize_grads=True)
-        self.result = loss.detach(), sums
-        places = torch.from_numpy(self._wanted.targets.order).to(loss.device)
-        self._slopes = [slope.index_select(0, places) for slope in slopes]
+    That is the numbers that the objective reads about the tokens of the piece, times their slopes. `forward` is the
+    same row without gradients.
+    """
+    wanted = _Wanted.of(row, part.objective)
+    with torch.no_grad():
+        scores = _scores(forward, options, wanted)
+    read = [each.requires_grad_() for each in scores if each is not None]
+    total, sums = _objective_of(row, part, scores)
+    of_tokens = torch.autograd.grad(total, read, allow_unused=True, materialize_grads=True)
+    places = torch.from_numpy(wanted.targets.order).to(total.device)
+    slopes = [slope.index_select(0, places) for slope in of_tokens]
 
-    def of(self, piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
-        span = self._wanted.targets.of_piece(piece)
-        scores = _piece_scores(piece, self._loaded, self._wanted, self._options)
-        read = zip([each for each in scores if each is not None], self._slopes, strict=True)
-        return torch.stack([(values.double() * slope[span]).sum() for values, slope in read]).sum(), {}
+    def loss(piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
+        span = wanted.targets.of_piece(piece)
+        own = _piece_scores(piece, row.loaded, wanted, options)
+        pairs = zip([each for each in own if each is not None], slopes, strict=True)
+        return torch.stack([(values.double() * slope[span]).sum() for values, slope in pairs]).sum(), {}
+
+    return (total.detach(), sums), loss
+
+
+def _objective_of(row: CarriedRow, part: LossPart, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
+    terms = row.batch.terms
+    assert terms is not None
+    assert part.factors is not None
+    factors = part.factors.to(row.loaded.device)
+    return objective_loss(scores.logprobs, scores.entropies, terms, factors, part.objective, values=scores.values)

@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from treepack.carry.backward import CarryOptions, backward_row
-from treepack.carry.offload import CarriedBytes, CarryBudget
+from treepack.carry.backward import CarryOptions, RowsInPieces
+from treepack.carry.offload import CarryBudget
 from treepack.carry.pieces import ALIGNMENT, align, plan_row
 from treepack.carry.row import open_row, push
 from treepack.carry.stack import num_offloaded
@@ -27,6 +26,8 @@ from treepack.carry.states import most_states
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.memory.budget import available_memory
+from treepack.memory.device_memory import MemoryMeter, gpu_meter
+from treepack.memory.host_pages import CarriedBytes
 from treepack.model.layer_memory import update_bytes
 from treepack.model.loaded import LoadedModel
 
@@ -177,7 +178,7 @@ def measure_costs(
     batch: Batch,
     options: CarryOptions,
     *,
-    peak_of: Callable[[Callable[[], Any]], int] | None = None,
+    meter: MemoryMeter | None = None,
 ) -> CarryCosts:
     """Return the costs of a model, from pieces of 1,024 and 2,048 tokens that run forward and backward.
 
@@ -187,17 +188,17 @@ def measure_costs(
         loaded: the model, as it will be trained.
         batch: any row; its first tokens run, again and again if they are few.
         options: the chunk of the loss, and autocast.
-        peak_of: runs a function, and returns the most bytes that it added; by default by the GPU's allocator.
+        meter: the memory to measure, by default that of the model's GPU.
     """
-    peak_of = peak_of or (lambda run: _peak_on_gpu(loaded.device, run))
+    meter = meter or gpu_meter(loaded.device)
     sizes = (SMALLEST, 2 * SMALLEST)
     rows = [_chain(batch, size) for size in sizes]
 
     def run(number: int) -> None:
-        backward_row(loaded, rows[number], replace(options, limit=sizes[number], memory=None))
+        RowsInPieces(loaded, replace(options, limit=sizes[number], memory=None)).backward(rows[number])
 
     run(0)  # makes the gradients of parameters, which do not count as costs
-    small, large = (peak_of(lambda number=number: run(number)) for number in range(2))  # type: ignore[misc]
+    small, large = (meter.peak_of(partial(run, number)) for number in range(2))
     loaded.model.zero_grad(set_to_none=True)
     # Peaks 1,000 + 3 n of n = 1,024 and 2,048 tokens: 4,072 and 7,144 -> 3 per token, and fixed 1,000
     piece = max(0, large - small) // SMALLEST
@@ -277,14 +278,6 @@ def plan_with_states(batch: Batch, costs: CarryCosts, choose: Callable[[CarryCos
         if needed <= states:
             return plan
         states = needed
-
-
-def _peak_on_gpu(device: torch.device, run: Callable[[], Any]) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run()
-    return int(torch.cuda.max_memory_allocated(device)) - before
 
 
 def _chain(batch: Batch, size: int) -> Batch:

@@ -8,40 +8,24 @@ A buffer has the stack of one layer and, after it, the piece that runs. When a b
 the last one keeps only the keys and values of the piece; in the backward pass, the stack is fetched again, with the
 sums of gradients, in the opposite order of layers. Sums go back to host memory after the addition.
 
-All copies run on one stream (`memory.offload`), so a copy finds what earlier copies wrote. The current stream waits for
-the last copy of a buffer before it touches the buffer. On a CPU the same code copies at once.
+All copies run on one stream (`memory.host_pages`), so a copy finds what earlier copies wrote. The current stream waits
+for the last copy of a buffer before it touches the buffer. On a CPU the same code copies at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from treepack.carry.pieces import Pass
-from treepack.memory.offload import Copies, HostCopies, Pages, StreamCopies
+from treepack.memory.host_pages import CarriedBytes, Copies, HostRows, Pages, copies_of, raw
 
 # Bytes of a page. The last page of a layer's column is partly empty, so these pages are smaller than the pages of
-# checkpoints (`memory.offload.PAGE`).
+# checkpoints (`memory.host_pages.PAGE`).
 COLUMN_PAGE = 4 << 20
-
-
-class CarriedBytes(NamedTuple):
-    """Bytes on the GPU and in host memory."""
-
-    gpu: int
-    host: int
-
-    def plus(self, other: CarriedBytes) -> CarriedBytes:
-        """Return the sum of each."""
-        return CarriedBytes(self.gpu + other.gpu, self.host + other.host)
-
-    def most(self, other: CarriedBytes) -> CarriedBytes:
-        """Return the maximum of each."""
-        return CarriedBytes(max(self.gpu, other.gpu), max(self.host, other.host))
 
 
 @dataclass(frozen=True)
@@ -78,10 +62,9 @@ class CarryMemory:
             pages: a pool; by default a new one, pinned if the device is a GPU.
             copies: by default those of the device.
         """
-        on_gpu = device.type == "cuda"
         self.device, self.budget = device, budget
-        self.pages = Pages(pinned=on_gpu, size=COLUMN_PAGE) if pages is None else pages
-        self.copies: Copies = copies or (StreamCopies(device) if on_gpu else HostCopies())
+        self.pages = Pages(pinned=device.type == "cuda", size=COLUMN_PAGE) if pages is None else pages
+        self.copies = copies or copies_of(device)
         # Tests set it: memory that nobody may read is filled with NaN.
         self.poisons = False
 
@@ -90,52 +73,9 @@ class CarryMemory:
         """Bytes of host memory, in use or free."""
         return self.pages.num_bytes
 
-
-class HostRows:
-    """Rows of equal width in pages of host memory, written and read from any row on."""
-
-    def __init__(self, memory: CarryMemory, width: int) -> None:
-        """Start without pages; `width` is the bytes of a row."""
-        self._memory, self._width = memory, width
-        self._per_page = memory.pages.size // width
-        assert self._per_page > 0, f"a row of {width} bytes is longer than a page"
-        self._pages: list[Tensor] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the pages."""
-        return len(self._pages) * self._memory.pages.size
-
-    def write(self, rows: Tensor, begin: int) -> Any:
-        """Start to copy uint8 [n, width] to the rows from `begin` on; return the event of the last copy."""
-        while len(self._pages) * self._per_page < begin + len(rows):
-            self._pages += self._memory.pages.take(self._memory.pages.size)
-        event = None
-        for part, pages in self._parts(rows, begin):
-            event = self._memory.copies.to_pages(part, pages)
-        return event
-
-    def read(self, rows: Tensor, begin: int) -> Any:
-        """Start to copy the rows from `begin` on to uint8 [n, width]; return the event of the last copy."""
-        event = None
-        for part, pages in self._parts(rows, begin):
-            event = self._memory.copies.to_tensor(pages, part)
-        return event
-
-    def _parts(self, rows: Tensor, begin: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield bytes of `rows`, and the pages of them: up to the first border of a page, and from there on."""
-        per, width, end = self._per_page, self._width, begin + len(rows)
-        # 4 rows per page, rows 3 to 10 -> row 3 in page 0 | rows 4 to 10 in pages 1 and 2
-        border = min(end, -(-begin // per) * per)
-        if border > begin:
-            yield rows[: border - begin].view(-1), [self._pages[begin // per][begin % per * width : per * width]]
-        if end > border:
-            pages = self._pages[border // per : -(-end // per)]
-            yield rows[border - begin :].view(-1), [page[: per * width] for page in pages]
-
-    def __del__(self) -> None:
-        """Give the pages back."""
-        self._memory.pages.give(self._pages)
+    def rows(self, width: int) -> HostRows:
+        """Return an empty column of rows of `width` bytes."""
+        return HostRows(self.pages, self.copies, width)
 
 
 @dataclass(frozen=True)
@@ -205,11 +145,6 @@ class Buffer:
             rows[first:] = float("nan")
 
 
-def raw(rows: Tensor) -> Tensor:
-    """Return dense rows [n, width] as uint8 [n, bytes]."""
-    return rows.view(torch.uint8)
-
-
 @dataclass
 class HostLayer:
     """The columns of a layer in host memory: keys, values, and the sums of their gradients.
@@ -259,7 +194,7 @@ class Staging:
     def add(self, shape: LayerShape) -> HostLayer:
         """Add the next layer of the forward pass."""
         keys_values, sums = (
-            [HostRows(self._memory, width * dtype.itemsize) for width in shape.widths]
+            [self._memory.rows(width * dtype.itemsize) for width in shape.widths]
             for dtype in (shape.dtype, shape.sums_dtype)
         )
         self._layers.append(HostLayer(len(self._layers), shape, keys_values, sums if self._carried else []))

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from treepack.attention import Kept
 from treepack.attention.autograd import is_recomputing
-from treepack.carry.offload import CarriedBytes, CarryMemory, HostRows, raw
+from treepack.carry.offload import CarryMemory
 from treepack.carry.pieces import Pass
+from treepack.memory.host_pages import CarriedBytes, HostRows, raw
 
 Location = Literal["gpu", "host", "none"]
 
@@ -115,7 +116,7 @@ class PushedOutputs(Kept):
             dense = out.detach().transpose(1, 2).contiguous()
             self._shapes[place] = dense.shape, dense.dtype
             tokens = raw(dense.view(dense.shape[1], -1))
-            rows = self._pieces.rows.setdefault(place, HostRows(self._pieces.memory, tokens.shape[1]))
+            rows = self._pieces.rows.setdefault(place, self._pieces.memory.rows(tokens.shape[1]))
             self._await_leaving()
             self._leaving = (dense, rows.write(tokens, self._first))
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from treepack.attention import Kept, Schedules, TreePass
-from treepack.carry.offload import CarriedBytes, CarryMemory
+from treepack.carry.offload import CarryMemory
 from treepack.carry.outputs import PieceOutputs
 from treepack.carry.pieces import Pass, RowPlan, local_ends, plan_row
 from treepack.carry.refusal import check_carry
@@ -30,6 +30,7 @@ from treepack.carry.stack import Stack
 from treepack.carry.states import States, follow_layers
 from treepack.data.batch import Batch
 from treepack.data.transfers import sent
+from treepack.memory.host_pages import CarriedBytes
 from treepack.model.accept.first_batch import check_positions
 from treepack.model.experts.replay import check_routes
 from treepack.model.forward import hidden_states

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from treepack.attention.autograd import is_recomputing
-from treepack.carry.offload import Buffer, CarriedBytes, CarryMemory, HostLayer, LayerShape, Slot, Staging
+from treepack.carry.offload import Buffer, CarryMemory, HostLayer, LayerShape, Slot, Staging
 from treepack.carry.pieces import Pass, RowPlan, align
 from treepack.errors import TreepackError
+from treepack.memory.host_pages import CarriedBytes
 
 
 class Stack:

@@ -35,7 +35,15 @@ class Targets:
         """Return the targets `tokens`, int64 [n], row indices without roots, in any order."""
         above = row.parent[tokens.cpu().numpy()]
         assert (above >= 0).all(), "a root has no token that predicts it"
-        parent = row.numbers[above]
+        return cls._sorted(row, tokens, row.numbers[above])
+
+    @classmethod
+    def of_states(cls, row: CarriedRow) -> Targets:
+        """Return targets whose parents are all tokens of the row: for values of the states after them."""
+        return cls._sorted(row, torch.arange(row.batch.num_tokens), row.numbers)
+
+    @classmethod
+    def _sorted(cls, row: CarriedRow, tokens: Tensor, parent: Int64) -> Targets:
         # parents [0 2 0] -> order [0 2 1], sorted [0 0 2]
         order = np.argsort(parent, kind="stable")
         device = row.batch.input_ids.device

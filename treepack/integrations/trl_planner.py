@@ -19,9 +19,8 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,9 @@ from torch.utils.data import IterableDataset
 
 from treepack.errors import TreepackError
 from treepack.integrations.versions import check_program, installed_version
+from treepack.pack.plan.cuts import best_starts, costs_in_order, greedy_starts, range_measure, ranges_of
+from treepack.pack.plan.problem import path_pairs
+from treepack.trie.nodes import shared_with_previous, sorted_by_tokens
 
 Sample = dict[str, Any]
 _log = logging.getLogger("treepack")
@@ -58,7 +60,9 @@ class PlannedRow:
     @property
     def load(self) -> int:
         """The number of (token, visible token) pairs, which is the cost of attention."""
-        return sum(_pairs(len(ids), n) for ids, n in zip(self._sequences, self.shared, strict=True))
+        # Tokens at depths n .. length - 1 see depth + 1 tokens each.
+        lengths, shared = np.array([len(ids) for ids in self._sequences]), np.array(self.shared)
+        return int((path_pairs(lengths) - path_pairs(shared)).sum())
 
     def pack(self) -> dict[str, torch.Tensor]:
         """Return the row as TRL's collator expects it; see `TreeRow.pack` of trl for the keys and shapes."""
@@ -231,64 +235,44 @@ def _check_trl(planner: str) -> None:
 
 def sort_samples(samples: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
     """Return the samples sorted by their tokens, and the number of tokens that each shares with the one before it."""
-    # Big-endian bytes are in the order of the numbers: [1, 2] < [1, 2, 0] < [2].
-    ordered = sorted(samples, key=lambda sample: _tokens(sample).astype(">u4").tobytes())
-    sequences = [_tokens(sample) for sample in ordered]
-    return ordered, [0, *(_shared(a, b) for a, b in pairwise(sequences))]
+    sequences = [_tokens(sample) for sample in samples]
+    tokens = np.concatenate([np.zeros(0, np.int32), *sequences]).astype(np.int32)
+    offsets, partition = np.cumsum([0, *map(len, sequences)]), np.zeros(len(sequences), np.int64)
+    order = sorted_by_tokens(tokens, offsets, partition, range(len(sequences)))
+    shared = list(shared_with_previous(tokens, offsets, partition, order))
+    for k in range(1, len(order)):
+        # Samples 1 2 3 and 1 2 4 have 2 tokens in common and share 1, because the second is followed by another token.
+        if not shared[k] == len(sequences[order[k - 1]]) == len(sequences[order[k]]):
+            shared[k] = max(shared[k] - 1, 0)
+    return [samples[i] for i in order], shared
 
 
 def fill_sample_rows(samples: list[Sample], shared: list[int], budget: int) -> list[PlannedRow]:
-    """Cut sorted samples into as few rows as possible, and with these into as few tokens as possible.
-
-    Takes O(n * m) for n samples of which m fit into a row.
+    """Cut sorted samples into the minimum of rows, and with these into the minimum of tokens.
 
     Args:
         samples: sorted, none longer than the budget.
         shared: the number of tokens that each sample shares with the one before it.
         budget: maximum number of tokens of a row, and of its trained tokens.
     """
-    # best[j] = (rows, tokens computed again, start of the last row) of the first j samples. A cut before sample i
-    # computes shared[i] tokens again.
-    lengths = [len(_tokens(sample)) for sample in samples]
-    trained = [int(np.asarray(sample["completion_mask"]).sum()) for sample in samples]
-    best: list[tuple[int, int, int]] = [(0, 0, 0)]
-    for stop in range(1, len(samples) + 1):
-        options: list[tuple[int, int, int]] = []
-        tokens = terms = 0
-        for start in range(stop - 1, -1, -1):
-            # Adding sample `start` in front: the sample after it is no longer the first one and saves its shared part.
-            tokens += lengths[start] - (shared[start + 1] if start + 1 < stop else 0)
-            terms += trained[start]
-            if options and (tokens > budget or terms > budget):
-                break
-            options.append((best[start][0] + 1, best[start][1] + shared[start], start))
-        best.append(min(options))
-    cuts, stop = [], len(samples)
-    while stop:
-        cuts.append((best[stop][2], stop))
-        stop = best[stop][2]
-    return [_row(samples, shared, start, stop) for start, stop in reversed(cuts)]
+    again = np.array(shared, np.int64)
+    lengths = np.array([len(_tokens(sample)) for sample in samples], np.int64)
+    trained = np.array([int(np.asarray(sample["completion_mask"]).sum()) for sample in samples], np.int64)
+    measures = [range_measure(lengths, again, budget), range_measure(trained, np.zeros_like(again), budget)]
+    return _rows(samples, shared, best_starts(measures, costs_in_order([1] * len(samples), shared)))
 
 
 def balance_rows(samples: list[Sample], shared: list[int], count: int) -> list[PlannedRow]:
     """Cut sorted samples into `count` rows, none empty, with the smallest possible maximum load."""
-    lengths = [len(_tokens(sample)) for sample in samples]
-
-    def cut(limit: int) -> list[PlannedRow]:
-        rows, start, load = [], 0, 0
-        for i, length in enumerate(lengths):
-            more = _pairs(length, shared[i] if i > start else 0)
-            if i > start and load + more > limit:
-                rows.append(_row(samples, shared, start, i))
-                start, load, more = i, 0, _pairs(length, 0)
-            load += more
-        return [*rows, _row(samples, shared, start, len(samples))]
-
-    low, high = max(_pairs(length, 0) for length in lengths), sum(_pairs(length, 0) for length in lengths)
+    lengths = np.array([len(_tokens(sample)) for sample in samples], np.int64)
+    alone = path_pairs(lengths)
+    load = range_measure(alone, path_pairs(np.array(shared, np.int64)), 0)
+    low, high = int(alone.max()), int(alone.sum())
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(cut(middle)) <= count else (middle + 1, high)
-    return _split(cut(low), count)
+        fits = len(greedy_starts([replace(load, limit=middle)])) <= count
+        low, high = (low, middle) if fits else (middle + 1, high)
+    return _split(_rows(samples, shared, greedy_starts([replace(load, limit=low)])), count)
 
 
 def _split(rows: list[PlannedRow], count: int) -> list[PlannedRow]:
@@ -306,21 +290,9 @@ def _row(samples: list[Sample], shared: list[int], start: int, stop: int) -> Pla
     return PlannedRow(samples[start:stop], [0, *shared[start + 1 : stop]])
 
 
+def _rows(samples: list[Sample], shared: list[int], starts: list[int]) -> list[PlannedRow]:
+    return [_row(samples, shared, a, b) for a, b in ranges_of(starts, len(samples))]
+
+
 def _tokens(sample: Sample) -> np.ndarray:
     return np.asarray(sample["input_ids"], np.int64)
-
-
-def _shared(before: np.ndarray, after: np.ndarray) -> int:
-    """Return the number of tokens of `after` that TRL's layout shares with `before`."""
-    length = min(len(before), len(after))
-    differences = np.flatnonzero(before[:length] != after[:length])
-    if len(differences) == 0 and len(before) == len(after):
-        return length
-    # Samples 1 2 3 and 1 2 4 have 2 tokens in common and share 1, because the second is followed by another token.
-    common = int(differences[0]) if len(differences) else length
-    return max(common - 1, 0)
-
-
-def _pairs(length: int, shared: int) -> int:
-    # Tokens at depths shared ... length - 1 see depth + 1 tokens each.
-    return (length * (length + 1) - shared * (shared + 1)) // 2

@@ -1,1 +1,1 @@
-"""What fits into memory: the budget of a machine, and estimates for a model."""
+"""The memory of machines and devices: free bytes, estimates for a model, and tensors that wait on the host."""

@@ -6,13 +6,8 @@
                 | fetch 1     | fetch 0                      each layer fetches the tensors of the layer before it
 
 A tensor stays on the GPU until its copy is complete, and the tensors of the newest layer stay until a newer layer
-comes: the backward pass starts with them, and nothing waits. A tensor is cut into pages of one size, which are pinned
-once and serve rows of all lengths.
-
-    tensor of 40 MiB -> 16 | 16 | 8 MiB in three pages of 16 MiB
-
-All copies run on one stream, one after another. So a page may be given back while its last copy is still waiting: the
-next copy into it starts after that one. On a CPU the same code copies at once, into ordinary memory.
+comes: the backward pass starts with them, and nothing waits. `host_pages` has the pages and the copies. On a CPU the
+same code copies at once, into ordinary memory.
 """
 
 from __future__ import annotations
@@ -21,120 +16,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-# Bytes of a page. torch rounds pinned memory up to a power of two, which would waste a third of a buffer of 1.5 GiB. A
-# copy of this size takes 0.3 ms over PCIe 5, a launch 5 us.
-PAGE = 16 << 20
-
-
-class Copies(Protocol):
-    """Copies between tensors of the device and pages, in order; `flat` is uint8 [n], and the pages have room for it."""
-
-    def to_pages(self, flat: Tensor, pages: list[Tensor]) -> Any:
-        """Copy after all work that the device was given before; return an event, which `wait` takes."""
-
-    def to_tensor(self, pages: list[Tensor], flat: Tensor) -> Any:
-        """Copy back, in the same way."""
-
-    def wait(self, event: Any) -> None:
-        """Make all work that the device is given from now on wait for a copy."""
-
-
-class HostCopies:
-    """Copies on the CPU: each is complete when the method returns."""
-
-    def to_pages(self, flat: Tensor, pages: list[Tensor]) -> None:
-        """Copy now."""
-        copy_out(flat, pages)
-
-    def to_tensor(self, pages: list[Tensor], flat: Tensor) -> None:
-        """Copy now."""
-        copy_back(pages, flat)
-
-    def wait(self, event: None) -> None:
-        """Return: the copy is complete."""
-
-
-class StreamCopies:
-    """Copies on a stream of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Make the stream."""
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def to_pages(self, flat: Tensor, pages: list[Tensor]) -> Any:
-        """Copy when the current stream has computed `flat`, which must stay alive until the event is waited for."""
-        return self._run(copy_out, flat, pages)
-
-    def to_tensor(self, pages: list[Tensor], flat: Tensor) -> Any:
-        """Copy when the current stream no longer uses the memory of `flat`, which may have had another owner."""
-        return self._run(copy_back, pages, flat)
-
-    def wait(self, event: Any) -> None:
-        """Let the current stream wait; the CPU goes on."""
-        torch.cuda.current_stream(self._device).wait_event(event)
-
-    def _run(self, copy: Callable[[Any, Any], None], source: Any, target: Any) -> Any:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            copy(source, target)
-        return self._stream.record_event()
-
-
-def copy_out(flat: Tensor, pages: list[Tensor]) -> None:
-    """Copy uint8 [n] into pages."""
-    for page, part in zip(pages, torch.split(flat, len(pages[0])), strict=True):
-        page[: len(part)].copy_(part, non_blocking=True)
-
-
-def copy_back(pages: list[Tensor], flat: Tensor) -> None:
-    """Copy pages into uint8 [n]."""
-    for page, part in zip(pages, torch.split(flat, len(pages[0])), strict=True):
-        part.copy_(page[: len(part)], non_blocking=True)
-
-
-class Pages:
-    """A pool of pages of host memory, pinned if a GPU copies them; it grows and never shrinks."""
-
-    def __init__(self, *, pinned: bool, size: int = PAGE) -> None:
-        """Start without pages."""
-        self.size, self.count = size, 0
-        self._pinned = pinned
-        self._free: list[Tensor] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all pages, in use or free."""
-        return self.size * self.count
-
-    @property
-    def num_free(self) -> int:
-        """Number of pages that nothing uses."""
-        return len(self._free)
-
-    def reserve(self, count: int) -> None:
-        """Make pages until the pool has `count`; pinning takes about a third of a second for each GiB."""
-        while self.count < count:
-            self._free.append(self._make())
-
-    def take(self, num_bytes: int) -> list[Tensor]:
-        """Return pages, uint8 [size] each, with room for `num_bytes`."""
-        return [self._free.pop() if self._free else self._make() for _ in range(-(-num_bytes // self.size))]
-
-    def give(self, pages: list[Tensor]) -> None:
-        """Take pages back; copies that were started before may still use them."""
-        self._free += pages
-
-    def _make(self) -> Tensor:
-        self.count += 1
-        return torch.empty(self.size, dtype=torch.uint8, pin_memory=self._pinned)
+from treepack.memory.host_pages import Copies, Pages, copies_of
 
 
 class Offload:
@@ -148,10 +37,9 @@ class Offload:
             pages: a pool; by default a new one, pinned if the device is a GPU.
             copies: by default those of the device.
         """
-        on_gpu = device.type == "cuda"
         self.device = device
-        self.pages = Pages(pinned=on_gpu) if pages is None else pages
-        self.copies: Copies = copies or (StreamCopies(device) if on_gpu else HostCopies())
+        self.pages = Pages(pinned=device.type == "cuda") if pages is None else pages
+        self.copies = copies or copies_of(device)
         self._layer = _Layer(None)
         # Tensors that are still on the device. Weak, because one that nobody needs any more must give its pages back.
         self._staying: deque[weakref.ref[Offloaded]] = deque()

@@ -87,8 +87,7 @@ def batch_loss(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> Ten
             layer, or it cannot be trained exactly for another reason; the first batch of a model checks the last two
             (`first_batch`).
     """
-    input_ids, parent = _flatten(inputs)
-    targets = input_ids, parent, inputs["loss_weight"].flatten()
+    targets = *_flatten(inputs), inputs["loss_weight"].flatten()
     loss, anchor = _run(model, inputs, lambda states, layer: layer.nll(states, targets, chunk=chunk))
     total: Tensor = loss + anchor
     return total
@@ -116,12 +115,11 @@ def batch_logprobs(
             "batch_logprobs: the batch has no terms; open the rows with PackedDataset(..., terms=True), and pack "
             "rollouts that have advantages (`treepack advantages`, or trajectories_from_arrays(advantages=...))"
         )
-    input_ids, parent = _flatten(inputs)
+    targets = terms.tokens, *_flatten(inputs)
     divisor = filled_temperature(terms.temperature, temperature)
 
     def compute(states: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
-        options: Any = {"temperature": divisor, "with_entropies": with_entropies, "chunk": chunk}
-        return layer.logprobs(states, terms.tokens, input_ids, parent, **options)
+        return layer.logprobs(states, targets, temperature=divisor, with_entropies=with_entropies, chunk=chunk)
 
     (logprobs, entropies), anchor = _run(model, inputs, compute)
     return logprobs + anchor, entropies

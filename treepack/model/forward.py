@@ -1,23 +1,30 @@
-"""Forward passes of packed rows: from a batch to hidden states, log-probabilities or a loss.
+"""Run packed rows through a model: the runner of rows, and its first strategy, rows as a whole.
+
+    RowRunner    batch --loss------> RowResult: the part of a step's loss, without gradients of parameters
+                       --backward--> the same, and its gradients are added to those of the parameters
+                       --scores----> Scores: log-probabilities, entropies and values of chosen tokens
+                       --values----> values of a critic after every token
+
+    WholeRows                     one pass over a row, or over joined rows (`data.joined`); `loss` keeps a graph
+    carry.backward.RowsInPieces   several passes over parts of a long row
 
     Batch --prepare_batch--> Batch with the attention's schedule, on the model's device
-          --hidden_states--> [T, D] --row_loss-------> scalar: sum of loss_weight * nll
-                                    --row_logprobs---> log-probabilities and entropies of chosen tokens
-                                    --row_values-----> values of the states after chosen tokens, of a critic
-                                    --row_objective--> scalar: the row's part of an objective over terms
-                                    --pass_loss------> either loss of joined rows (`data.joined`), and that of each row
+          --hidden_states--> [T, D], and --run_with_head--> what a function computes from them and the output layer
 
-The logits of a row never exist as a whole: `model.head.output_head` applies the output layer to the hidden states in
-chunks. `model.collation` has the counterparts for models that another trainer has wrapped.
+`row_loss` and `row_logprobs` are short names for `WholeRows` in other trainers. The logits of a row never exist as a
+whole: `model.head.output_head` applies the output layer to the hidden states in chunks. `model.collation` has the
+counterparts for models that another trainer has wrapped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from treepack.attention import IMPLEMENTATIONS, Kept, Schedules, TreePass
@@ -31,9 +38,11 @@ from treepack.model.head.output_head import OutputLayer, head_replaced
 from treepack.model.head.token_loss import CHUNK
 from treepack.model.layers import find_decoder, recomputes, takes_packed
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.term_objective import PassLoss, TermObjective, loss_temperature, require_value_head
+from treepack.model.objectives.row_numbers import LossPart, Reads, RowResult, Scores
+from treepack.model.objectives.term_objective import TermObjective, loss_temperature, require_value_head, score
 from treepack.model.text_half import check_text
+
+T = TypeVar("T")
 
 
 def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
@@ -109,9 +118,7 @@ def _call(loaded: LoadedModel, batch: Batch, module: Any, options: dict[str, Any
         ) from error
 
 
-def run_with_head(
-    loaded: LoadedModel, batch: Batch, compute: Callable[[Tensor, OutputLayer], Any], **options: Any
-) -> Any:
+def run_with_head(loaded: LoadedModel, batch: Batch, compute: Callable[[Tensor, OutputLayer], T], **options: Any) -> T:
     """Return compute(states [T, D], output layer) of a packed row; `options` are further arguments of the model.
 
     Raises:
@@ -119,42 +126,126 @@ def run_with_head(
     """
     with head_replaced(loaded.causal, compute) as call:
         _call(loaded, batch, loaded.model, options)
-    return call.result
+    result: T = call.result
+    return result
+
+
+class RowRunner(Protocol):
+    """A way to run rows through a model; no method depends on how a row is run, except for rounding."""
+
+    def loss(self, batch: Batch, part: LossPart = ...) -> RowResult:
+        """Return the part of a step's loss."""
+
+    def backward(self, batch: Batch, part: LossPart = ...) -> RowResult:
+        """Add the gradients of the part of a step's loss to the parameters' gradients, and return it."""
+
+    def scores(self, batch: Batch, tokens: Tensor, reads: Reads = ..., *, temperature: Tensor | float = 1.0) -> Scores:
+        """Return numbers about `tokens` of the batch, int64 [n]; see `loss.tree_logprobs`."""
+
+    def values(self, batch: Batch) -> Tensor:
+        """Return the values of the states after all tokens [num_tokens]."""
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """Each row, or joined rows, in one pass; a `RowRunner`.
+
+    Attributes:
+        loaded: the model.
+        chunk: tokens whose logits are in memory at a time.
+        autocast: makes the context in which the pass runs forward.
+    """
+
+    loaded: LoadedModel
+    chunk: int = CHUNK
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def loss(self, batch: Batch, part: LossPart = LossPart()) -> RowResult:  # noqa: B008  # a frozen value
+        """Return the part of a step's loss, with a graph if gradients are enabled.
+
+        Raises:
+            TreepackError: as `hidden_states`, and if the model has no value head and values are read.
+        """
+        batch = self._prepared(batch)
+        compute = self._weighted_loss(batch, part) if part.factors is None else self._term_loss(batch, part)
+        return self._run(batch, compute)._replace(tokens_forward=batch.num_tokens)
+
+    def backward(self, batch: Batch, part: LossPart = LossPart()) -> RowResult:  # noqa: B008
+        """Add the gradients of the part of a step's loss to the parameters' gradients; return it without a graph.
+
+        Raises:
+            TreepackError: as `loss`.
+        """
+        result = self.loss(batch, part)
+        torch.autograd.backward(result.loss)
+        return result._replace(loss=result.loss.detach(), tokens_backward=batch.num_tokens)
+
+    def scores(
+        self,
+        batch: Batch,
+        tokens: Tensor,
+        reads: Reads = Reads(),  # noqa: B008
+        *,
+        temperature: Tensor | float = 1.0,
+    ) -> Scores:
+        """Return numbers about `tokens` of the batch, int64 [n]; differentiable, see `loss.tree_logprobs`.
+
+        Raises:
+            TreepackError: as `loss`.
+        """
+        batch = self._prepared(batch)
+        targets = tokens, batch.input_ids, batch.parent
+
+        def compute(states: Tensor, layer: OutputLayer) -> Scores:
+            return score(self.loaded, reads, states, layer, targets, temperature=temperature, chunk=self.chunk)
+
+        return self._run(batch, compute)
+
+    def values(self, batch: Batch) -> Tensor:
+        """Return the values of the states after all tokens [num_tokens], float32 or float64.
+
+        Raises:
+            TreepackError: as `hidden_states`, and if the model has no value head.
+        """
+        head, tokens = require_value_head(self.loaded), torch.arange(batch.num_tokens, device=self.loaded.device)
+        values: Tensor = self._run(self._prepared(batch), lambda states, _: head(states, tokens))
+        return values
+
+    def _prepared(self, batch: Batch) -> Batch:
+        return prepare_batch(self.loaded, batch) if batch.schedule is None else batch
+
+    def _run(self, batch: Batch, compute: Callable[[Tensor, OutputLayer], T]) -> T:
+        with self.autocast():
+            return self.loaded.compute(partial(run_with_head, self.loaded, batch, compute))
+
+    def _weighted_loss(self, batch: Batch, part: LossPart) -> Callable[[Tensor, OutputLayer], RowResult]:
+        edges = None if batch.edges is None else batch.edges.targets
+
+        def compute(states: Tensor, layer: OutputLayer) -> RowResult:
+            loss, rows = layer.nll_of_rows(states, batch.targets, edges, chunk=self.chunk)
+            return RowResult(loss / part.denominator, rows.detach() / part.denominator, {})
+
+        return compute
+
+    def _term_loss(self, batch: Batch, part: LossPart) -> Callable[[Tensor, OutputLayer], RowResult]:
+        terms = batch.terms
+        assert terms is not None, "open the dataset with terms=True"
+        assert part.factors is not None
+        objective = TermObjective(
+            objective=part.objective,
+            terms=terms,
+            factors=part.factors.to(self.loaded.device),
+            targets=(terms.tokens, batch.input_ids, batch.parent),
+            temperature=loss_temperature(terms, part.objective),
+            chunk=self.chunk,
+            edges=batch.edges,
+        )
+        return partial(objective.loss, self.loaded)
 
 
 def row_loss(loaded: LoadedModel, batch: Batch, *, chunk: int = CHUNK) -> Tensor:
     """Return the sum over the row's targets of loss_weight * nll, a float64 scalar; see `loss.weighted_nll`."""
-    loss: Tensor = run_with_head(loaded, batch, lambda states, layer: layer.nll(states, batch.targets, chunk=chunk))
-    return loss
-
-
-def pass_loss(
-    loaded: LoadedModel,
-    batch: Batch,
-    objective: Objective | None = None,
-    factors: Tensor | None = None,
-    *,
-    denominator: float = 1.0,
-    chunk: int = CHUNK,
-) -> PassLoss:
-    """Return the part of a step's loss that the rows of a batch have.
-
-    Args:
-        loaded: the model.
-        batch: one row, or joined rows, on the model's device.
-        objective: with `factors`, as in `row_objective`; without them the loss is that of `row_loss` / `denominator`.
-        factors: of the trajectories of all rows, on the model's device.
-        denominator: total weight of the step's rows.
-        chunk: targets whose logits are in memory at a time.
-    """
-    if factors is not None:
-        assert objective is not None
-        return _term_loss(loaded, batch, factors, objective, chunk)
-    edges = None if batch.edges is None else batch.edges.targets
-    total, rows = run_with_head(
-        loaded, batch, lambda states, layer: layer.nll_of_rows(states, batch.targets, edges, chunk=chunk)
-    )
-    return PassLoss(total / denominator, rows.detach() / denominator, {})
+    return WholeRows(loaded, chunk).loss(batch).loss
 
 
 def row_logprobs(
@@ -167,59 +258,7 @@ def row_logprobs(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies [n] of the row's `tokens`, int64 [n]; see `loss.tree_logprobs`."""
-    options: Any = {"temperature": temperature, "with_entropies": with_entropies, "chunk": chunk}
-
-    def compute(states: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
-        return layer.logprobs(states, tokens, batch.input_ids, batch.parent, **options)
-
-    logprobs, entropies = run_with_head(loaded, batch, compute)
-    return logprobs, entropies
-
-
-def row_objective(
-    loaded: LoadedModel,
-    batch: Batch,
-    factors: Tensor,
-    objective: Objective,
-    *,
-    chunk: int = CHUNK,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the row's part of a step's loss, and of the sums for the step's means; see `objectives.objective_loss`.
-
-    Args:
-        loaded: the model.
-        batch: the row, with its terms, on the model's device.
-        factors: float64 [num_trajectories], from `denominators.step_factors`, on the model's device.
-        objective: any but sft. dpo computes log-probabilities at the temperature 1, all others at those of the terms,
-            and at `objective.temperature` where the terms lack one.
-        chunk: tokens whose logits are in memory at a time.
-    """
-    loss = _term_loss(loaded, batch, factors, objective, chunk)
-    return loss.total, loss.sums
-
-
-def _term_loss(loaded: LoadedModel, batch: Batch, factors: Tensor, objective: Objective, chunk: int) -> PassLoss:
-    terms = batch.terms
-    assert terms is not None, "open the dataset with terms=True"
-    part = TermObjective(
-        objective=objective,
-        terms=terms,
-        factors=factors,
-        targets=(terms.tokens, batch.input_ids, batch.parent),
-        temperature=loss_temperature(terms, objective),
-        chunk=chunk,
-        edges=batch.edges,
-    )
-    loss: PassLoss = run_with_head(loaded, batch, partial(part.loss, loaded))
-    return loss
-
-
-def row_values(loaded: LoadedModel, batch: Batch, tokens: Tensor) -> Tensor:
-    """Return the values [n] of the states after the row's `tokens`, int64 [n], float32 or float64.
-
-    Raises:
-        TreepackError: as `hidden_states`, and if the model has no value head.
-    """
-    head = require_value_head(loaded)
-    values: Tensor = run_with_head(loaded, batch, lambda states, _: head(states, tokens))
-    return values
+    reads = Reads(entropies=with_entropies)
+    logprobs, entropies, _ = WholeRows(loaded, chunk).scores(batch, tokens, reads, temperature=temperature)
+    assert logprobs is not None
+    return logprobs, torch.full_like(logprobs, torch.nan) if entropies is None else entropies

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from treepack.data.batch import Batch, empty_batch
 from treepack.errors import TreepackError
-from treepack.memory.offload import PAGE
+from treepack.memory.device_memory import MemoryMeter, gpu_meter
+from treepack.memory.host_pages import PAGE
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import hidden_states, prepare_batch
 from treepack.model.layers import adapted_layers, find_layers, recomputed_layers
@@ -54,26 +55,13 @@ class LayerBytes:
         return recomputed * self.recomputed + max(kept, 1) * self.kept + gradients
 
 
-@dataclass(frozen=True)
-class Meter:
-    """The memory of a device in bytes: `allocated` now, `peak` since the last `reset`."""
-
-    allocated: Callable[[], int]
-    peak: Callable[[], int]
-    reset: Callable[[], None]
-
-
-def gpu_meter(device: torch.device) -> Meter:
-    """Return the memory of tensors on a GPU, as torch counts it."""
-    return Meter(
-        lambda: torch.cuda.memory_allocated(device),
-        lambda: torch.cuda.max_memory_allocated(device),
-        lambda: torch.cuda.reset_peak_memory_stats(device),
-    )
-
-
 def measure_layers(
-    loaded: LoadedModel, batch: Batch, *, lower: bool, num_tokens: int = MEASURED_TOKENS, meter: Meter | None = None
+    loaded: LoadedModel,
+    batch: Batch,
+    *,
+    lower: bool,
+    num_tokens: int = MEASURED_TOKENS,
+    meter: MemoryMeter | None = None,
 ) -> LayerBytes:
     """Measure the layers' memory by forward and backward passes over the first tokens of a row.
 
@@ -117,7 +105,7 @@ def measure_layers(
 
 
 def measure_pass(
-    loaded: LoadedModel, *, autocast: Callable[[], AbstractContextManager[Any]], meter: Meter | None = None
+    loaded: LoadedModel, *, autocast: Callable[[], AbstractContextManager[Any]], meter: MemoryMeter | None = None
 ) -> tuple[int, float]:
     """Measure the memory that forward and backward passes of the layers, as they are adapted, need beside the weights.
 
@@ -161,7 +149,7 @@ def _chains(length: int) -> Batch:
     return replace(empty_batch(length), position_ids=tokens % _CHAIN, subtree_end=end, num_tokens=length)
 
 
-def _pass(loaded: LoadedModel, row: Batch, recomputed: int, lower: bool, meter: Meter) -> tuple[int, int]:
+def _pass(loaded: LoadedModel, row: Batch, recomputed: int, lower: bool, meter: MemoryMeter) -> tuple[int, int]:
     """Return the bytes that a forward pass leaves for its backward pass, and those that the backward pass adds."""
     before = meter.allocated()
 

@@ -19,7 +19,7 @@ from treepack.online.sequences import FlatSequences
 from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.methods.contiguous import cut_in_order
 from treepack.pack.plan.problem import RowLimits, SearchOptions, path_pairs
-from treepack.pack.plan.unions import RowSizes
+from treepack.pack.plan.unions import RowSizes, row_tokens
 from treepack.trajectory import Int32, Int64, Routes
 from treepack.trie.builders.route_order import RoutedTokens, routed_order
 from treepack.trie.nodes import NodeArrays, forest_of, shared_with_previous, sorted_by_tokens
@@ -99,7 +99,7 @@ def plan_forest(forest: SortedForest, options: OnlineOptions, capacity: int) -> 
     row_of, num_rows = _plan_leaves(forest, leaves, shared, options, capacity)
     rows = row_of[leaf_of]
     # The tokens of a row are those that each of its sequences does not share with the one before it in this row.
-    sizes = _row_tokens(row_of, num_rows, forest.lengths[leaves], shared)
+    sizes = row_tokens(forest.lengths[leaves], shared, row_of, num_rows)
     rank = np.argsort(np.argsort(-sizes, kind="stable"), kind="stable")
     by_row = np.argsort(rank[rows], kind="stable")
     # Rows [1, 0, 1, 0] of the sequences -> order [1, 3, 0, 2], cut after 2 -> [1, 3], [0, 2]
@@ -132,25 +132,9 @@ def _plan_leaves(
 def _merge(row_of: Int64, lengths: Int64, shared: Int64, capacity: int) -> Int64:
     """Merge rows of consecutive leaves that fit into one row together."""
     num_rows = int(row_of[-1]) + 1
-    tokens = _row_tokens(row_of, num_rows, lengths, shared)
+    tokens = row_tokens(lengths, shared, row_of, num_rows)
     sizes = RowSizes(tokens, path_pairs(tokens), np.zeros_like(tokens))
     return merge_rows(sizes, np.zeros(num_rows, np.int64), RowLimits(capacity))[row_of]
-
-
-def _row_tokens(row_of: Int64, num_rows: int, lengths: Int64, shared: Int64) -> Int64:
-    """Return the tokens of each row; `row_of` are the rows of leaves in the order of the trie."""
-    # The leaf before in the same row may be an earlier one: rows [0, 1, 0], shared [0, 5, 3] -> leaf 2 shares
-    # min(5, 3) = 3 with leaf 0. Leaves sorted by row; `running` finds each minimum over the leaves in between.
-    order = np.argsort(row_of, kind="stable")
-    again = np.zeros(len(order), np.int64)
-    rows = row_of[order]
-    later = np.flatnonzero(rows[1:] == rows[:-1]) + 1
-    if len(later):
-        # Ranges [before + 1, after] as pairs of bounds for reduceat, whose every second result belongs to a range.
-        bounds = np.stack([order[later - 1] + 1, order[later] + 1], axis=1).ravel()
-        again[later] = np.minimum.reduceat(np.append(shared, 0), bounds)[::2]
-    totals: Int64 = np.bincount(rows, lengths[order] - again, minlength=num_rows).astype(np.int64)
-    return totals
 
 
 def _search(forest: SortedForest, leaves: Int64, options: OnlineOptions, capacity: int) -> Int64:

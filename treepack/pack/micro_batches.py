@@ -6,7 +6,7 @@
     cut where little is shared                 [0, 4, 2]                             [1, 3]
 
 A micro-batch is a range of the sorted order, so a cut costs exactly the tokens that the sequences on its two sides
-share (see `pack.plan.methods.contiguous`). The work of a micro-batch is counted in score pairs: a token costs as much
+share (see `pack.plan.cuts`). The work of a micro-batch is counted in score pairs: a token costs as much
 as 6 * hidden_size pairs in the linear layers (24 d^2 operations a layer, against 4 d for a pair).
 
 Ranks take micro-batches R at a time and wait for the slowest rank, so the time of a step is the sum of the maxima over
@@ -16,15 +16,15 @@ plan with the minimum time is returned.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
+from treepack.pack.plan.cuts import RangeMeasure, best_starts, costs_in_order, range_measure, ranges_of
 from treepack.pack.plan.problem import path_pairs
 from treepack.trajectory import Int32, Int64
 from treepack.trie.nodes import shared_with_previous, sorted_by_tokens
@@ -36,23 +36,16 @@ Sequences = Sequence[NDArray[Any]] | tuple[NDArray[Any], NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
-    """The sequences in sorted order, and sums that give the size of any range of them.
+class _SortedSequences:
+    """The sequences in sorted order, with the tokens and the work of every range of them.
 
-    A micro-batch of the sequences a .. b - 1 has `tokens[b] - tokens[a] + again_tokens[a]` tokens, and the same with
-    work. `again_*[a]` is the part of sequence a that it shares with a - 1, so it counts again in a range that begins
-    with a. Flat micro-batches share nothing. `shared` is the number of shared tokens in both cases.
+    Flat micro-batches share nothing. `shared` is the number of shared tokens in both cases.
     """
 
     order: list[int]
-    tokens: list[int]
-    again_tokens: list[int]
-    work: list[int]
-    again_work: list[int]
+    tokens: RangeMeasure
+    work: RangeMeasure
     shared: list[int]
-
-    def work_of(self, a: int, b: int) -> int:
-        return self.work[b] - self.work[a] + self.again_work[a]
 
 
 def micro_batches(
@@ -81,12 +74,12 @@ def micro_batches(
     for name, value in (("capacity", capacity), ("ranks", ranks), ("hidden_size", hidden_size)):
         if value < 1:
             raise TreepackError(f"micro_batches: {name} is {value}; expected at least 1")
-    order = _sort(*_flatten(sequences), flat=flat, pair_weight=6 * hidden_size)
-    plans = [_round_up(_cut(order, capacity, limit), order, ranks) for limit in _limits(order, capacity, ranks)]
+    batch = _sort(*_flatten(sequences), flat=flat, pair_weight=6 * hidden_size, capacity=capacity)
+    plans = [_round_up(_cut(batch, limit), batch, ranks) for limit in _limits(batch, ranks)]
     # The first of equally fast plans has the highest limit, so the least repeated work.
-    starts = min(plans, key=lambda plan: (_time(plan, order, ranks), len(plan)))
-    ranges = sorted(_ranges(starts, order), key=lambda ab: (-order.work_of(*ab), ab))
-    batches = [order.order[a:b] for a, b in ranges]
+    starts = min(plans, key=lambda plan: (_time(plan, batch, ranks), len(plan)))
+    ranges = sorted(ranges_of(starts, len(batch.order)), key=lambda ab: (-batch.work.amount(*ab), ab))
+    batches = [batch.order[a:b] for a, b in ranges]
     return batches + [[] for _ in range(-len(batches) % ranks)]
 
 
@@ -118,7 +111,7 @@ def _flatten(sequences: Sequences) -> tuple[Int32, Int64]:
     return tokens.astype(np.int32), np.asarray(offsets, np.int64)
 
 
-def _sort(tokens: Int32, offsets: Int64, *, flat: bool, pair_weight: int) -> _Order:
+def _sort(tokens: Int32, offsets: Int64, *, flat: bool, pair_weight: int, capacity: int) -> _SortedSequences:
     num = len(offsets) - 1
     one = np.zeros(num, np.int64)  # all sequences may share prefixes
     order = sorted_by_tokens(tokens, offsets, one, range(num))
@@ -126,91 +119,59 @@ def _sort(tokens: Int32, offsets: Int64, *, flat: bool, pair_weight: int) -> _Or
     lengths = np.diff(offsets)[order]
     again = np.zeros_like(lengths) if flat else shared
 
-    def sums(values: Int64) -> list[int]:
-        totals: list[int] = np.concatenate([[0], np.cumsum(values)]).tolist()
-        return totals
-
     def work(length: Int64) -> Int64:
         return pair_weight * length + path_pairs(length)
 
-    return _Order(
-        order=order,
-        tokens=sums(lengths - again),
-        again_tokens=again.tolist(),
-        work=sums(work(lengths) - work(again)),
-        again_work=work(again).tolist(),
-        shared=shared.tolist(),
+    unlimited = int(work(lengths).sum())
+    return _SortedSequences(
+        order,
+        range_measure(lengths, again, capacity),
+        range_measure(work(lengths), work(again), unlimited),
+        shared.tolist(),
     )
 
 
-def _limits(order: _Order, capacity: int, ranks: int) -> list[int]:
+def _limits(batch: _SortedSequences, ranks: int) -> list[int]:
     """Return the limits on work to try, falling: without effect at first, then down to the work of one sequence."""
-    unlimited = order.work[-1] + max(order.again_work, default=0)
-    if ranks == 1 or not order.order:
-        return [unlimited]  # the time is the total work, which a limit cannot lower
-    plan = _ranges(_cut(order, capacity, unlimited), order)
-    highest = max(order.work_of(a, b) for a, b in plan)
+    work, num = batch.work, len(batch.order)
+    if ranks == 1 or not num:
+        return [work.limit]  # the time is the total work, which a limit cannot lower
+    plan = ranges_of(_cut(batch, work.limit), num)
+    highest = max(work.amount(a, b) for a, b in plan)
     # The work of any plan is at least that of the whole tree, and all ranks take part.
     lowest = max(
-        max(order.work_of(k, k + 1) for k in range(len(order.order))),
-        -(-order.work[-1] // (-(-len(plan) // ranks) * ranks)),
+        max(work.amount(k, k + 1) for k in range(num)),
+        -(-work.total[-1] // (-(-len(plan) // ranks) * ranks)),
     )
     ladder = np.linspace(highest, min(lowest, highest), LIMITS_TO_TRY).astype(np.int64).tolist()
-    return [unlimited, *dict.fromkeys(ladder)]
+    return [work.limit, *dict.fromkeys(ladder)]
 
 
-def _cut(order: _Order, capacity: int, limit: int) -> list[int]:
+def _cut(batch: _SortedSequences, limit: int) -> list[int]:
     """Return the starts of micro-batches with minimum repeated work, then minimum number, then minimum cut prefixes.
 
-    A micro-batch has at most `capacity` tokens and `limit` work, unless it is a single sequence. O(sequences).
+    A micro-batch has at most the limit of tokens and `limit` work, unless it is a single sequence. O(sequences).
     """
-    # best[k]: cost of the first k sequences, the minimum over all starts a of best[a] + cost of a cut before a. The
-    # starts a for which a .. k fits are a window that only moves forward, with a queue of its minima.
-    num = len(order.order)
-    best = [(0, 0, 0)] * (num + 1)
-    begin = [0] * num
-    window: deque[tuple[tuple[int, int, int], int]] = deque()
-    for k in range(num):
-        work, count, cut = best[k]
-        candidate = (work + order.again_work[k], count + 1, cut + order.shared[k])
-        while window and window[-1][0] > candidate:
-            window.pop()
-        window.append((candidate, k))
-        while (a := window[0][1]) < k and (
-            order.tokens[k + 1] - order.tokens[a] + order.again_tokens[a] > capacity or order.work_of(a, k + 1) > limit
-        ):
-            window.popleft()
-        best[k + 1], begin[k] = window[0]
-    # begin [0, 0, 2, 2, 4]: the last micro-batch starts at 4, the one before at begin[3] = 2, then 0 -> [0, 2, 4]
-    starts: list[int] = []
-    stop = num
-    while stop:
-        stop = begin[stop - 1]
-        starts.append(stop)
-    return starts[::-1]
+    work = replace(batch.work, limit=limit)
+    return best_starts([batch.tokens, work], costs_in_order(work.again, [1] * len(batch.order), batch.shared))
 
 
-def _round_up(starts: list[int], order: _Order, ranks: int) -> list[int]:
+def _round_up(starts: list[int], batch: _SortedSequences, ranks: int) -> list[int]:
     """Split the micro-batches with the most work until their number is a multiple of `ranks`, if this is possible."""
-    ranges = _ranges(starts, order)
+    ranges = ranges_of(starts, len(batch.order))
     for _ in range(-len(ranges) % ranks):
         whole = [(a, b) for a, b in ranges if b - a > 1]
         if not whole:
             break
-        a, b = max(whole, key=lambda ab: (order.work_of(*ab), ab))
-        middle = min(range(a + 1, b), key=lambda k: (max(order.work_of(a, k), order.work_of(k, b)), k))
+        a, b = max(whole, key=lambda ab: (batch.work.amount(*ab), ab))
+        middle = min(range(a + 1, b), key=lambda k: (max(batch.work.amount(a, k), batch.work.amount(k, b)), k))
         ranges.remove((a, b))
         ranges += [(a, middle), (middle, b)]
     return sorted(a for a, _ in ranges)
 
 
-def _ranges(starts: list[int], order: _Order) -> list[tuple[int, int]]:
-    # starts [0, 2, 4] of 5 sequences -> [(0, 2), (2, 4), (4, 5)]
-    return list(zip(starts, [*starts[1:], len(order.order)], strict=True)) if starts else []
-
-
-def _time(starts: list[int], order: _Order, ranks: int) -> int:
+def _time(starts: list[int], batch: _SortedSequences, ranks: int) -> int:
     """Return the sum, over groups of `ranks` micro-batches in falling order of work, of the maximum work."""
-    work = sorted((order.work_of(a, b) for a, b in _ranges(starts, order)), reverse=True)
+    work = sorted((batch.work.amount(a, b) for a, b in ranges_of(starts, len(batch.order))), reverse=True)
     # work [9, 8, 5, 4, 4], two ranks: (9, 8), (5, 4), (4) -> 9 + 5 + 4
     return sum(work[::ranks])

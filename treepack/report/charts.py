@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from treepack.errors import TreepackError, install_hint
 from treepack.report.figures import Record, ReportFigures
 from treepack.report.words import percent, three_digits
 
@@ -34,16 +35,30 @@ class ReportChart:
     wide: bool = False
 
 
+def renderer() -> Any:
+    """Return the module vl_convert, which contains Vega and makes PNG files of charts.
+
+    Raises:
+        TreepackError: vl-convert-python is not installed.
+    """
+    try:
+        import vl_convert
+    except ImportError as error:
+        raise TreepackError(f"charts cannot be drawn ({error}); {install_hint('report')}") from error
+    return vl_convert
+
+
 def charts(figures: ReportFigures) -> list[ReportChart]:
     """Return all charts with data, in the order of the page."""
     rewards = [_reward_counts(figures), _pass_rates(figures)] if figures.rewards else []
+    fill = f"Fill of rows of {figures.fill_capacity:,} tokens"
     result = [
         *rewards,
         _depths(figures),
         _histogram("lengths", "Length of samples", figures.lengths, "tokens", "samples"),
         _histogram("group_overlap", "Overlap of groups", figures.group_overlap, "overlap", "groups", share=True),
         _histogram("group_sizes", "Size of groups", figures.group_sizes, "rollouts", "groups"),
-        _histogram("fill", "Fill of rows", figures.fill, "fill", "rows", share=True),
+        _histogram("fill", fill, figures.fill, "fill", "rows", share=True),
         _capacities(figures),
     ]
     return [*result, _rewards(figures)] if figures.rewards else result
@@ -136,7 +151,7 @@ def _capacities(figures: ReportFigures) -> ReportChart:
     # The capacity of a packed directory is a large diamond, planned capacities are small circles.
     shape = {"condition": {"test": "datum.measured", "value": "diamond"}, "value": "circle"}
     size = {"condition": {"test": "datum.measured", "value": 170}, "value": 60}
-    title = "POR against ERR across capacities"
+    title = f"ERR across capacities; dashed: POR {percent(por)}"
     spec: Spec = {
         "layer": [
             {
@@ -227,7 +242,12 @@ def _pass_rates(figures: ReportFigures) -> ReportChart:
     is_rate = figures.is_pass_or_fail
     noun = "pass rate" if is_rate else "mean reward"
     # A bar from 0 % to 2 % of the groups for each of 50 groups; the groups are in ascending order.
-    x: Spec = {"field": "start", "type": "quantitative", "title": "groups, in order", "bin": {"binned": True}}
+    x: Spec = {
+        "field": "start",
+        "type": "quantitative",
+        "title": "groups, in order; pale: one outcome",
+        "bin": {"binned": True},
+    }
     x |= {"axis": PERCENT, "scale": {"domain": [0, 1]}}
     y: Spec = {"field": "rate", "type": "quantitative", "title": noun}
     y |= {"axis": PERCENT, "scale": {"domain": [0, 1]}} if is_rate else {"axis": {"tickCount": 5}}

@@ -19,9 +19,8 @@ from typing import Any
 from treepack import __version__
 from treepack.analysis.glossary import REASONS
 from treepack.analysis.summary import skipped_sentence
-from treepack.errors import TreepackError, install_hint
 from treepack.report.causes import LostSharing
-from treepack.report.charts import ReportChart, charts
+from treepack.report.charts import ReportChart, charts, renderer
 from treepack.report.contents import PageContents
 from treepack.report.figures import ReportFigures, ReportSubject
 from treepack.report.payload import payload
@@ -51,12 +50,12 @@ def render_page(subject: ReportSubject, figures: ReportFigures, contents: PageCo
     blocks["vega"] = base64.b64encode(gzip.compress(vega().encode(), 9, mtime=0)).decode("ascii")
     drawn = charts(figures)
     # autoescape: names, counts and sentences come from rollouts. css, js and blocks are marked safe in page.html.
-    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_file("page.html"))
+    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(page_file("page.html"))
     return page.render(
         version=__version__,
         name=subject.name,
-        css=_file("page.css"),
-        js="\n".join(_file(name) for name in SCRIPTS),
+        css=page_file("page.css"),
+        js="\n".join(page_file(name) for name in SCRIPTS),
         sources=figures.summary,
         skipped=skipped_sentence(subject.skipped),
         headline=headline(figures),
@@ -97,28 +96,18 @@ def _settings(figures: ReportFigures, contents: PageContents, drawn: list[Report
     }
 
 
+@cache
 def vega() -> str:
-    """Return the JavaScript of Vega, Vega-Lite and Vega-Embed.
+    """Return the JavaScript of Vega, Vega-Lite and Vega-Embed, which takes three seconds to make.
 
     Raises:
         TreepackError: vl-convert-python is not installed.
     """
-    try:
-        import vl_convert  # noqa: F401
-    except ImportError as error:
-        raise TreepackError(f"charts cannot be drawn ({error}); {install_hint('report')}") from error
-    return _bundle()
+    return str(renderer().javascript_bundle("window.vegaEmbed = vegaEmbed;"))
 
 
-@cache
-def _bundle() -> str:
-    """Return the bundle of Vega's packages, which takes three seconds to make."""
-    import vl_convert
-
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-
-
-def _file(name: str) -> str:
+def page_file(name: str) -> str:
+    """Return the text of a file of the page."""
     return resources.files("treepack.report").joinpath(name).read_text(encoding="utf-8")
 
 

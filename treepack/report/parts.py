@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treepack.pack.plan.unions import shared_in_rows
 from treepack.trajectory import Float64, Int64
+from treepack.trie.shared_prefixes import shared_in_order
 from treepack.trie.trie import Trie
 
 
@@ -74,9 +76,7 @@ def _parts(trie: Trie, of: Int64, names: list[str]) -> SharedParts:
     lengths, count = trie.lengths, len(names)
     # of [0, 1, 0, 1] -> order [0, 2, 1, 3]: a stable sort keeps the order of the trie within each part.
     order = np.argsort(of, kind="stable")
-    same = of[order[1:]] == of[order[:-1]]
-    shared = np.zeros(len(order), np.int64)
-    shared[1:][same] = _minima_between(_shared_with_previous(trie), order[:-1][same], order[1:][same])
+    shared = shared_in_rows(shared_in_order(trie), of, order)
     return SharedParts(
         names=names,
         of=of,
@@ -91,31 +91,3 @@ def _sums(index: Int64, values: Int64, count: int) -> Int64:
     sums = np.zeros(count, np.int64)
     np.add.at(sums, index, values)
     return sums
-
-
-def _shared_with_previous(trie: Trie) -> Int64:
-    """Return the number of tokens that each trajectory shares with the one before it."""
-    # Nodes are depth-first, so the node after the end of a trajectory is the first new one of the next trajectory, and
-    # its depth is the number of shared tokens. Equal ends are equal trajectories, which share everything.
-    ends = trie.end_node.astype(np.int64)
-    first_new = np.minimum(ends[:-1] + 1, trie.num_nodes - 1)
-    shared = np.where(ends[1:] > ends[:-1], trie.depth[first_new], trie.lengths[1:])
-    return np.concatenate([[0], shared]).astype(np.int64)
-
-
-def _minima_between(values: Int64, after: Int64, until: Int64) -> Int64:
-    """Return the minimum of `values[after + 1 .. until]` for each pair, by minima over runs of 1, 2, 4, ... values.
-
-    O(n log n) for n values.
-    """
-    # A range of 5 values is covered by two overlapping runs of 4: positions 1-4 and 2-5.
-    minima = np.zeros(len(after), np.int64)
-    span = until - after
-    run, size = values, 1
-    while True:  # run[i] is the minimum of the `size` values from i on
-        now = (span >= size) & (span < 2 * size)
-        minima[now] = np.minimum(run[after[now] + 1], run[until[now] - size + 1])
-        if 2 * size > span.max(initial=0):
-            return minima
-        run = np.minimum(run[:-size], run[size:])
-        size *= 2

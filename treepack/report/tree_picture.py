@@ -1,6 +1,6 @@
 """The picture of the group that the page opens: one line for each rollout, with roles, trained tokens and texts.
 
-    Axes, ReportSubject, ReportFigures, PageContents --draw_tree--> axes
+    ReportSubject, ReportFigures, PageContents --tree_svg--> SVG, in points of print
 
 Blocks are runs of tokens as in `outline`, coloured by role, and hatched if their tokens are trained. A common prompt
 that would take much of the width is folded. At the right are the rewards and the names of the rollouts.
@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 import numpy as np
 
@@ -23,68 +23,95 @@ from treepack.report.figures import ReportFigures, ReportSubject
 from treepack.report.outline import NodeBlock, outline
 from treepack.report.roles import ROLES
 from treepack.report.segments import STARTS, TRAINED
-from treepack.report.words import three_digits
+from treepack.report.words import printable, three_digits
 from treepack.trajectory import Int64
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-# The light colours of the page, by role.
-ROLE_COLOURS = {
-    "unknown": "#e3e7ec",
-    "system": "#dfe3e9",
-    "user": "#b4d5f3",
-    "assistant": "#fadfae",
-    "tool": "#a6d8c5",
-}
-TEXT, MUTED, HATCH = "#1b2127", "#5b6672", "#c99a4b"
+WIDTH, HEIGHT = 504, 259.2  # points, 72 per inch: the full width of a paper
+LEFT, TOP, BOTTOM = 6, 22, 236  # of the tree; above it is the title, below it the legend
+LETTER = 3.0  # width of a monospaced letter of 5 points
+END_LETTER = 3.8  # width of a letter of the names at the right, about
 WIDE_PROMPT, FOLDED = 0.2, 0.12  # shares of the width: a longer common prompt is folded to the second one
 INSET = 0.18  # share of the height of a branch in a line that is left free above and below it
 GAP = 0.04  # rows between lines
-LETTERS = 132  # monospaced letters of 5 points in the width of the picture
 MAX_LINES = 60  # rollouts drawn; more would be thinner than a pixel of print
 TAG = re.compile(r"</?(?:think|tool_call|tool_response)>")
 MAX_TEXTS = 4  # nodes of a block whose text is read: a chunk of texts is parsed for each
 MAX_NAME = 22  # letters of a rollout's name
 
+Element = ElementTree.Element
 
-def draw_tree(axes: Axes, subject: ReportSubject, figures: ReportFigures, contents: PageContents) -> None:
-    """Draw the tree of the group with the largest spread of rewards."""
-    from matplotlib.collections import PatchCollection
-    from matplotlib.patches import Patch
 
+@dataclass(frozen=True, slots=True)
+class PictureScale:
+    """Points of the picture for tokens of a line and for rows; the first `prompt` tokens take the width of `folded`."""
+
+    prompt: int
+    folded: float
+    end: int
+    rows: int
+    right: float
+
+    def x(self, token: int) -> float:
+        """Return the point of a token of a line."""
+        width = self.folded + self.end - self.prompt
+        at = token * self.folded / self.prompt if token < self.prompt else self.folded + token - self.prompt
+        return LEFT + at / width * (self.right - LEFT)
+
+    def y(self, row: float) -> float:
+        """Return the point of the upper side of a row."""
+        return TOP + row / self.rows * (BOTTOM - TOP)
+
+
+def tree_svg(subject: ReportSubject, figures: ReportFigures, contents: PageContents, colours: dict[str, str]) -> str:
+    """Draw the tree of the group with the largest spread of rewards, in the page's `colours` by their names."""
     part, rollouts = figures.opened_group, figures.rollouts
     members = np.flatnonzero(figures.groups.of == part)
     lines = np.unique(rollouts.of[members])[:MAX_LINES]
     blocks = outline(subject.trie, members[np.isin(rollouts.of[members], lines)], rollouts)
-    place, width = _scale(blocks)
-    stripes, trained = defaultdict(list), []
-    for block in blocks:
-        for kind, patch in _stripes(block, contents, place):
-            stripes[ROLES[kind & (TRAINED - 1)]].append(patch)
-            if kind & TRAINED:
-                trained.append(patch)
-    for role, patches in stripes.items():
-        axes.add_collection(PatchCollection(patches, facecolor=ROLE_COLOURS[role], edgecolor="none"))
-    if trained:
-        hatch: dict[str, Any] = {"facecolor": "none", "edgecolor": HATCH, "hatch": "/////", "linewidth": 0}
-        axes.add_collection(PatchCollection(trained, **hatch))
-    frames = [_frame(place(block.x), place(block.x + block.size), block) for block in blocks]
-    axes.add_collection(PatchCollection(frames, facecolor="none", edgecolor="white", linewidth=0.7))
     rows = max(block.row + block.rows for block in blocks)
+    last = [block for block in blocks if not block.is_branch and not block.lines and rows <= MAX_LINES]
+    ends = [_end_text(block, figures) for block in last]
+    scale = _scale(blocks, rows, right=WIDTH - 8 - END_LETTER * max(map(len, ends), default=0))
+    size = {"width": str(WIDTH), "height": str(HEIGHT), "font-family": "sans-serif"}
+    svg = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size})
+    _add(svg, "rect", width=WIDTH, height=HEIGHT, fill=colours["card"])
+    _add_hatch(svg, colours["hatch"])
+    kinds = set()
     for block in blocks:
-        _write_words(axes, block, contents, (place, width, rows))
-        if not block.is_branch and not block.lines and rows <= MAX_LINES:
-            _write_end(axes, block, figures, width)
-    axes.set_xlim(0, width)
-    axes.set_ylim(rows, 0)  # the first row at the top, as in the explorer
-    axes.set_axis_off()
-    roles = [Patch(facecolor=ROLE_COLOURS[role], label=role) for role in ROLES if role in stripes and role != "unknown"]
-    legend = [*roles, Patch(facecolor="white", edgecolor=HATCH, hatch="/////", linewidth=0.5, label="trained")]
-    place_below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncol": len(legend)}
-    place_below |= {"frameon": False, "fontsize": 7, "handlelength": 1.2}
-    axes.legend(handles=legend, **place_below)
-    axes.set_title(_title(figures, part, len(lines)), loc="left", fontsize=9, color=TEXT, parse_math=False)
+        kinds |= _draw_stripes(svg, block, contents, scale, colours)
+        frame = _rectangle(block, scale, block.x, block.x + block.size)
+        _add(svg, "rect", **frame, fill="none", stroke=colours["card"], stroke_width=0.7)
+    for block in blocks:
+        _write_words(svg, block, contents, scale, colours["text"])
+    for block, text in zip(last, ends, strict=True):
+        middle = scale.y(block.row + block.rows / 2) + 2.3
+        _add(svg, "text", text, x=scale.right + 4, y=middle, font_size=6.5, fill=colours["muted"])
+    _draw_legend(svg, kinds, colours)
+    _add(svg, "text", _title(figures, part, len(lines)), x=LEFT, y=14, font_size=9, fill=colours["text"])
+    return ElementTree.tostring(svg, encoding="unicode")
+
+
+def _add(parent: Element, tag: str, text: str = "", /, **attributes: float | str) -> Element:
+    """Append an element; an attribute font_size is written as font-size, and numbers to a hundredth of a point."""
+    shown = {
+        name.replace("_", "-"): value if isinstance(value, str) else f"{value:.2f}"
+        for name, value in attributes.items()
+    }
+    element = ElementTree.SubElement(parent, tag, shown)
+    element.text = printable(text)
+    return element
+
+
+def _add_hatch(svg: Element, colour: str) -> None:
+    """Append the pattern of trained tokens: diagonal lines, as on the page."""
+    size: dict[str, float | str] = {
+        "width": 3,
+        "height": 3,
+        "patternUnits": "userSpaceOnUse",
+        "patternTransform": "rotate(45)",
+    }
+    pattern = _add(_add(svg, "defs"), "pattern", id="hatch", **size)
+    _add(pattern, "rect", width=0.6, height=3, fill=colour)
 
 
 def _title(figures: ReportFigures, part: int, num_shown: int) -> str:
@@ -94,53 +121,79 @@ def _title(figures: ReportFigures, part: int, num_shown: int) -> str:
     return f"{figures.groups.names[part]}: {count:,} rollout{'' if count == 1 else 's'}{first}, {tokens}"
 
 
-def _scale(blocks: list[NodeBlock]) -> tuple[Callable[[float], float], float]:
-    """Return the place of a token on a line, and the width of all lines; a wide common prompt is folded."""
+def _scale(blocks: list[NodeBlock], rows: int, *, right: float) -> PictureScale:
     end = max(block.x + block.size for block in blocks)
     prompt = blocks[0].size if len(blocks) > 1 and blocks[0].last == len(blocks) else 0
     if prompt <= WIDE_PROMPT * end:
-        return float, float(end)
+        return PictureScale(0, 0, end, rows, right)
     # prompt 800 of 1,000, folded 0.12: it takes 0.12 / 0.88 of the other 200, and token 400 is in its middle
-    folded = (end - prompt) * FOLDED / (1 - FOLDED)
-    return lambda x: x * folded / prompt if x <= prompt else folded + x - prompt, folded + end - prompt
+    return PictureScale(prompt, (end - prompt) * FOLDED / (1 - FOLDED), end, rows, right)
 
 
-def _frame(left: float, right: float, block: NodeBlock) -> Any:
-    from matplotlib.patches import Rectangle
+def _rectangle(block: NodeBlock, scale: PictureScale, start: int, stop: int) -> dict[str, float]:
+    left, top = scale.x(start), scale.y(block.row + _inset(block))
+    bottom = scale.y(block.row + block.rows - _inset(block))
+    return {"x": left, "y": top, "width": scale.x(stop) - left, "height": bottom - top}
 
-    inset = INSET * block.rows if block.is_branch else GAP
-    return Rectangle((left, block.row + inset), right - left, block.rows - 2 * inset)
+
+def _inset(block: NodeBlock) -> float:
+    """Return the rows that are left free above and below a block."""
+    return INSET * block.rows if block.is_branch else GAP
 
 
-def _stripes(block: NodeBlock, contents: PageContents, place: Callable[[float], float]) -> list[tuple[int, Any]]:
-    """Return the kind and the rectangle of each segment of a block."""
+def _draw_stripes(
+    svg: Element, block: NodeBlock, contents: PageContents, scale: PictureScale, colours: dict[str, str]
+) -> set[int]:
+    """Draw each segment of a block in the colour of its role, and return their kinds."""
+    kinds, x = set(), block.x
+    for size, kind in _segments(block, contents):
+        rectangle = _rectangle(block, scale, x, x + size)
+        _add(svg, "rect", **rectangle, fill=colours[_colour_name(kind)])
+        if kind & TRAINED:
+            _add(svg, "rect", **rectangle, fill="url(#hatch)")
+        kinds.add(kind)
+        x += size
+    return kinds
+
+
+def _segments(block: NodeBlock, contents: PageContents) -> Iterator[tuple[int, int]]:
+    """Yield the tokens and the kind of each segment of a block, without the mark of its start."""
     first, kinds, of_node = contents.segments.first, contents.segments.kind, contents.segments.of_node
-    stripes, x = [], block.x
     for node in block.nodes:
         a, b = int(of_node[node]), int(of_node[node + 1])
         for size, kind in zip(np.diff(first[a : b + 1]).tolist(), kinds[a:b].tolist(), strict=True):
-            stripes.append((kind & (STARTS - 1), _frame(place(x), place(x + size), block)))
-            x += size
-    return stripes
+            yield size, kind & (STARTS - 1)
 
 
-def _write_words(
-    axes: Axes, block: NodeBlock, contents: PageContents, scale: tuple[Callable[[float], float], float, int]
-) -> None:
+def _colour_name(kind: int) -> str:
+    role = ROLES[kind & (TRAINED - 1)]
+    return "unknown-role" if role == "unknown" else role
+
+
+def _draw_legend(svg: Element, kinds: set[int], colours: dict[str, str]) -> None:
+    """Draw the roles that occur, and the hatch of trained tokens, below the tree."""
+    names = {_colour_name(kind) for kind in kinds}
+    entries = [(role, colours[role]) for role in ROLES if role in names] + [("trained", "url(#hatch)")]
+    x = (WIDTH - 60 * len(entries)) / 2
+    for name, fill in entries:
+        _add(svg, "rect", x=x, y=BOTTOM + 8, width=10, height=7, fill=fill, stroke=colours["line"], stroke_width=0.5)
+        _add(svg, "text", name, x=x + 14, y=BOTTOM + 14, font_size=7, fill=colours["text"])
+        x += 60
+
+
+def _write_words(svg: Element, block: NodeBlock, contents: PageContents, scale: PictureScale, colour: str) -> None:
     """Write the number of tokens and the first words of the longest segment, if the block is wide enough."""
-    place, width, rows = scale
-    left = place(block.x)
-    letters = int((place(block.x + block.size) - left) / width * LETTERS)
-    lines = min(6, int(block.rows / rows * 22) - 1)
+    left = scale.x(block.x)
+    letters = int((scale.x(block.x + block.size) - left - 3) / LETTER)
+    lines = min(6, int(block.rows / scale.rows * 22) - 1)
     if letters < 5 or lines < 0:
         return
     words = wrap(_text(block, contents), letters - 1, max_lines=max(1, lines), placeholder="...") if lines else []
-    top = block.row + (INSET * block.rows if block.is_branch else GAP) + rows * 0.012
-    style: dict[str, Any] = {"va": "top", "color": TEXT, "clip_on": True, "parse_math": False}
-    margin = width * 0.004
-    axes.text(left + margin, top, f"{block.size:,}", fontsize=6, fontweight="bold", **style)
-    if words and letters > 9:
-        axes.text(left + margin, top + rows * 0.045, "\n".join(words), fontsize=5, family="monospace", **style)
+    x, y = left + 2, scale.y(block.row + _inset(block)) + 7
+    _add(svg, "text", f"{block.size:,}", x=x, y=y, font_size=6, font_weight="bold", fill=colour)
+    if letters > 9:
+        for number, line in enumerate(words, 1):
+            _add(svg, "text", line, x=x, y=y + 1 + 6 * number, font_size=5, font_family="monospace", fill=colour)
 
 
 def _text(block: NodeBlock, contents: PageContents) -> str:
@@ -159,14 +212,11 @@ def _text(block: NodeBlock, contents: PageContents) -> str:
     return " ".join("".join(letter if letter.isascii() else " " for letter in text[:2000]).split())
 
 
-def _write_end(axes: Axes, block: NodeBlock, figures: ReportFigures, width: float) -> None:
-    """Write the reward and the names of the rollouts of a line at its right end."""
+def _end_text(block: NodeBlock, figures: ReportFigures) -> str:
+    """Return the reward and the names of the rollouts of a line, for its right end."""
     finals: Int64 = np.array(block.finals, np.int64)
     rewards = figures.rollouts.reward[finals]
     reward = f"{three_digits(float(np.nanmean(rewards)))}  " if len(rewards) and not np.isnan(rewards).all() else ""
     names = [figures.rollouts.labels[i] for i in block.finals]
     name = names[0] if len(names) == 1 else f"{len(names)} rollouts"
-    name = name if len(name) <= MAX_NAME else f"{name[: MAX_NAME // 2]}...{name[-MAX_NAME // 2 :]}"
-    middle = block.row + block.rows / 2
-    style: dict[str, Any] = {"va": "center", "fontsize": 6.5, "clip_on": False, "parse_math": False}
-    axes.text(width * 1.01, middle, f"{reward}{name}", color=MUTED, **style)
+    return reward + (name if len(name) <= MAX_NAME else f"{name[: MAX_NAME // 2]}...{name[-MAX_NAME // 2 :]}")

@@ -180,3 +180,8 @@ def percent(value: float) -> str:
 def three_digits(value: float) -> str:
     """Return a number with three significant digits, and whole numbers in full."""
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+
+
+def printable(text: str) -> str:
+    """Return a text with blanks in place of control characters, which XML and so SVG cannot contain."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -31,10 +31,11 @@ from treepack.pack.files import read_rows
 from treepack.pack.plan.problem import SearchOptions
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
+from treepack.report.charts import renderer
 from treepack.report.contents import read_contents
 from treepack.report.figures import PackedFigures, ReportSubject, measure
-from treepack.report.page import MARK, render_page, vega
-from treepack.report.pictures import PICTURES, figure_class, write_pictures
+from treepack.report.page import MARK, render_page
+from treepack.report.pictures import PICTURES, write_pictures
 from treepack.report.rebuilt import trie_of_rows
 from treepack.trie.directory import read_to_trie, skipped_record
 from treepack.trie.store.trie_files import read_trie
@@ -97,11 +98,7 @@ def write_report(
     paths = local_paths(paths)
     for file, option in files:
         refuse_existing(file, overwrite=overwrite, inputs=paths, is_own_file=_is_report, option=option)
-    # Refuse missing packages now, rather than after minutes of planning.
-    if page is not None:
-        vega()
-    if pictures is not None:
-        figure_class()
+    renderer()  # refuses a missing package now, rather than after minutes of planning
     with ExitStack() as stack:
         for output, option in ((page, "--out"), (pictures, "--png")):
             if output is not None:  # before the long work: a second command for the same output is refused at once

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from treepack.columns import text_codes
 from treepack.trajectory import Int64
+from treepack.trie.shared_prefixes import range_minima
 from treepack.trie.trie import Trie
 
 
@@ -176,7 +177,7 @@ def find_origins(tree: GroupTree, first: Int64, rank: Int64) -> TrajectoryOrigin
     place = np.empty_like(preferred)
     place[preferred] = np.arange(len(preferred))
     # best [num_nodes]: the preferred trajectory among all that pass through the node.
-    best = preferred[_range_minima(place[tree.order], tree.first, tree.last)]
+    best = preferred[range_minima(place[tree.order], tree.first, tree.last)]
     earliest = first[best]
     # From each node up to the nearest node, itself included, that already contains a trained token of its best one.
     above = np.where(earliest < tree.paths.path_length, np.arange(len(tree.node)), tree.up)
@@ -189,19 +190,3 @@ def find_origins(tree: GroupTree, first: Int64, rank: Int64) -> TrajectoryOrigin
     none = node < 0
     shared = np.minimum(tree.paths.path_length[node], first)
     return TrajectoryOrigins(np.where(none, -1, best[node]), np.where(none, 0, shared))
-
-
-def _range_minima(values: Int64, start: Int64, stop: Int64) -> Int64:
-    """Return the smallest of `values[start[i]:stop[i]]` for each i; no range may be empty.
-
-    A sparse table: `table` contains the minimum of every run of 2^k values, and two such runs cover any range of
-    2^k to 2^(k+1) - 1 values. O((len(values) + len(start)) log len(values)).
-    """
-    # values [4, 2, 5, 1, 3], ranges 0:5, 1:3, 2:3 -> level [2, 1, 0] -> minima [1, 2, 5]
-    level = np.frexp(stop - start)[1] - 1
-    minima, table = np.empty(len(start), np.int64), values
-    for k in range(int(level.max(initial=-1)) + 1):
-        at_level = np.flatnonzero(level == k)
-        minima[at_level] = np.minimum(table[start[at_level]], table[stop[at_level] - 2**k])
-        table = np.minimum(table[: -(2**k)], table[2**k :])
-    return minima

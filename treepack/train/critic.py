@@ -20,11 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from treepack.attention import row_multiple
-from treepack.carry.backward import CarryOptions
-from treepack.carry.backward import values_in_pieces as row_values_in_pieces
+from treepack.carry.backward import runner_of
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
 from treepack.data.batch import Batch, make_batch
@@ -41,7 +39,6 @@ from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.accept.compatibility import check_fits
 from treepack.model.adapters.adapter import base_of
 from treepack.model.experts.replay import check_routes
-from treepack.model.forward import prepare_batch, row_values
 from treepack.model.head.value_head import VALUE_FILE, read_value_head
 from treepack.model.load import load_model, read_config
 from treepack.model.loaded import LoadedModel
@@ -205,7 +202,8 @@ def critic_values(critic: Critic) -> Iterator[tuple[Int64, Float64]]:
         if len(placed) > 1:
             remedy = "compute with a smaller --pass-tokens or --dtype bf16"
         with torch.no_grad(), lower, memory_errors(f"in {batch.name} of {batch.num_tokens:,} tokens", remedy):
-            values: Float64 = _values_of(critic, batch).double().cpu().numpy()
+            runner = runner_of(loaded, batch, options.piece_size, memory=critic.memory)
+            values: Float64 = runner.values(batch).double().cpu().numpy()
         begin = 0
         for source, row in placed:
             own = values[begin : begin + len(source)]
@@ -232,14 +230,6 @@ def _placed_rows(critic: Critic) -> Iterator[tuple[Int64, Batch]]:
             **placer.columns(nodes),
         )
         yield nodes.source, make_batch(row, multiple=row_multiple(critic.loaded.attention))
-
-
-def _values_of(critic: Critic, batch: Batch) -> Tensor:
-    limit, loaded = critic.options.piece_size, critic.loaded
-    if limit is not None and batch.num_tokens > limit:
-        return row_values_in_pieces(loaded, batch, CarryOptions(limit, memory=critic.memory))
-    batch = prepare_batch(loaded, batch)
-    return row_values(loaded, batch, torch.arange(batch.num_tokens, device=loaded.device))
 
 
 @naming_addresses()

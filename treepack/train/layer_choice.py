@@ -15,7 +15,9 @@ import torch
 
 from treepack.errors import TreepackError
 from treepack.memory.budget import available_memory
-from treepack.memory.offload import PAGE, Offload
+from treepack.memory.device_memory import free_memory
+from treepack.memory.host_pages import PAGE
+from treepack.memory.offload import Offload
 from treepack.memory.shortage import is_memory_error
 from treepack.model.layer_memory import (
     LayerBytes,
@@ -26,7 +28,6 @@ from treepack.model.layer_memory import (
     update_bytes,
 )
 from treepack.model.layers import adapt_layers, adapted_layers, set_recomputed
-from treepack.model.verify.verify_memory import free_memory
 from treepack.train.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -180,11 +181,14 @@ def layer_room(loaded: LoadedModel, num_tokens: int, *, chunk: int, states: int)
     `chunk` is the number of targets whose logits are in memory at a time, and `states` the bytes of the optimiser's
     states for each trained weight.
     """
-    free = free_memory(loaded.device)
-    assert free is not None
     total = torch.cuda.get_device_properties(loaded.device).total_memory
     update = update_bytes(loaded.model, state_bytes=states)
-    return free - _MARGIN * total - update - head_bytes(loaded.causal, chunk=chunk, num_tokens=num_tokens)
+    return (
+        free_memory(loaded.device)
+        - _MARGIN * total
+        - update
+        - head_bytes(loaded.causal, chunk=chunk, num_tokens=num_tokens)
+    )
 
 
 def describe_layers(layer: LayerBytes, room: float) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from treepack.attention import row_multiple
-from treepack.carry.backward import CarryOptions, row_scores
+from treepack.carry.backward import runner_of
 from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.carry.refusal import check_carry
 from treepack.data.batch import make_batch, names_of
@@ -30,16 +30,15 @@ from treepack.data.dataset import PackedDataset
 from treepack.data.joined import check_pass_tokens, consecutive, join_rows, usual_pass
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
+from treepack.memory.device_memory import free_memory
 from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.accept.compatibility import check_fits, position_limit
 from treepack.model.adapters.adapter import LoraOptions
-from treepack.model.forward import prepare_batch, row_logprobs
 from treepack.model.head.token_loss import CHUNK, filled_temperature
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.objective import GREEDY
 from treepack.model.objectives.temperature import refuse_temperatures, temperature_of_terms
-from treepack.model.verify.verify_memory import free_memory
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.train.ranks import find_device, find_dtype
@@ -179,13 +178,12 @@ def pass_size(pass_tokens: int | str, piece_size: int | None, device: torch.devi
 
 
 def carry_memory(device: torch.device) -> CarryMemory | None:
-    """Return the memory of keys and values of rows in pieces; None on the CPU, or if the free memory is not known.
+    """Return the memory of keys and values of rows in pieces; None on the CPU.
 
     Keys and values of layers beyond half of the free memory wait on the host; the other half is for a piece's layer and
     logits. The budget changes no result.
     """
-    free = free_memory(device)
-    return CarryMemory(device, CarryBudget(stack=int(free / 2))) if device.type == "cuda" and free is not None else None
+    return CarryMemory(device, CarryBudget(stack=free_memory(device) // 2)) if device.type == "cuda" else None
 
 
 def scored_rows(scoring: Scoring) -> Iterator[Row]:
@@ -238,16 +236,13 @@ def term_scores(
     temperature = filled_temperature(None if options.ignore_temperature else terms.temperature, options.temperature)
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.to(loaded.device)
-    limit = options.piece_size
-    if limit is None or batch.num_tokens <= limit:
-        batch = prepare_batch(loaded, batch)
-        scores = row_logprobs(loaded, batch, tokens, temperature=temperature, chunk=options.loss_chunk)
-    else:
-        # Without gradients all pieces may share the weights that autocast has cast, so they need no contexts of their
-        # own.
-        pieces = CarryOptions(limit, chunk=options.loss_chunk, memory=memory)
-        scores = row_scores(loaded, batch, tokens, pieces, temperature=temperature)
-    logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in scores)
+    # Without gradients all pieces may share the weights that autocast has cast, so they need no contexts of their own.
+    runner = runner_of(loaded, batch, options.piece_size, chunk=options.loss_chunk, memory=memory)
+    scores = runner.scores(batch, tokens, temperature=temperature)
+    assert scores.logprobs is not None
+    assert scores.entropies is not None
+    columns = (scores.logprobs, scores.entropies)
+    logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in columns)
     edges = (0, len(logprobs)) if batch.edges is None else batch.edges.terms
     return [(logprobs[begin:end], entropies[begin:end]) for begin, end in pairwise(edges)]
 

@@ -2,8 +2,7 @@
 
 run --choose_pieces--> the run with a number in place of "auto", and with memory for what is carried
 rows of a step --has_long_rows--> True if any row of it is longer than a piece; all ranks get the same answer
-batch --runs_in_pieces--> True if the row is longer than a piece; shorter rows run as without --carry
-backward_in_pieces, value_in_pieces    a row's part of a step's loss, with and without gradients
+batch --row_runner--> its runner: in pieces if the row is longer than a piece, else as a whole
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from treepack.carry.backward import CarryOptions, RowResult, backward_row, row_value
+from treepack.carry.backward import CarryOptions, runner_of
 from treepack.carry.limit import CarryPlan, plan_carry
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
@@ -24,10 +22,9 @@ from treepack.data.batch import Batch
 from treepack.data.mixture import AnyDataset
 from treepack.errors import TreepackError
 from treepack.memory.shortage import memory_errors
-from treepack.model.forward import prepare_batch, row_loss
+from treepack.model.forward import RowRunner, WholeRows
 from treepack.model.layer_memory import update_bytes
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.term_objective import PassLoss
 from treepack.train.layer_choice import host_room, state_bytes
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
@@ -145,11 +142,9 @@ def _longest_row(run: TrainingRun) -> int:
 
 def _sum_over_ranks(run: TrainingRun) -> None:
     """Sum the gradients of passes inside `whole_weights`, which would otherwise wait for the first step."""
-    row = prepare_batch(run.loaded, run.dataset.padding())
+    runner = WholeRows(run.loaded, autocast=functools.partial(lower_precision, run))
     with summing_gradients(run.loaded):
-        with lower_precision(run):
-            loss = run.loaded.compute(functools.partial(row_loss, run.loaded, row))
-        torch.autograd.backward(loss)
+        runner.backward(run.dataset.padding())
 
 
 def smallest(ranks: Ranks, number: int) -> int:
@@ -161,42 +156,28 @@ def smallest(ranks: Ranks, number: int) -> int:
 
 def has_long_rows(run: TrainingRun, rows: list[int]) -> bool:
     """Return True if any of `rows`, on whichever rank, is longer than a piece of the run."""
-    return _is_longer(run, int(run.dataset.num_tokens[rows].max()))
+    limit = _piece_size(run)
+    return limit is not None and int(run.dataset.num_tokens[rows].max()) > limit
 
 
-def runs_in_pieces(run: TrainingRun, batch: Batch) -> bool:
-    """Return True if the row is longer than a piece of the run."""
-    return _is_longer(run, batch.num_tokens)
-
-
-def _is_longer(run: TrainingRun, num_tokens: int) -> bool:
+def _piece_size(run: TrainingRun) -> int | None:
     limit = run.options.carry
     assert limit != "auto", "open_run chooses a number"
-    return limit is not None and num_tokens > int(limit)
+    return None if limit is None else int(limit)
 
 
-def backward_in_pieces(run: TrainingRun, batch: Batch, denominator: float, factors: Tensor | None) -> RowResult:
-    """Add the gradients of a row's part of a step's loss; arguments as in `step.pass_part`."""
-    return backward_row(run.loaded, batch, carry_options(run), **_loss(run, denominator, factors))
-
-
-def value_in_pieces(run: TrainingRun, batch: Batch, denominator: float, factors: Tensor | None) -> PassLoss:
-    """Return a row's part of a step's loss, without gradients; arguments as in `step.pass_part`."""
-    loss, sums = row_value(run.loaded, batch, carry_options(run), **_loss(run, denominator, factors))
-    return PassLoss(loss, loss[None], sums)
-
-
-def _loss(run: TrainingRun, denominator: float, factors: Tensor | None) -> dict[str, Any]:
-    return {"objective": run.options.objective, "factors": factors, "denominator": denominator}
-
-
-def carry_options(run: TrainingRun) -> CarryOptions:
-    """Return how a row of the run runs in pieces."""
+def row_runner(run: TrainingRun, batch: Batch) -> RowRunner:
+    """Return the runner of a row, or of joined rows: in pieces if it is longer than a piece of the run."""
     # A context for each pass and none around them: autocast keeps a weight that it has cast until the outermost context
     # ends. The cast of a push has no graph, and a later pass that took it would give the weight no gradient.
-    autocast = functools.partial(lower_precision, run)
-    limit = int(run.options.carry or 0)
-    return CarryOptions(limit, chunk=run.options.loss_chunk, memory=run.carry_memory, autocast=autocast)
+    return runner_of(
+        run.loaded,
+        batch,
+        _piece_size(run),
+        chunk=run.options.loss_chunk,
+        memory=run.carry_memory,
+        autocast=functools.partial(lower_precision, run),
+    )
 
 
 def lower_precision(run: TrainingRun) -> torch.autocast:

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from treepack.carry.backward import row_scores
 from treepack.data.batch import Batch, TermTensors
 from treepack.data.prefetch import read_pass
-from treepack.model.forward import prepare_batch, row_logprobs
 from treepack.model.head.token_loss import filled_temperature
-from treepack.train.pieces import carry_options, has_long_rows, lower_precision, runs_in_pieces
+from treepack.model.objectives.row_numbers import Reads
+from treepack.train.pieces import has_long_rows, row_runner
 from treepack.train.run import TrainingRun
 from treepack.train.sharding import whole_weights
 from treepack.train.step import step_memory_errors
@@ -103,26 +101,14 @@ def _sums(run: TrainingRun, batch: Batch) -> Tensor:
         temperature = torch.full((len(terms.tokens),), temperature)
     # All temperatures in one pass: tokens [4, 7] at [.7, 1] -> [4, 7, 4, 7, ...] at [.7, 1, .3, .3, .4, .4, ...]
     columns = [temperature[terms.index[chosen].long()].float(), *(torch.full((len(tokens),), t) for t in TEMPERATURES)]
-    options: Any = {"temperature": torch.cat(columns).to(loaded.device), "chunk": run.options.loss_chunk}
+    divisors = torch.cat(columns).to(loaded.device)
     every = tokens.to(loaded.device).repeat(len(columns))
-
-    def score() -> Tensor:
-        row = prepare_batch(loaded, batch)
-        return row_logprobs(loaded, row, every, with_entropies=False, **options)[0]
-
-    def score_in_pieces() -> Tensor:
-        carry = carry_options(run)
-        return row_scores(loaded, batch, every, carry, temperature=options["temperature"], with_entropies=False)[0]
-
     whole = whole_weights(loaded) if has_long_rows(run, run.schedule[0].rows) else nullcontext()
     # Eager, because layers that --compile prepared would be compiled again for a pass without gradients.
     with torch.no_grad(), whole, torch.compiler.set_stance("force_eager"), step_memory_errors(batch):
-        if runs_in_pieces(run, batch):
-            own = score_in_pieces()
-        else:
-            with lower_precision(run):
-                own = loaded.compute(score)
-    own = own.double().cpu().reshape(len(columns), -1)  # [1 + temperatures, terms]
+        scores = row_runner(run, batch).scores(batch, every, Reads(entropies=False), temperature=divisors)
+    assert scores.logprobs is not None
+    own = scores.logprobs.double().cpu().reshape(len(columns), -1)  # [1 + temperatures, terms]
     if loaded.root is not None:
         loaded.root.reshard()  # a forward pass without a backward pass leaves the root gathered
     differences = recorded[chosen] - own

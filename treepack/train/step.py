@@ -25,11 +25,11 @@ from treepack.data.transfers import sent
 from treepack.memory.shortage import memory_errors
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.experts.weights import cast_once
-from treepack.model.forward import hidden_states, pass_loss, prepare_batch
+from treepack.model.forward import hidden_states, prepare_batch
 from treepack.model.objectives.losses import step_means, sum_names
-from treepack.model.objectives.term_objective import PassLoss
+from treepack.model.objectives.row_numbers import LossPart, RowResult
 from treepack.train.passes import Pass
-from treepack.train.pieces import backward_in_pieces, has_long_rows, lower_precision, runs_in_pieces, value_in_pieces
+from treepack.train.pieces import has_long_rows, lower_precision, row_runner
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import learning_rate
 from treepack.train.sharding import summing_gradients, whole_weights
@@ -146,11 +146,10 @@ def forward_rows(run: TrainingRun, rows: list[int]) -> Report:
         for own, batch in zip(share, batches, strict=True):
             if not own and in_pieces:
                 continue  # no rank waits for another one
-            part = value_in_pieces if runs_in_pieces(run, batch) else pass_part
             with step_memory_errors(batch, carry=run.options.carry):
-                loss = part(run, batch, denominator, factors_of(own, factors))
+                result = row_runner(run, batch).loss(batch, _part(run, own, denominator, factors))
             if own:
-                report.add(own, batch, loss)
+                report.add(own, batch, result)
         if in_pieces:
             run.ranks.any(False)  # gloo waits 30 minutes for the slowest rank, and NCCL would wait 10
     if loaded.root is not None:
@@ -190,16 +189,15 @@ class Report:
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
         self.counts = {"tokens_flat": 0, "tokens_forward": 0, "tokens_backward": 0}
 
-    def add(self, rows: Pass, batch: Batch, loss: PassLoss, *, forward: int | None = None) -> None:
-        """Add the numbers of a pass, of which `forward` tokens ran forward, by default each one once."""
+    def add(self, rows: Pass, batch: Batch, result: RowResult) -> None:
+        """Add the numbers of a pass."""
         places = sent(torch.tensor([self.places[row] for row in rows]), self.device)
-        self.losses.index_add_(0, places, loss.rows.detach())
-        forward = batch.num_tokens if forward is None else forward
-        numbers = (batch.tokens_flat, forward, batch.num_tokens)
+        self.losses.index_add_(0, places, result.rows.detach())
+        numbers = (batch.tokens_flat, result.tokens_forward, result.tokens_backward)
         for name, number in zip(self.counts, numbers, strict=True):
             self.counts[name] += number
-        if loss.sums:
-            self.sums += torch.stack([loss.sums[name] for name in self.names])
+        if result.sums:
+            self.sums += torch.stack([result.sums[name] for name in self.names])
 
     def over_ranks(self) -> tuple[list[float], dict[str, int], dict[str, float]]:
         """Return losses, counts and sums of the step over all ranks; waits for the GPU."""
@@ -248,47 +246,27 @@ def _accumulate(
     report: Report,
 ) -> None:
     """Run forward and backward of one pass; `rows` is empty for padding, which every layer still computes."""
-    own = factors_of(rows, factors)
-    if rows and runs_in_pieces(run, batch):
-        result = backward_in_pieces(run, batch, denominator, own)
-        loss = PassLoss(result.loss, result.loss[None], result.sums)
-        report.add(rows, batch, loss, forward=result.tokens_forward)
-        return
     attached = nullcontext() if run.balance is None else run.balance.attached(batch.scale.to(run.loaded.device))
     with attached:
-        loss = pass_part(run, batch, denominator, own)
         # For padding too, whose loss is 0: FSDP gathers weights and sums gradients in the backward pass of all ranks.
-        torch.autograd.backward(loss.total)
+        result = row_runner(run, batch).backward(batch, _part(run, rows, denominator, factors))
     if rows:
-        report.add(rows, batch, loss)
+        report.add(rows, batch, result)
+
+
+def _part(run: TrainingRun, rows: Pass, denominator: float, factors: dict[int, Tensor | None]) -> LossPart:
+    """Return the part of a step's loss that a pass of `rows` has: that of sft, of 0 targets, for padding."""
+    objective, own = run.options.objective, factors_of(rows, factors)
+    if own is None and objective.has_values:
+        # FSDP gathers the weights of the value head on all ranks, so padding needs values too, of 0 trajectories.
+        own = torch.zeros(0, dtype=torch.float64)
+    return LossPart(denominator=denominator) if own is None else LossPart(objective, own)
 
 
 def factors_of(rows: Pass, factors: dict[int, Tensor | None]) -> Tensor | None:
     """Return the loss factors of the trajectories of a pass; None for sft and padding."""
     known = [each for row in rows if (each := factors[row]) is not None]
     return torch.cat(known) if known else None
-
-
-def pass_part(run: TrainingRun, batch: Batch, denominator: float, term_factors: Tensor | None) -> PassLoss:
-    """Return a pass's part of a step's loss.
-
-    Args:
-        run: the run.
-        batch: the rows of the pass.
-        denominator: total weight of the step's rows, for sft and padding.
-        term_factors: of `factors_of`; None for sft and padding.
-    """
-    loaded, chunk = run.loaded, run.options.loss_chunk
-    batch = prepare_batch(loaded, batch)
-    if term_factors is None and run.options.objective.has_values:
-        # FSDP gathers the weights of the value head on all ranks, so padding needs values too, of 0 trajectories.
-        term_factors = torch.zeros(0, dtype=torch.float64)
-
-    factors = None if term_factors is None else term_factors.to(loaded.device)
-    objective = run.options.objective
-    part = functools.partial(pass_loss, loaded, batch, objective, factors, denominator=denominator, chunk=chunk)
-    with lower_precision(run):
-        return loaded.compute(part)
 
 
 def _count_routes(run: TrainingRun, balance: RouterBalance, batches: list[Batch]) -> dict[str, float]:

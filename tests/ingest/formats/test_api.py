@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from support.readings import read_as
 from treepack.errors import TreepackError
-from treepack.ingest.formats import anthropic_messages, openai_chat, openai_responses
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.response_items import SUMMARY_NOTE
 from treepack.ingest.readers.reading import read_trajectories
+from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 ASK = {"role": "user", "content": "2 + 3?"}
@@ -35,11 +34,6 @@ def response(name: str, items: Any, text: str, **more: Any) -> dict[str, Any]:
     return {"id": name, "object": "response", "input": items, "output": output, **more}
 
 
-def read(reader: Any, *values: dict[str, Any]) -> list[Any]:
-    records = (Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1))
-    return list(reader.FORMAT.read_file(records, ReadOptions()))
-
-
 def outline(items: list[Any]) -> list[tuple[str, str | None, float | None, list[tuple[str, float]]]]:
     """Name, group, reward, and the content and weight of each message."""
     done = []
@@ -53,8 +47,8 @@ def outline(items: list[Any]) -> list[tuple[str, str | None, float | None, list[
 
 
 def test_calls_of_a_session_are_one_rollout_with_the_last_reward() -> None:
-    trajectories = read(
-        openai_chat,
+    trajectories = read_as(
+        "openai-chat",
         exchange([ASK], said("5"), session_id="s", group_id="g", reward=0.0),
         exchange([ASK], said("6"), session_id="t", group_id="g", reward=0.0),
         exchange([ASK, said("5"), MORE], said("Yes."), session_id="s", group_id="g", reward=1.0),
@@ -68,11 +62,11 @@ def test_calls_of_a_session_are_one_rollout_with_the_last_reward() -> None:
 def test_a_session_is_found_in_the_metadata_of_the_request_too() -> None:
     value = exchange([ASK], said("5"))
     value["request"]["metadata"] = {"session_id": "s"}
-    assert [name for name, *_ in outline(read(openai_chat, value))] == ["s"]
+    assert [name for name, *_ in outline(read_as("openai-chat", value))] == ["s"]
 
 
 def test_choices_of_one_request_are_a_group() -> None:
-    trajectories = read(openai_chat, exchange([ASK], said("5"), said("6")), exchange([ASK], said("7")))
+    trajectories = read_as("openai-chat", exchange([ASK], said("5"), said("6")), exchange([ASK], said("7")))
     assert [(name, group) for name, group, *_ in outline(trajectories)] == [
         ("c1/choice-0", "c1"),
         ("c1/choice-1", "c1"),
@@ -81,7 +75,7 @@ def test_choices_of_one_request_are_a_group() -> None:
 
 
 def test_a_refusal_is_an_answer_and_fields_of_the_api_are_no_part_of_it() -> None:
-    (trajectory,) = read(openai_chat, exchange([ASK], said(None, refusal="No.", annotations=[], audio=None)))
+    (trajectory,) = read_as("openai-chat", exchange([ASK], said(None, refusal="No.", annotations=[], audio=None)))
     assert outline([trajectory])[0][-1] == [("2 + 3?", 0.0), ("No.", 1.0)]
     assert trajectory.notes == ()
 
@@ -101,7 +95,7 @@ def test_token_ids_of_a_server_are_used_instead_of_the_text(*, named: bool) -> N
         choice["logprobs"] = logprobs(*zip(tokens, values, strict=True))
         if not named:
             choice["token_ids"] = ids
-    (trajectory,) = read(openai_chat, first, second)
+    (trajectory,) = read_as("openai-chat", first, second)
     content = trajectory.content
     assert isinstance(content, Tokens)
     assert content.tokens.tolist() == [1, 2, 7, 8, 3, 9]
@@ -114,9 +108,9 @@ def test_what_cannot_be_used_of_token_ids_is_noted() -> None:
     plain, with_ids = (exchange([ASK], said("5"), session_id="s") for _ in range(2))
     with_ids["response"]["choices"][0]["token_ids"] = [7]
     with_ids["response"]["prompt_token_ids"] = [1]
-    assert read(openai_chat, with_ids, plain)[0].notes[-1] == "token ids of some calls only, not used"
+    assert read_as("openai-chat", with_ids, plain)[0].notes[-1] == "token ids of some calls only, not used"
     with_ids["response"]["choices"][0] = {"message": said("5"), "logprobs": logprobs(("5", -1.0))}
-    assert read(openai_chat, with_ids)[0].notes == ("log-probabilities without token ids not used",)
+    assert read_as("openai-chat", with_ids)[0].notes == ("log-probabilities without token ids not used",)
 
 
 def batch_line(name: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -172,8 +166,8 @@ def test_two_requests_of_one_custom_id_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_response_is_asked_with_all_that_its_predecessor_was() -> None:
-    trajectories = read(
-        openai_responses,
+    trajectories = read_as(
+        "openai-responses",
         response("r1", "2 + 3?", "5", instructions="Count."),
         response("r2", "Sure?", "Yes.", instructions="Count.", previous_response_id="r1", reward=1),
     )
@@ -182,8 +176,8 @@ def test_a_response_is_asked_with_all_that_its_predecessor_was() -> None:
 
 
 def test_a_second_successor_is_a_rollout_of_the_same_group_that_trains_only_what_is_new() -> None:
-    trajectories = read(
-        openai_responses,
+    trajectories = read_as(
+        "openai-responses",
         response("r1", "2 + 3?", "5"),
         response("r2", "Sure?", "Yes.", previous_response_id="r1", reward=1),
         response("r3", "Sure?", "No.", previous_response_id="r1", reward=0),
@@ -197,8 +191,8 @@ def test_a_second_successor_is_a_rollout_of_the_same_group_that_trains_only_what
 
 
 def test_instructions_are_not_carried_over() -> None:
-    trajectories = read(
-        openai_responses,
+    trajectories = read_as(
+        "openai-responses",
         response("r1", "2 + 3?", "5", instructions="Count."),
         response("r2", "Sure?", "Yes.", previous_response_id="r1"),
     )
@@ -218,37 +212,37 @@ def test_a_conversation_goes_on_and_a_session_repeats_its_messages() -> None:
         response("r2", [ASK, said("5"), MORE], "Yes.", metadata={"session_id": "r1"}),
     ]
     texts = [("2 + 3?", 0.0), ("5", 1.0), ("Sure?", 0.0), ("Yes.", 1.0)]
-    assert outline(read(openai_responses, *conversation)) == [("r1", None, None, texts)]
-    assert outline(read(openai_responses, *session)) == [("r1", None, None, texts)]
+    assert outline(read_as("openai-responses", *conversation)) == [("r1", None, None, texts)]
+    assert outline(read_as("openai-responses", *session)) == [("r1", None, None, texts)]
 
 
 def test_calls_with_images_are_skipped_and_so_are_those_that_go_on_from_them() -> None:
     seen = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
-    skipped = [Skipped("log.jsonl:1", "images, audio and video are not read")]
-    assert read(openai_chat, exchange([seen], said("5"))) == skipped
+    skipped = [Skipped("r.jsonl:1", "images, audio and video are not read")]
+    assert read_as("openai-chat", exchange([seen], said("5"))) == skipped
     first = response("r1", [{"role": "user", "content": [{"type": "input_image"}]}], "5")
     second = response("r2", "Sure?", "Yes.", previous_response_id="r1")
-    lost = Skipped("log.jsonl:2", "response whose previous_response_id is not in the file")
-    assert read(openai_responses, first, second) == [*skipped, lost]
+    lost = Skipped("r.jsonl:2", "response whose previous_response_id is not in the file")
+    assert read_as("openai-responses", first, second) == [*skipped, lost]
 
 
 def test_an_item_that_the_input_refers_to_is_put_in_its_place() -> None:
     first, second = response("r1", "2 + 3?", "5"), response("r2", [ASK], "Yes.")
     first["output"][0]["id"] = "m1"
     second["input"] = [ASK, {"type": "item_reference", "id": "m1"}, MORE]
-    items = read(openai_responses, first, second)
+    items = read_as("openai-responses", first, second)
     assert outline(items)[1][-1] == [("2 + 3?", 0.0), ("5", 0.0), ("Sure?", 0.0), ("Yes.", 1.0)]
     second["input"][1]["id"] = "m2"
-    assert read(openai_responses, second) == [
-        Skipped("log.jsonl:1", "response whose input refers to an item that is not in the file")
+    assert read_as("openai-responses", second) == [
+        Skipped("r.jsonl:1", "response whose input refers to an item that is not in the file")
     ]
 
 
 def test_a_response_that_is_logged_without_its_input_is_skipped() -> None:
     alone = response("r1", "2 + 3?", "5")
     del alone["input"]
-    assert openai_responses.FORMAT.matches(alone)
-    assert read(openai_responses, alone) == [Skipped("log.jsonl:1", "response without its input")]
+    assert formats_by_name()["openai-responses"].matches(alone)
+    assert read_as("openai-responses", alone) == [Skipped("r.jsonl:1", "response without its input")]
 
 
 def test_a_response_without_its_predecessor_is_skipped_and_a_summary_is_noted_once() -> None:
@@ -256,19 +250,19 @@ def test_a_response_without_its_predecessor_is_skipped_and_a_summary_is_noted_on
     first, second = response("r1", "2 + 3?", "5"), response("r2", "Sure?", "Yes.", previous_response_id="r1")
     for value in (first, second):
         value["output"].insert(0, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Adding."}]})
-    skipped, trajectory = read(openai_responses, lost, first, second)
-    assert skipped == Skipped("log.jsonl:1", "response whose previous_response_id is not in the file")
+    skipped, trajectory = read_as("openai-responses", lost, first, second)
+    assert skipped == Skipped("r.jsonl:1", "response whose previous_response_id is not in the file")
     assert trajectory.notes == (SUMMARY_NOTE,)
 
 
 @pytest.mark.parametrize(
-    ("reader", "asks", "answers"), [(openai_chat, "messages", "choices"), (openai_responses, "input", "output")]
+    ("reader", "asks", "answers"), [("openai-chat", "messages", "choices"), ("openai-responses", "input", "output")]
 )
-def test_half_a_pair_is_refused(reader: Any, asks: str, answers: str) -> None:
+def test_half_a_pair_is_refused(reader: str, asks: str, answers: str) -> None:
     with pytest.raises(TreepackError) as caught:
-        read(reader, {"request": {"model": "m"}, "response": {}})
+        read_as(reader, {"request": {"model": "m"}, "response": {}})
     expected = f"is not a pair of a request with {asks} and a response with {answers}; expected one pair per record"
-    assert str(caught.value) == f"log.jsonl:1: {expected}"
+    assert str(caught.value) == f"r.jsonl:1: {expected}"
 
 
 def anthropic(messages: list[Any], *blocks: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -281,8 +275,8 @@ def test_calls_of_anthropics_api_in_one_session_are_one_conversation() -> None:
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "5"}]}
     second = [ASK, {"role": "assistant", "content": [use]}, result]
     first = anthropic([ASK], use, session_id="s")
-    (item,) = read(
-        anthropic_messages, first, anthropic(second, {"type": "text", "text": "5"}, session_id="s", reward=1)
+    (item,) = read_as(
+        "anthropic-messages", first, anthropic(second, {"type": "text", "text": "5"}, session_id="s", reward=1)
     )
     assert (item.trajectory_id, item.reward) == ("s", 1.0)
     assert [message["role"] for message in item.content.messages] == [
@@ -297,6 +291,6 @@ def test_calls_of_anthropics_api_in_one_session_are_one_conversation() -> None:
 
 def test_a_call_of_anthropics_api_without_a_session_is_named_after_its_response() -> None:
     image = {"role": "user", "content": [{"type": "image", "source": {}}]}
-    items = read(anthropic_messages, anthropic([ASK], {"type": "text", "text": "5"}), anthropic([image]))
+    items = read_as("anthropic-messages", anthropic([ASK], {"type": "text", "text": "5"}), anthropic([image]))
     assert [getattr(item, "trajectory_id", None) for item in items] == [None, "msg_1"]
     assert items[0].reason == "images, audio and video are not read"

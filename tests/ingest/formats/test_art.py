@@ -11,14 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
 
 from support.paths import ROLLOUTS
-from support.token_rollouts import Conversation, back, conversations
+from support.readings import Items, read_as, trajectories
+from support.token_rollouts import back
 from treepack.errors import TreepackError
-from treepack.ingest.formats import art
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.files.yaml_files import read_yaml
 from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
@@ -27,16 +24,16 @@ GROUP = json.loads((ROLLOUTS / "art.jsonl").read_text())
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 
 
-def items(value: dict[str, Any]) -> list[Trajectory | Skipped]:
-    return list(art.read_art(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+def items(value: dict[str, Any]) -> Items:
+    return read_as("art", value)
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:
-    return [item for item in items(value) if isinstance(item, Trajectory)]
+    return trajectories(items(value))
 
 
-def chats(trajectories: list[Trajectory]) -> list[Chat]:
-    return [item.content for item in trajectories if isinstance(item.content, Chat)]
+def chats(found: list[Trajectory]) -> list[Chat]:
+    return [item.content for item in found if isinstance(item.content, Chat)]
 
 
 def without(value: Any, *names: str) -> Any:
@@ -58,16 +55,16 @@ def test_choices_with_token_ids_are_joined_where_they_continue_each_other() -> N
 
 
 def test_ids_of_completions_are_found_in_the_names_of_their_tokens() -> None:
-    trajectories = read(without(GROUP, "token_ids"))
-    assert [back(item) for item in trajectories] == [back(item) for item in read(GROUP)]
+    found = read(without(GROUP, "token_ids"))
+    assert [back(item) for item in found] == [back(item) for item in read(GROUP)]
 
 
 def test_without_prompts_as_token_ids_choices_are_trained_as_messages() -> None:
-    trajectories = read(without(GROUP, "prompt_token_ids", "logprobs"))
-    assert [chat.message_weights for chat in chats(trajectories)] == [[0, 0, 1, 0, 1], [0, 1], [0, 0, 1]]
-    assert chats(trajectories)[0].messages[2]["tool_calls"][0]["function"]["name"] == "add"
-    assert chats(trajectories)[0].tools is not None
-    assert chats(trajectories)[1].tools is None
+    found = read(without(GROUP, "prompt_token_ids", "logprobs"))
+    assert [chat.message_weights for chat in chats(found)] == [[0, 0, 1, 0, 1], [0, 1], [0, 0, 1]]
+    assert chats(found)[0].messages[2]["tool_calls"][0]["function"]["name"] == "add"
+    assert chats(found)[0].tools is not None
+    assert chats(found)[1].tools is None
 
 
 def test_an_assistant_message_that_is_no_choice_is_not_trained() -> None:
@@ -127,14 +124,3 @@ def test_yaml_that_holds_code_or_cannot_be_read_is_refused(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(TreepackError, match=r"^r.yaml: is YAML; install pyyaml"):
         read_yaml(b"[]", "r.yaml")
-
-
-@given(conversations())
-def test_choices_with_token_ids_come_back(talk: Conversation) -> None:
-    choices: list[dict[str, Any]] = []
-    for prompt, reply, values in zip(talk.prompts, talk.responses, talk.logprobs, strict=True):
-        content = [{"token": f"token_id:{token}", "logprob": value} for token, value in zip(reply, values, strict=True)]
-        choice = {"message": ANSWER, "prompt_token_ids": prompt, "token_ids": reply, "logprobs": {"content": content}}
-        choices += [USER, choice]
-    (trajectory,) = read({"messages_and_choices": choices, "reward": 0.5})
-    assert back(trajectory) == talk.expected(0.5)

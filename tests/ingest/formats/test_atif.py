@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.logs import chats, read_value, reasons, turns
+from support.readings import chats, read_value, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import atif
 from treepack.ingest.readers.reading import read_trajectories

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.logs import chats, reasons, turns
 from support.paths import ROLLOUTS
+from support.readings import Items, chats, read_whole, reasons, said_in, turns
 from treepack.ingest.formats import claude_code
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import MAX_INSIDE, Skipped, Trajectory
@@ -23,9 +21,8 @@ from treepack.trajectory import MAX_INSIDE, Skipped, Trajectory
 Line = dict[str, Any]
 
 
-def read(lines: list[Line]) -> list[Trajectory | Skipped]:
-    records = (Record(f"s.jsonl:{number}", "s.jsonl", value) for number, value in enumerate(lines, 1))
-    return list(claude_code.FORMAT.trajectories(records, ReadOptions()))
+def read(lines: list[Line]) -> Items:
+    return read_whole("claude-code", *lines)
 
 
 def entry(uuid: str, parent: str | None, kind: str = "user", content: Any = None, **more: Any) -> Line:
@@ -40,14 +37,6 @@ def block(uuid: str, parent: str | None, name: str, part: Any, **more: Any) -> L
 
 def text(words: str) -> dict[str, str]:
     return {"type": "text", "text": words}
-
-
-def said_in(items: list[Trajectory | Skipped]) -> dict[str, str]:
-    """The texts of each trajectory; small letters are not trained."""
-    return {
-        item.trajectory_id: " ".join(words.upper() if weight else words.lower() for _, words, weight in turns(content))
-        for item, content in chats(items)
-    }
 
 
 @dataclass
@@ -252,6 +241,6 @@ def test_a_call_after_an_image_is_left_out_and_counted() -> None:
 def test_a_file_without_a_turn_is_skipped() -> None:
     title = {"type": "summary", "summary": "Files", "leafUuid": "x"}
     (skipped,) = read([title])
-    assert skipped == Skipped("s.jsonl", claude_code.NO_CALL, is_rollout=False)
+    assert skipped == Skipped("r.jsonl", claude_code.NO_CALL, is_rollout=False)
     (beside,) = read([{"agentType": "general-purpose", "toolUseId": "toolu_1"}])
-    assert beside == Skipped("s.jsonl:1", claude_code.SUB_AGENT, is_rollout=False)
+    assert beside == Skipped("r.jsonl:1", claude_code.SUB_AGENT, is_rollout=False)

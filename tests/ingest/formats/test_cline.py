@@ -9,41 +9,27 @@ from typing import Any
 
 import pytest
 
-from support.logs import chats, reasons, turns
 from support.paths import ROLLOUTS
+from support.readings import Items, chats, notes_of, read_whole, reasons, said_in
 from treepack.errors import TreepackError
 from treepack.ingest.formats import cline
-from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.reading import detect_format, read_trajectories
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Trajectory
 
 Message = dict[str, Any]
-Items = list[Trajectory | Skipped]
 PATH = "tasks/17/api_conversation_history.json"
 
 
 def read(*messages: Message) -> Items:
-    records = (Record(f"{PATH}[{number}]", PATH, value) for number, value in enumerate(messages))
-    return list(cline.FORMAT.trajectories(records, ReadOptions()))
+    return read_whole("cline", *messages, path=PATH)
 
 
 def say(text: str, **more: Any) -> Message:
     """A message of the model if the text is a capital letter, else of the user."""
     role = "assistant" if text[0].isupper() else "user"
     return {"role": role, "content": [{"type": "text", "text": text}], "ts": 1} | more
-
-
-def said_in(items: Items) -> dict[str, str]:
-    return {
-        item.trajectory_id: " ".join(words.upper() if weight else words.lower() for _, words, weight in turns(content))
-        for item, content in chats(items)
-    }
-
-
-def notes(items: Items) -> list[str]:
-    return [note for item in items if isinstance(item, Trajectory) for note in item.notes]
 
 
 def test_a_task_is_named_after_its_folder_and_trains_every_answer() -> None:
@@ -61,7 +47,7 @@ def test_a_summary_of_the_model_is_context_and_messages_without_the_mark_stay() 
     summary = say("Z", isSummary=True, condenseId="k")
     items = read(say("q"), say("A", condenseParent="k"), summary, say("r"), say("B"))
     assert said_in(items) == {"17/turn-1": "q A", "17/turn-2": "q z r B"}
-    assert cline.SUMMARY_NOTE in notes(items)
+    assert cline.SUMMARY_NOTE in notes_of(items)
 
 
 def test_a_truncation_hides_messages_and_the_results_of_hidden_calls() -> None:
@@ -84,7 +70,7 @@ def test_a_truncation_hides_messages_and_the_results_of_hidden_calls() -> None:
 def test_what_the_program_broke_off_or_wrote_is_context(turn: Message, note: str) -> None:
     items = read(say("q"), turn, say("r"), say("B"))
     assert said_in(items)["17"] == f"q {turn['content'][0]['text'].lower()} r B"
-    assert note in notes(items)
+    assert note in notes_of(items)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +97,7 @@ def test_encrypted_reasoning_is_noted_and_calls_after_an_image_are_left_out() ->
     image = say("i", content=[{"type": "image", "source": {}}])
     items = read(say("q"), hidden, say("A"), image, say("B"))
     assert said_in(items) == {"17": "q A"}
-    assert {cline.REASONING_NOTE, f"call not used: {MEDIA_REASON}"} <= set(notes(items))
+    assert {cline.REASONING_NOTE, f"call not used: {MEDIA_REASON}"} <= set(notes_of(items))
 
 
 def test_a_session_has_its_system_prompt_files_and_results_that_are_objects() -> None:
@@ -164,7 +150,7 @@ def test_a_field_of_another_type_is_refused(more: Message, fault: str) -> None:
 
 
 def test_marks_that_replace_nothing_and_turns_without_text_are_noted() -> None:
-    found = notes(
+    found = notes_of(
         read(say("q"), say("A") | {"content": ""}, say("r", isSummary=True), say("s", condenseId="k"), say("B"))
     )
     assert {"isSummary without condenseId, so no message is replaced", cline.EMPTY_NOTE} <= set(found)

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 
-from support.logs import chats, reasons, turns
 from support.paths import ROLLOUTS
+from support.readings import Items, chats, read_whole, reasons, said_in, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import codex
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.messages.response_items import ENCRYPTED_NOTE
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import MAX_INSIDE, Skipped, Trajectory
+from treepack.trajectory import MAX_INSIDE, Trajectory
 
 Line = dict[str, Any]
 
@@ -40,20 +38,13 @@ def talk(letters: str) -> list[Line]:
     return [item(**message("assistant" if each.isupper() else "user", each)) for each in letters]
 
 
-def read(*lines: Line) -> list[Trajectory | Skipped]:
-    rows = [line("session_meta", id="S", base_instructions={"text": "b"}), *lines]
-    records = (Record(f"r.jsonl:{number}", "r.jsonl", value) for number, value in enumerate(rows, 1))
-    return list(codex.FORMAT.trajectories(records, ReadOptions()))
+def read(*lines: Line) -> Items:
+    return read_whole("codex", line("session_meta", id="S", base_instructions={"text": "b"}), *lines)
 
 
-def said_in(*lines: Line) -> dict[str, str]:
-    """The texts of each trajectory after the base instructions; small letters are not trained."""
-    return {
-        each.trajectory_id: "".join(
-            words.upper() if weight else words.lower() for _, words, weight in turns(content)[1:]
-        )
-        for each, content in chats(read(*lines))
-    }
+def letters(*lines: Line) -> dict[str, str]:
+    """The texts of each trajectory after the base instructions "b"; small letters are not trained."""
+    return {name: said.removeprefix("b") for name, said in said_in(read(*lines), "").items()}
 
 
 def compacted(*items: Line, **more: Any) -> Line:
@@ -96,28 +87,28 @@ def test_the_sample_is_read_as_it_was_sent() -> None:
 
 
 def test_a_session_that_only_grows_is_one_trajectory() -> None:
-    assert said_in(*talk("qAbB")) == {"S": "qAbB"}
+    assert letters(*talk("qAbB")) == {"S": "qAbB"}
 
 
 def test_a_compaction_starts_a_trajectory_from_its_history() -> None:
     lines = [*talk("qA"), compacted(message("user", "q"), message("user", "z")), *talk("bB")]
-    assert said_in(*lines) == {"S/turn-1": "qA", "S/turn-2": "qzbB"}
+    assert letters(*lines) == {"S/turn-1": "qA", "S/turn-2": "qzbB"}
 
 
 def test_a_compaction_without_a_history_keeps_the_messages_of_the_user() -> None:
-    assert said_in(*talk("qA"), compacted(), *talk("bB")) == {"S/turn-1": "qA", "S/turn-2": "qzbB"}
+    assert letters(*talk("qA"), compacted(), *talk("bB")) == {"S/turn-1": "qA", "S/turn-2": "qzbB"}
 
 
 def test_turns_that_the_user_takes_back_are_trained_once_and_not_in_later_prompts() -> None:
     back = line("event_msg", type="thread_rolled_back", num_turns=1)
-    assert said_in(*talk("qAbB"), back, *talk("cC")) == {"S/turn-1": "qAbB", "S/turn-3": "qacC"}
+    assert letters(*talk("qAbB"), back, *talk("cC")) == {"S/turn-1": "qAbB", "S/turn-3": "qacC"}
 
 
 def test_context_of_codex_is_no_turn_of_the_user() -> None:
     context = item(**message("user", "<cwd/>"))
     back = line("event_msg", type="thread_rolled_back", num_turns=1)
     lines = [context, *talk("qA"), context, *talk("bB"), back, *talk("cC")]
-    assert said_in(*lines)["S/turn-3"] == "<cwd/>qa<cwd/>cC"
+    assert letters(*lines)["S/turn-3"] == "<cwd/>qa<cwd/>cC"
 
 
 def test_reasoning_that_is_encrypted_is_counted() -> None:
@@ -152,14 +143,6 @@ def spawned_by(parent: str) -> dict[str, Any]:
     return {"source": {"subagent": {"thread_spawn": {"parent_thread_id": parent, "depth": 1}}}}
 
 
-def texts(folder: Path) -> dict[str, str]:
-    """The texts of each trajectory in `folder`; small letters are not trained."""
-    return {
-        each.trajectory_id: "".join(words.upper() if weight else words.lower() for _, words, weight in turns(content))
-        for each, content in chats(read_trajectories([folder]))
-    }
-
-
 def test_a_session_and_its_sub_agents_are_one_rollout_over_files(tmp_path: Path) -> None:
     for number, (name, parent) in enumerate({"S": None, "T": "S", "U": "T", "V": None, "W": "gone"}.items()):
         meta = {"id": name} | (spawned_by(parent) if parent else {})
@@ -178,6 +161,6 @@ def test_turns_that_a_fork_copied_are_trained_in_their_own_session_only(tmp_path
     write(tmp_path / "rollout-1-S.jsonl", {"id": "S"}, *talk("qArBsC"))
     fork = [line("session_meta", id="S"), *talk("qAxrBtDsC")]
     write(tmp_path / "rollout-2-T.jsonl", {"id": "T"} | origin, *fork)
-    assert texts(tmp_path) == {"S": "qArBsC", "T": "qaxrbtDsC"}
+    assert said_in(read_trajectories([tmp_path]), "") == {"S": "qArBsC", "T": "qaxrbtDsC"}
     (tmp_path / "rollout-1-S.jsonl").unlink()
-    assert texts(tmp_path) == {"T": "qAxrBtDsC"}
+    assert said_in(read_trajectories([tmp_path]), "") == {"T": "qAxrBtDsC"}

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.logs import chats, reasons, turns
+from support.readings import Items, chats, notes_of, read_whole, reasons, said_in, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import gemini_cli, qwen_code
-from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.messages.gemini_parts import (
@@ -23,34 +22,16 @@ from treepack.ingest.readers.messages.gemini_parts import (
 )
 from treepack.ingest.readers.messages.normal_form import normalise_messages
 from treepack.ingest.readers.reading import detect_format
-from treepack.trajectory import Skipped, Trajectory
 
 Line = dict[str, Any]
-Items = list[Trajectory | Skipped]
-
-
-def records(lines: list[Line], path: str) -> list[Record]:
-    return [Record(f"{path}:{number}", path, value) for number, value in enumerate(lines, 1)]
 
 
 def read_qwen(*lines: Line) -> Items:
-    return list(qwen_code.FORMAT.trajectories(records(list(lines), "s.jsonl"), ReadOptions()))
+    return read_whole("qwen-code", *lines)
 
 
 def read_gemini(*lines: Line) -> Items:
-    return list(gemini_cli.FORMAT.trajectories(records(list(lines), "session.jsonl"), ReadOptions()))
-
-
-def said_in(items: Items) -> dict[str, str]:
-    """The texts of each trajectory; those that are trained are capitals."""
-    return {
-        item.trajectory_id: " ".join(words.upper() if weight else words.lower() for _, words, weight in turns(content))
-        for item, content in chats(items)
-    }
-
-
-def notes(items: Items) -> list[str]:
-    return [note for item in items if isinstance(item, Trajectory) for note in item.notes]
+    return read_whole("gemini-cli", *lines)
 
 
 def entry(uuid: str, parent: str | None, text: str | None = None, **more: Any) -> Line:
@@ -161,14 +142,14 @@ def test_calls_after_an_image_are_left_out() -> None:
     image = {"role": "user", "parts": [{"inlineData": {"mimeType": "image/png", "data": ""}}]}
     items = read_qwen(entry("q", None), entry("A", "q"), entry("i", "A", message=image), entry("B", "i"))
     assert said_in(items) == {"S": "q A"}
-    assert f"call not used: {MEDIA_REASON}" in notes(items)
+    assert f"call not used: {MEDIA_REASON}" in notes_of(items)
 
 
 def test_sessions_of_qwen_code_and_claude_code_are_told_by_their_messages() -> None:
-    assert detect_format(records([entry("q", None)], "s")[0]) == "qwen-code"
-    assert detect_format(records([payload("q", None, "ui_telemetry", uiEvent={})], "s")[0]) == "qwen-code"
+    assert detect_format(Record("s:1", "s", entry("q", None))) == "qwen-code"
+    assert detect_format(Record("s:1", "s", payload("q", None, "ui_telemetry", uiEvent={}))) == "qwen-code"
     block = {"role": "user", "content": "q"}
-    assert detect_format(records([entry("q", None, message=block)], "s")[0]) == "claude-code"
+    assert detect_format(Record("s:1", "s", entry("q", None, message=block))) == "claude-code"
 
 
 HEADER = {"sessionId": "G", "projectHash": "h"}
@@ -213,12 +194,12 @@ def test_calls_of_gemini_cli_have_their_results_and_missing_ones_are_noted() -> 
     ((_, chat),) = chats(items)
     assert [call["id"] for call in chat.messages[1]["tool_calls"]] == ["c", "d"]
     assert chat.messages[2] == {"role": "tool", "content": "e", "name": "f", "tool_call_id": "c"}
-    assert gemini_cli.RESULT_NOTE in notes(items)
+    assert gemini_cli.RESULT_NOTE in notes_of(items)
 
 
 def test_thoughts_without_an_answer_are_noted() -> None:
     lonely = message("A", content="", thoughts=[{"subject": "s"}])
-    assert gemini_cli.THOUGHTS_NOTE in notes(read_gemini(HEADER, message("q"), lonely, message("B")))
+    assert gemini_cli.THOUGHTS_NOTE in notes_of(read_gemini(HEADER, message("q"), lonely, message("B")))
     assert reasons(read_gemini(HEADER, message("q"))) == [gemini_cli.NO_CALL]
 
 
@@ -246,7 +227,7 @@ def test_the_response_of_a_function_is_its_only_text_or_json(response: Any, text
 
 def test_a_content_of_another_role_is_refused() -> None:
     with pytest.raises(TreepackError, match="role 'critic'; expected user or model"):
-        messages_of_content(content("critic", "x"), where="s.jsonl:1")
+        messages_of_content(content("critic", "x"), where="r.jsonl:1")
 
 
 @pytest.mark.parametrize(
@@ -275,17 +256,17 @@ def test_both_names_of_calls_and_results_are_read_and_other_fields_are_noted(cal
 )
 def test_a_text_or_a_mark_of_another_type_is_refused(part: dict[str, Any], fault: str) -> None:
     with pytest.raises(TreepackError, match=re.escape(fault)):
-        messages_of_content({"role": "model", "parts": [part]}, where="s.jsonl:1")
+        messages_of_content({"role": "model", "parts": [part]}, where="r.jsonl:1")
 
 
 def test_parts_as_json_text_are_refused() -> None:
     with pytest.raises(TreepackError, match="expected a list of objects"):
-        messages_of_content({"role": "model", "parts": '[{"text": "x"}]'}, where="s.jsonl:1")
+        messages_of_content({"role": "model", "parts": '[{"text": "x"}]'}, where="r.jsonl:1")
 
 
 def test_messages_of_gemini_cli_that_are_not_read_are_noted() -> None:
     lines = [message("q"), message("A", content=""), message("i", type="info"), message("B")]
-    found = notes(read_gemini(HEADER, *lines))
+    found = notes_of(read_gemini(HEADER, *lines))
     assert "message of type 'info' not used" in found
     assert EMPTY_NOTE in found
 
@@ -304,11 +285,13 @@ def test_a_message_of_gemini_cli_of_another_form_is_refused(more: Line, fault: s
 
 
 def test_a_history_of_qwen_code_without_its_beginning_is_noted() -> None:
-    assert qwen_code.PARENT_NOTE in notes(read_qwen(entry("q", "lost"), entry("A", "q")))
-    assert qwen_code.ROOT_NOTE in notes(read_qwen(entry("q", None), entry("A", "q"), entry("r", None), entry("B", "r")))
+    assert qwen_code.PARENT_NOTE in notes_of(read_qwen(entry("q", "lost"), entry("A", "q")))
+    assert qwen_code.ROOT_NOTE in notes_of(
+        read_qwen(entry("q", None), entry("A", "q"), entry("r", None), entry("B", "r"))
+    )
 
 
 @pytest.mark.parametrize("field", ["uuid", "parentUuid", "type", "subtype"])
 def test_a_line_of_qwen_code_with_a_field_of_another_type_is_refused(field: str) -> None:
-    with pytest.raises(TreepackError, match=rf"s.jsonl:2: {field} is \[\]; expected text"):
+    with pytest.raises(TreepackError, match=rf"r.jsonl:2: {field} is \[\]; expected text"):
         read_qwen(entry("q", None), entry("A", "q") | {field: []})

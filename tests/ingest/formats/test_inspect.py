@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from support.logs import chats, read_value, reasons, turns
 from support.paths import ROLLOUTS
+from support.readings import chats, read_value, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import inspect
 from treepack.ingest.readers.fields.read_options import ReadOptions

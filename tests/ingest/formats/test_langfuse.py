@@ -9,31 +9,18 @@ from typing import Any
 import pytest
 
 from support.paths import ROLLOUTS
+from support.readings import Items, notes_of, only_chat, read_as, read_whole, reasons
 from treepack.errors import TreepackError
-from treepack.ingest.formats.langfuse import FORMAT, read_langfuse
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import Chat, Skipped, Trajectory
+from treepack.trajectory import Skipped
 
 SAMPLE = ROLLOUTS / "langfuse"
 ASK = {"role": "user", "content": "2 + 3?"}
 FIVE = {"role": "assistant", "content": "5"}
 
 
-def read(*values: dict[str, Any], **options: Any) -> list[Any]:
-    records = (Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1))
-    return list(read_langfuse(records, ReadOptions(**options)))
-
-
-def only(items: list[Any]) -> tuple[Trajectory, Chat]:
-    (trajectory,) = (item for item in items if isinstance(item, Trajectory))
-    assert isinstance(trajectory.content, Chat)
-    return trajectory, trajectory.content
-
-
-def reasons(items: list[Any]) -> list[str]:
-    return [item.reason for item in items if isinstance(item, Skipped)]
+def read(*values: dict[str, Any], **options: Any) -> Items:
+    return read_as("langfuse", *values, **options)
 
 
 def generation(number: int, prompt: Any, answer: Any, **more: Any) -> dict[str, Any]:
@@ -46,14 +33,12 @@ def score(value: Any, name: str = "right", **more: Any) -> dict[str, Any]:
 
 
 def noted(*values: dict[str, Any]) -> set[str]:
-    """Notes of all trajectories, those on unused fields among them."""
-    records = [Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1)]
-    items = FORMAT.trajectories(records, ReadOptions())
-    return {note for item in items if isinstance(item, Trajectory) for note in item.notes}
+    """Notes of all trajectories, also on unused fields."""
+    return set(notes_of(read_whole("langfuse", *values)))
 
 
 def test_a_trace_with_the_name_of_a_trace_in_it_is_no_observation() -> None:
-    _, content = only(read({"id": "t", "traceId": "t", "observations": [generation(1, "2 + 3?", "5")]}))
+    _, content = only_chat(read({"id": "t", "traceId": "t", "observations": [generation(1, "2 + 3?", "5")]}))
     assert content.messages[-1]["content"] == "5"
 
 
@@ -78,7 +63,7 @@ def test_metadata_of_an_observation_and_other_definitions_of_tools_are_noted() -
 
 
 def test_every_kind_of_export_gives_the_same_conversation() -> None:
-    found = [only(list(read_trajectories([path])))[1] for path in sorted(SAMPLE.iterdir())]
+    found = [only_chat(list(read_trajectories([path])))[1] for path in sorted(SAMPLE.iterdir())]
     assert len(found) == 5
     assert all(content == found[0] for content in found)
     assert found[0].message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
@@ -112,7 +97,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
     ],
 )  # fmt: skip
 def test_a_call_may_be_logged_in_many_forms(prompt: Any, answer: Any) -> None:
-    trajectory, content = only(read(generation(1, prompt, answer)))
+    trajectory, content = only_chat(read(generation(1, prompt, answer)))
     assert [(message["role"], message["content"]) for message in content.messages] == [
         ("user", "2 + 3?"),
         ("assistant", "5"),
@@ -135,7 +120,7 @@ def test_a_call_may_be_logged_in_many_forms(prompt: Any, answer: Any) -> None:
     ],
 )
 def test_a_tool_call_may_be_logged_in_many_forms(answer: Any) -> None:
-    _, content = only(read(generation(1, [ASK], answer)))
+    _, content = only_chat(read(generation(1, [ASK], answer)))
     (call,) = content.messages[-1]["tool_calls"]
     assert (call["function"]["name"], call["function"]["arguments"]) in [("f", {}), ("f", "{}")]
 
@@ -151,7 +136,7 @@ def test_gemini_logs_thoughts_and_results_as_parts() -> None:
     ]
     config = {"system_instruction": "Count.", "tools": [{"function_declarations": [{"name": "f"}]}], "temperature": 0.5}
     answer = {"candidates": [{"content": {"parts": [{"text": "5"}], "role": "model"}, "finish_reason": "STOP"}]}
-    _, content = only(read(generation(1, {"contents": contents, "config": config}, answer)))
+    _, content = only_chat(read(generation(1, {"contents": contents, "config": config}, answer)))
     assert [each["role"] for each in content.messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert content.messages[2]["reasoning_content"] == "Add."
     assert content.messages[3]["content"] == '{"sum": 5}'
@@ -162,7 +147,7 @@ def test_gemini_logs_thoughts_and_results_as_parts() -> None:
 def test_schemas_and_tool_names_that_langchain_logs_as_messages_are_understood() -> None:
     schema = {"role": "tool", "content": {"type": "function", "function": {"name": "f", "parameters": {}}}}
     called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    _, content = only(
+    _, content = only_chat(
         read(generation(1, [ASK, called, {"role": "f", "content": "5", "additional_kwargs": {}}, schema], FIVE))
     )
     assert [each["role"] for each in content.messages] == ["user", "assistant", "tool", "assistant"]
@@ -173,7 +158,7 @@ def test_schemas_and_tool_names_that_langchain_logs_as_messages_are_understood()
 def test_fields_of_requests_and_responses_that_are_not_understood_are_noted() -> None:
     request = {"messages": [ASK], "verdict": "right"}
     response = {"choices": [{"message": FIVE | {"grade": 2}, "mark": 1}], "rank": 3}
-    trajectory, _ = only(read(generation(1, request, response)))
+    trajectory, _ = only_chat(read(generation(1, request, response)))
     fields = ("request.verdict", "grade", "choice.mark", "response.rank")
     assert trajectory.notes == tuple(f"message field '{field}' not used" for field in fields)
 
@@ -184,23 +169,23 @@ def test_a_result_that_langfuse_has_parsed_is_text_again() -> None:
         {"role": "assistant", "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "c", "content": {"sum": 5}},
     ]
-    _, content = only(read(generation(1, asked, FIVE)))
+    _, content = only_chat(read(generation(1, asked, FIVE)))
     assert content.messages[2]["content"] == '{"sum": 5}'
 
 
 def test_scores_are_rewards_by_name_and_labels_are_noted() -> None:
     scores = [score(0.5), score(1.0), score(1, "short", dataType="BOOLEAN"), score(0, "tone", dataType="CATEGORICAL")]
     value = {"id": "t", "observations": [generation(1, [ASK], FIVE)], "scores": scores}
-    trajectory, _ = only(read(value))
+    trajectory, _ = only_chat(read(value))
     assert (trajectory.reward, trajectory.notes) == (1.75, ("score 'tone' that is no number not used",))
-    assert only(read(value, reward_key="right"))[0].reward == 0.75
+    assert only_chat(read(value, reward_key="right"))[0].reward == 0.75
 
 
 def test_only_the_inner_one_of_two_generations_is_read() -> None:
     outer, inner = generation(1, {"prompt": "2 + 3?"}, "5"), generation(2, [ASK], FIVE, parentObservationId="s")
     step = {"id": "s", "traceId": "t", "type": "SPAN", "parentObservationId": "o1"}
     items = read(outer, step, inner)
-    assert only(items)[1].message_weights == [0.0, 1.0]
+    assert only_chat(items)[1].message_weights == [0.0, 1.0]
     assert reasons(items) == [
         "observation without an LLM call",
         "generation around other generations, which repeats them",
@@ -228,10 +213,10 @@ def test_only_the_inner_one_of_two_generations_is_read() -> None:
 )  # fmt: skip
 def test_an_observation_that_cannot_be_read_skips_its_trace_only(bad: dict[str, Any], detail: str) -> None:
     items = read(bad, generation(2, [ASK], FIVE), generation(1, [ASK], FIVE, traceId="u"))
-    assert only(items)[0].trajectory_id == "u"
+    assert only_chat(items)[0].trajectory_id == "u"
     (fault,) = (item for item in items if isinstance(item, Skipped))
     assert fault.reason == "trace with an observation that cannot be read"
-    assert fault.detail == f"log.jsonl:1: observation o1: {detail}"
+    assert fault.detail == f"r.jsonl:1: observation o1: {detail}"
 
 
 def test_calls_without_content_that_failed_or_are_missing_are_skipped_for_a_true_reason() -> None:

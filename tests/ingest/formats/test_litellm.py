@@ -7,27 +7,16 @@ from typing import Any
 
 import pytest
 
+from support.readings import read_as, reasons, trajectories
 from treepack.errors import TreepackError
-from treepack.ingest.formats.litellm import read_litellm
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
-from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
+from treepack.trajectory import Chat, Tokens, Trajectory
 
 ASK = {"role": "user", "content": "2 + 3?"}
 FIVE = {"role": "assistant", "content": "5"}
 
 
 def read(*values: dict[str, Any]) -> list[Any]:
-    records = (Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1))
-    return list(read_litellm(records, ReadOptions()))
-
-
-def trajectories(items: list[Any]) -> list[Trajectory]:
-    return [item for item in items if isinstance(item, Trajectory)]
-
-
-def reasons(items: list[Any]) -> list[str]:
-    return [item.reason for item in items if isinstance(item, Skipped)]
+    return read_as("litellm", *values)
 
 
 def payload(messages: Any, *answers: dict[str, Any], start: float = 1.0, **more: Any) -> dict[str, Any]:

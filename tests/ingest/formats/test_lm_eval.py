@@ -7,20 +7,13 @@ from typing import Any
 
 import pytest
 
+from support.readings import read_as, reasons
 from treepack.errors import TreepackError
-from treepack.ingest.formats.lm_eval import read_lm_eval
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
-from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Trajectory
 
 
 def read(*values: dict[str, Any], **options: Any) -> list[Any]:
-    records = (Record(f"s.jsonl:{number}", "s.jsonl", value) for number, value in enumerate(values, 1))
-    return list(read_lm_eval(records, ReadOptions(**options)))
-
-
-def reasons(items: list[Any]) -> list[str]:
-    return [item.reason for item in items if isinstance(item, Skipped)]
+    return read_as("lm-eval", *values, **options)
 
 
 def sample(prompt: Any = "2 + 2?", responses: tuple[Any, ...] = (" 4",), **more: Any) -> dict[str, Any]:
@@ -68,7 +61,7 @@ def test_two_runs_of_a_document_are_two_rollouts() -> None:
 
 def test_metrics_of_several_responses_belong_to_none_of_them() -> None:
     first, second = read(sample(responses=(" 4", " 5")))
-    assert (first.trajectory_id, second.trajectory_id) == ("s.jsonl:1/response-1", "s.jsonl:1/response-2")
+    assert (first.trajectory_id, second.trajectory_id) == ("r.jsonl:1/response-1", "r.jsonl:1/response-2")
     assert (first.reward, second.reward) == (None, None)
     assert first.notes == second.notes == ("metrics of several responses together not used",)
 

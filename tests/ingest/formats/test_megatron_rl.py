@@ -6,45 +6,24 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
 
 from support.paths import ROLLOUTS
-from support.token_rollouts import Conversation, Rollout, back, conversations, rollouts
+from support.readings import Items, read_as, trajectories
+from support.token_rollouts import back
 from treepack.errors import TreepackError
-from treepack.ingest.formats import megatron_rl
 from treepack.ingest.formats.megatron_rl import LAST_NOTE
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped, Tokens, Trajectory
 
 SAMPLE = ROLLOUTS / "megatron-rl.jsonl"
 TURN: dict[str, Any] = {"trajectory": [[1, 2, 3, 4]], "generation_mask": [[False, False, True, True]], "reward": 1.0}
 
 
-def items(value: dict[str, Any]) -> list[Trajectory | Skipped]:
-    return list(megatron_rl.read_megatron_rl(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+def items(value: dict[str, Any]) -> Items:
+    return read_as("megatron-rl", value)
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:
-    return [item for item in items(value) if isinstance(item, Trajectory)]
-
-
-@given(rollouts())
-def test_a_rollout_comes_back_wherever_its_log_probabilities_are(rollout: Rollout) -> None:
-    before = len(rollout.prompt)
-    value = {
-        "trajectory": [rollout.ids],
-        "generation_mask": [[False] * before + [bool(flag) for flag in rollout.mask]],
-        "reward": rollout.reward,
-        "env_id": "e",
-        "problem_id": "q",
-    }
-    generated = rollout.at_trained(rollout.logprobs)
-    shifted = [0.0] * (before - 1) + rollout.logprobs
-    for logprobs in (generated, shifted):
-        (trajectory,) = read(value | {"logprobs": [logprobs]})
-        assert back(trajectory) == (rollout.ids, rollout.trained, generated, rollout.reward)
-        assert (trajectory.group_id, trajectory.metadata) == ("q", {"env_id": "e"})
+    return trajectories(items(value))
 
 
 def test_turns_that_continue_each_other_are_joined() -> None:
@@ -86,16 +65,3 @@ def test_rollouts_that_cannot_be_trained_are_skipped() -> None:
     assert items(text) == [Skipped("r.jsonl:1", "text without the length of its prompt")]
     empty = TURN | {"trajectory": [], "generation_mask": [], "logprobs": []}
     assert items(empty) == [Skipped("r.jsonl:1", "no call with a response")]
-
-
-@given(conversations())
-def test_turns_come_back(talk: Conversation) -> None:
-    parts = list(zip(talk.prompts, talk.responses, strict=True))
-    value = {
-        "trajectory": [prompt + response for prompt, response in parts],
-        "generation_mask": [[False] * len(prompt) + [True] * len(response) for prompt, response in parts],
-        "logprobs": talk.logprobs,
-        "reward": [0.25, 0.25],
-    }
-    (trajectory,) = read(value)
-    assert back(trajectory) == talk.expected(0.5)

@@ -7,18 +7,14 @@ from typing import Any
 
 import pytest
 
-from support.logs import chats, reasons, turns
 from support.paths import ROLLOUTS
+from support.readings import Items, chats, notes_of, read_whole, reasons, said_in
 from treepack.errors import TreepackError
 from treepack.ingest.formats import opencode
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import Skipped, Trajectory
 
 Part = dict[str, Any]
-Items = list[Trajectory | Skipped]
 START: Part = {"type": "step-start"}
 
 
@@ -42,18 +38,7 @@ def message(name: str, *parts: Part, **info: Any) -> dict[str, Any]:
 
 def read(*messages: dict[str, Any], **info: Any) -> Items:
     value = {"info": {"id": "S", "directory": "/w"} | info, "messages": list(messages)}
-    return list(opencode.FORMAT.trajectories(iter([Record("s.json", "s.json", value)]), ReadOptions()))
-
-
-def said_in(items: Items) -> dict[str, str]:
-    return {
-        item.trajectory_id: " ".join(words.upper() if weight else words.lower() for _, words, weight in turns(content))
-        for item, content in chats(items)
-    }
-
-
-def notes(items: Items) -> list[str]:
-    return [note for item in items if isinstance(item, Trajectory) for note in item.notes]
+    return read_whole("opencode", value, path="s.json")
 
 
 def test_each_step_is_a_message_with_its_calls_and_their_results_follow() -> None:
@@ -87,7 +72,7 @@ def test_a_compaction_replaces_the_history_and_keeps_its_tail() -> None:
     ask = message("c", {"type": "compaction", "tail_start_id": "A"})
     items = read(message("q"), message("A"), ask, summary, message("r"), message("B"))
     assert said_in(items) == {"S/turn-1": "q A", "S/turn-2": f"a {asked} z r B"}
-    assert opencode.SUMMARY_NOTE in notes(items)
+    assert opencode.SUMMARY_NOTE in notes_of(items)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +87,7 @@ def test_a_compaction_replaces_the_history_and_keeps_its_tail() -> None:
 def test_what_was_not_sampled_to_its_end_is_not_trained(turn: dict[str, Any], said: str, note: str) -> None:
     items = read(message("q"), turn, message("r"), message("B"))
     assert said_in(items) == {"S": said}
-    assert note in notes(items)
+    assert note in notes_of(items)
 
 
 def test_the_finish_reason_of_a_step_is_passed_on() -> None:
@@ -122,7 +107,7 @@ def test_calls_after_an_image_are_left_out_and_calls_without_a_result_noted() ->
     image = message("i", {"type": "file", "mime": "image/png"})
     items = read(message("q"), message("A", text("A"), tool("c", status="running")), image, message("B"))
     assert said_in(items) == {"S": "q A"}
-    assert {opencode.RESULT_NOTE, f"call not used: {MEDIA_REASON}"} <= set(notes(items))
+    assert {opencode.RESULT_NOTE, f"call not used: {MEDIA_REASON}"} <= set(notes_of(items))
 
 
 def test_a_session_of_a_sub_agent_belongs_to_its_parent() -> None:
@@ -131,7 +116,7 @@ def test_a_session_of_a_sub_agent_belongs_to_its_parent() -> None:
 
 
 def test_fields_of_messages_that_are_not_known_are_noted() -> None:
-    assert "field 'info.mood' not used" in notes(read(message("q"), message("A", mood="m")))
+    assert "field 'info.mood' not used" in notes_of(read(message("q"), message("A", mood="m")))
 
 
 def test_the_storage_is_read_with_its_sessions() -> None:
@@ -157,5 +142,7 @@ def test_a_field_of_another_kind_is_refused(changed: dict[str, Any], fault: str)
 
 
 def test_parts_and_answers_that_are_not_read_are_noted() -> None:
-    found = notes(read(message("q"), message("A", text("")), message("B", text("B"), {"type": "patch", "hash": "h"})))
+    found = notes_of(
+        read(message("q"), message("A", text("")), message("B", text("B"), {"type": "patch", "hash": "h"}))
+    )
     assert {opencode.NO_TEXT_NOTE, "part of type 'patch' not used", "field 'parts.hash' not used"} <= set(found)

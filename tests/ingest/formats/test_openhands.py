@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.logs import chats, reasons, turns
 from support.paths import ROLLOUTS
+from support.readings import chats, reasons, turns
 from treepack.ingest.formats import openhands
 from treepack.ingest.readers.calls.event_views import EventView, command_output
 from treepack.ingest.readers.fields.read_options import ReadOptions

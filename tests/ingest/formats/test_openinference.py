@@ -11,29 +11,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.paths import ROLLOUTS
-from treepack.ingest.readers.fields.read_options import ReadOptions
+from support.readings import only_chat, read_as, read_whole, reasons
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format, read_trajectories
-from treepack.ingest.readers.registry import formats_by_name
-from treepack.ingest.readers.spans.span_rollouts import read_file
-from treepack.trajectory import Chat, Skipped, Trajectory
+from treepack.trajectory import Skipped
 
 SAMPLE = ROLLOUTS / "openinference"
 
 
 def read(*values: dict[str, Any], **options: Any) -> list[Any]:
-    records = (Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1))
-    return list(read_file(records, ReadOptions(**options)))
-
-
-def only(items: list[Any]) -> tuple[Trajectory, Chat]:
-    (trajectory,) = (item for item in items if isinstance(item, Trajectory))
-    assert isinstance(trajectory.content, Chat)
-    return trajectory, trajectory.content
-
-
-def reasons(items: list[Any]) -> list[str]:
-    return [item.reason for item in items if isinstance(item, Skipped)]
+    return read_as("openinference", *values, **options)
 
 
 def flat(name: str, *messages: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +40,7 @@ CALL = flat("llm.input_messages", ASK) | flat("llm.output_messages", FIVE)
 def test_every_exporter_gives_the_same_conversation() -> None:
     found = {}
     for name in ("spans.json", "collector.jsonl", "rows.jsonl"):
-        _, content = only(list(read_trajectories([SAMPLE / name])))
+        _, content = only_chat(list(read_trajectories([SAMPLE / name])))
         found[name] = [{**message, "reasoning_content": None} for message in content.messages], content.tools
         assert content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
         assert content.message_temperatures == [None, None, 0.6, None, 0.6]
@@ -64,7 +51,7 @@ def test_rows_of_parquet_are_read_as_rows_of_json(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (SAMPLE / "rows.jsonl").read_text().splitlines()]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     (_, tabular), (_, text) = (
-        only(list(read_trajectories([path]))) for path in (tmp_path / "rows.parquet", SAMPLE / "rows.jsonl")
+        only_chat(list(read_trajectories([path]))) for path in (tmp_path / "rows.parquet", SAMPLE / "rows.jsonl")
     )
     assert tabular == text
 
@@ -78,7 +65,7 @@ def test_nested_attributes_may_be_json_text() -> None:
     for attributes in (nested, json.dumps(nested)):
         value = span({}) | {"attributes": attributes}
         assert detect_format(Record("log.json", "log.json", value)) == "openinference"
-        trajectory, content = only(read(value))
+        trajectory, content = only_chat(read(value))
         assert trajectory.trajectory_id == "v"
         assert [each["content"] for each in content.messages] == ["2 + 3?", "5"]
         assert content.messages[1]["tool_calls"][0]["function"]["name"] == "f"
@@ -87,7 +74,7 @@ def test_nested_attributes_may_be_json_text() -> None:
 def test_indices_are_numbers_and_may_have_gaps() -> None:
     messages = {f"llm.input_messages.{i}.message.role": "user" for i in (2, 10, 1)}
     messages |= {f"llm.input_messages.{i}.message.content": str(i) for i in (2, 10, 1)}
-    _, content = only(read(span(messages | flat("llm.output_messages", FIVE))))
+    _, content = only_chat(read(span(messages | flat("llm.output_messages", FIVE))))
     assert [each["content"] for each in content.messages] == ["1", "2", "10", "5"]
 
 
@@ -99,7 +86,7 @@ def test_items_of_one_response_are_one_turn_and_several_answers_are_several() ->
         "contents.0.message_content.text": "Add.",
     }
     items = flat("llm.input_messages", ASK) | flat("llm.output_messages", thought, FIVE, call, call)
-    _, content = only(read(span(items)))
+    _, content = only_chat(read(span(items)))
     (_, said) = content.messages
     assert (said["reasoning_content"], said["content"], len(said["tool_calls"])) == ("Add.", "5", 2)
     several = {"llm.invocation_parameters": '{"n": 2}'}
@@ -123,7 +110,7 @@ def test_a_part_that_is_no_text_skips_the_call_and_hidden_reasoning_is_noted() -
         "contents.0.message_content.type": "reasoning",
         "contents.0.message_content.data": "x",
     }
-    trajectory, _ = only(read(span(flat("llm.input_messages", ASK) | flat("llm.output_messages", hidden))))
+    trajectory, _ = only_chat(read(span(flat("llm.input_messages", ASK) | flat("llm.output_messages", hidden))))
     assert trajectory.notes == ("encrypted reasoning left out",)
 
 
@@ -132,22 +119,21 @@ def test_scores_of_annotations_are_the_reward_and_labels_are_noted() -> None:
     labels = {"evaluations.0.evaluation.name": "tone", "evaluations.0.evaluation.label": "rude"}
     root = span({"trace.annotations.0.annotation.name": "short", "trace.annotations.0.annotation.score": 0.5}, 2)
     items = read(span(CALL | scores | labels), root | {"span_kind": "AGENT"})
-    trajectory, _ = only(items)
+    trajectory, _ = only_chat(items)
     assert trajectory.reward == 1.5
     assert trajectory.notes == ("evaluation 'tone' without a score not used",)
-    assert only(read(span(CALL | scores), reward_key="right"))[0].reward == 1.0
+    assert only_chat(read(span(CALL | scores), reward_key="right"))[0].reward == 1.0
 
 
 def test_scores_of_a_root_without_a_session_belong_to_the_session_of_its_trace() -> None:
     scores = {"annotations.0.annotation.name": "right", "annotations.0.annotation.score": 1}
     items = read(span(scores, 2, span_kind="AGENT"), span(CALL | {"session.id": "v"}))
-    assert (only(items)[0].trajectory_id, only(items)[0].reward) == ("v", 1.0)
+    assert (only_chat(items)[0].trajectory_id, only_chat(items)[0].reward) == ("v", 1.0)
 
 
 def test_an_attribute_that_is_not_understood_is_noted() -> None:
     value = span(CALL | {"llm.answers.0.text": "6", "app.answer": "7", "llm.finish_reasons": "x"})
-    record = Record("log.jsonl:1", "log.jsonl", value)
-    trajectory, _ = only(list(formats_by_name()["openinference"].trajectories([record], ReadOptions())))
+    trajectory, _ = only_chat(read_whole("openinference", value))
     names = ("app.answer", "llm.answers.text", "llm.finish_reasons")
     assert sorted(trajectory.notes) == [f"field 'attributes.{name}' not used" for name in names]
 
@@ -163,7 +149,7 @@ def test_calls_of_one_trace_with_and_without_a_session_are_noted() -> None:
 
 def test_spans_without_a_trace_are_not_joined() -> None:
     items = read(*(span(CALL, number) | {"context": {"span_id": f"s{number}"}} for number in (1, 2)))
-    assert [item.trajectory_id for item in items] == ["log.jsonl:1/s1", "log.jsonl:2/s2"]
+    assert [item.trajectory_id for item in items] == ["r.jsonl:1/s1", "r.jsonl:2/s2"]
     assert {item.notes for item in items} == {("span without a trace",)}
 
 
@@ -177,19 +163,19 @@ def test_spans_without_a_trace_are_not_joined() -> None:
 )
 def test_an_id_that_is_no_text_damages_the_span(value: dict[str, Any], detail: str) -> None:
     (item,) = read(value)
-    assert (item.reason, item.detail) == ("conversation with a damaged span", f"log.jsonl:1: {detail}")
+    assert (item.reason, item.detail) == ("conversation with a damaged span", f"r.jsonl:1: {detail}")
 
 
 def test_an_attribute_does_not_hide_a_longer_one() -> None:
     flat_role = {"llm.input_messages.0.message.role": "user", "llm.input_messages.0.message": {"content": "2 + 3?"}}
-    _, content = only(read(span(flat_role | flat("llm.output_messages", FIVE))))
+    _, content = only_chat(read(span(flat_role | flat("llm.output_messages", FIVE))))
     assert content.messages[0] == {"role": "user", "content": "2 + 3?"}
 
 
 def test_a_field_of_a_message_or_a_call_that_is_not_understood_is_noted() -> None:
     answer = FIVE | {"tool_calls.0.tool_call.function.name": "f", "tool_calls.0.tool_call.function.input": "{}"}
     value = span(flat("llm.input_messages", ASK) | flat("llm.output_messages", answer | {"verdict": "right"}))
-    assert only(read(value))[0].notes == (
+    assert only_chat(read(value))[0].notes == (
         "message field 'verdict' not used",
         "message field 'tool_calls.function.input' not used",
     )
@@ -209,8 +195,8 @@ def test_a_field_of_a_message_or_a_call_that_is_not_understood_is_noted() -> Non
 def test_a_message_that_is_not_understood_skips_its_conversation_only(answer: dict[str, Any], detail: str) -> None:
     bad = span(flat("llm.input_messages", ASK) | flat("llm.output_messages", answer))
     items = read(bad, span(CALL | {"session.id": "v"}) | {"context": {"trace_id": "u"}})
-    assert only(items)[0].trajectory_id == "v"
-    assert [item.detail for item in items if isinstance(item, Skipped)] == [f"log.jsonl:1: {detail}"]
+    assert only_chat(items)[0].trajectory_id == "v"
+    assert [item.detail for item in items if isinstance(item, Skipped)] == [f"r.jsonl:1: {detail}"]
 
 
 def test_a_call_whose_response_is_empty_trains_nothing() -> None:
@@ -222,7 +208,7 @@ def test_equal_parts_of_a_text_are_all_kept() -> None:
     parts = {
         f"contents.{i}.message_content.{key}": value for i in (0, 1) for key, value in (("type", "text"), ("text", "5"))
     }
-    _, content = only(
+    _, content = only_chat(
         read(span(flat("llm.input_messages", ASK) | flat("llm.output_messages", {"role": "assistant"} | parts)))
     )
     assert content.messages[-1]["content"] == "55"
@@ -231,7 +217,7 @@ def test_equal_parts_of_a_text_are_all_kept() -> None:
 def test_a_call_that_two_libraries_log_is_read_once() -> None:
     outer, inner = span(CALL), span(CALL, 2, parent_id="s1")
     items = read(inner, outer)
-    assert only(items)[1].message_weights == [0.0, 1.0]
+    assert only_chat(items)[1].message_weights == [0.0, 1.0]
     assert reasons(items) == ["span inside the span of the same LLM call"]
 
 
@@ -256,6 +242,6 @@ def test_indexed_attributes_of_openllmetry_are_messages() -> None:
     prompt = {"gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": '[{"type": "text", "text": "2 + 3?"}]'}
     answer = {"gen_ai.completion.0.content": "5", "gen_ai.completion.0.finish_reason": "stop"}
     call = {"gen_ai.completion.0.tool_calls.0.name": "f", "gen_ai.completion.0.tool_calls.0.arguments": "{}"}
-    _, content = only(read(span(prompt | answer | call, span_kind=None)))
+    _, content = only_chat(read(span(prompt | answer | call, span_kind=None)))
     assert [each["content"] for each in content.messages] == ["2 + 3?", "5"]
     assert content.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}

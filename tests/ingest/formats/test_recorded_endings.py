@@ -6,50 +6,15 @@ from typing import Any
 
 import pytest
 
-from treepack.ingest.formats import (
-    anthropic_messages,
-    art,
-    chat,
-    claude_code,
-    harbor_traces,
-    inspect,
-    langsmith,
-    mini_swe_agent,
-    nemo_gym,
-    openai_chat,
-    openai_responses,
-    openhands,
-    otel_genai,
-    pi,
-    rllm,
-    rllm_gateway,
-    sharegpt,
-    skyrl_dump,
-    slime,
-    tau2,
-    tinker,
-    tokens,
-    verifiers,
-    verifiers_results,
-    verl,
-)
+from support.readings import read_as
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.normal_form import normalise_messages
-from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Tokens, Trajectory
 
 ASK = {"role": "user", "content": "How many screws?"}
 SAID = {"role": "assistant", "content": "There are fo"}
 BLOCK = {"type": "text", "text": "There are fo"}
 IDS = {"prompt_ids": [1, 2], "response_ids": [3, 4]}
-
-
-def read(reader: Any, *values: dict[str, Any]) -> list[Trajectory | Skipped]:
-    records = [Record(f"log.jsonl:{number}", "log.jsonl", value) for number, value in enumerate(values, 1)]
-    if reader.FORMAT.read_file is not None:
-        return list(reader.FORMAT.read_file(iter(records), ReadOptions()))
-    return [item for record in records for item in reader.FORMAT.read(record, ReadOptions())]
 
 
 def node(message: dict[str, Any], parent: int | None, **more: Any) -> dict[str, Any]:
@@ -143,14 +108,14 @@ def episode(reason: str, **step: Any) -> dict[str, Any]:
 
 
 # Reader, records with an answer that was cut, and records with the same answer, complete.
-CASES: list[tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = [
+CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
     (
-        openai_chat,
+        "openai-chat",
         [{"messages": [ASK], "choices": [{"message": SAID, "finish_reason": "length"}]}],
         [{"messages": [ASK], "choices": [{"message": SAID, "finish_reason": "stop"}]}],
     ),
     (
-        anthropic_messages,
+        "anthropic-messages",
         [
             {
                 "request": {"messages": [ASK]},
@@ -165,35 +130,35 @@ CASES: list[tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = [
         ],
     ),
     (
-        openai_responses,
+        "openai-responses",
         [responses(status="incomplete", incomplete_details={"reason": "max_output_tokens"})],
         [responses(status="completed", incomplete_details=None)],
     ),
-    (nemo_gym, [gym(incomplete_details={"reason": "max_output_tokens"})], [gym(incomplete_details=None)]),
-    (otel_genai, [span("length")], [span("stop")]),
-    (langsmith, [generation(finish_reason="length")], [generation(finish_reason="stop")]),
-    (inspect, [event("max_tokens")], [event("stop")]),
-    (verifiers, [trace(finish_reason="length")], [trace(finish_reason="stop")]),
-    (verifiers_results, [results(is_truncated=True)], [results(is_truncated=False)]),
-    (rllm, [episode("max_response_length_exceeded")], [episode("max_turns_exceeded")]),
-    (rllm, [episode("env_done", finish_reason="length")], [episode("env_done", finish_reason="stop")]),
+    ("nemo-gym", [gym(incomplete_details={"reason": "max_output_tokens"})], [gym(incomplete_details=None)]),
+    ("otel-genai", [span("length")], [span("stop")]),
+    ("langsmith", [generation(finish_reason="length")], [generation(finish_reason="stop")]),
+    ("inspect", [event("max_tokens")], [event("stop")]),
+    ("verifiers", [trace(finish_reason="length")], [trace(finish_reason="stop")]),
+    ("verifiers-results", [results(is_truncated=True)], [results(is_truncated=False)]),
+    ("rllm", [episode("max_response_length_exceeded")], [episode("max_turns_exceeded")]),
+    ("rllm", [episode("env_done", finish_reason="length")], [episode("env_done", finish_reason="stop")]),
     (
-        rllm_gateway,
+        "rllm-gateway",
         [{"trace_id": "a", "session_id": "s", "messages": [ASK], "response_message": SAID, "finish_reason": "length"}],
         [{"trace_id": "a", "session_id": "s", "messages": [ASK], "response_message": SAID, "finish_reason": "stop"}],
     ),
     (
-        art,
+        "art",
         [{"messages_and_choices": [ASK, {"message": SAID, "finish_reason": "length"}]}],
         [{"messages_and_choices": [ASK, {"message": SAID, "finish_reason": "stop"}]}],
     ),
-    (harbor_traces, [harbor_row("OUTPUT_LENGTH_EXCEEDED")], [harbor_row("AgentTimeoutError")]),
-    (harbor_traces, [harbor_row("OutputLengthExceededError")], [harbor_row("ContextLengthExceededError")]),
-    (mini_swe_agent, [mini("length")], [mini("stop")]),
-    (openhands, openhands_events("length"), openhands_events("stop")),
-    (tau2, [simulation("length")], [simulation("stop")]),
+    ("harbor-traces", [harbor_row("OUTPUT_LENGTH_EXCEEDED")], [harbor_row("AgentTimeoutError")]),
+    ("harbor-traces", [harbor_row("OutputLengthExceededError")], [harbor_row("ContextLengthExceededError")]),
+    ("mini-swe-agent", [mini("length")], [mini("stop")]),
+    ("openhands", openhands_events("length"), openhands_events("stop")),
+    ("tau2", [simulation("length")], [simulation("stop")]),
     (
-        claude_code,
+        "claude-code",
         [
             claude("user", "u", None, {"content": "How many?"}),
             claude("assistant", "a", "u", {"id": "m", "content": [BLOCK], "stop_reason": "max_tokens"}),
@@ -204,24 +169,24 @@ CASES: list[tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = [
         ],
     ),
     (
-        pi,
+        "pi",
         [{"type": "session", "id": "p"}, entry("u", None, ASK), entry("a", "u", SAID | {"stopReason": "length"})],
         [{"type": "session", "id": "p"}, entry("u", None, ASK), entry("a", "u", SAID | {"stopReason": "stop"})],
     ),
     (
-        chat,
+        "chat",
         [{"messages": [ASK, SAID | {"finish_reason": "length"}]}],
         [{"messages": [ASK, SAID | {"finish_reason": "stop"}]}],
     ),
     (
-        chat,
+        "chat",
         [{"messages": [ASK, SAID], "finish_reason": "length"}],
         [{"messages": [ASK, SAID], "finish_reason": "stop"}],
     ),
-    (chat, [{"messages": [ASK, SAID], "truncated": 1}], [{"messages": [ASK, SAID], "truncated": 0}]),
-    (chat, [{"prompt": "a", "completion": "b", "is_truncated": True}], [{"prompt": "a", "completion": "b"}]),
+    ("chat", [{"messages": [ASK, SAID], "truncated": 1}], [{"messages": [ASK, SAID], "truncated": 0}]),
+    ("chat", [{"prompt": "a", "completion": "b", "is_truncated": True}], [{"prompt": "a", "completion": "b"}]),
     (
-        sharegpt,
+        "sharegpt",
         [
             {
                 "conversations": [
@@ -240,26 +205,30 @@ CASES: list[tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = [
         ],
     ),
     (
-        skyrl_dump,
+        "skyrl-dump",
         [{"input_prompt": "a", "output_response": "b", "stop_reason": "length"}],
         [{"input_prompt": "a", "output_response": "b", "stop_reason": "stop"}],
     ),
     (
-        slime,
+        "slime",
         [{"tokens": [], "response_length": 0, "prompt": "a", "response": "b", "status": "truncated"}],
         [{"tokens": [], "response_length": 0, "prompt": "a", "response": "b", "status": "completed"}],
     ),
     # Token ids are exact; the rollout is known to be truncated.
     (
-        slime,
+        "slime",
         [{"tokens": [1, 2], "response_length": 1, "status": "truncated"}],
         [{"tokens": [1, 2], "response_length": 1, "status": "completed"}],
     ),
-    (tokens, [IDS | {"finish_reason": "length"}], [IDS | {"finish_reason": "stop"}]),
-    (tokens, [IDS | {"finish": "depth"}], [IDS | {"finish": "repetition"}]),
-    (verl, [IDS | {"extra_fields": {"stop_reason": "length"}}], [IDS | {"extra_fields": {"stop_reason": "completed"}}]),
+    ("tokens", [IDS | {"finish_reason": "length"}], [IDS | {"finish_reason": "stop"}]),
+    ("tokens", [IDS | {"finish": "depth"}], [IDS | {"finish": "repetition"}]),
     (
-        tinker,
+        "verl",
+        [IDS | {"extra_fields": {"stop_reason": "length"}}],
+        [IDS | {"extra_fields": {"stop_reason": "completed"}}],
+    ),
+    (
+        "tinker",
         [{"transitions": [{"ob": [1], "ac": {"tokens": [2], "stop_reason": "length"}}]}],
         [{"transitions": [{"ob": [1], "ac": {"tokens": [2], "stop_reason": "stop"}}]}],
     ),
@@ -267,9 +236,9 @@ CASES: list[tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("reader", "cut", "whole"), CASES)
-def test_a_cut_answer_is_marked_and_a_complete_one_is_not(reader: Any, cut: Any, whole: Any) -> None:
+def test_a_cut_answer_is_marked_and_a_complete_one_is_not(reader: str, cut: Any, whole: Any) -> None:
     for values, is_cut in ((cut, True), (whole, False)):
-        (item,) = read(reader, *values)
+        (item,) = read_as(reader, *values)
         assert isinstance(item, Trajectory)
         assert item.is_truncated == is_cut
         if isinstance(item.content, Chat):
@@ -326,7 +295,7 @@ def test_a_later_prompt_neither_repeats_nor_hides_the_cut_of_an_earlier_answer()
         "request": {"messages": more},
         "response": {"choices": [{"message": {"content": "ur."}, "finish_reason": "stop"}]},
     }
-    (item,) = read(openai_chat, first | {"session_id": "s"}, second | {"session_id": "s"})
+    (item,) = read_as("openai-chat", first | {"session_id": "s"}, second | {"session_id": "s"})
     assert isinstance(item, Trajectory)
     assert isinstance(item.content, Chat)
     assert item.content.message_cuts == [False, True, False, False]
@@ -343,12 +312,12 @@ def test_all_trajectories_of_a_rollout_are_truncated_if_its_last_call_is() -> No
         }
 
     for reasons, is_truncated in ((("stop", "length"), True), (("length", "stop"), False)):
-        items = read(openai_chat, call("a", reasons[0]), call("b", reasons[1]))
+        items = read_as("openai-chat", call("a", reasons[0]), call("b", reasons[1]))
         assert [item.is_truncated for item in items if isinstance(item, Trajectory)] == [is_truncated] * 2
 
 
 def test_texts_of_areal_have_their_own_end_tokens() -> None:
     record = {"prompt": "a", "completion": "b", "seqlen": 2, "prompt_len": 1, "head_version": 0, "tail_version": 0}
-    (item,) = read(chat, record)
+    (item,) = read_as("chat", record)
     assert isinstance(item, Trajectory)
     assert item.content == PromptCompletion("a", "b", has_special=True)

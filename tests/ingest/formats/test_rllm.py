@@ -7,16 +7,13 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
 
 from support.paths import ROLLOUTS
-from support.token_rollouts import Conversation, back, conversations
+from support.readings import Items, read_as, read_whole, trajectories
+from support.token_rollouts import back
 from treepack.errors import TreepackError
-from treepack.ingest.formats import rllm, rllm_gateway
 from treepack.ingest.formats.rllm import SOME_NOTE
 from treepack.ingest.formats.rllm_gateway import ORPHAN
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS
@@ -26,17 +23,16 @@ IDS = [151644, 872, 198, 17, 151645, 198, 50, 51, 2, 8, 9, 52, 2]
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 
 
-def items(value: dict[str, Any]) -> list[Trajectory | Skipped]:
-    return list(rllm.read_rllm(Record("e.json", "e.json", value), ReadOptions()))
+def items(value: dict[str, Any]) -> Items:
+    return read_as("rllm", value, path="e.json")
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:
-    return [item for item in items(value) if isinstance(item, Trajectory)]
+    return trajectories(items(value))
 
 
-def sessions(traces: list[dict[str, Any]]) -> list[Trajectory | Skipped]:
-    records = (Record(f"t.jsonl:{number}", "t.jsonl", trace) for number, trace in enumerate(traces, 1))
-    return list(rllm_gateway.FORMAT.trajectories(records, ReadOptions()))
+def sessions(traces: list[dict[str, Any]]) -> Items:
+    return read_whole("rllm-gateway", *traces)
 
 
 def episode(steps: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -117,7 +113,7 @@ def test_a_session_with_sub_agents_is_one_rollout_whatever_its_lineage_tags_are(
     found = [item for item in sessions([main[0], trace("b", "sub", [9], [8]), main[1]]) if isinstance(item, Trajectory)]
     contents = [item.content.tokens.tolist() for item in found if isinstance(item.content, Tokens)]
     assert contents == [[1, 2, 3, 4], [9, 8]]
-    assert {(item.rollout_id, item.group_id, item.source) for item in found} == {("s", "q", "t.jsonl:1")}
+    assert {(item.rollout_id, item.group_id, item.source) for item in found} == {("s", "q", "r.jsonl:1")}
     assert not any("lineage_id" in item.metadata for item in found)
 
 
@@ -139,7 +135,7 @@ def test_prompts_are_found_by_parents_in_whatever_order_the_traces_are() -> None
 
 
 def test_a_trace_whose_parent_is_missing_is_skipped() -> None:
-    assert sessions([TRACES[0], TRACES[2] | {"parent_trace_id": "gone"}])[0] == Skipped("t.jsonl:2", ORPHAN)
+    assert sessions([TRACES[0], TRACES[2] | {"parent_trace_id": "gone"}])[0] == Skipped("r.jsonl:2", ORPHAN)
 
 
 def test_traces_without_token_ids_are_read_as_messages_with_their_tools() -> None:
@@ -160,23 +156,3 @@ def test_metadata_of_a_session_says_what_it_says_of_the_rollout() -> None:
 def test_a_file_of_something_else_is_refused() -> None:
     with pytest.raises(TreepackError, match="has no session_id; expected trace_id and session_id"):
         sessions([{"trace_id": "a"}])
-
-
-@given(conversations())
-def test_an_episode_comes_back(talk: Conversation) -> None:
-    parts = zip(talk.prompts, talk.responses, talk.logprobs, strict=True)
-    steps = [{"prompt_ids": prompt, "response_ids": response, "logprobs": values} for prompt, response, values in parts]
-    (trajectory,) = read(episode(steps, reward=0.5))
-    assert back(trajectory) == talk.expected(0.5)
-
-
-@given(conversations())
-def test_a_chain_of_traces_comes_back(talk: Conversation) -> None:
-    chain: list[dict[str, Any]] = []
-    for number, (delta, response, values) in enumerate(zip(talk.deltas, talk.responses, talk.logprobs, strict=True)):
-        trace = {"trace_id": str(number), "session_id": "s", "completion_token_ids": response, "logprobs": values}
-        link = {"prompt_delta_token_ids": delta, "parent_trace_id": str(number - 1)}
-        chain.append(trace | (link if number else {"prompt_token_ids": delta}))
-    (trajectory,) = sessions(chain)
-    assert isinstance(trajectory, Trajectory)
-    assert back(trajectory) == talk.expected(None)

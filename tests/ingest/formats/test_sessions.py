@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.logs import chats, read_value, reasons, turns
+from support.readings import Items, chats, read_as, read_value, reasons, said_in, turns
 from treepack.errors import TreepackError
-from treepack.ingest.formats import pi, tau2
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
+from treepack.ingest.formats import tau2
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Trajectory
 
 HEADER = {"type": "session", "version": 3, "id": "S", "timestamp": "t", "cwd": "/w"}
 
@@ -30,18 +28,8 @@ def text(content: str) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}]
 
 
-def read_pi(*entries: dict[str, Any], **header: Any) -> list[Trajectory | Skipped]:
-    lines = [HEADER | header, *entries]
-    records = (Record(f"s.jsonl:{line}", "s.jsonl", value) for line, value in enumerate(lines, 1))
-    return list(pi.read_pi(records, ReadOptions()))
-
-
-def said_in(items: list[Trajectory | Skipped]) -> dict[str, str]:
-    """The texts of each trajectory as letters; small letters are not trained."""
-    return {
-        item.trajectory_id: "".join(words.upper() if weight else words.lower() for _, words, weight in turns(content))
-        for item, content in chats(items)
-    }
+def read_pi(*entries: dict[str, Any], **header: Any) -> Items:
+    return read_as("pi", HEADER | header, *entries)
 
 
 def linear(letters: str) -> list[dict[str, Any]]:
@@ -81,7 +69,7 @@ def test_a_pi_session_without_branches_is_one_trajectory() -> None:
 def test_a_branch_of_a_pi_session_begins_a_trajectory_whose_shared_turns_are_trained_once() -> None:
     other = [entry("b", "A", "user", text("b")), entry("B", "b", "assistant", text("B"))]
     late = entry("C", "A", "assistant", text("C"))
-    assert said_in(read_pi(*linear("qA"), *other, late)) == {"S/turn-1": "qAbB", "S/turn-3": "qaC"}
+    assert said_in(read_pi(*linear("qA"), *other, late), "") == {"S/turn-1": "qAbB", "S/turn-3": "qaC"}
 
 
 def test_behind_a_compaction_a_pi_session_goes_on_from_the_summary_and_what_was_kept() -> None:
@@ -89,14 +77,14 @@ def test_behind_a_compaction_a_pi_session_goes_on_from_the_summary_and_what_was_
     after = [entry("c", "s", "user", text("c")), entry("C", "c", "assistant", text("C"))]
     trajectories = read_pi(*linear("qAbB"), summary, *after)
     summed = "summary of the conversation so far:\n\nz"
-    assert said_in(trajectories) == {"S/turn-1": "qAbB", "S/turn-3": f"{summed}bbcC"}
+    assert said_in(trajectories, "") == {"S/turn-1": "qAbB", "S/turn-3": f"{summed}bbcC"}
 
 
 def test_a_pi_session_of_version_1_has_entries_in_the_order_of_its_lines() -> None:
     lines = [{name: field for name, field in each.items() if name not in ("id", "parentId")} for each in linear("qAbB")]
     kept = {"type": "compaction", "summary": "z", "firstKeptEntryIndex": 3}
     last = {"type": "message", "message": {"role": "assistant", "content": text("C")}}
-    messages = said_in(read_pi(*lines, kept, last))
+    messages = said_in(read_pi(*lines, kept, last), "")
     assert messages == {"S/turn-1": "qAbB", "S/turn-3": "summary of the conversation so far:\n\nzbbC"}
 
 
@@ -105,7 +93,7 @@ def test_what_was_broken_off_in_a_pi_session_is_neither_trained_nor_read() -> No
     broken = entry("X", "b", "assistant", text("X"), stopReason="aborted")
     empty = entry("Y", "X", "assistant", [], stopReason="stop")
     items = read_pi(*entries, broken, empty, entry("B", "Y", "assistant", text("B")))
-    assert said_in(items) == {"S": "qAbB"}
+    assert said_in(items, "") == {"S": "qAbB"}
     assert [item.notes for item in items if isinstance(item, Trajectory)] == [("interrupted or failed turn not used",)]
 
 
@@ -114,7 +102,7 @@ def test_calls_behind_an_image_are_left_out_of_a_pi_session() -> None:
     seen = [entry("B", "i", "assistant", text("B")), entry("C", "B", "assistant", text("C"))]
     summary = entry("s", "C", type="compaction", summary="z", firstKeptEntryId="none")
     trajectories = read_pi(*linear("qA"), image, *seen, summary, entry("D", "s", "assistant", text("D")))
-    assert said_in(trajectories) == {"S/turn-1": "qA", "S/turn-4": "summary of the conversation so far:\n\nzD"}
+    assert said_in(trajectories, "") == {"S/turn-1": "qA", "S/turn-4": "summary of the conversation so far:\n\nzD"}
     assert "call after an image not used" in [note for item in trajectories for note in item.notes]  # type: ignore[union-attr]
 
 
@@ -182,9 +170,9 @@ def test_turns_that_a_fork_of_a_pi_session_copied_are_trained_in_their_own_sessi
 
     write("a", "qArBsC")
     write("b", "qArBtD", parentSession="/home/a.jsonl")
-    assert said_in(list(read_trajectories([tmp_path]))) == {"a": "qArBsC", "b": "qarbtD"}
+    assert said_in(read_trajectories([tmp_path]), "") == {"a": "qArBsC", "b": "qarbtD"}
     write("b", "qArBtD", parentSession="/home/gone.jsonl")
-    assert said_in(list(read_trajectories([tmp_path]))) == {"a": "qArBsC", "b": "qArBtD"}
+    assert said_in(read_trajectories([tmp_path]), "") == {"a": "qArBsC", "b": "qArBtD"}
 
 
 def test_a_fork_of_a_pi_session_is_of_its_group() -> None:
@@ -196,9 +184,9 @@ def test_a_fork_of_a_pi_session_is_of_its_group() -> None:
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ([HEADER], "s.jsonl:2: begins a second session; put each session into a file of its own"),
-        ([entry("a", None, type="wish"), entry("A", "a", "assistant", text("A"))], "s.jsonl:2: has the type 'wish'"),
-        ([entry("A", None, "assistant", [5])], "s.jsonl:2: content is [5]; expected a list of objects"),
+        ([HEADER], "r.jsonl:2: begins a second session; put each session into a file of its own"),
+        ([entry("a", None, type="wish"), entry("A", "a", "assistant", text("A"))], "r.jsonl:2: has the type 'wish'"),
+        ([entry("A", None, "assistant", [5])], "r.jsonl:2: content is [5]; expected a list of objects"),
     ],
 )
 def test_pi_entries_of_another_kind_are_refused(entries: list[dict[str, Any]], said: str) -> None:

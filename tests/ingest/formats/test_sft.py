@@ -8,35 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.readings import chats, read_as, refusal_as, turns
 from treepack.errors import TreepackError
-from treepack.ingest.formats import alpaca, llama_factory, ms_swift, openai_preference, sharegpt
+from treepack.ingest.formats import llama_factory
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format
-from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Chat, Skipped, Trajectory
 
-SOURCE = "data.jsonl:3"
+SOURCE = "r.jsonl:1"
 CALL = '{"name": "add", "arguments": {"a": 2}}'
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 
 
-def read(reader: Any, value: dict[str, Any]) -> list[tuple[Trajectory, Chat]]:
-    items = list(reader.FORMAT.read(Record(SOURCE, "data.jsonl", value), ReadOptions()))
-    return [(item, item.content) for item in items if isinstance(item, Trajectory) and isinstance(item.content, Chat)]
-
-
-def refusal(reader: Any, value: dict[str, Any]) -> str:
-    with pytest.raises(TreepackError) as caught:
-        read(reader, value)
-    where, _, message = str(caught.value).partition(": ")
-    assert where == SOURCE
-    return message
-
-
-def spoken(content: Chat) -> list[tuple[str, str, float]]:
-    weighted = zip(content.messages, content.message_weights, strict=True)
-    return [(message["role"], message["content"], weight) for message, weight in weighted]
+def read(name: str, value: dict[str, Any]) -> list[tuple[Trajectory, Chat]]:
+    return chats(read_as(name, value))
 
 
 def test_an_instruction_and_its_input_are_one_question_behind_earlier_rounds() -> None:
@@ -47,8 +33,8 @@ def test_an_instruction_and_its_input_are_one_question_behind_earlier_rounds() -
         "system": "Be brief.",
         "history": [["Hi", "Yes"]],
     }
-    ((trajectory, content),) = read(alpaca, value | {"topic": "sums", "reward": 0.5, "kto_tag": False})
-    assert spoken(content) == [
+    ((trajectory, content),) = read("alpaca", value | {"topic": "sums", "reward": 0.5, "kto_tag": False})
+    assert turns(content) == [
         ("system", "Be brief.", 0.0),
         ("user", "Hi", 0.0),
         ("assistant", "Yes", 0.0),  # the label belongs to the last answer
@@ -59,34 +45,32 @@ def test_an_instruction_and_its_input_are_one_question_behind_earlier_rounds() -
 
 
 def test_an_empty_input_or_system_adds_nothing() -> None:
-    ((_, content),) = read(alpaca, {"instruction": "Add.", "input": "", "output": "5", "system": "", "history": []})
-    assert spoken(content) == [("user", "Add.", 0.0), ("assistant", "5", 1.0)]
+    ((_, content),) = read("alpaca", {"instruction": "Add.", "input": "", "output": "5", "system": "", "history": []})
+    assert turns(content) == [("user", "Add.", 0.0), ("assistant", "5", 1.0)]
 
 
 def test_an_instruction_without_output_is_skipped() -> None:
     value = {"instruction": "Add.", "output": ""}
-    assert list(alpaca.read_alpaca(Record(SOURCE, "data.jsonl", value), ReadOptions())) == [
-        Skipped(SOURCE, "no output")
-    ]
+    assert read_as("alpaca", value) == [Skipped(SOURCE, "no output")]
 
 
 @given(TEXT, TEXT, st.lists(st.tuples(TEXT, TEXT), max_size=3))
 def test_rounds_of_text_come_back_as_they_were_given(query: str, response: str, history: list[tuple[str, str]]) -> None:
     value = {"query": query, "response": response, "history": [list(pair) for pair in history]}
-    ((_, content),) = read(ms_swift, value)
-    texts = [text for _, text, _ in spoken(content)]
+    ((_, content),) = read("ms-swift", value)
+    texts = [text for _, text, _ in turns(content)]
     assert list(zip(texts[0::2], texts[1::2], strict=True)) == [*history, (query, response)]
     assert content.message_weights == [0.0, 1.0] * (len(history) + 1)
     conversation = [{"human": q, "assistant": a} for q, a in [*history, (query, response)]]
-    assert spoken(read(ms_swift, {"conversation": conversation})[0][1]) == spoken(content)
+    assert turns(read("ms-swift", {"conversation": conversation})[0][1]) == turns(content)
 
 
 def test_speakers_of_sharegpt_become_roles_and_calls_become_tool_calls() -> None:
-    turns = [("human", "2 + 3?"), ("function_call", CALL), ("observation", "5"), ("gpt", "It is 5.")]
+    said = [("human", "2 + 3?"), ("function_call", CALL), ("observation", "5"), ("gpt", "It is 5.")]
     tool = {"name": "add", "parameters": {"type": "object"}}
-    value = {"conversations": [{"from": who, "value": text} for who, text in turns], "tools": [tool]}
-    ((_, content),) = read(sharegpt, value)
-    assert spoken(content) == [
+    value = {"conversations": [{"from": who, "value": text} for who, text in said], "tools": [tool]}
+    ((_, content),) = read("sharegpt", value)
+    assert turns(content) == [
         ("user", "2 + 3?", 0.0),
         ("assistant", "", 1.0),
         ("tool", "5", 0.0),
@@ -98,26 +82,26 @@ def test_speakers_of_sharegpt_become_roles_and_calls_become_tool_calls() -> None
 
 
 def test_messages_of_chat_are_taken_as_they_are() -> None:
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes", "trainable": False}]
-    ((_, content),) = read(sharegpt, {"conversations": [*turns, {"from": "gpt", "value": "Hm"}]})
-    assert spoken(content) == [("user", "Hi", 0.0), ("assistant", "Yes", 0.0), ("assistant", "Hm", 1.0)]
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes", "trainable": False}]
+    ((_, content),) = read("sharegpt", {"conversations": [*said, {"from": "gpt", "value": "Hm"}]})
+    assert turns(content) == [("user", "Hi", 0.0), ("assistant", "Yes", 0.0), ("assistant", "Hm", 1.0)]
 
 
 def test_a_turn_of_sharegpt_may_have_no_weight() -> None:
-    turns = [
+    said = [
         {"from": "human", "value": "Hi"},
         {"from": "gpt", "value": "Hm", "weight": 0},
         {"from": "gpt", "value": "Yes"},
     ]
-    ((trajectory, content),) = read(sharegpt, {"conversations": turns, "kto_tag": True})
+    ((trajectory, content),) = read("sharegpt", {"conversations": said, "kto_tag": True})
     assert content.message_weights == [0.0, 0.0, 1.0]
     assert trajectory.reward == 1.0
 
 
 PAIRS: list[tuple[Any, dict[str, Any]]] = [
-    (alpaca, {"id": "p", "instruction": "Q", "chosen": "A", "rejected": "B"}),
+    ("alpaca", {"id": "p", "instruction": "Q", "chosen": "A", "rejected": "B"}),
     (
-        sharegpt,
+        "sharegpt",
         {
             "id": "p",
             "conversations": [{"from": "human", "value": "Q"}],
@@ -126,7 +110,7 @@ PAIRS: list[tuple[Any, dict[str, Any]]] = [
         },
     ),
     (
-        ms_swift,
+        "ms-swift",
         {
             "id": "p",
             "messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}],
@@ -134,7 +118,7 @@ PAIRS: list[tuple[Any, dict[str, Any]]] = [
         },
     ),
     (
-        openai_preference,
+        "openai-preference",
         {
             "id": "p",
             "input": {"messages": [{"role": "user", "content": "Q"}]},
@@ -143,7 +127,7 @@ PAIRS: list[tuple[Any, dict[str, Any]]] = [
         },
     ),
     (
-        llama_factory,
+        "llama-factory",
         {
             "id": "p",
             "chosen_messages": [
@@ -160,39 +144,39 @@ PAIRS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @given(st.lists(st.tuples(st.sampled_from(["human", "gpt", "observation", "system"]), TEXT), min_size=1, max_size=5))
-def test_a_conversation_comes_back_from_sharegpt_as_it_was_given(turns: list[tuple[str, str]]) -> None:
-    ((_, content),) = read(sharegpt, {"conversations": [{"from": who, "value": text} for who, text in turns]})
+def test_a_conversation_comes_back_from_sharegpt_as_it_was_given(said: list[tuple[str, str]]) -> None:
+    ((_, content),) = read("sharegpt", {"conversations": [{"from": who, "value": text} for who, text in said]})
     speakers = {"user": "human", "assistant": "gpt", "tool": "observation", "system": "system"}
-    assert [(speakers[role], text) for role, text, _ in spoken(content)] == turns
-    assert content.message_weights == [float(who == "gpt") for who, _ in turns]
+    assert [(speakers[role], text) for role, text, _ in turns(content)] == said
+    assert content.message_weights == [float(who == "gpt") for who, _ in said]
 
 
 @pytest.mark.parametrize(("reader", "value"), PAIRS)
-def test_a_pair_is_recognised_as_what_it_is(reader: Any, value: dict[str, Any]) -> None:
-    assert formats_by_name()[detect_format(Record(SOURCE, "data.jsonl", value))] is reader.FORMAT
+def test_a_pair_is_recognised_as_what_it_is(reader: str, value: dict[str, Any]) -> None:
+    assert detect_format(Record(SOURCE, "r.jsonl", value)) == reader
 
 
 @pytest.mark.parametrize(("reader", "value"), PAIRS)
-def test_records_with_images_are_skipped(reader: Any, value: dict[str, Any]) -> None:
-    items = list(reader.FORMAT.read(Record(SOURCE, "data.jsonl", value | {"images": ["1.jpg"]}), ReadOptions()))
+def test_records_with_images_are_skipped(reader: str, value: dict[str, Any]) -> None:
+    items = read_as(reader, value | {"images": ["1.jpg"]})
     assert items == [Skipped(SOURCE, "images, audio and video are not read")]
     assert len(read(reader, value | {"images": []})) == 2
 
 
 def test_a_pair_of_equal_answers_is_skipped() -> None:
     value = {"instruction": "Q", "chosen": "A", "rejected": "A"}
-    items = list(alpaca.read_alpaca(Record(SOURCE, "data.jsonl", value), ReadOptions()))
+    items = read_as("alpaca", value)
     assert items == [Skipped(SOURCE, "chosen and rejected are the same")]
 
 
 @pytest.mark.parametrize(("reader", "value"), PAIRS)
-def test_a_pair_is_two_trajectories_of_a_group_of_their_own(reader: Any, value: dict[str, Any]) -> None:
+def test_a_pair_is_two_trajectories_of_a_group_of_their_own(reader: str, value: dict[str, Any]) -> None:
     pairs = read(reader, value | {"group_id": "all"})
     assert [(item.trajectory_id, item.group_id, item.reward) for item, _ in pairs] == [
         ("p/chosen", SOURCE, 1.0),
         ("p/rejected", SOURCE, 0.0),
     ]
-    assert [spoken(content) for _, content in pairs] == [
+    assert [turns(content) for _, content in pairs] == [
         [("user", "Q", 0.0), ("assistant", answer, 1.0)] for answer in "AB"
     ]
 
@@ -206,14 +190,14 @@ def test_parts_of_llama_factory_are_joined_by_their_kind_and_weighted_by_message
     ]
     question = {"role": "user", "content": [{"type": "text", "value": "Q"}], "loss_weight": 0.0}
     answers = [{"role": "assistant", "content": parts, "loss_weight": weight} for weight in (0.0, 0.5)]
-    ((_, content),) = read(llama_factory, {"messages": [question, *answers, {"role": "assistant", "content": parts}]})
-    assert spoken(content)[1:] == [("assistant", "I add.", weight) for weight in (0.0, 0.5, 1.0)]
+    ((_, content),) = read("llama-factory", {"messages": [question, *answers, {"role": "assistant", "content": parts}]})
+    assert turns(content)[1:] == [("assistant", "I add.", weight) for weight in (0.0, 0.5, 1.0)]
     assert content.messages[1]["reasoning_content"] == "So."
     assert content.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
     image = {"role": "user", "content": [{"type": "text", "value": "Q"}, {"type": "image_url", "value": "1.jpg"}]}
     pair = {"chosen_messages": [image, *answers[:1]], "rejected_messages": [image, *answers[1:2]]}
     for value in ({"messages": [image]}, pair):
-        items = list(llama_factory.read_llama_factory(Record(SOURCE, "data.jsonl", value), ReadOptions()))
+        items = list(llama_factory.read_llama_factory(Record(SOURCE, "r.jsonl", value), ReadOptions()))
         assert items == [Skipped(SOURCE, "images, audio and video are not read")]
 
 
@@ -221,7 +205,7 @@ def test_of_two_conversations_only_what_differs_is_trained() -> None:
     shared = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     question = {"role": "user", "content": "Q"}
     chosen, rejected = ([*shared, question, {"role": "assistant", "content": answer}] for answer in "AB")
-    pairs = read(ms_swift, {"messages": chosen, "rejected_messages": rejected})
+    pairs = read("ms-swift", {"messages": chosen, "rejected_messages": rejected})
     assert [content.message_weights for _, content in pairs] == [[0.0, 0.0, 0.0, 1.0]] * 2
 
 
@@ -238,8 +222,8 @@ def test_parts_of_a_turn_of_ms_swift_are_one_message_with_the_weight_of_the_firs
         {"role": "tool_response", "content": "5"},
         {"role": "assistant", "content": "5", "loss_scale": 0.25},
     ]
-    ((trajectory, content),) = read(ms_swift, {"messages": messages, "label": True})
-    ((_, unlabelled),) = read(ms_swift, {"messages": messages})
+    ((trajectory, content),) = read("ms-swift", {"messages": messages, "label": True})
+    ((_, unlabelled),) = read("ms-swift", {"messages": messages})
     assert unlabelled.message_weights == [0.0, 1.0, 0.0, 0.0, 0.0, 0.25]
     assert [(message["role"], len(message.get("tool_calls", []))) for message in content.messages] == [
         ("user", 0),
@@ -257,7 +241,7 @@ def test_parts_of_a_turn_of_ms_swift_are_one_message_with_the_weight_of_the_firs
 def test_a_turn_of_ms_swift_in_parts_of_different_weights_is_skipped() -> None:
     parts = [{"role": "assistant", "content": "Hm.", "loss": False}, {"role": "tool_call", "content": CALL}]
     value = {"messages": [{"role": "user", "content": "Q"}, *parts]}
-    items = list(ms_swift.read_ms_swift(Record(SOURCE, "data.jsonl", value), ReadOptions()))
+    items = read_as("ms-swift", value)
     assert items == [Skipped(SOURCE, "turn in parts of different weights")]
 
 
@@ -270,25 +254,25 @@ def test_a_rejected_response_stands_for_all_behind_the_last_user() -> None:
     ]
     for response, roles in rejected:
         value = {"messages": [question, calls, result, answer], "rejected_response": response}
-        chosen, other = (content.messages for _, content in read(ms_swift, value))
+        chosen, other = (content.messages for _, content in read("ms-swift", value))
         assert [message["role"] for message in chosen] == ["user", "assistant", "tool", "assistant"]
         assert [message["role"] for message in other] == roles
         assert (chosen[-1]["content"], other[-1]["content"]) == ("A", "B")
 
 
 def test_what_is_not_of_the_form_is_refused_by_its_place() -> None:
-    assert refusal(alpaca, {"instruction": "Q", "output": "A", "history": [["Hi"]]}) == (
+    assert refusal_as("alpaca", {"instruction": "Q", "output": "A", "history": [["Hi"]]}) == (
         'history[0] is ["Hi"]; expected a query and its response'
     )
-    turns = [{"from": "human", "value": "Hi"}, {"from": "narrator", "value": "He waits."}]
+    said = [{"from": "human", "value": "Hi"}, {"from": "narrator", "value": "He waits."}]
     sentence = "message 2 is from 'narrator'; expected one of system,"
-    assert refusal(sharegpt, {"conversations": turns}).startswith(sentence)
-    turns[1] = {"from": "function_call", "value": "add(2)"}
-    assert refusal(sharegpt, {"conversations": turns}) == (
+    assert refusal_as("sharegpt", {"conversations": said}).startswith(sentence)
+    said[1] = {"from": "function_call", "value": "add(2)"}
+    assert refusal_as("sharegpt", {"conversations": said}) == (
         'message 2 has the call "add(2)"; expected JSON with name and arguments'
     )
     question = [{"role": "user", "content": "Hi"}]
-    assert refusal(ms_swift, {"messages": question, "rejected_response": "No"}) == (
+    assert refusal_as("ms-swift", {"messages": question, "rejected_response": "No"}) == (
         "has a rejected_response but no chosen one; end messages with a message of the assistant"
     )
 
@@ -300,13 +284,13 @@ MESSAGES = [{"role": who, "content": "x"} for who in ("user", "assistant", "user
 @pytest.mark.parametrize(
     ("reader", "value"),
     [
-        (sharegpt, {"conversations": TURNS}),
-        (ms_swift, {"messages": MESSAGES}),
-        (alpaca, {"instruction": "x", "output": "x", "history": [["x", "x"]]}),
+        ("sharegpt", {"conversations": TURNS}),
+        ("ms-swift", {"messages": MESSAGES}),
+        ("alpaca", {"instruction": "x", "output": "x", "history": [["x", "x"]]}),
     ],
 )
 @pytest.mark.parametrize("mark", [{"label": False}, {"kto_tag": True}, {"kto_tag": 0}, {"label": "true"}, {"label": 1}])
-def test_a_label_belongs_to_the_last_answer(reader: Any, value: dict[str, Any], mark: dict[str, Any]) -> None:
+def test_a_label_belongs_to_the_last_answer(reader: str, value: dict[str, Any], mark: dict[str, Any]) -> None:
     ((trajectory, content),) = read(reader, value | mark)
     assert content.message_weights == [0.0, 0.0, 0.0, 1.0]
     assert trajectory.reward == (0.0 if mark in ({"label": False}, {"kto_tag": 0}) else 1.0)
@@ -315,22 +299,22 @@ def test_a_label_belongs_to_the_last_answer(reader: Any, value: dict[str, Any], 
 
 
 def test_a_labelled_conversation_has_the_system_prompt_beside_it() -> None:
-    ((_, content),) = read(ms_swift, {"messages": MESSAGES, "label": True, "system": "Be brief."})
-    assert [role for role, *_ in spoken(content)] == ["system", "user", "assistant", "user", "assistant"]
+    ((_, content),) = read("ms-swift", {"messages": MESSAGES, "label": True, "system": "Be brief."})
+    assert [role for role, *_ in turns(content)] == ["system", "user", "assistant", "user", "assistant"]
 
 
 def test_an_answer_beside_labelled_messages_is_refused() -> None:
-    sentence = refusal(ms_swift, {"messages": MESSAGES[:3], "label": True, "response": "y"})
+    sentence = refusal_as("ms-swift", {"messages": MESSAGES[:3], "label": True, "response": "y"})
     assert "has the field 'response', which can contain an answer" in sentence
 
 
 def test_fields_of_turns_of_sharegpt_are_marks_or_counted() -> None:
-    turns = [
+    said = [
         {"from": "human", "value": "Q", "train": False},
         {"from": "gpt", "value": "A", "train": False},
         {"from": "gpt", "value": "B", "train": 1, "markdown": None, "emotion": "calm"},
     ]
-    ((trajectory, content),) = read(sharegpt, {"conversations": turns})
+    ((trajectory, content),) = read("sharegpt", {"conversations": said})
     assert content.message_weights == [0.0, 0.0, 1.0]
     assert trajectory.notes == ("message field 'emotion' not used",)
 
@@ -338,5 +322,5 @@ def test_fields_of_turns_of_sharegpt_are_marks_or_counted() -> None:
 def test_marks_of_messages_of_llama_factory_decide_too() -> None:
     said = {"role": "assistant", "content": [{"type": "text", "value": "A"}]}
     asked = {"role": "user", "content": [{"type": "text", "value": "Q"}]}
-    ((_, content),) = read(llama_factory, {"messages": [asked, said | {"train": "0"}, said | {"loss_weight": 0.5}]})
+    ((_, content),) = read("llama-factory", {"messages": [asked, said | {"train": "0"}, said | {"loss_weight": 0.5}]})
     assert content.message_weights == [0.0, 0.0, 0.5]

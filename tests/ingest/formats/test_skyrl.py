@@ -6,77 +6,18 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from support.paths import ROLLOUTS
-from support.token_rollouts import Rollout, back, rollouts
+from support.readings import only, read_as, trajectories
+from support.token_rollouts import back
 from treepack.errors import TreepackError
-from treepack.ingest.formats import skyrl, skyrl_dump
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
-from treepack.trajectory import PromptCompletion, Skipped, Tokens, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 SAMPLES = ROLLOUTS / "skyrl"
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:
-    items = list(skyrl.read_skyrl(Record("r.json", "r.json", value), ReadOptions()))
-    return [item for item in items if isinstance(item, Trajectory)]
-
-
-@given(st.lists(rollouts(), min_size=1, max_size=3))
-def test_the_rows_of_a_generator_come_back(batch: list[Rollout]) -> None:
-    items = read(
-        {
-            "prompt_token_ids": [rollout.prompt for rollout in batch],
-            "response_ids": [rollout.response for rollout in batch],
-            "rewards": [rollout.reward for rollout in batch],
-            "loss_masks": [rollout.mask for rollout in batch],
-            "rollout_logprobs": [rollout.logprobs for rollout in batch],
-            "trajectory_ids": [{"instance_id": "q", "repetition_id": k} for k in range(len(batch))],
-            "rollout_metrics": {"a": 1.0},
-        }
-    )
-    assert [back(item) for item in items] == [
-        (each.ids, each.trained, each.at_trained(each.logprobs), each.reward) for each in batch
-    ]
-    assert [(item.trajectory_id, item.group_id) for item in items] == [(f"q/{k}", "q") for k in range(len(batch))]
-
-
-@given(st.lists(rollouts(), min_size=1, max_size=3))
-def test_the_rows_of_a_batch_come_back_from_the_right(batch: list[Rollout]) -> None:
-    num = max(len(rollout.ids) for rollout in batch)
-    # The window of the responses may reach into the prompts and into the padding of shorter rows.
-    window = max(len(rollout.response) for rollout in batch)
-
-    def padded(values: list[Any], size: int) -> list[Any]:
-        return [0] * (size - len(values)) + values
-
-    rewards = [[0.0] * (len(each.response) - 1) + [each.reward] for each in batch]
-    trajectory = read(
-        {
-            "sequences": [padded(rollout.ids, num) for rollout in batch],
-            "attention_mask": [padded([1] * len(rollout.ids), num) for rollout in batch],
-            "loss_mask": [padded([float(flag) for flag in rollout.mask], window) for rollout in batch],
-            "response_mask": [padded([1] * len(rollout.response), window) for rollout in batch],
-            "rollout_logprobs": [padded(rollout.logprobs, window) for rollout in batch],
-            "action_log_probs": [padded([2 * each for each in rollout.logprobs], window) for rollout in batch],
-            "advantages": [[0.5] * window for _ in batch],
-            "rewards": [padded(each, window) for each in rewards],
-            "returns": [[9.0] * window for _ in batch],
-            "values": None,
-        }
-    )
-    assert [back(item) for item in trajectory] == [
-        (each.ids, each.trained, each.at_trained(each.logprobs), each.reward) for each in batch
-    ]
-    for item, rollout in zip(trajectory, batch, strict=True):
-        assert isinstance(item.content, Tokens)
-        assert item.content.old_logprobs is not None
-        assert item.content.advantages is not None
-        assert item.content.old_logprobs.tolist() == [2 * each for each in rollout.at_trained(rollout.logprobs)]
-        assert item.content.advantages.tolist() == [0.5] * len(rollout.trained)
+    return trajectories(read_as("skyrl", value, path="r.json"))
 
 
 def test_steps_up_to_the_last_one_are_one_rollout_with_the_reward_of_the_last() -> None:
@@ -101,12 +42,11 @@ def test_columns_of_different_lengths_are_refused() -> None:
 
 def test_rows_with_images_are_skipped() -> None:
     value = {"prompt_token_ids": [[1]], "response_ids": [[2]], "loss_masks": [[1]], "pixel_values": [[0.5]]}
-    items = list(skyrl.read_skyrl(Record("r.json", "r.json", value), ReadOptions()))
+    items = read_as("skyrl", value, path="r.json")
     assert items == [Skipped("r.json[0]", "images, audio and video are not read")]
 
 
 def test_a_dump_is_text_whose_scores_are_summed() -> None:
     line = {"input_prompt": "p", "output_response": "r", "score": [0.0, 0.5], "env_extras": {"x": []}}
-    (trajectory,) = skyrl_dump.read_skyrl_dump(Record("r.jsonl:1", "r.jsonl", line), ReadOptions())
-    assert isinstance(trajectory, Trajectory)
+    trajectory = only(read_as("skyrl-dump", line))
     assert (trajectory.content, trajectory.reward, trajectory.notes) == (PromptCompletion("p", "r"), 0.5, ())

@@ -11,13 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 
-from support.token_rollouts import Rollout, back, rollouts
+from support.readings import Items, only, read_as
+from support.token_rollouts import back
 from treepack.errors import TreepackError
-from treepack.ingest.formats import slime
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.files.torch_files import read_torch
 from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
@@ -32,37 +29,21 @@ SAMPLE: dict[str, Any] = {
 }
 
 
-def read(value: dict[str, Any], **options: Any) -> list[Trajectory | Skipped]:
-    return list(slime.read_slime(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options)))
+def read(value: dict[str, Any], **options: Any) -> Items:
+    return read_as("slime", value, **options)
 
 
-def only(value: dict[str, Any], **options: Any) -> Trajectory:
-    (trajectory,) = read(value, **options)
-    assert isinstance(trajectory, Trajectory)
-    return trajectory
-
-
-@given(rollouts())
-def test_a_sample_comes_back(rollout: Rollout) -> None:
-    value = SAMPLE | {
-        "tokens": rollout.ids,
-        "response_length": len(rollout.response),
-        "loss_mask": rollout.mask,
-        "rollout_log_probs": rollout.logprobs,
-        "reward": rollout.reward,
-    }
-    trajectory = only(value)
-    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), rollout.reward)
-    assert (trajectory.trajectory_id, trajectory.group_id, trajectory.notes) == ("9", "4", ())
+def one(value: dict[str, Any], **options: Any) -> Trajectory:
+    return only(read(value, **options))
 
 
 def test_a_sample_without_a_mask_trains_its_response() -> None:
-    assert back(only(SAMPLE)) == ([5, 6, 7, 8], [2, 3], None, None)
+    assert back(one(SAMPLE)) == ([5, 6, 7, 8], [2, 3], None, None)
 
 
 def test_the_reward_key_picks_the_reward_out_of_several() -> None:
     sample = SAMPLE | {"reward": {"acc": 1.0, "format": 0.25}}
-    assert only(sample, reward_key="format").reward == 0.25
+    assert one(sample, reward_key="format").reward == 0.25
     with pytest.raises(TreepackError, match="choose one with --reward-key"):
         read(sample)
 
@@ -71,7 +52,7 @@ def test_what_the_sampler_removed_or_did_not_finish_is_skipped() -> None:
     assert read(SAMPLE | {"remove_sample": True}) == [Skipped("r.jsonl:1", "removed by the sampler")]
     assert read(SAMPLE | {"status": "aborted"}) == [Skipped("r.jsonl:1", "sampling aborted")]
     assert read(SAMPLE | {"status": "pending"}) == [Skipped("r.jsonl:1", "sampling pending")]
-    assert only(SAMPLE | {"status": "truncated"}).metadata["status"] == "truncated"
+    assert one(SAMPLE | {"status": "truncated"}).metadata["status"] == "truncated"
 
 
 def test_samples_of_one_rollout_have_names_of_their_own() -> None:
@@ -115,8 +96,8 @@ def test_rewards_that_are_arrays_are_compared_as_wholes() -> None:
 
 def test_a_sample_without_tokens_is_read_as_text() -> None:
     sample = SAMPLE | {"tokens": [], "response_length": 0, "response": "4"}
-    assert only(sample | {"prompt": "2+2="}).content == PromptCompletion("2+2=", "4")
-    content = only(sample | {"prompt": [{"role": "user", "content": "2+2?"}]}).content
+    assert one(sample | {"prompt": "2+2="}).content == PromptCompletion("2+2=", "4")
+    content = one(sample | {"prompt": [{"role": "user", "content": "2+2?"}]}).content
     assert isinstance(content, Chat)
     assert content.message_weights == [0.0, 1.0]
     assert read(sample | {"response": ""}) == [Skipped("r.jsonl:1", "empty response")]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.logs import chats, read_value, real, reasons, turns
+from support.readings import chats, read_value, real, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import auto_code_rover, mini_swe_agent, swe_agent
 from treepack.ingest.readers.calls.served_tokens import SOME_NOTE

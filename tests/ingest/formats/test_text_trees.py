@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.logs import chats, read_value, reasons, turns
 from support.paths import ROLLOUTS
+from support.readings import chats, read_value, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import text_trees
 from treepack.ingest.readers.files.records import Record

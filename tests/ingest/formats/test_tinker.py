@@ -6,22 +6,18 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
 
 from support.paths import ROLLOUTS
-from support.token_rollouts import Conversation, Rollout, back, conversations, rollouts
+from support.readings import only, read_as, trajectories
+from support.token_rollouts import back
 from treepack.errors import TreepackError
-from treepack.ingest.formats import tinker, tinker_datum
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
-from treepack.trajectory import Skipped, Tokens, Trajectory
+from treepack.trajectory import Skipped, Trajectory
 
 SAMPLE = ROLLOUTS / "tinker.jsonl"
 
 
-def read(reader: Any, value: dict[str, Any]) -> list[Trajectory]:
-    items = list(reader.FORMAT.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
-    return [item for item in items if isinstance(item, Trajectory)]
+def read(name: str, value: dict[str, Any]) -> list[Trajectory]:
+    return trajectories(read_as(name, value))
 
 
 def model_input(*parts: list[int]) -> dict[str, Any]:
@@ -33,7 +29,7 @@ def transition(ob: Any, tokens: list[int], logprobs: list[float], **more: Any) -
 
 
 def test_transitions_that_continue_each_other_are_joined_and_their_rewards_summed() -> None:
-    first, second = read(tinker, json.loads(SAMPLE.read_text()))
+    first, second = read("tinker", json.loads(SAMPLE.read_text()))
     ids = [151644, 872, 198, 17, 151645, 198, 50, 51, 2, 8, 9, 52, 2]
     assert back(first) == (ids, [6, 7, 8, 11, 12], [-0.5, -0.25, -0.125, -1.0, -0.0625], 0.75)
     assert back(second) == ([*ids[:6], 50, 53, 2], [6, 7, 8], [-0.5, -2.0, -0.125], 0.0)
@@ -47,62 +43,34 @@ def test_a_turn_that_could_not_be_parsed_is_not_trained() -> None:
         transition(model_input([1, 2]), [3], [-0.5], metrics={"parse_error_masked": 1.0}),
         transition([1, 2, 3, 4], [5], [-0.25]),
     ]
-    (trajectory,) = read(tinker, {"transitions": steps})
+    (trajectory,) = read("tinker", {"transitions": steps})
     assert back(trajectory) == ([1, 2, 3, 4, 5], [4], [-0.25], 0.5)
 
 
 def test_a_trajectory_with_images_is_skipped() -> None:
     image = {"chunks": [{"type": "image", "data": ".."}]}
     value = {"transitions": [transition(image, [3], [-0.5])]}
-    items = list(tinker.read_tinker(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    items = read_as("tinker", value)
     assert items == [Skipped("r.jsonl:1", "images, audio and video are not read")]
 
 
 def test_rewards_of_another_group_are_refused() -> None:
     value = {"trajectories_G": [{"transitions": []}], "final_rewards_G": [1.0, 2.0]}
     with pytest.raises(TreepackError, match="expected one for each of 1 trajectories"):
-        read(tinker, value)
-
-
-@given(rollouts())
-def test_a_datum_comes_back_unshifted(rollout: Rollout) -> None:
-    before = len(rollout.prompt)
-    mask = [0.0] * before + [float(flag) for flag in rollout.mask]
-    logprobs = [0.0] * before + rollout.logprobs
-    inputs: dict[str, Any] = {
-        "target_tokens": {"data": rollout.ids[1:], "dtype": "int64", "shape": [len(rollout.ids) - 1]},
-        "logprobs": {"data": logprobs[1:], "dtype": "float32"},
-        "advantages": {"data": [0.5 * flag for flag in mask[1:]], "dtype": "float32"},
-        "mask": mask[1:],
-    }
-    (trajectory,) = read(tinker_datum, {"model_input": model_input(rollout.ids[:-1]), "loss_fn_inputs": inputs})
-    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), None)
-    assert isinstance(trajectory.content, Tokens)
-    assert trajectory.content.advantages is not None
-    assert trajectory.content.advantages.tolist() == [0.5] * len(rollout.trained)
+        read("tinker", value)
 
 
 def test_a_datum_whose_targets_are_not_its_input_shifted_is_refused() -> None:
     for targets in ([5, 6], [6], [7, 7]):
         value = {"model_input": model_input([5, 6]), "loss_fn_inputs": {"target_tokens": targets}}
         with pytest.raises(TreepackError, match="target_tokens are not the tokens of model_input one place later"):
-            read(tinker_datum, value)
+            read("tinker-datum", value)
     value = {"model_input": model_input([5, 6]), "loss_fn_inputs": {"target_tokens": [6, 7]}}
-    assert back(read(tinker_datum, value)[0])[:2] == ([5, 6, 7], [1, 2])
-
-
-@given(conversations())
-def test_a_trajectory_comes_back(talk: Conversation) -> None:
-    parts = zip(talk.prompts, talk.responses, talk.logprobs, strict=True)
-    steps = [transition(model_input(prompt[:1], prompt[1:]), response, values) for prompt, response, values in parts]
-    (trajectory,) = read(tinker, {"transitions": steps, "final_ob": model_input()})
-    assert back(trajectory) == talk.expected(0.25 * len(steps))
+    assert back(read("tinker-datum", value)[0])[:2] == ([5, 6, 7], [1, 2])
 
 
 def test_a_group_that_is_null_is_a_single_trajectory_and_an_empty_one_is_counted() -> None:
     transition = {"ob": [1, 2], "ac": {"tokens": [3], "maybe_logprobs": [-0.5]}, "reward": 0.0}
     for fields in ({"transitions": [transition]}, {"transitions": [transition], "trajectories_G": None}):
-        (item,) = tinker.read_tinker(Record("r.jsonl:1", "r.jsonl", fields), ReadOptions())
-        assert isinstance(item, Trajectory)
-    empty = Record("r.jsonl:1", "r.jsonl", {"trajectories_G": []})
-    assert list(tinker.read_tinker(empty, ReadOptions())) == [Skipped("r.jsonl:1", "group without a trajectory")]
+        only(read_as("tinker", fields))
+    assert read_as("tinker", {"trajectories_G": []}) == [Skipped("r.jsonl:1", "group without a trajectory")]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.logs import chats, read_value, real, reasons, turns
+from support.readings import chats, read_value, real, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import dars, toolbench, tree_of_thoughts
 from treepack.ingest.readers.reading import read_trajectories

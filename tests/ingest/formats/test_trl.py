@@ -6,65 +6,48 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from support.paths import ROLLOUTS
-from support.token_rollouts import Rollout, back, rollouts
-from treepack.errors import TreepackError
-from treepack.ingest.formats import trl_grpo, trl_labels, trl_packed, trl_preference
+from support.readings import chats, read_whole, reasons, refusal_as, trajectories
 from treepack.ingest.formats.trl_labels import STEPS_NOTE
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 USER = {"role": "user", "content": "2+2?"}
 GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
 
 
-def read(reader: Any, value: dict[str, Any]) -> list[Trajectory | Skipped]:
-    return list(reader.FORMAT.trajectories([Record("r.jsonl:1", "r.jsonl", value)], ReadOptions()))
+def sides(name: str, value: dict[str, Any]) -> list[Trajectory]:
+    items = read_whole(name, value)
+    assert len(reasons(items)) == 0
+    return trajectories(items)
 
 
-def trajectories(reader: Any, value: dict[str, Any]) -> list[Trajectory]:
-    items = read(reader, value)
-    assert not any(isinstance(item, Skipped) for item in items)
-    return [item for item in items if isinstance(item, Trajectory)]
-
-
-def refusal(reader: Any, value: dict[str, Any]) -> str:
-    with pytest.raises(TreepackError) as caught:
-        read(reader, value)
-    return str(caught.value).removeprefix("r.jsonl:1: ")
-
-
-def chats(items: list[Trajectory]) -> list[tuple[Any, Any]]:
-    contents = [item.content for item in items]
-    return [(each.messages, each.message_weights) for each in contents if isinstance(each, Chat)]
+def messages_of(items: list[Trajectory]) -> list[tuple[Any, Any]]:
+    return [(content.messages, content.message_weights) for _, content in chats(items)]
 
 
 def test_a_pair_is_two_trajectories_of_a_group_of_its_own() -> None:
     pair = {"id": "p", "prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "prompt_id": "shared"}
-    items = trajectories(trl_preference, pair)
+    items = sides("trl-preference", pair)
     assert [item.trajectory_id for item in items] == ["p/chosen", "p/rejected"]
     assert [item.reward for item in items] == [1.0, 0.0]
     assert {item.group_id for item in items} == {"r.jsonl:1"}
-    assert chats(items) == [([USER, GOOD], [0.0, 1.0]), ([USER, BAD], [0.0, 1.0])]
+    assert messages_of(items) == [([USER, GOOD], [0.0, 1.0]), ([USER, BAD], [0.0, 1.0])]
 
 
 def test_only_behind_the_prompt_is_a_pair_trained_whether_it_is_given_or_implied() -> None:
     chosen, rejected = [USER, BAD, USER, GOOD], [USER, BAD, USER, BAD]
     expected = [(chosen, [0.0, 0.0, 0.0, 1.0]), (rejected, [0.0, 0.0, 0.0, 1.0])]
-    assert chats(trajectories(trl_preference, {"chosen": chosen, "rejected": rejected})) == expected
+    assert messages_of(sides("trl-preference", {"chosen": chosen, "rejected": rejected})) == expected
     repeated = {"prompt": "2+2?", "chosen": chosen, "rejected": rejected}
-    assert chats(trajectories(trl_preference, repeated)) == expected
+    assert messages_of(sides("trl-preference", repeated)) == expected
     explicit = {"prompt": chosen[:3], "chosen": chosen[3:], "rejected": rejected[3:]}
-    assert chats(trajectories(trl_preference, explicit)) == expected
+    assert messages_of(sides("trl-preference", explicit)) == expected
 
 
 def test_the_implied_prompt_of_texts_ends_before_a_space() -> None:
-    items = trajectories(trl_preference, {"chosen": "The sky is blue.", "rejected": "The sky is green."})
+    items = sides("trl-preference", {"chosen": "The sky is blue.", "rejected": "The sky is green."})
     assert [item.content for item in items] == [
         PromptCompletion("The sky is", " blue."),
         PromptCompletion("The sky is", " green."),
@@ -82,105 +65,54 @@ def test_the_implied_prompt_of_texts_ends_before_a_space() -> None:
     ],
 )
 def test_the_implied_prompt_of_texts_ends_where_the_answer_begins(prompt: str, chosen: str, rejected: str) -> None:
-    items = trajectories(trl_preference, {"chosen": prompt + chosen, "rejected": prompt + rejected})
+    items = sides("trl-preference", {"chosen": prompt + chosen, "rejected": prompt + rejected})
     assert [item.content for item in items] == [PromptCompletion(prompt, chosen), PromptCompletion(prompt, rejected)]
 
 
 def test_a_pair_of_the_same_completion_twice_is_skipped() -> None:
     pair = {"prompt": "p", "chosen": "c", "rejected": "c"}
-    assert read(trl_preference, pair) == [Skipped("r.jsonl:1", "chosen and rejected are the same")]
+    assert read_whole("trl-preference", pair) == [Skipped("r.jsonl:1", "chosen and rejected are the same")]
 
 
 def test_a_pair_with_images_is_skipped_once() -> None:
     pair = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "images": ["a.png"]}
-    assert read(trl_preference, pair) == [Skipped("r.jsonl:1", "images, audio and video are not read")]
+    assert read_whole("trl-preference", pair) == [Skipped("r.jsonl:1", "images, audio and video are not read")]
 
 
 def test_a_pair_of_mixed_forms_is_refused() -> None:
-    said = refusal(trl_preference, {"prompt": [USER], "chosen": "4", "rejected": "5"})
+    said = refusal_as("trl-preference", {"prompt": [USER], "chosen": "4", "rejected": "5"})
     assert said == "prompt is messages, but the completions are text; give both in one form"
-    said = refusal(trl_preference, {"prompt": "p", "chosen": "4", "rejected": [BAD]})
+    said = refusal_as("trl-preference", {"prompt": "p", "chosen": "4", "rejected": [BAD]})
     assert said.endswith("; expected text (format trl-preference)")
 
 
 def test_a_label_is_a_reward() -> None:
     for label in (True, False):
-        (trajectory,) = trajectories(trl_labels, {"prompt": [USER], "completion": [GOOD], "label": label})
+        (trajectory,) = sides("trl-labels", {"prompt": [USER], "completion": [GOOD], "label": label})
         assert trajectory.reward == float(label)
-        assert chats([trajectory]) == [([USER, GOOD], [0.0, 1.0])]
+        assert messages_of([trajectory]) == [([USER, GOOD], [0.0, 1.0])]
 
 
 def test_labelled_steps_are_one_completion_that_is_right_if_all_of_them_are() -> None:
     record = {"prompt": "p", "completions": ["one", "two"]}
     for labels in ([True, True], [True, False]):
-        (trajectory,) = trajectories(trl_labels, record | {"labels": labels})
+        (trajectory,) = sides("trl-labels", record | {"labels": labels})
         assert trajectory.content == PromptCompletion("p", "one\ntwo")
         assert (trajectory.reward, trajectory.notes) == (float(all(labels)), (STEPS_NOTE,))
-    assert refusal(trl_labels, record | {"labels": [True]}).endswith("expected true or false for each of 2 steps")
-
-
-@given(st.lists(rollouts(), min_size=1, max_size=4), st.sampled_from(["labels", "completion_mask", "assistant_masks"]))
-def test_packed_sequences_come_back(packed: list[Rollout], name: str) -> None:
-    flags = [flag for each in packed for flag in [0] * len(each.prompt) + each.mask]
-    ids = [token for each in packed for token in each.ids]
-    labels = [token if flag else -100 for token, flag in zip(ids, flags, strict=True)]
-    row = {"input_ids": ids, "seq_lengths": [len(each.ids) for each in packed]}
-    items = trajectories(trl_packed, row | {name: labels if name == "labels" else flags})
-    assert [back(item) for item in items] == [(each.ids, each.trained, None, None) for each in packed]
-    assert [item.trajectory_id for item in items] == [f"r.jsonl:1/sequence-{k + 1}" for k in range(len(packed))]
+    assert refusal_as("trl-labels", record | {"labels": [True]}).endswith("expected true or false for each of 2 steps")
 
 
 def test_lengths_of_another_row_are_refused() -> None:
-    said = refusal(trl_packed, {"input_ids": [1, 2, 3], "seq_lengths": [2], "labels": [1, 2, 3]})
+    said = refusal_as("trl-packed", {"input_ids": [1, 2, 3], "seq_lengths": [2], "labels": [1, 2, 3]})
     assert said == "seq_lengths sums to 2; expected 3, the row's tokens"
 
 
 def test_a_skipped_sequence_does_not_hide_the_others() -> None:
     row = {"input_ids": [1, 2, 3, 4], "seq_lengths": [2, 2], "completion_mask": [0, 0, 0, 1]}
-    skipped, kept = read(trl_packed, row)
+    skipped, kept = read_whole("trl-packed", row)
     assert skipped == Skipped("r.jsonl:1", "no trained token")
     assert isinstance(kept, Trajectory)
     assert (kept.trajectory_id, kept.source) == ("r.jsonl:1/sequence-2", "r.jsonl:1")
-
-
-@given(rollouts())
-def test_a_sample_of_the_asynchronous_trainer_comes_back(rollout: Rollout) -> None:
-    before = len(rollout.prompt)
-    value = {
-        "input_ids": rollout.ids,
-        "completion_mask": [0] * before + rollout.mask,
-        "old_log_probs": [0.0] * before + rollout.logprobs,
-        "advantage": 0.5,
-        "group_id": 3,
-        "model_version": 7,
-    }
-    (trajectory,) = trajectories(trl_grpo, value)
-    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), None)
-    assert isinstance(trajectory.content, Tokens)
-    assert trajectory.content.old_logprobs is not None
-    assert trajectory.content.old_logprobs.tolist() == rollout.at_trained(rollout.logprobs)
-    assert (trajectory.group_id, trajectory.advantage, trajectory.metadata) == ("3", 0.5, {"model_version": 7})
-
-
-@given(rollouts(), st.integers(0, 3), st.integers(0, 3))
-def test_a_row_of_a_batch_comes_back_without_its_padding(rollout: Rollout, left: int, right: int) -> None:
-    num = len(rollout.response)
-    value = {
-        "prompt_ids": [0] * left + rollout.prompt,
-        "prompt_mask": [0] * left + [1] * len(rollout.prompt),
-        "completion_ids": rollout.response + [0] * right,
-        "completion_mask": [1] * num + [0] * right,
-        "tool_mask": rollout.mask + [1] * right,
-        "sampling_per_token_logps": rollout.logprobs + [0.0] * right,
-        "old_per_token_logps": [2 * each for each in rollout.logprobs] + [-9.0] * right,
-        "advantages": -0.5,
-    }
-    (trajectory,) = trajectories(trl_grpo, value)
-    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), None)
-    assert isinstance(trajectory.content, Tokens)
-    assert trajectory.content.old_logprobs is not None
-    assert trajectory.content.old_logprobs.tolist() == [2 * each for each in rollout.at_trained(rollout.logprobs)]
-    assert trajectory.advantage == -0.5
 
 
 def test_every_group_of_preference_files_is_one_pair(tmp_path: Path) -> None:

@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.paths import ROLLOUTS
-from support.token_rollouts import Conversation, back, conversations
+from support.readings import Items, read_as, trajectories
+from support.token_rollouts import back
 from treepack.errors import TreepackError
-from treepack.ingest.formats import verifiers, verifiers_results
 from treepack.ingest.formats.verifiers import PARTIAL_NOTE, WEIGHTS_NOTE
 from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import MAX_INSIDE, Chat, Skipped, Tokens, Trajectory
@@ -28,18 +26,16 @@ RESULTS = [json.loads(line) for line in (SAMPLES / "verifiers-results" / "result
 TASK = {"type": "T", "data": {}, "key": "k"}
 
 
-def read(value: dict[str, Any]) -> list[Trajectory | Skipped]:
-    return list(verifiers.read_verifiers(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+def read(value: dict[str, Any]) -> Items:
+    return read_as("verifiers", value)
 
 
 def read_results(*values: dict[str, Any]) -> list[Trajectory]:
-    records = [Record(f"r.jsonl:{number}", "r.jsonl", value) for number, value in enumerate(values, 1)]
-    items = [item for record in records for item in verifiers_results.read_verifiers_results(record, ReadOptions())]
-    return [item for item in items if isinstance(item, Trajectory)]
+    return trajectories(read_as("verifiers-results", *values))
 
 
-def trajectories(value: dict[str, Any]) -> list[Trajectory]:
-    return [item for item in read(value) if isinstance(item, Trajectory)]
+def traces(value: dict[str, Any]) -> list[Trajectory]:
+    return trajectories(read(value))
 
 
 def episode(nodes: list[dict[str, Any]], **trace: Any) -> dict[str, Any]:
@@ -65,7 +61,7 @@ def without_tokens(value: dict[str, Any], keep: tuple[int, ...] = ()) -> dict[st
 
 
 def test_each_path_of_the_graph_is_a_trajectory_of_exact_ids() -> None:
-    first, second = trajectories(EPISODES[0])
+    first, second = traces(EPISODES[0])
     ids = [1, 10, 11, 2, 1, 20, 21, 2, 1, 30, 31, 32, 2, 1, 40, 41, 2, 1, 30, 33, 34, 2]
     # Sampled are the last three tokens of both answers; the template's two before them are not.
     logprobs = [-0.5, -0.25, -0.125, -1.0, -2.0, -0.0625]
@@ -82,7 +78,7 @@ def test_each_path_of_the_graph_is_a_trajectory_of_exact_ids() -> None:
 
 
 def test_log_probabilities_of_the_trainer_are_the_old_ones() -> None:
-    (item,) = trajectories(episode([node(None, [1]), node(0, [2, 3], 1, logprobs=[-0.5], trainer_logprobs=[-0.25])]))
+    (item,) = traces(episode([node(None, [1]), node(0, [2, 3], 1, logprobs=[-0.5], trainer_logprobs=[-0.25])]))
     assert isinstance(item.content, Tokens)
     assert item.content.old_logprobs is not None
     assert item.content.old_logprobs.tolist() == [-0.25]
@@ -94,7 +90,7 @@ def test_the_tools_of_a_path_are_those_of_its_root() -> None:
     talk = [node(None, [], tools=[one]), node(0, []), node(None, []), node(2, [])]
     for answer in (talk[1], talk[3]):
         answer |= {"sampled": True, "message": {"role": "assistant", "content": "x"}}
-    contents = [item.content for item in trajectories(episode(talk, tools=[one, one | {"name": "g"}]))]
+    contents = [item.content for item in traces(episode(talk, tools=[one, one | {"name": "g"}]))]
     names = [[tool["function"]["name"] for tool in each.tools or []] for each in contents if isinstance(each, Chat)]
     assert names == [["f"], ["f", "g"]]
 
@@ -102,7 +98,7 @@ def test_the_tools_of_a_path_are_those_of_its_root() -> None:
 def test_a_trace_with_images_is_skipped_and_a_model_that_could_see_some_is_not_enough() -> None:
     talk = [node(None, [1, 900]), node(0, [2, 3], 1, logprobs=[-0.5])]
     assert read(episode(talk, mm_token_type_id_map={"900": 1})) == [Skipped("r.jsonl:1", MEDIA_REASON)]
-    assert len(trajectories(episode(talk, mm_token_type_id_map={"901": 1}))) == 1
+    assert len(traces(episode(talk, mm_token_type_id_map={"901": 1}))) == 1
     talk[0]["message"] = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     assert read(episode(talk)) == [Skipped("r.jsonl:1", MEDIA_REASON)]
 
@@ -114,7 +110,7 @@ def test_an_agent_that_is_not_trainable_is_skipped_and_counted() -> None:
 
 
 def test_without_token_ids_the_messages_are_read_and_only_sampled_ones_trained() -> None:
-    first, second = trajectories(without_tokens(EPISODES[0]))
+    first, second = traces(without_tokens(EPISODES[0]))
     assert isinstance(first.content, Chat)
     assert isinstance(second.content, Chat)
     assert first.content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
@@ -129,33 +125,33 @@ def test_without_token_ids_the_messages_are_read_and_only_sampled_ones_trained()
 
 
 def test_token_ids_of_some_messages_only_are_not_mixed_with_text() -> None:
-    (trajectory,) = trajectories(without_tokens(EPISODES[1], keep=(0, 1, 2)))
+    (trajectory,) = traces(without_tokens(EPISODES[1], keep=(0, 1, 2)))
     assert isinstance(trajectory.content, Chat)
     assert PARTIAL_NOTE in trajectory.notes
 
 
 def test_a_shared_answer_is_trained_in_the_first_of_its_paths() -> None:
     nodes = [node(None, [1]), node(0, [2, 3], 1), node(1, [4]), node(2, [5], 1), node(2, [6], 1)]
-    items = trajectories(episode(nodes))
+    items = traces(episode(nodes))
     assert [back(item)[:2] for item in items] == [([1, 2, 3, 4, 5], [2, 4]), ([1, 2, 3, 4, 6], [4])]
 
 
 def test_an_answer_that_was_put_there_is_not_trained() -> None:
     demonstration = node(0, [2, 3], 1) | {"sampled": False}
-    (trajectory,) = trajectories(episode([node(None, [1]), demonstration, node(1, [4]), node(2, [5], 1)]))
+    (trajectory,) = traces(episode([node(None, [1]), demonstration, node(1, [4]), node(2, [5], 1)]))
     assert back(trajectory)[:2] == ([1, 2, 3, 4, 5], [4])
 
 
 def test_rewards_that_were_not_scored_are_left_out() -> None:
     nodes = [node(None, [1]), node(0, [2], 1)]
-    (trajectory,) = trajectories(episode(nodes, rewards={"a": {"score": 0.5, "weight": 2.0}, "b": None}))
+    (trajectory,) = traces(episode(nodes, rewards={"a": {"score": 0.5, "weight": 2.0}, "b": None}))
     assert trajectory.reward == 1.0
-    (trajectory,) = trajectories(episode(nodes, rewards={"a": None}))
+    (trajectory,) = traces(episode(nodes, rewards={"a": None}))
     assert trajectory.reward is None
 
 
 def test_named_agents_have_groups_of_their_own() -> None:
-    (trajectory,) = trajectories(episode([node(None, [1]), node(0, [2], 1)], agent={"name": "solver"}))
+    (trajectory,) = traces(episode([node(None, [1]), node(0, [2], 1)], agent={"name": "solver"}))
     assert trajectory.group_id == "k/solver"
 
 
@@ -168,7 +164,7 @@ def test_traces_of_one_agent_are_one_rollout_if_they_have_one_reward() -> None:
             common | {"id": f"t{i}", "agent": {"name": name}, "rewards": {"r": {"score": reward, "weight": 1.0}}}
             for i, (name, reward) in enumerate(traces)
         ]
-        return [(item.rollout_id, item.rollout_part) for item in trajectories(value)]
+        return [(item.rollout_id, item.rollout_part) for item in trajectories(read(value))]
 
     alone = (None, None)
     joined = [("e/k/sub", 0), alone, ("e/k/sub", 2 * MAX_INSIDE)]
@@ -178,12 +174,12 @@ def test_traces_of_one_agent_are_one_rollout_if_they_have_one_reward() -> None:
 
 def test_fields_that_nobody_knows_are_metadata_or_noted() -> None:
     nodes = [node(None, [1]), node(0, [2], 1)]
-    (trajectory,) = trajectories(episode(nodes, difficulty=3, attempts=[1, 2]))
+    (trajectory,) = traces(episode(nodes, difficulty=3, attempts=[1, 2]))
     assert (trajectory.metadata["difficulty"], trajectory.notes) == (3, ("field 'attempts' not used",))
 
 
 def test_loss_weights_are_noted() -> None:
-    (trajectory,) = trajectories(episode([node(None, [1]), node(0, [2], 1, loss_weights={"ce": [1.0]})]))
+    (trajectory,) = traces(episode([node(None, [1]), node(0, [2], 1, loss_weights={"ce": [1.0]})]))
     assert trajectory.notes == (WEIGHTS_NOTE,)
 
 
@@ -217,7 +213,7 @@ def test_every_sampled_token_is_trained_once_behind_its_own_path(nodes: list[dic
         prefix = [token for k in path for token in nodes[k]["token_ids"]]
         start = len(prefix) - len(each["token_ids"])
         expected += [prefix[: start + i + 1] for i, flag in enumerate(each["mask"]) if flag]
-    paths = [back(item) for item in trajectories(episode(nodes))]
+    paths = [back(item) for item in traces(episode(nodes))]
     assert sorted(ids[: place + 1] for ids, trained, _, _ in paths for place in trained) == sorted(expected)
 
 
@@ -260,24 +256,3 @@ def test_the_model_comes_from_the_summary_which_alone_is_skipped() -> None:
     assert models == ["qwen3-8b", "qwen3-8b"]
     skipped = [item.reason for item in items if isinstance(item, Skipped)]
     assert skipped == ["summary of a run, read with its results"]
-
-
-@given(conversations())
-def test_a_trace_comes_back(talk: Conversation) -> None:
-    nodes: list[dict[str, Any]] = []
-    for delta, reply, values in zip(talk.deltas, talk.responses, talk.logprobs, strict=True):
-        nodes.append(node(len(nodes) - 1 if nodes else None, delta))
-        nodes.append(node(len(nodes) - 1, reply, len(reply), logprobs=values))
-    (trajectory,) = trajectories(episode(nodes, rewards={"a": {"score": 0.5, "weight": 1.0}}))
-    assert back(trajectory) == talk.expected(0.5)
-
-
-@given(conversations())
-def test_a_line_of_results_comes_back(talk: Conversation) -> None:
-    steps = [
-        {"tokens": {"prompt_ids": prompt, "completion_ids": reply, "completion_logprobs": values}, "trajectory_id": "t"}
-        for prompt, reply, values in zip(talk.prompts, talk.responses, talk.logprobs, strict=True)
-    ]
-    (trajectory,) = read_results({"example_id": 3, "completion": None, "reward": 0.5, "trajectory": steps})
-    assert back(trajectory) == talk.expected(0.5)
-    assert (trajectory.trajectory_id, trajectory.group_id) == ("t", "3")

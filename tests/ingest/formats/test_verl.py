@@ -9,93 +9,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from support.token_rollouts import Rollout, back, rollouts
+from support.readings import chat_of, only, read_as
+from support.token_rollouts import back
 from treepack.errors import TreepackError
-from treepack.ingest.formats import verl, verl_data, verl_dump
-from treepack.ingest.formats.verl_dump import DECODED_NOTE
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
+from treepack.ingest.formats.columns import DECODED_NOTE
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 ROW = {"prompts": [0, 7], "responses": [8, 0], "attention_mask": [0, 1, 1, 0], "response_mask": [1, 0]}
 
 
-def read(reader: Any, value: dict[str, Any]) -> list[Trajectory | Skipped]:
-    return list(reader.FORMAT.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
-
-
-def only(reader: Any, value: dict[str, Any]) -> Trajectory:
-    (trajectory,) = read(reader, value)
-    assert isinstance(trajectory, Trajectory)
-    return trajectory
-
-
-def tokens_of(item: Trajectory) -> Tokens:
-    assert isinstance(item.content, Tokens)
-    return item.content
-
-
-def chat_of(item: Trajectory | Skipped) -> Chat:
-    assert isinstance(item, Trajectory)
-    assert isinstance(item.content, Chat)
-    return item.content
-
-
-@given(rollouts())
-def test_an_agent_loop_output_comes_back(rollout: Rollout) -> None:
-    value = {
-        "prompt_ids": rollout.prompt,
-        "response_ids": rollout.response,
-        "response_mask": rollout.mask,
-        "response_logprobs": rollout.logprobs,
-        "reward_score": rollout.reward,
-        "extra_fields": {"min_global_steps": 3, "turn_scores": []},
-    }
-    trajectory = only(verl, value)
-    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), rollout.reward)
-    assert (trajectory.metadata, trajectory.notes) == ({"min_global_steps": 3}, ())
-
-
-@given(rollouts(), st.integers(0, 3), st.integers(0, 3), st.integers(0, 9))
-def test_a_row_of_a_batch_comes_back_without_its_padding(rollout: Rollout, left: int, right: int, pad: int) -> None:
-    def padded(values: list[float]) -> list[float]:
-        return values + [0.0] * right
-
-    num = len(rollout.ids)
-    scores = [0.0] * len(rollout.response)
-    scores[-1] = rollout.reward
-    value = {
-        "prompts": [pad] * left + rollout.prompt,
-        "responses": rollout.response + [pad] * right,
-        "input_ids": [pad] * left + rollout.ids + [pad] * right,
-        "attention_mask": [0] * left + [1] * num + [0] * right,
-        "position_ids": [0] * left + list(range(num)) + [num - 1] * right,
-        "response_mask": rollout.mask + [0] * right,
-        "rollout_log_probs": padded(rollout.logprobs),
-        "old_log_probs": padded([2 * each for each in rollout.logprobs]),
-        "ref_log_prob": padded([4 * each for each in rollout.logprobs]),
-        "token_level_scores": padded(scores),
-        "token_level_rewards": padded([each - 0.01 for each in scores]),
-        "advantages": padded([0.5] * len(rollout.response)),
-        "returns": padded([9.0] * len(rollout.response)),
-        "uid": "g",
-        "__num_turns__": 4,
-    }
-    trajectory = only(verl, value)
-    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), rollout.reward)
-    content = tokens_of(trajectory)
-    assert content.old_logprobs is not None
-    assert content.ref_logprobs is not None
-    assert content.advantages is not None
-    assert (content.old_logprobs * 2 == content.ref_logprobs).all()
-    assert content.old_logprobs.tolist() == [2 * each for each in rollout.at_trained(rollout.logprobs)]
-    assert content.advantages.tolist() == [0.5] * len(rollout.trained)
-    assert (trajectory.group_id, trajectory.metadata) == ("g", {"num_turns": 4})
+def one(name: str, value: dict[str, Any]) -> Trajectory:
+    return only(read_as(name, value))
 
 
 def test_rows_of_parquet_are_read_like_lines(tmp_path: Path) -> None:
@@ -113,42 +40,42 @@ def test_a_batch_of_columns_reads_like_its_rows(tmp_path: Path) -> None:
     tensors = {name: torch.tensor(field) for name, field in columns.items() if name != "uid"}
     dumped = tmp_path / "batch.pt"
     torch.save({"batch": tensors, "non_tensor_batch": {"uid": columns["uid"]}, "meta_info": {"a": 1}}, dumped)
-    expected = [(back(only(verl, row)), row["uid"]) for row in rows]
-    for trajectories in (read(verl, columns), list(read_trajectories([dumped]))):
+    expected = [(back(one("verl", row)), row["uid"]) for row in rows]
+    for trajectories in (read_as("verl", columns), list(read_trajectories([dumped]))):
         assert [(back(item), item.group_id) for item in trajectories if isinstance(item, Trajectory)] == expected
 
 
 def test_a_rollout_with_images_is_skipped() -> None:
     value = ROW | {"multi_modal_inputs": {"pixel_values": [[0.5]]}}
-    assert read(verl, value) == [Skipped("r.jsonl:1", "images, audio and video are not read")]
+    assert read_as("verl", value) == [Skipped("r.jsonl:1", "images, audio and video are not read")]
 
 
 def test_positions_of_three_rows_are_refused() -> None:
     with pytest.raises(TreepackError, match="position_ids is not 0, 1, 2"):
-        read(verl, ROW | {"position_ids": [[0, 0, 1, 1]] * 3})
+        read_as("verl", ROW | {"position_ids": [[0, 0, 1, 1]] * 3})
 
 
 def test_a_dump_is_text_whose_whole_output_is_trained_and_says_so() -> None:
     line = {"input": "user\n2+2?\nassistant\n", "output": "4", "gts": "4", "score": 0.5, "step": 7, "acc": True}
-    trajectory = only(verl_dump, line)
+    trajectory = one("verl-dump", line)
     assert trajectory.content == PromptCompletion("user\n2+2?\nassistant\n", "4")
     assert (trajectory.reward, trajectory.step, trajectory.notes) == (0.5, 7, (DECODED_NOTE,))
     assert trajectory.metadata == {"gts": "4", "acc": True}
-    assert read(verl_dump, line | {"output": ""}) == [Skipped("r.jsonl:1", "empty response")]
+    assert read_as("verl-dump", line | {"output": ""}) == [Skipped("r.jsonl:1", "empty response")]
 
 
 def test_enable_thinking_of_a_conversation_goes_to_its_template() -> None:
-    content = chat_of(only(verl_data, {"messages": [USER, ANSWER], "enable_thinking": False}))
+    content = chat_of(one("verl-data", {"messages": [USER, ANSWER], "enable_thinking": False}))
     assert (content.message_weights, content.chat_template_kwargs) == ([0.0, 1.0], {"enable_thinking": False})
-    assert chat_of(only(verl_data, {"messages": [USER, ANSWER], "enable_thinking": None})).chat_template_kwargs is None
+    assert chat_of(one("verl-data", {"messages": [USER, ANSWER], "enable_thinking": None})).chat_template_kwargs is None
     with pytest.raises(TreepackError, match="enable_thinking is 1; expected true or false"):
-        read(verl_data, {"messages": [USER, ANSWER], "enable_thinking": 1})
+        read_as("verl-data", {"messages": [USER, ANSWER], "enable_thinking": 1})
 
 
 def test_a_prompt_without_a_response_is_skipped_and_each_generated_response_is_a_trajectory() -> None:
     row: dict[str, Any] = {"prompt": [USER], "reward_model": {"ground_truth": "4"}, "data_source": "s"}
-    assert read(verl_data, row) == [Skipped("r.jsonl:1", "prompt without a response", is_rollout=False)]
-    items = read(verl_data, row | {"responses": ["4", "5"]})
+    assert read_as("verl-data", row) == [Skipped("r.jsonl:1", "prompt without a response", is_rollout=False)]
+    items = read_as("verl-data", row | {"responses": ["4", "5"]})
     assert [chat_of(item).messages for item in items] == [[USER, ANSWER], [USER, ANSWER | {"content": "5"}]]
     names = [item.trajectory_id for item in items if isinstance(item, Trajectory)]
     assert names == ["r.jsonl:1/response-1", "r.jsonl:1/response-2"]
@@ -158,4 +85,4 @@ def test_a_prompt_without_a_response_is_skipped_and_each_generated_response_is_a
 
 def test_a_conversation_with_images_is_skipped() -> None:
     value = {"messages": [USER, ANSWER], "enable_thinking": True, "images": ["a.png"]}
-    assert read(verl_data, value) == [Skipped("r.jsonl:1", "images, audio and video are not read")]
+    assert read_as("verl-data", value) == [Skipped("r.jsonl:1", "images, audio and video are not read")]

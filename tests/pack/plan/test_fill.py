@@ -15,9 +15,10 @@ from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.plan.problem import RowLimits, path_pairs
-from treepack.pack.plan.unions import RowSizes, range_minima, row_sizes
+from treepack.pack.plan.unions import RowSizes, row_sizes
 from treepack.trajectory import Int64, Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.shared_prefixes import range_minima
 from treepack.trie.trie import Trie, sequences_of
 
 

@@ -26,7 +26,7 @@ from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
+from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, OBJECTS, ValueKind, each, no
@@ -104,8 +104,7 @@ def _chat_calls(items: list[dict[str, Any]], tools: Any) -> Iterator[ChatCall]:
 
 def _token_call(choice: dict[str, Any], source: str) -> TokenCall | None:
     """Return the call of a choice by its token ids, or None if it has none."""
-    logprobs = choice.get("logprobs")
-    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    content = object_or_empty(choice.get("logprobs")).get("content")
     # `content` may be missing or null.
     entries = content if is_messages(content) else []
     for name in ("token_ids", "prompt_token_ids"):

@@ -37,7 +37,7 @@ from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import reward_of
 from treepack.ingest.readers.fields.rollout_facts import describe, temperature_of
-from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
 from treepack.ingest.readers.files.companion_files import companion_path, folder_and_document, read_document
 from treepack.ingest.readers.files.records import NoObjectError, Record
 from treepack.ingest.readers.format import EVERYTHING, Format
@@ -121,8 +121,7 @@ def _read_details(record: Record, part: dict[str, Any], options: ReadOptions) ->
 
 def _details(part: dict[str, Any], source: str) -> list[dict[str, Any]]:
     """Return the token ids of all calls of a trial, or of a step of it: one object per conversation."""
-    kept = part.get("agent_result")
-    details = kept.get("rollout_details") if isinstance(kept, dict) else None
+    details = object_or_empty(part.get("agent_result")).get("rollout_details")
     return as_objects(details, source=source, name="agent_result.rollout_details")
 
 
@@ -178,7 +177,7 @@ def _read_agents(
 ) -> Iterator[Iterator[Trajectory | Skipped]]:
     """Yield the trajectories of the agent of a document, and then the steps of each agent that is embedded in it."""
     value, source = record.value, record.source
-    agent = value["agent"] if isinstance(value.get("agent"), dict) else {}
+    agent = object_or_empty(value.get("agent"))
     facts = {
         **without(value, TOP | LINKS),
         **trial,
@@ -217,7 +216,7 @@ def _is_trained(step: dict[str, Any]) -> bool:
 
 
 def _metrics(step: dict[str, Any]) -> dict[str, Any]:
-    return step["metrics"] if isinstance(step.get("metrics"), dict) else {}
+    return object_or_empty(step.get("metrics"))
 
 
 def _has_ids(step: dict[str, Any]) -> bool:
@@ -287,8 +286,7 @@ def _messages(step: dict[str, Any], source: str) -> list[dict[str, Any]]:
         message["loss"] = False
     if (ending := _ending(step)) is not None:
         message["finish_reason"] = ending
-    observation = step.get("observation")
-    results = observation.get("results") if isinstance(observation, dict) else None
+    results = object_or_empty(step.get("observation")).get("results")
     answers = [_result(result, calls) for result in as_objects(results, source=source, name="observation.results")]
     return [message, *answers]
 
@@ -343,8 +341,7 @@ def _step_result(result: dict[str, Any], name: str, source: str) -> dict[str, An
 
 def _reward(result: dict[str, Any], source: str, options: ReadOptions) -> float | None:
     """Return the reward of the verifier: the one of `reward_key`, the one called `reward`, or the only one."""
-    verdict = result.get("verifier_result")
-    rewards = verdict.get("rewards") if isinstance(verdict, dict) else None
+    rewards = object_or_empty(result.get("verifier_result")).get("rewards")
     if not rewards:
         return None
     # {"reward": 1.0, "tests": 3} -> 1.0, {"tests": 3} -> 3, {"a": 1, "b": 2} -> refused by reward_of

@@ -31,7 +31,7 @@ from treepack.trajectory import Chat, Skipped, Trajectory
 # "conversation_round_12.json.gz" -> 12, and "sympy__sympy-1_2024-04-06_13-51-50" -> "sympy__sympy-1"
 ROUND = re.compile(r"conversation_round_(\d+)\.json(\.gz|\.zst)?")
 TIME = re.compile(r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$")
-# Any other field makes it a record of another format, which a list of messages is not.
+# A record with any other field is in a different format.
 FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
 
 

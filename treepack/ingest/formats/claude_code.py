@@ -31,6 +31,7 @@ from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
 from treepack.ingest.readers.calls.rollout_names import group_of_first
 from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import object_or_empty
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
@@ -151,11 +152,10 @@ def _session(rows: list[Record]) -> _Session:
     session = _Session()
     for row in rows:
         value = row.value
-        uuid, parent, message = value.get("uuid"), value.get("parentUuid"), value.get("message")
+        uuid, parent, message = value.get("uuid"), value.get("parentUuid"), object_or_empty(value.get("message"))
         # A resumed session may repeat lines; titles, snapshots and queues have no uuid and no place in the tree.
         if not isinstance(uuid, str) or uuid in session.entries:
             continue
-        message = message if isinstance(message, dict) else {}
         parent = parent if isinstance(parent, str) else None
         key = str(message.get("id") or uuid) if value.get("type") == "assistant" else None
         entry = _Entry(len(session.entries), uuid, parent, str(value.get("type")), message, value, key)
@@ -165,8 +165,7 @@ def _session(rows: list[Record]) -> _Session:
             session.called |= _ids(message, "tool_use", "id")
         if entry.kind == "user":
             session.results |= dict.fromkeys(_ids(message, "tool_result", "tool_use_id"), entry)
-            result = value.get("toolUseResult")
-            agent = result.get("agentId") if isinstance(result, dict) else None
+            agent = object_or_empty(value.get("toolUseResult")).get("agentId")
             session.agents |= {agent} if isinstance(agent, str) else set()
     for entry in session.entries.values():
         _add_kept(session, entry)
@@ -175,8 +174,7 @@ def _session(rows: list[Record]) -> _Session:
 
 def _add_kept(session: _Session, entry: _Entry) -> None:
     """Record the entries that the compaction at `entry` kept, under the summary after which they are in the prompt."""
-    metadata = entry.value.get("compactMetadata")
-    segment = metadata.get("preservedSegment") if isinstance(metadata, dict) else None
+    segment = object_or_empty(entry.value.get("compactMetadata")).get("preservedSegment")
     if not isinstance(segment, dict):
         return
     # The segment head - x - tail is walked from its end, and ends with the head or the root: tail, x, head.

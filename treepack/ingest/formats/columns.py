@@ -1,23 +1,88 @@
-"""Homemade layouts, by the columns that the user names or by usual names; `readers.column_records` reads them."""
+"""Formats whose records only place fields, each with the line of `--columns` that reads it (`readers.columns`).
+
+The format `columns` itself has the lines that a user gives, or that many data sets share.
+"""
 
 from __future__ import annotations
 
 from treepack.ingest.readers.column_records import read_columns
 from treepack.ingest.readers.columns.aliases import matches
+from treepack.ingest.readers.columns.column_formats import by_columns
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, TOKEN_IDS, Format
+from treepack.ingest.readers.kinds import ANY, OBJECTS, TEXT
 
-FORMAT = Format(
-    name="columns",
-    rank=640,
-    program="homemade layouts: `--columns`, and usual names such as `prompt` and `response`",
-    recognised_by="`--columns`, or the names in a row of [other layouts](inputs.md#other-layouts)",
-    requires=matches,
-    checked="none",
-    used="""
-        id group_id uid prompt response responses rewards instruction input context question answer query
-        conversation trajectory dialog prompt_tokens response_tokens prompt_idx reward score step advantage
-    """.split(),
-    keeps={TOKEN_IDS, MASKS, REWARDS, LINEAGE},
-    notes_unused=False,
-    read=read_columns,
+# Counted once per record, so that a user notices that a better source may exist.
+DECODED_NOTE = "text of verl's dump, decoded without special tokens"
+
+FORMATS = (
+    # Historical trajectories of tau-bench, one per task and trial. The log contains no schemas of tools; the
+    # tokenisation has an option for them.
+    Format(
+        name="tau-bench",
+        rank=10,
+        program="tau-bench",
+        recognised_by="`task_id` and `traj`, a list of messages",
+        requires=[{"task_id": ANY, "traj": OBJECTS}],
+        used="task_id trial reward info traj!".split(),
+        keeps={REWARDS, LINEAGE},
+        read=by_columns("messages=traj"),
+    ),
+    # Text that verl's trainer writes next to its metrics: `<step>.jsonl` of `rollout_data_dir`. Both texts were decoded
+    # from ids without their special tokens. The ends of turns are lost, so neither the ids nor the text that the model
+    # saw can be restored, and in the output of an agent, the text of tools cannot be separated from the text of the
+    # model. If the exact ids were kept, read those instead. Without a `step`, the name of the file is the step.
+    Format(
+        name="verl-dump",
+        rank=270,
+        program="verl (rollout_data_dir, validation_data_dir)",
+        recognised_by="`input` and `output` as text beside `score` and `step` or `gts`",
+        requires=[{"input": TEXT, "output": TEXT, "score": ANY, ("step", "gts"): ANY}],
+        used="input output gts score step".split(),
+        keeps={REWARDS},
+        read=by_columns("prompt=input,answer=output", notes=(DECODED_NOTE,)),
+    ),
+    # Fine-tuning data of OpenAI for preferences: a conversation and two answers to it. The common prompt is not
+    # trained. OpenAI's data for supervised fine-tuning is in the format `chat`.
+    Format(
+        name="openai-preference",
+        rank=330,
+        program="OpenAI fine-tuning (preferences)",
+        recognised_by="`input.messages`, `preferred_output` and `non_preferred_output`",
+        requires=[{"input.messages": OBJECTS, "preferred_output": OBJECTS, "non_preferred_output": OBJECTS}],
+        used="input.messages input.tools preferred_output non_preferred_output".split(),
+        dropped=("input.parallel_tool_calls",),
+        keeps={REWARDS},
+        read=by_columns(
+            "prompt=input.messages,chosen=preferred_output,rejected=non_preferred_output,tools=input.tools?"
+        ),
+    ),
+    # Text that SkyRL writes for its evaluations, one file per data set in `dumped_evals`. Both texts were decoded from
+    # ids with their special tokens. In the response of an agent, the text of tools cannot be separated from the text of
+    # the model, so all of it is trained.
+    Format(
+        name="skyrl-dump",
+        rank=420,
+        program="SkyRL (evaluation dumps)",
+        recognised_by="`input_prompt` and `output_response` as text",
+        requires=[{"input_prompt": TEXT, "output_response": TEXT}],
+        used="input_prompt output_response score stop_reason env_class data_source".split(),
+        dropped=("env_extras",),
+        keeps={REWARDS},
+        read=by_columns("prompt=input_prompt,answer=output_response,ignore=env_extras"),
+    ),
+    Format(
+        name="columns",
+        rank=640,
+        program="homemade layouts: `--columns`, and usual names such as `prompt` and `response`",
+        recognised_by="`--columns`, or the names in a row of [other layouts](inputs.md#other-layouts)",
+        requires=matches,
+        checked="none",
+        used="""
+            id group_id uid prompt response responses rewards instruction input context question answer query
+            conversation trajectory dialog prompt_tokens response_tokens prompt_idx reward score step advantage
+        """.split(),
+        keeps={TOKEN_IDS, MASKS, REWARDS, LINEAGE},
+        notes_unused=False,
+        read=read_columns,
+    ),
 )

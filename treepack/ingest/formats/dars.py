@@ -108,7 +108,7 @@ FORMAT = Format(
         "root.action (part of the content)",
         "root.expansion_candidates (the one chosen is a node)",
         "root.critic_prompt",
-        "root.critic_response (calls of another model)",
+        "root.critic_response (calls of a different model)",
         "node_count, iterations, current_node_id, node_id_stack (bookkeeping)",
     ),
     keeps={MASKS, LINEAGE},

@@ -155,7 +155,7 @@ def _apply(session: _Session, row: Record) -> None:
 
 def _add(session: _Session, messages: Any, source: str) -> None:
     for message in as_objects(messages, source=source, name="messages"):
-        # A message without an id is not a later change of another one.
+        # A message without an id never replaces an earlier message.
         name = message.get("id")
         session.history[name if isinstance(name, str) else f"{source}/{len(session.history)}"] = message
 

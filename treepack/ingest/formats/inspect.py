@@ -25,7 +25,7 @@ from treepack.ingest.readers.calls.conversations import conversation, with_notes
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, is_messages
+from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import OBJECT, OBJECTS, TEXT
@@ -82,14 +82,14 @@ def _read_sample(record: Record, sample: Sample, options: ReadOptions) -> Iterat
         yield Skipped(record.source, reason or NO_CALL, group_id=group)
         return
     # The output of the sample is its last response.
-    choices = _object(sample.get("output")).get("choices")
+    choices = object_or_empty(sample.get("output")).get("choices")
     ending = choices[0].get("stop_reason") if is_messages(choices) and choices else None
     yield conversation(one, endings.mark(messages, ending), options, notes=(MESSAGES_NOTE, *notes))
 
 
 def _resolved(sample: Sample) -> Sample:
     """Return `sample` with the texts of its attachments in their places."""
-    attachments = _object(sample.get("attachments"))
+    attachments = object_or_empty(sample.get("attachments"))
 
     def resolve(value: Any) -> Any:
         if isinstance(value, str) and value.startswith(ATTACHMENT):
@@ -105,14 +105,15 @@ def _resolved(sample: Sample) -> Sample:
 def _calls(sample: Sample, source: str) -> tuple[list[ChatCall], tuple[str, ...]]:
     """Return the calls of the model that is evaluated, and notes on calls that are not used."""
     events = as_objects(sample.get("events"), source=source, name="events")
-    pool = as_objects(_object(sample.get("events_data")).get("messages"), source=source, name="events_data.messages")
+    stored = object_or_empty(sample.get("events_data")).get("messages")
+    pool = as_objects(stored, source=source, name="events_data.messages")
     scoring = _scoring_spans(events)
     messages = [_message(each) for each in pool]
     reasons = [skip_reason([each]) for each in messages]
     calls: list[ChatCall] = []
     notes: dict[str, None] = {}
     for event in events:
-        choices = _object(event.get("output")).get("choices")
+        choices = object_or_empty(event.get("output")).get("choices")
         if event.get("event") != "model" or event.get("role") is not None or str(event.get("span_id")) in scoring:
             continue
         # A call that failed has no choice; Inspect repeats it.
@@ -120,7 +121,7 @@ def _calls(sample: Sample, source: str) -> tuple[list[ChatCall], tuple[str, ...]
             places = _places(event.get("input_refs"), len(pool))
             inputs = as_objects(event.get("input"), source=source, name="input of a model event")
             prompt = [_message(each) for each in inputs] or [messages[place] for place in places]
-            response = _message(_object(choice.get("message")) | {"role": "assistant"})
+            response = _message(object_or_empty(choice.get("message")) | {"role": "assistant"})
             reason = skip_reason([*(prompt if inputs else []), response])
             reason = reason or next((reasons[place] for place in places if reasons[place]), None)
             if reason is None:
@@ -172,7 +173,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     if message.get("role") == "tool":
         chat |= {"tool_call_id": message.get("tool_call_id"), "name": message.get("function")}
         # Inspect sends the error in place of the content.
-        if error := _object(message.get("error")).get("message"):
+        if error := object_or_empty(message.get("error")).get("message"):
             chat["content"] = f"Error: {error}"
     return chat
 
@@ -180,7 +181,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 def _reward(sample: Sample, reward_key: str | None) -> tuple[float | None, tuple[str, ...]]:
     """Return the score of `sample` as a number, and a note if there are several and none is selected."""
     scores: dict[str, Any] = {}
-    for name, score in _object(sample.get("scores")).items():
+    for name, score in object_or_empty(sample.get("scores")).items():
         value = score.get("value") if isinstance(score, dict) else score
         # {"quality": {"value": {"style": 2, "facts": 5}}} -> quality.style 2, quality.facts 5
         scores |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
@@ -195,10 +196,6 @@ def _number(value: Any) -> float | None:
     if isinstance(value, int | float):  # true is 1
         return float(value)
     return VALUES.get(value) if isinstance(value, str) else None
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 FORMAT = Format(

@@ -20,7 +20,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import conversation, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.fields.values import object_or_empty, shown
 from treepack.ingest.readers.files.companion_files import folder_and_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
@@ -63,7 +63,7 @@ def read_intercode(record: Record, options: ReadOptions) -> Iterator[Trajectory 
             **without(episode, USED),
             "trajectory_id": f"{stem}/{number}",
             "group_id": _group(episode, number),
-            "reward": _reward(episode),
+            "reward": object_or_empty(episode.get("summary")).get("max_reward"),
         }
         yield conversation(replace(part, value=value), messages, options)
 
@@ -101,11 +101,6 @@ def _group(episode: dict[str, Any], number: str) -> str:
     return f"{name}/{number if task is None else task}"
 
 
-def _reward(episode: dict[str, Any]) -> Any:
-    summary = episode.get("summary")
-    return summary.get("max_reward") if isinstance(summary, dict) else None
-
-
 FORMAT = Format(
     name="intercode",
     rank=90,
@@ -122,7 +117,7 @@ FORMAT = Format(
         "meta (options of the run)",
         "info (how the reward came about)",
         "turn_history.rewards, turn_history.valid_action (of single turns)",
-        "turn_history.steps (plan of another call)",
+        "turn_history.steps (plan of a different call)",
         "summary.max_reward_idx, summary.turns_taken, summary.turns_max",
     ),
     keeps={REWARDS, LINEAGE},

@@ -29,7 +29,7 @@ from treepack.ingest.readers.calls.conversations import with_notes, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.start_times import start_time
 from treepack.ingest.readers.fields.unread import not_used, unread
-from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.fields.values import is_messages, object_or_empty, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import TEXT, Fields, ValueKind, first, some
@@ -90,7 +90,7 @@ def read_langfuse(records: Iterator[Record], options: ReadOptions) -> Iterator[T
 def _items(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the traces and the observations of `record`, each with the id of its trace."""
     value = record.value
-    items = value["data"] if _is_list(value.get("data")) else [value]
+    items = value["data"] if isinstance(value.get("data"), list) else [value]
     if not is_messages(items):
         raise TreepackError(f"{record.source}: data is {shown(items)}; expected a list of traces or observations")
     for item in items:
@@ -119,10 +119,6 @@ def _trace_id(observation: dict[str, Any], source: str) -> str:
     if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
         raise TreepackError(f"{source}: an observation has the traceId {shown(name)}; expected the id of a trace")
     return str(name)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
 
 
 def _observations(trace: dict[str, Any]) -> list[dict[str, Any]]:
@@ -241,10 +237,8 @@ def _ancestors(trace: _Trace) -> set[str]:
 
 def _calls(value: dict[str, Any], source: str, notes: dict[str, None]) -> list[ChatCall]:
     where = f"{source}: observation {value.get('id')}"
-    metadata = parsed(value.get("metadata"))
-    metadata = metadata if isinstance(metadata, dict) else {}
-    attributes = parsed(metadata.get("attributes"))
-    attributes = attributes if isinstance(attributes, dict) else {}
+    metadata = object_or_empty(parsed(value.get("metadata")))
+    attributes = object_or_empty(parsed(metadata.get("attributes")))
     prompt = prompt_of(value["input"], source=where)
     responses = responses_of(value["output"], source=where)
     instructions = parsed(get(attributes, INSTRUCTIONS))
@@ -275,7 +269,7 @@ def _are_same(tools: Any, defined: list[dict[str, Any]]) -> bool:
 
 
 def _as_text(tool: Any) -> str:
-    fields = tool if isinstance(tool, dict) else {}
+    fields = object_or_empty(tool)
     renamed = {"input_schema": "parameters", "inputSchema": "parameters"}
     fields = {renamed.get(name, name): each for name, each in fields.items() if each is not None and name != "type"}
     return json.dumps(fields, sort_keys=True, default=str)
@@ -312,7 +306,7 @@ def _defined(value: dict[str, Any]) -> list[dict[str, Any]] | None:
     if not isinstance(defined, dict):
         return None
     schemas = ((name, parsed(each)) for name, each in defined.items())
-    return [{"name": name} | (each if isinstance(each, dict) else {}) for name, each in schemas] or None
+    return [{"name": name} | object_or_empty(each) for name, each in schemas] or None
 
 
 def _schemas(metadata: dict[str, Any], attributes: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -350,8 +344,8 @@ FORMAT = Format(
     view=langfuse_view,
     dropped=(
         "input and output of a trace (its calls contain them)",
-        "observations that are no generations (the calls contain the results of tools)",
-        "scores that are no numbers, and corrections (named in a note)",
+        "observations that are not generations (the calls contain the results of tools)",
+        "scores that are not numbers, and corrections (named in a note)",
         "scores in a file of their own",
         "usage, costs, times, versions, prompts",
     ),

@@ -41,7 +41,7 @@ NO_CALL_NOTE = "run without an LLM call"
 class _Trace:
     """The LLM runs of a trace, the record of its first run, and the facts of its runs.
 
-    A fact of the root takes precedence over a fact of another run.
+    The facts of the root count before the facts of other runs.
     """
 
     record: Record

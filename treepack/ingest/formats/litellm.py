@@ -29,7 +29,7 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.start_times import start_time
 from treepack.ingest.readers.fields.unread import is_empty, not_used
-from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.fields.values import is_messages, object_or_empty, shown
 from treepack.ingest.readers.files.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.format import LOGPROBS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, TEXT
@@ -92,8 +92,7 @@ def read_litellm(records: Iterator[Record], options: ReadOptions) -> Iterator[Tr
 
 def _name(value: dict[str, Any], source: str) -> str | None:
     """Return the session of a call, or the trace that it shares with retries and other calls; None without one."""
-    metadata = parsed(value.get("metadata"))
-    holders = (value, metadata if isinstance(metadata, dict) else {})
+    holders = (value, object_or_empty(parsed(value.get("metadata"))))
     names = ("session_id", "litellm_session_id", "trace_id")
     field, name = next(((each, holder[each]) for each in names for holder in holders if holder.get(each)), ("", None))
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
@@ -107,8 +106,7 @@ def _no_call(value: dict[str, Any]) -> str | None:
     # "acompletion" is the asynchronous "completion".
     if kind not in CALLS and kind.removeprefix("a") not in CALLS:
         return f"record of the call '{kind[:40]}', which writes no text"
-    status = parsed(value.get("metadata"))
-    states = (value.get("status"), status.get("status") if isinstance(status, dict) else None)
+    states = (value.get("status"), object_or_empty(parsed(value.get("metadata"))).get("status"))
     if "failure" in states or value.get("error_str"):
         return FAILED_NOTE
     if value.get("cache_hit") in (True, "True", "true"):
@@ -131,8 +129,7 @@ def _add(session: _Session, record: Record) -> str | None:
     value, source = record.value, record.source
     prompt = prompt_of(_prompt(value), source=source)
     responses = responses_of(value["response"], source=source)
-    settings = parsed(value.get("model_parameters"))
-    settings = settings if isinstance(settings, dict) else {}
+    settings = object_or_empty(parsed(value.get("model_parameters")))
     temperature = temperature_of(settings)
     calls = [
         ChatCall(

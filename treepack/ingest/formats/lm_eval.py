@@ -120,7 +120,7 @@ def _rollout(
 ) -> Iterator[Trajectory | Skipped]:
     if not isinstance(text, str):
         raise TreepackError(f"{record.source}: has the response {shown(text)}; expected text")
-    if not text:  # also if an API returned no content
+    if not text:  # an API may return no content
         yield Skipped(record.source, NO_RESPONSE_NOTE)
         return
     messages = _messages(request.prompt)

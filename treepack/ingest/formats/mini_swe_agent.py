@@ -25,7 +25,7 @@ from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, is_messages
+from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty
 from treepack.ingest.readers.files.companion_files import folder_and_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, LOGPROBS, MASKS, TOKEN_IDS, Format
@@ -76,9 +76,7 @@ def read_mini_swe_agent(record: Record, options: ReadOptions) -> Iterator[Trajec
 
 def _ending(message: dict[str, Any]) -> Any:
     """Return why the response in `message` ended: a field of its choice, or of the response itself."""
-    extra = message.get("extra")
-    response = extra.get("response") if isinstance(extra, dict) else None
-    response = message if message.get("object") == "response" else response
+    response = message if message.get("object") == "response" else object_or_empty(message.get("extra")).get("response")
     if not isinstance(response, dict):
         return None
     choices = response.get("choices")
@@ -87,8 +85,7 @@ def _ending(message: dict[str, Any]) -> Any:
 
 def _token_call(message: dict[str, Any]) -> TokenCall | None:
     """Return the call whose response is in `message`, by its token ids; None if it has none."""
-    extra = message.get("extra")
-    response = extra.get("response") if isinstance(extra, dict) else None
+    response = object_or_empty(message.get("extra")).get("response")
     if not isinstance(response, dict) or not is_messages(response.get("choices")) or not response["choices"]:
         return None
     return token_call(response, response["choices"][0])
@@ -129,8 +126,7 @@ def _refused_reply(message: dict[str, Any], source: str, notes: dict[str, None])
 
 def _description(record: Record) -> dict[str, Any]:
     value = record.value
-    info = value.get("info")
-    info = info if isinstance(info, dict) else {}
+    info = object_or_empty(value.get("info"))
     # <run>/<task>/<task>.traj.json and <run>/<task>.traj.json -> run "<run>", task "<task>"
     folder, stem = folder_and_document(record)
     task = str(value.get("instance_id") or stem)
@@ -150,9 +146,7 @@ def _description(record: Record) -> dict[str, Any]:
 
 def _model(info: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the model, {} if the file has none."""
-    config = info.get("config")
-    model = config.get("model") if isinstance(config, dict) else None
-    return model if isinstance(model, dict) else {}
+    return object_or_empty(object_or_empty(info.get("config")).get("model"))
 
 
 def _model_name(info: dict[str, Any]) -> str | None:

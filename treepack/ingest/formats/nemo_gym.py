@@ -21,6 +21,7 @@ from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, temperature_of
+from treepack.ingest.readers.fields.values import object_or_empty
 from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
@@ -138,10 +139,9 @@ def _is_masked(value: dict[str, Any]) -> bool:
 def _description(value: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the record besides its calls, under the names that all formats share."""
     rest = without(value, USED)
-    agent = value.get("agent_ref")
     names: dict[str, Any] = {
         "model": response.get("model") or None,
-        "agent": agent.get("name") if isinstance(agent, dict) else None,
+        "agent": object_or_empty(value.get("agent_ref")).get("name"),
         "temperature": temperature_of(value["responses_create_params"]),
     }
     task = response.get("group_id") if value.get(TASK) is None else value[TASK]

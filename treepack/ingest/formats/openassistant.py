@@ -6,10 +6,10 @@
     {"message_id": "A", "parent_id": "T", "message_tree_id": "T", "text": "..", "role": "assistant", ..}
     {"thread_id": "A", "thread": [{"text": "..", "role": "prompter"}, {"text": "..", "role": "assistant"}]}
 
-Every path from the prompt to a leaf is a trajectory, up to its last trained answer; a path that is the beginning of
-another one is left out. Answers that reviewers rejected (`review_result` false) are context. A deleted message is left
-out with its replies. Ranks order the replies to a message and are not rewards. With --reward-key, the reward of a path
-is that label of its last answer, such as quality.
+Every path from the prompt to a leaf is a trajectory, up to its last trained answer; a path that is the beginning
+of a longer one is left out. Answers that reviewers rejected (`review_result` false) are context. A deleted message is
+left out with its replies. Ranks order the replies to a message and are not rewards. With --reward-key, the reward of a
+path is this label of its last answer, such as quality.
 """
 
 from __future__ import annotations

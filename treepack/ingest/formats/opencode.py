@@ -31,7 +31,7 @@ from treepack.ingest.readers.calls.conversations import with_notes
 from treepack.ingest.readers.calls.rollout_names import within
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread_notes import notes_of_record
-from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
 from treepack.ingest.readers.files.companion_files import read_document
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.records import Record
@@ -101,8 +101,7 @@ def read_opencode(records: Iterator[Record], options: ReadOptions) -> Iterator[T
     for row in rows:
         if "messages" in row.value:
             messages = as_objects(row.value["messages"], source=row.source, name="messages")
-            info = row.value.get("info")
-            yield from _read_session(row, info if isinstance(info, dict) else {}, messages, options)
+            yield from _read_session(row, object_or_empty(row.value.get("info")), messages, options)
         elif "sessionID" in row.value or "messageID" in row.value:
             yield Skipped(row.source, PART_OF_SESSION, is_rollout=False)
         else:
@@ -169,7 +168,7 @@ def _check_part(part: dict[str, Any], where: str) -> None:
     """Refuse a part with a field of a different form.
 
     Raises:
-        TreepackError: its type is not text, or another field is of a different kind.
+        TreepackError: its type is not text, or a different field has a wrong kind.
     """
     for name, kind, expected in PART_FIELDS:
         if not isinstance(part.get(name), kind):
@@ -265,7 +264,7 @@ def _steps(parts: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _step(session: _Session, step: list[dict[str, Any]], where: str) -> tuple[Message | None, list[Message]]:
-    """Return the message of a step and the results of its calls; no message if the step says nothing."""
+    """Return the message of a step and the results of its calls; no message if the step is empty."""
     texts, thoughts, calls = [], [], []
     results: list[Message] = []
     for part in step:

@@ -24,7 +24,7 @@ from treepack.ingest.readers.calls.conversations import with_notes
 from treepack.ingest.readers.calls.event_views import EventView
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects
+from treepack.ingest.readers.fields.values import as_objects, object_or_empty
 from treepack.ingest.readers.files.companion_files import folder_and_document, read_document
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.records import Record
@@ -118,8 +118,8 @@ def _description(record: Record) -> dict[str, Any]:
     if "history" not in value:
         return value
     folder, stem = folder_and_document(record)
-    metadata, instance = _object(value.get("metadata")), value.get("instance_id")
-    model = _object(metadata.get("llm_config") or metadata.get("llm"))
+    metadata, instance = object_or_empty(value.get("metadata")), value.get("instance_id")
+    model = object_or_empty(metadata.get("llm_config") or metadata.get("llm"))
     return {
         "trajectory_id": "/".join(part for part in (folder, stem, str(instance or record.label)) if part),
         "group_id": None if instance is None else str(instance),
@@ -132,18 +132,14 @@ def _description(record: Record) -> dict[str, Any]:
 
 def _reward(value: dict[str, Any]) -> float | None:
     """Return 1 or 0 if an evaluation contains `resolved`, else the share of points; None without an evaluation."""
-    result = _object(value.get("test_result"))
+    result = object_or_empty(value.get("test_result"))
     for report in (value, value.get("report"), result, result.get("report")):
-        if isinstance(resolved := _object(report).get("resolved"), bool):
+        if isinstance(resolved := object_or_empty(report).get("resolved"), bool):
             return float(resolved)
-    score = _object(result.get("final_score"))
+    score = object_or_empty(result.get("final_score"))
     total, points = score.get("total"), score.get("result")
     is_score = isinstance(total, int | float) and isinstance(points, int | float) and total > 0
     return points / total if is_score else None  # type: ignore[operator]
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 FORMAT = Format(

@@ -25,7 +25,7 @@ from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
 from treepack.ingest.readers.calls.rollout_names import within
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
+from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import LIST, OBJECT, TEXT, one_of
@@ -126,8 +126,7 @@ def _entries(rows: list[Record]) -> dict[str, _Entry]:
     last: str | None = None
     for row in rows:
         value = row.value
-        message = value.get("message")
-        message = message if isinstance(message, dict) else {}
+        message = object_or_empty(value.get("message"))
         for name in ("type", "subtype"):
             if not isinstance(value.get(name), str) and (name == "type" or value.get(name) is not None):
                 raise TreepackError(f"{row.source}: {name} is {shown(value.get(name))}; expected text")

@@ -23,7 +23,7 @@ from treepack.ingest.readers.calls.conversations import with_notes, without
 from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, each
@@ -112,19 +112,18 @@ def _read_trajectory(
 
 
 def _ending(step: dict[str, Any]) -> Any:
-    output = step.get("model_output")
     raw = endings.raw_of(step)
-    return endings.raw_of(output) if raw is None and isinstance(output, dict) else raw
+    return endings.raw_of(object_or_empty(step.get("model_output"))) if raw is None else raw
 
 
 def _token_call(step: dict[str, Any]) -> TokenCall | None:
     """Return the call of a step by its token ids, or None if it has none."""
-    output = step.get("model_output") if isinstance(step.get("model_output"), dict) else {}
-    prompt = step.get("prompt_ids") or (output or {}).get("prompt_ids")
-    response = step.get("response_ids") or (output or {}).get("completion_ids")
+    output = object_or_empty(step.get("model_output"))
+    prompt = step.get("prompt_ids") or output.get("prompt_ids")
+    response = step.get("response_ids") or output.get("completion_ids")
     if not prompt or not response:
         return None
-    logprobs = step.get("logprobs") or (output or {}).get("logprobs")
+    logprobs = step.get("logprobs") or output.get("logprobs")
     values = {"rollout_log_probs": logprobs, "advantages": step.get("advantage")}
     return TokenCall(prompt, response, values, ending=_ending(step))
 

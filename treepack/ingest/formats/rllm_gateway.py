@@ -5,8 +5,8 @@
     {.., "prompt_delta_token_ids": [..], "parent_trace_id": "a"}    prompt = that of a, its completion, and the delta
 
 A trace with `prompt_delta_token_ids` has a delta, any other trace the whole prompt. Sessions may be interleaved, so the
-whole file is kept in memory. A session contains the calls of an agent and of its sub-agents, which `lineage_id` tells
-apart. The tag is not needed: calls are joined by their prompts, and all trajectories of a session are one rollout.
+whole file is kept in memory. A session contains the calls of an agent and of its sub-agents. Their `lineage_id` is not
+needed, because calls are joined by their prompts, and all trajectories of a session are one rollout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, TEXT
@@ -57,10 +57,9 @@ def read_rllm_gateway(records: Iterator[Record], options: ReadOptions) -> Iterat
 
 def _read_session(session: str, traces: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     first, last = traces[0].value, traces[-1].value
-    known = first.get("metadata")
     names = {"rollout_id": session, "model": first.get("model") or None, "weight_version": last.get("weight_version")}
     more = without(first, KNOWN)
-    one = replace(traces[0], value=more | (known if isinstance(known, dict) else {}) | names)
+    one = replace(traces[0], value=more | object_or_empty(first.get("metadata")) | names)
     # Ids of some calls only would mix two tokenisations in one trajectory, so then all are read as text.
     if not all(trace.value.get("completion_token_ids") for trace in traces):
         chats = [_chat_call(trace) for trace in traces]
@@ -123,8 +122,7 @@ def _chat_call(trace: Record) -> ChatCall:
     if response is not None and not isinstance(response, dict):
         raise TreepackError(f"{trace.source}: response_message is {shown(response)}; expected a message")
     request = trace.value.get("raw_request")
-    tools = request.get("tools") if isinstance(request, dict) else None
-    ending = trace.value.get("finish_reason")
+    tools, ending = object_or_empty(request).get("tools"), trace.value.get("finish_reason")
     return ChatCall(messages, [response] if response else [], tools, None, temperature_of(request), ending)
 
 
@@ -140,7 +138,7 @@ FORMAT = Format(
     """.split(),
     dropped=(
         "routing_matrices",
-        "lineage_id (prompts tell which calls continue each other)",
+        "lineage_id (calls are joined by their prompts)",
         "latency_ms, token_counts and timestamp",
         "raw_request but for its tools and temperature, and raw_response",
     ),

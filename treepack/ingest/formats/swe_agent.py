@@ -180,7 +180,7 @@ FORMAT = Format(
         "trajectory.observation, trajectory.state, trajectory.execution_time",
         "trajectory.extra_info",
         "info.submission and info.edited_files (repeat the edits)",
-        "info.review, info.chooser (of another model)",
+        "info.review, info.chooser (of a different model)",
         "replay_config but for the temperature of its model",
     ),
     keeps={MASKS, LINEAGE},

@@ -23,7 +23,7 @@ from treepack.ingest.readers.calls.conversations import conversation, without
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
+from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty, shown
 from treepack.ingest.readers.files.companion_files import companion_path, read_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
@@ -81,8 +81,8 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
         return
     if not is_messages(value["messages"]):
         raise TreepackError(f"{source}: messages is {shown(value['messages'])}; expected a list of messages")
-    info = _dict(run.get("info"))
-    agent, environment = _dict(info.get("agent_info")), _dict(info.get("environment_info"))
+    info = object_or_empty(run.get("info"))
+    agent, environment = object_or_empty(info.get("agent_info")), object_or_empty(info.get("environment_info"))
     policy = value.get("policy") or environment.get("policy")
     system = [{"role": "system", "content": policy}] if isinstance(policy, str) else []
     spoken = _agent_messages(value["messages"], _num_scripted(run, value, source), source)
@@ -106,15 +106,11 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
     yield conversation(replace(record, value=facts), [*system, *spoken], options, tools=tools, notes=notes)
 
 
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _num_scripted(run: dict[str, Any], simulation: dict[str, Any], source: str) -> int:
     """Count the messages that the task put before the simulation."""
     tasks = as_objects(run.get("tasks"), source=source, name="tasks")
     matches = (task for task in tasks if task.get("id") == simulation.get("task_id"))
-    history = _dict(_dict(next(matches, None)).get("initial_state")).get("message_history")
+    history = object_or_empty(object_or_empty(next(matches, None)).get("initial_state")).get("message_history")
     return len(as_objects(history, source=source, name="message_history"))
 
 
@@ -152,7 +148,7 @@ def _said(message: dict[str, Any], names: dict[Any, Any], source: str) -> dict[s
     kept = [without(call, {"requestor"}) for call in calls]
     said = {"role": message.get("role"), "content": message.get("content")}
     # The choice of the response; a limit on steps (`termination_reason`) ends a simulation between two answers.
-    if (ending := endings.raw_of(_dict(message.get("raw_data")))) is not None:
+    if (ending := endings.raw_of(object_or_empty(message.get("raw_data")))) is not None:
         said["finish_reason"] = ending
     return said | {"tool_calls": kept} if kept else said
 
@@ -167,7 +163,7 @@ def _tools(definitions: Any) -> list[dict[str, Any]] | None:
     """Return the schemas of the tools whose signatures the run kept, by name."""
     if not isinstance(definitions, dict):
         return None
-    signatures = [(name, _dict(signature)) for name, signature in definitions.items()]
+    signatures = [(name, object_or_empty(signature)) for name, signature in definitions.items()]
     return [
         {
             "type": "function",

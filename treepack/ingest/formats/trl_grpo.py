@@ -63,7 +63,7 @@ def _without_padding(value: dict[str, Any], source: str) -> tuple[dict[str, Any]
     # completion_mask [1, 0, 1, 0, 0] -> end 3
     used = np.flatnonzero(tf.mask_values(mask, source=source, name=name))
     end = int(used[-1]) + 1 if len(used) else num
-    # A mask of another length is refused by the reader of tokens.
+    # The reader of tokens refuses a mask of a different length.
     if len(mask) != num or end == num:
         return value, False
     belongs = (name for name, field in value.items() if ARRAY.test(field) and not name.startswith("prompt_"))

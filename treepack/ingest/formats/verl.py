@@ -22,6 +22,7 @@ from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.token_fields import KINDS, NUMBERS
+from treepack.ingest.readers.fields.values import object_or_empty
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, COLUMN, IDS, Fields, has_fields
@@ -58,10 +59,10 @@ def read_verl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     value, temperature = record.value, None
     if has_fields(value, [BATCH]):
         # Tensors are in `batch`, texts and objects in `non_tensor_batch`; both have one value per row.
-        others, temperature = value.get("non_tensor_batch"), temperature_of(value.get("meta_info"))
+        temperature = temperature_of(value.get("meta_info"))
         if outside := sorted(KINDS.keys() & value.keys()):
             raise TreepackError(f"{record.source}: {outside[0]} is beside the batch; expected all tensors in the batch")
-        value = value["batch"] | (others if isinstance(others, dict) else {})
+        value = value["batch"] | object_or_empty(value.get("non_tensor_batch"))
     elif not has_fields(value, [COLUMNS]):
         yield from _read_row(record, options)
         return

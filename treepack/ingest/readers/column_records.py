@@ -4,7 +4,7 @@
     {"prompt": "2 + 2?", "response": "4"}        by a line of `aliases.ALIASES`
     {"dialog": [{"speaker": "human", "text": "Hi"}, ..]}
 
-Each record is converted to one or several records of another format (`columns.mapped_records`), whose reader reads it.
+Each record is converted to one or several records of a known format (`columns.mapped_records`), whose reader reads it.
 Several answers to one prompt are a group, `<id>/answer-1`, `<id>/answer-2`, ....
 """
 

@@ -1,6 +1,7 @@
 """The formats of this installation: the modules of `treepack.ingest.formats`, and the formats of other packages.
 
     treepack/ingest/formats/chat.py              FORMAT = Format(name="chat", ...)
+    treepack/ingest/formats/columns.py           FORMATS = (Format(name="tau-bench", ...), ...)
     [project.entry-points."treepack.formats"]    of another package
     diary = "diary_logs.treepack_format:FORMAT"
 
@@ -65,7 +66,8 @@ def check_format(name: str) -> None:
 def _own_formats() -> Iterator[Format]:
     # Imported by name: no module of the readers depends on a format.
     for module in pkgutil.iter_modules(import_module(PACKAGE).__path__):
-        yield import_module(f"{PACKAGE}.{module.name}").FORMAT
+        found = vars(import_module(f"{PACKAGE}.{module.name}"))
+        yield from found["FORMATS"] if "FORMATS" in found else (found["FORMAT"],)
 
 
 def _installed_formats() -> Iterator[tuple[Format, str]]:

@@ -5,7 +5,7 @@ r"""Check that the trained text of a turn has everything that the model wrote: i
     answer    <tool_call>...</tool_call>                                                          "Look:" is left out
 
 Whitespace is ignored, because templates strip it and print lines of their own. Values of calls may be printed as JSON,
-as text, or in the quotes of another language.
+as text, or in the quotes of a different language.
 """
 
 from __future__ import annotations

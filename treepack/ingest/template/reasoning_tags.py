@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-# Tags that models emit by themselves. <thought> and similar tags are ordinary text, which a prompt asks for (MINT).
+# Tags of reasoning models. <thought> and similar tags are ordinary text, which a prompt asks for (MINT).
 TAGS = {
     "<think>": "</think>",
     "<seed:think>": "</seed:think>",

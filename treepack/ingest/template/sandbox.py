@@ -180,7 +180,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, which looks up a key of a dict without asking for an attribute of that name first."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return `obj.attribute`, for a dict usually a value."""
+        """Return `obj.attribute`; if `obj` is a dict, this is usually a value."""
         if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)

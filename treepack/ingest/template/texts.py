@@ -3,8 +3,8 @@
     rendering of 2 messages    <|user|>Hi<|end|>                                   tail <|assistant|>
     rendering of 3 messages    <|user|>Hi<|end|> <- <|assistant|>Hello<|end|>      tail ""
 
-Equal chunks after equal chunks are one object, so comparing two renderings costs as much as their different ends, and
-not as much as the conversation.
+Equal chunks after equal chunks are one object, so the cost of comparing two renderings is the length of their
+different ends, and not the length of the conversation.
 """
 
 from __future__ import annotations

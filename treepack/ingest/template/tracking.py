@@ -5,7 +5,7 @@
 
 An iteration of a loop over messages is a function of the values that it reads. While it runs, its reads are recorded:
 other messages, the number of messages (`loop.last`, `messages|length`), and attributes of namespaces that were set
-before the loop. It is taken from the rendering before if each of these reads has the same outcome now. What runs
+before the loop. It is taken from the rendering before if each of these reads has the same outcome now. Code
 outside of such loops is run each time. Anything whose reads are unknown raises `UntrackedTemplate`. So the text is that
 of the template by construction, and not because samples of it were compared.
 """
@@ -116,7 +116,7 @@ class TemplateTracker:
     ) -> tuple[ChainedText, SpanChain | None]:
         """Render all plain messages `items`; return the text and its generation marks.
 
-        The first `num_common` messages are those of every other rendering with `memories`, and `inputs` are too.
+        Every other rendering with `memories` has the same first `num_common` messages, and the same `inputs`.
 
         Raises:
             Untracked: the template cannot be tracked.

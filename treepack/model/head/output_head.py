@@ -26,6 +26,7 @@ from torch.compiler import disable
 from torch.nn.functional import linear
 
 from treepack.errors import TreepackError
+from treepack.model.head.head_gradients import Price
 from treepack.model.head.logit_map import LogitMap
 from treepack.model.head.token_loss import nll_of_rows, priced_terms, tree_logprobs
 
@@ -60,22 +61,51 @@ class OutputLayer:
         self, states: Tensor, targets: tuple[Tensor, Tensor, Tensor], edges: Sequence[int] | None, *, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """Return `loss.nll_of_rows` of the states [T, D]."""
-        layer: Any = {"bias": self.bias, "logit_map": self.logit_map}
-        return nll_of_rows(states, self.weight, targets, edges=edges, chunk=chunk, **layer)
+        return nll_of_rows(
+            states, self.weight, targets, edges=edges, bias=self.bias, logit_map=self.logit_map, chunk=chunk
+        )
 
     def logprobs(
-        self, states: Tensor, tokens: Tensor, input_ids: Tensor, parent: Tensor, **options: Any
+        self,
+        states: Tensor,
+        targets: tuple[Tensor, Tensor, Tensor],
+        *,
+        temperature: Tensor | float = 1.0,
+        with_entropies: bool = True,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return `loss.tree_logprobs` of the states [T, D]; `options` are temperature, with_entropies and chunk."""
-        layer: Any = {"bias": self.bias, "logit_map": self.logit_map}
-        return tree_logprobs(states, self.weight, tokens, input_ids, parent, **layer, **options)
+        """Return `loss.tree_logprobs` of the states [T, D]; `targets` are its tokens, input_ids and parent."""
+        return tree_logprobs(
+            states,
+            self.weight,
+            *targets,
+            bias=self.bias,
+            temperature=temperature,
+            logit_map=self.logit_map,
+            with_entropies=with_entropies,
+            chunk=chunk,
+        )
 
     def priced(
-        self, states: Tensor, targets: tuple[Tensor, Tensor, Tensor], prices: Callable[[Tensor], Any], **options: Any
+        self,
+        states: Tensor,
+        targets: tuple[Tensor, Tensor, Tensor],
+        prices: Callable[[Tensor], Price],
+        *,
+        temperature: Tensor | float = 1.0,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return `loss.priced_terms` of the states [T, D]; `options` are temperature, with_entropies and chunk."""
-        layer: Any = {"bias": self.bias, "logit_map": self.logit_map}
-        return priced_terms(states, self.weight, targets, prices, **layer, **options)
+        """Return `loss.priced_terms` of the states [T, D]."""
+        return priced_terms(
+            states,
+            self.weight,
+            targets,
+            prices,
+            bias=self.bias,
+            temperature=temperature,
+            logit_map=self.logit_map,
+            chunk=chunk,
+        )
 
 
 @dataclass

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,8 +116,16 @@ def nll_of_rows(
         # In the dtype of the log-probabilities, into which the subtraction casts the weights.
         return Price(lambda number, found: Slopes(torch.zeros_like(found.logprobs).sub_(parts[number]), None), value)
 
-    options: Any = {"bias": bias, "logit_map": logit_map, "with_entropies": False, "chunk": chunk}
-    return priced_terms(hidden, weight, (tokens, input_ids, parent), prices, **options)
+    return priced_terms(
+        hidden,
+        weight,
+        (tokens, input_ids, parent),
+        prices,
+        bias=bias,
+        logit_map=logit_map,
+        with_entropies=False,
+        chunk=chunk,
+    )
 
 
 def sums_of_rows(values: Tensor, edges: Sequence[int]) -> Tensor:

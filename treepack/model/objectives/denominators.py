@@ -21,25 +21,13 @@ from pyarrow import compute
 from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.errors import TreepackError
+from treepack.files.column_remedies import REMEDIES
 from treepack.model.objectives.objective import Objective
 from treepack.model.objectives.preferences import preference_pairs
 from treepack.model.objectives.temperature import check_term_temperatures
 from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.trajectory import Float64, Int64
 
-# Remedy for each column that an objective may need and the directory may lack.
-_REMEDIES = {
-    "term_token": "give the rollouts rewards, advantages or log-probabilities and pack them again",
-    "term_advantage": "compute them with `treepack advantages`, or give every rollout an advantage, and pack again",
-    "trajectory_rewards": "give every rollout a reward and pack them again",
-    "term_sampling_logprob": "give every rollout the sampler's log-probabilities and pack them again, or omit "
-    "--importance-cap",
-    "term_old_logprob": "write all of them with `treepack logprobs --column old`",
-    "term_ref_logprob": "write them with `treepack logprobs --column ref`",
-    "term_edge_factor": "write them with `treepack advantages --estimator treerpo --edges` and pack again",
-    "term_return": "run `treepack critic`, then `treepack advantages --estimator gae`, and pack again",
-    "term_old_value": "compute all of them with `treepack advantages --estimator gae`, or give --value-clip 0",
-}
 # `treepack advantages --rejected zero` keeps trajectories without these columns.
 _CREDIT = ("term_edge_factor", "term_return", "term_old_value")
 _REMAINING = "leave out groups that cannot be used (`treepack advantages --rejected drop`), and pack again"
@@ -82,7 +70,7 @@ def check_columns(dataset: AnyDataset, objective: Objective) -> None:
         if any(old) and not all(old):
             raise TreepackError(
                 f"{sources[old.index(False)].path}: has no {column} and {sources[old.index(True)].path} has it; "
-                f"{_REMEDIES[column]}"
+                f"{REMEDIES[column]}"
             )
     check_term_temperatures(sources, objective)
 
@@ -96,7 +84,7 @@ def _check_source(dataset: PackedDataset, objective: Objective) -> None:
     name = objective.name
     for column in ("term_token", *objective.columns):
         if column not in dataset.term_columns:
-            raise TreepackError(f"{dataset.path}: has no {column}, which the loss {name} needs; {_REMEDIES[column]}")
+            raise TreepackError(f"{dataset.path}: has no {column}, which the loss {name} needs; {REMEDIES[column]}")
     # Without old log-probabilities every ratio is 1. If only some terms had them, the other ratios would be NaN.
     # Without old values nothing is clipped.
     optional = [column for column in _optional_columns(objective) if column in dataset.term_columns]
@@ -105,7 +93,7 @@ def _check_source(dataset: PackedDataset, objective: Objective) -> None:
         if incomplete.num_rows:
             raise TreepackError(
                 f"{dataset.path}: row {incomplete['row_id'][0]} has no {column} for some trajectories, which the loss "
-                f"{name} needs; {_REMAINING if column in _CREDIT else _REMEDIES[column]}"
+                f"{name} needs; {_REMAINING if column in _CREDIT else REMEDIES[column]}"
             )
     normalize = dataset.manifest["options"]["normalize"]
     if objective.denominator != "token" and normalize != "token" and objective.loss != "dpo":

@@ -62,21 +62,13 @@ from torch.utils.checkpoint import checkpoint
 
 from treepack.data.batch import TermTensors
 from treepack.errors import TreepackError
+from treepack.files.column_remedies import REMEDIES
 from treepack.model.objectives.objective import Objective
 from treepack.model.objectives.policy_terms import TERM_MEANS, gather_logprobs, term_sums
 from treepack.model.objectives.preferences import PAIR_MEANS, dpo_loss
 from treepack.model.objectives.term_slices import TERM_CHUNK, term_slices
 from treepack.model.objectives.value_loss import VALUE_SUMS, explain_variance, value_loss
-
-# Field of `TermTensors` for each column that a loss may need, and the remedy if the rows lack it.
-_TERM_REMEDIES = {
-    "term_advantage": ("advantage", "run `treepack advantages`, or pass advantages to trajectories_from_arrays"),
-    "term_ref_logprob": ("ref_logprob", "run `treepack logprobs --column ref`"),
-    "term_sampling_logprob": ("sampling_logprob", "record the sampler's log-probabilities, or use no importance_cap"),
-    "trajectory_rewards": ("reward", "give every rollout a reward and pack them again"),
-    "term_edge_factor": ("edge_factor", "run `treepack advantages --estimator treerpo --edges` and pack again"),
-    "term_return": ("returns", "run `treepack critic`, then `treepack advantages --estimator gae`, and pack again"),
-}
+from treepack.pack.row import term_field
 
 
 def objective_loss(
@@ -167,9 +159,9 @@ def weigh_terms(terms: TermTensors, objective: Objective) -> TermTensors:
         TreepackError: a column of the objective is missing; the message names it.
     """
     for column in objective.columns:
-        name, remedy = _TERM_REMEDIES[column]
+        name = "reward" if column == "trajectory_rewards" else term_field(column)
         if len(terms.index) and getattr(terms, name) is None:
-            raise TreepackError(f"the rows have no {column}, which the loss {objective.name} needs; {remedy}")
+            raise TreepackError(f"the rows have no {column}, which the loss {objective.name} needs; {REMEDIES[column]}")
     if objective.denominator == "edge" and terms.edge_factor is not None:
         return replace(terms, weight=terms.weight * terms.edge_factor)
     return terms

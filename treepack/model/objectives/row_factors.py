@@ -1,6 +1,6 @@
 """The factors of an optimiser step whose rows are in memory, for loops that write no packed directory.
 
-    rows of plan_packing, Objective --row_factors--> f of every trajectory of each row --row_objective--> loss
+    rows of plan_packing, Objective --row_factors--> f of every trajectory of each row --LossPart--> loss
 
 `denominators` has the same for the rows of a packed directory.
 """
@@ -24,7 +24,7 @@ from treepack.trajectory import Float64
 def row_factors(rows: Sequence[Row], objective: Objective) -> list[Tensor]:
     """Return the factors f of an optimiser step of `rows`, one float64 [trajectories of the row] for each row.
 
-    They are the `factors` of `row_objective`, `objective_loss` and `backward_row`, and divide by the denominator of the
+    They are the `factors` of `LossPart`, `objective_loss` and `backward_row`, and divide by the denominator of the
     whole step: give all rows of the step, in any order. Trajectories without weight are ignored.
 
     Args:

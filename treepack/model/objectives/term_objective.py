@@ -1,6 +1,6 @@
 """Objectives over terms from the states of a row, joined rows or a piece, through the output layer.
 
-    states [T, D], terms --TermObjective.loss--> PassLoss: the total, the part of each row, sums for the step's means
+    states [T, D], terms --TermObjective.loss--> RowResult: the loss, that of each row, sums for the step's means
     states [T, D], tokens --score--> Scores: log-probabilities, entropies, values of the tokens
 
 `forward` runs whole rows and `carry.backward` pieces of rows.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -27,44 +26,9 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.losses import name_sums, objective_loss, weigh_terms
 from treepack.model.objectives.objective import Objective
 from treepack.model.objectives.policy_terms import TERM_MEANS
+from treepack.model.objectives.row_numbers import Reads, RowResult, Scores
 from treepack.model.objectives.term_prices import prices_of_terms
 from treepack.model.objectives.value_loss import value_loss
-
-
-class PassLoss(NamedTuple):
-    """The loss of a pass over one row or several joined rows.
-
-    Attributes:
-        total: float64 scalar with a graph.
-        rows: float64 [n], the part of each row, without a graph.
-        sums: float64 scalars for the means of a step, see `objectives.objective_loss`.
-    """
-
-    total: Tensor
-    rows: Tensor
-    sums: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Reads:
-    """The numbers that are computed about each of some tokens; entropies only beside log-probabilities."""
-
-    logprobs: bool = True
-    entropies: bool = True
-    values: bool = False
-
-    @classmethod
-    def of(cls, objective: Objective) -> Self:
-        """Return the numbers that an objective over terms reads."""
-        return cls(objective.loss != "value", objective.is_policy, objective.has_values)
-
-
-class Scores(NamedTuple):
-    """The numbers of the model about n tokens, [n] each; None if they are not computed."""
-
-    logprobs: Tensor | None
-    entropies: Tensor | None
-    values: Tensor | None
 
 
 def score(
@@ -91,11 +55,12 @@ def score(
     Raises:
         TreepackError: the model has no value head and values are read.
     """
-    tokens, input_ids, parent = targets
+    tokens, _, parent = targets
     logprobs = entropies = values = None
     if reads.logprobs:
-        options: Any = {"temperature": temperature, "with_entropies": reads.entropies, "chunk": chunk}
-        logprobs, entropies = layer.logprobs(states, tokens, input_ids, parent, **options)
+        logprobs, entropies = layer.logprobs(
+            states, targets, temperature=temperature, with_entropies=reads.entropies, chunk=chunk
+        )
         entropies = entropies if reads.entropies else None  # they would be NaN
     if reads.values:
         # The value before a token is that of the state after its parent.
@@ -125,7 +90,7 @@ class TermObjective:
     chunk: int
     edges: RowEdges | None = None
 
-    def loss(self, loaded: LoadedModel, states: Tensor, layer: OutputLayer) -> PassLoss:
+    def loss(self, loaded: LoadedModel, states: Tensor, layer: OutputLayer) -> RowResult:
         """Return loss and sums, see `objectives.objective_loss`, from the states [T, D] of the rows or the piece.
 
         An objective with `is_tokenwise` computes its gradients through the output layer here, except in float16. So
@@ -137,8 +102,8 @@ class TermObjective:
         is_priced = self.objective.is_tokenwise and len(self.targets[0]) > 0 and torch.is_grad_enabled()
         # A loss scale acts after the loss: too late for the slopes here, of 1 / tokens of a step, if they are float16.
         if not is_priced or is_float16(states):
-            options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.chunk}
-            scores = score(loaded, Reads.of(self.objective), states, layer, self.targets, **options)
+            reads, divisor = Reads.of(self.objective), self.temperature
+            scores = score(loaded, reads, states, layer, self.targets, temperature=divisor, chunk=self.chunk)
             return self._by_row(self.terms, scores, self._objective_loss)
         terms = weigh_terms(self.terms, self.objective)
         edges = None if self.edges is None else self.edges.terms
@@ -150,22 +115,22 @@ class TermObjective:
             chunk=self.chunk,
         )
         of_terms, rows = numbers[: len(TERM_MEANS)], numbers[len(TERM_MEANS) :]
-        loss = PassLoss(total, rows.detach(), name_sums(terms, of_terms, self.objective))
+        loss = RowResult(total, rows.detach(), name_sums(terms, of_terms, self.objective))
         if not self.objective.has_values:
             return loss
         tokens, _, parent = self.targets
         values = require_value_head(loaded)(states, sent(parent.index_select(0, tokens), states.device))
         more = self._by_row(terms, Scores(None, None, values), self._value_loss)
         coefficient = self.objective.value_coef
-        return PassLoss(total + coefficient * more.total, rows + coefficient * more.rows, {**loss.sums, **more.sums})
+        return RowResult(total + coefficient * more.loss, rows + coefficient * more.rows, {**loss.sums, **more.sums})
 
     def _by_row(
         self, terms: TermTensors, scores: Scores, compute: Callable[..., tuple[Tensor, dict[str, Tensor]]]
-    ) -> PassLoss:
+    ) -> RowResult:
         """Return the sums over the rows of compute(terms of a row, its scores, its factors)."""
         if self.edges is None:
             total, sums = compute(terms, scores, self.factors)
-            return PassLoss(total, total.detach()[None], sums)
+            return RowResult(total, total.detach()[None], sums)
         losses, sums = [], {}
         for i in range(len(self.edges.row_ids)):
             scored, owners = (slice(each[i], each[i + 1]) for each in (self.edges.scored, self.edges.trajectories))
@@ -174,7 +139,7 @@ class TermObjective:
             losses.append(loss)
             sums = {name: value + sums[name] if sums else value for name, value in part.items()}
         rows = torch.stack(losses)
-        return PassLoss(rows.sum(), rows.detach(), sums)
+        return RowResult(rows.sum(), rows.detach(), sums)
 
     def _objective_loss(self, terms: TermTensors, scores: Scores, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return objective_loss(scores.logprobs, scores.entropies, terms, factors, self.objective, values=scores.values)

@@ -33,19 +33,19 @@ from torch.utils.checkpoint import checkpoint
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.model.accept.probe import use_attention
-from treepack.model.forward import row_loss, row_objective
+from treepack.model.forward import RowRunner, WholeRows
 from treepack.model.head.token_loss import CHUNK
 from treepack.model.layers import find_layers
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.objective import Objective
+from treepack.model.objectives.row_numbers import LossPart
 from treepack.model.verify.verify_alone import PlainModel, losses_alone
 from treepack.model.verify.verify_memory import LOGITS_CHUNK, MemoryPlan
 
 _log = logging.getLogger("treepack")
 
-# Adds the gradients of a row's part of a step's loss to the parameters and returns the loss. Arguments: the model, the
-# row, its factors (None for sft), the objective, and the tokens whose logits are in memory at a time.
-RowBackward: TypeAlias = Callable[[LoadedModel, Batch, Tensor | None, Objective, int], Tensor]
+# Makes the runner of the packed rows from the model and the tokens whose logits are in memory at a time.
+RunnerMaker: TypeAlias = Callable[[LoadedModel, int], RowRunner]
 
 # Maximum relative difference: seven and three digits above the rounding unit, since sums over tokens add up rounding.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -103,7 +103,7 @@ def verify_gradients(
     objective: Objective = Objective(),  # noqa: B008
     factors: Sequence[Tensor | None] | None = None,
     plan: MemoryPlan | None = None,
-    backward: RowBackward | None = None,
+    backward: RunnerMaker | None = None,
 ) -> GradientReport:
     """Compare the gradients of `batches` with the gradients of their trajectories run alone.
 
@@ -130,9 +130,10 @@ def verify_gradients(
     chunk = LOGITS_CHUNK if recompute else CHUNK
     with _KeepFloat64(), _recomputed_layers(model) if recompute else nullcontext():
         _log.info("gradients of the packed rows")
-        run = backward or _whole_row
+        runner = (backward or WholeRows)(loaded, chunk)
         # Generators: each loss is computed, run backward and dropped before the next, so one graph exists at a time.
-        packed = _gradients(model, (run(loaded, batch, factor, objective, chunk) for batch, factor in rows))
+        results = (runner.backward(batch, LossPart(objective, factor)) for batch, factor in rows)
+        packed = _gradients(model, (result.loss for result in results))
         if plan is not None and plan.offload:
             packed = packed[0], {name: gradient.cpu() for name, gradient in packed[1].items()}, packed[2]
             if loaded.device.type == "cuda":
@@ -174,12 +175,6 @@ def _gradients(model: Any, losses: Iterator[Tensor]) -> tuple[float, dict[str, T
     }
     model.zero_grad(set_to_none=True)  # drops the model's references; the next call starts with new tensors
     return total, gradients, scale
-
-
-def _whole_row(loaded: LoadedModel, batch: Batch, factors: Tensor | None, objective: Objective, chunk: int) -> Tensor:
-    if factors is None:
-        return _run_backward(row_loss(loaded, batch, chunk=chunk))
-    return _run_backward(row_objective(loaded, batch, factors, objective, chunk=chunk)[0])
 
 
 def _run_backward(loss: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from treepack.model.head.output_head import OutputLayer, head_replaced
 from treepack.model.head.value_head import value_head_of
 from treepack.model.objectives.losses import objective_loss
 from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.term_objective import Reads, Scores
+from treepack.model.objectives.row_numbers import Reads, Scores
 
 
 @dataclass(frozen=True)

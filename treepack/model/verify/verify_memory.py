@@ -14,7 +14,6 @@ The estimate is coarse: if memory runs out all the same, the caller plans again 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -169,17 +168,3 @@ def _scan_numbers(config: dict[str, Any]) -> int:
     if config["model_type"] in ("kimi_linear", "bailing_hybrid"):
         numbers += 8 * CHUNK * keys  # a decay for each key dimension: pairs of a chunk times its keys
     return part.heads * numbers
-
-
-def free_memory(device: torch.device) -> float | None:
-    """Return the bytes that this process may still allocate on a device; None if that is not known."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # Memory that torch has taken from the device and does not use.
-        return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:  # not Linux
-        return None
-    # "MemAvailable:   12345 kB"
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

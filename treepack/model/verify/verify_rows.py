@@ -17,11 +17,12 @@ from torch import Tensor
 
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
+from treepack.memory.device_memory import free_memory
 from treepack.memory.shortage import is_memory_error
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.objective import Objective
-from treepack.model.verify.gradients import GradientReport, RowBackward, verify_gradients
-from treepack.model.verify.verify_memory import MAX_OPERATIONS, MemoryPlan, free_memory, model_sizes, plan_memory
+from treepack.model.verify.gradients import GradientReport, RunnerMaker, verify_gradients
+from treepack.model.verify.verify_memory import MAX_OPERATIONS, MemoryPlan, model_sizes, plan_memory
 from treepack.model.verify.verify_subset import choose_part, restrict_row
 
 _log = logging.getLogger("treepack")
@@ -45,7 +46,7 @@ def verify_rows(
     objective: Objective = Objective(),  # noqa: B008
     factors: Sequence[Tensor | None] | None = None,
     free: float | None = None,
-    backward: RowBackward | None = None,
+    backward: RunnerMaker | None = None,
 ) -> RowsReport:
     """Compare the gradients of rows, or of parts of them, with the gradients of their trajectories run alone.
 
@@ -95,12 +96,11 @@ def verify_rows(
 
 def _first_plan(loaded: LoadedModel, batches: Sequence[Batch], free: float | None) -> MemoryPlan:
     longest = max((batch.num_tokens for batch in batches), default=0)
-    free = free_memory(loaded.device) if free is None else free
     sizes = model_sizes(loaded.causal, attention=loaded.attention, attention_alone=loaded.attention_alone)
     on_gpu = loaded.device.type == "cuda"
     return plan_memory(
         sizes,
-        float("inf") if free is None else free,
+        free_memory(loaded.device) if free is None else free,
         longest,
         longest_path=max((int(batch.position_ids.max()) + 1 for batch in batches), default=0),
         max_operations=MAX_OPERATIONS if on_gpu else None,

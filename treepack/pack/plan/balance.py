@@ -24,6 +24,7 @@ from treepack.pack.plan.fill import by_step, merge_rows
 from treepack.pack.plan.problem import RowLimits, path_pairs
 from treepack.pack.plan.unions import RowSizes, row_sizes, shared_in_rows
 from treepack.trajectory import Int64
+from treepack.trie.shared_prefixes import shared_in_order
 from treepack.trie.trie import Trie
 
 ROWS_TO_TRY = 32  # rows checked for room before the assignment by cost gives up
@@ -136,7 +137,7 @@ def split_cheapest(trie: Trie, row_of: Int64, lacking: Int64) -> Int64:
     """
     order = np.argsort(row_of, kind="stable")
     rows = row_of[order]
-    shared = shared_in_rows(trie, row_of, order)
+    shared = shared_in_rows(shared_in_order(trie), row_of, order)
     stop = np.cumsum(path_pairs(trie.lengths[order]) - path_pairs(shared))
     # rows [0, 0, 1, 1, 1] -> begins [1, 0, 1, 0, 0]; a cut is possible at the places [1, 3, 4].
     begins = np.concatenate([[True], rows[1:] != rows[:-1]])

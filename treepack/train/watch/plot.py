@@ -8,9 +8,9 @@
     +- Learning rate --+  +- Tokens per second    pale: each step; dark: the mean of the steps around it
     |  /\\____          |  |  ~~~~~~~~~~~~~~~~     a triangle on the upper edge: a step that was skipped
 
-The colours are from the palette of Okabe and Ito, which colour-blind readers can distinguish
-(https://jfly.uni-koeln.de/color/). The same file gives the same bytes with the same version of matplotlib, which is
-imported only when a picture is drawn.
+The picture is a Vega-Lite specification that vl-convert renders. The colours are from the palette of Okabe and Ito,
+which colour-blind readers can distinguish (https://jfly.uni-koeln.de/color/). The same file gives the same bytes with
+the same version of vl-convert, which is imported only when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,18 +28,15 @@ from treepack.errors import TreepackError, install_hint
 from treepack.files.directory import finished_file
 from treepack.train.watch.metrics import is_number, read_metrics
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.text import Annotation
-
+Spec = dict[str, Any]
 Float64 = npt.NDArray[np.float64]
 
 _BLUE, _RED, _TEXT, _GREY, _RULE = "#0072B2", "#D55E00", "#222222", "#6B6B6B", "#E4E4E4"
 _MAX_DOTS = 40  # up to this many points have a dot each, because one point alone makes no line
-_PANEL_INCHES = (4.2, 2.4)
-_DPI = 144
-_BINS = 2000  # more than the pixels of a panel's width, 4.2 * 144 = 605
+_PANEL = {"width": 330, "height": 180}  # pixels
+_SCALE = 1.6  # pixels of the file for each of them
+_BINS = 2000  # more than the pixels of a panel's width in the file, 330 * 1.6 = 528
+_NUMBER = "abs(datum.value) < 1000 ? format(datum.value, '~g') : format(datum.value, '~s')"  # 0.25, 12k
 _MIN_LOG_RANGE = 100  # largest over smallest value: from two decades on, a linear axis hides the small values
 _SMOOTH_SHARE = 50  # a moving mean takes 1/50 of the steps to each side, which keeps trends visible
 
@@ -115,54 +112,43 @@ def draw_curves(metrics: Path, out: Path) -> None:
         out: the PNG file to write; it is whole or absent.
 
     Raises:
-        TreepackError: matplotlib is not installed, the file is damaged or has no step, or `out` cannot be written.
+        TreepackError: vl-convert is not installed, the file is damaged or has no step, or `out` cannot be written.
     """
     if out.suffix.lower() != ".png":
         raise TreepackError(f"{out} is not a PNG file; choose a name that ends in .png")
-    figure = curves_figure(metrics)
+    try:
+        import vl_convert
+    except ImportError as error:
+        raise TreepackError(f"curves cannot be drawn ({error}); {install_hint('report')}") from error
+    picture = vl_convert.vegalite_to_png(curves_spec(metrics), scale=_SCALE)
     with finished_file(out, overwrite=True) as temporary:
-        # By default matplotlib writes its version into the file, which would change the bytes.
-        figure.savefig(temporary, format="png", backend="agg", dpi=_DPI, metadata={"Software": None})
+        temporary.write_bytes(picture)
 
 
-def curves_figure(metrics: Path) -> Figure:
-    """Return the picture of `draw_curves` as a figure without a window.
+def curves_spec(metrics: Path) -> Spec:
+    """Return the picture of `draw_curves` as a Vega-Lite specification.
 
     Raises:
-        TreepackError: matplotlib is not installed, or the file is damaged or has no step.
+        TreepackError: the file is damaged or has no step.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise TreepackError(f"curves cannot be drawn ({error}); {install_hint('plot')}") from error
-
     steps = _read_steps(metrics)
     panels = _panels(steps)
-    across = 2 if len(panels) <= 4 else 3
-    down = math.ceil(len(panels) / across)
-    head = 0.55 if _legend(steps) else 0.35  # inches: two lines of text, or one
-    width, height = across * _PANEL_INCHES[0], down * _PANEL_INCHES[1] + head
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, rect=(0, 0, 1, 1 - head / height))
-    figure = Figure(figsize=(width, height), facecolor="white", layout=layout)
-    grid = figure.subplots(down, across, sharex=True, squeeze=False)
-    for panel, axes in zip(panels, grid.flat, strict=False):
-        _draw(panel, axes, steps)
-    for empty in grid.flat[len(panels) :]:
-        empty.set_visible(False)
-    # A shared axis has labels only in the last row, which may be incomplete. 5 panels, 3 across: panels 2, 3, 4, so
-    # that panel 2, above an empty place, has labels too.
-    for axes in grid.flat[max(0, len(panels) - across) : len(panels)]:
-        axes.tick_params(labelbottom=True)
-    for axes in grid[-1]:
-        axes.set_xlabel("optimiser step", color=_GREY, fontsize=9)
-    first, last = steps.numbers[0], steps.numbers[-1]
-    margin = max(0.5, (last - first) * 0.02)
-    grid[0, 0].set_xlim(first - margin, last + margin)
-    grid[0, 0].xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-    _draw_head(figure, steps, height)
-    return figure
+    head: Spec = {
+        "text": _summary(steps),
+        "subtitle": _legend(steps),
+        "anchor": "start",
+        "fontSize": 14,
+        "fontWeight": "normal",
+    }
+    return {
+        "title": head | {"color": _TEXT, "subtitleColor": _TEXT, "subtitleFontSize": 11, "offset": 14},
+        "background": "white",
+        "padding": 12,
+        "columns": 2 if len(panels) <= 4 else 3,
+        "concat": [_drawn(panel, steps) for panel in panels],
+        "resolve": {"scale": {"color": "independent"}},
+        "config": {"font": "sans-serif", "view": {"stroke": None}, "axis": {"labelColor": _TEXT, "tickColor": _GREY}},
+    }
 
 
 def _read_steps(metrics: Path) -> _Steps:
@@ -196,66 +182,83 @@ def _is_on_policy(steps: _Steps) -> bool:
     return len(values) > 0 and bool(np.allclose(values, 1, rtol=0, atol=1e-9))
 
 
-def _draw(panel: _Panel, axes: Axes, steps: _Steps) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
+def _drawn(panel: _Panel, steps: _Steps) -> Spec:
+    """Return the specification of one panel: a layer for each line, and one for the marks of skipped steps."""
     points = {name: steps.points(name) for name in panel.columns}
     log = panel.log and all(_spans_decades(values) for _, values in points.values())
-    axes.set_title(panel.title, loc="left", fontsize=10.5, fontweight="bold", color=_TEXT)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_GREY)
-    axes.tick_params(colors=_GREY, labelcolor=_TEXT, labelsize=8.5, length=3)
-    axes.grid(axis="y", color=_RULE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    if log:
-        axes.set_yscale("log", nonpositive="clip")
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-    for name, (_, colour) in panel.columns.items():
-        _draw_line(axes, points[name], colour, radius=steps.radius if panel.smooth else 0, log=log)
+    unit = ", ".join(text for text in (panel.unit, "log scale" if log else "") if text)
+    title: Spec = {"text": panel.title, "subtitle": unit, "anchor": "start", "color": _TEXT, "subtitleColor": _GREY}
+    first, last = float(steps.numbers[0]), float(steps.numbers[-1])
+    margin = max(0.5, (last - first) * 0.02)
+    # Labels at whole steps only, and nothing is cut off that lies on the edge of the panel.
+    axis = {
+        "title": "optimiser step",
+        "titleColor": _GREY,
+        "titleFontWeight": "normal",
+        "tickMinStep": 1,
+        "grid": False,
+    }
+    x: Spec = {
+        "field": "step",
+        "type": "quantitative",
+        "axis": axis,
+        "scale": {"domain": [first - margin, last + margin]},
+    }
+    layers = [
+        layer
+        for name, line in panel.columns.items()
+        for layer in _line_layers(points[name], line, radius=steps.radius if panel.smooth else 0, log=log)
+    ]
     if not any(len(values) for _, values in points.values()):
-        axes.text(0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", color=_GREY, fontsize=9)
-        axes.set_yticks([])
-    elif panel.from_zero:
-        axes.set_ylim(bottom=0)
+        layers.append({"data": {"values": [{}]}, "mark": {"type": "text", "text": "no finite value", "color": _GREY}})
+    else:
+        y: Spec = {"field": "value", "type": "quantitative", "title": None}
+        # Equal values differ by the rounding of their means, which must not fill the panel.
+        every = np.concatenate([values for _, values in points.values()])
+        zero = panel.from_zero or (not log and float(np.ptp(every)) <= 1e-9 * float(np.abs(every).max()))
+        y |= {"scale": {"type": "log" if log else "linear", "zero": zero}}
+        y |= {"axis": {"labelExpr": _NUMBER, "tickCount": 5, "gridColor": _RULE, "domainColor": _GREY}}
+        names = {line[0]: line[1] for line in panel.columns.values()}
+        legend = (
+            {"orient": "top-right", "title": None, "offset": 0, "symbolType": "stroke", "symbolOpacity": 1}
+            if len(names) > 1
+            else None
+        )
+        colour: Spec = {"field": "line", "type": "nominal", "legend": legend}
+        colour |= {"scale": {"domain": [*names], "range": [*names.values()]}}
+        layers = [layer | {"encoding": {"x": x, "y": y, "color": colour}} for layer in layers]
     if steps.skipped:
-        edge = axes.get_xaxis_transform()  # x in steps, y in parts of the panel: y 1 is the upper edge
-        marks = axes.plot(steps.skipped, [1.0] * len(steps.skipped), "v", color=_TEXT, markersize=4.5, transform=edge)
-        marks[0].set(clip_on=False, in_layout=False)
-    _draw_labels(axes, panel, logarithmic=log)
+        marks = {"type": "point", "shape": "triangle-down", "filled": True, "color": _TEXT, "opacity": 1, "size": 40}
+        skipped = [{"step": int(step)} for step in steps.skipped]
+        layers.append({"data": {"values": skipped}, "mark": marks, "encoding": {"x": x, "y": {"value": 0}}})
+    return _PANEL | {"title": title, "layer": layers}
 
 
-def _draw_line(axes: Axes, points: tuple[Float64, Float64], colour: str, *, radius: int, log: bool) -> None:
-    """Draw each point, and the moving mean if `radius` is 2 or more; on a logarithmic axis the geometric mean."""
+def _line_layers(points: tuple[Float64, Float64], line: tuple[str, str], *, radius: int, log: bool) -> list[Spec]:
+    """Return each point, and the moving mean if `radius` is 2 or more; on a logarithmic axis the geometric mean."""
     numbers, values = points
+    if log:  # such an axis has no 0
+        numbers, values = numbers[values > 0], values[values > 0]
     smooth = radius > 1
-    (each,) = axes.plot(*thin_points(numbers, values, _BINS), color=colour, linewidth=1.5)
-    each.set(marker="o" if len(numbers) <= _MAX_DOTS else "", markersize=4)
-    if smooth:
-        each.set(linewidth=0.8, alpha=0.35)
-        # The mean of logarithms, because on this axis an arithmetic mean would follow the largest values.
-        mask = values > 0 if log else np.full(len(values), True)
-        mean = moving_mean(numbers[mask], np.log(values[mask]) if log else values[mask], radius)
-        axes.plot(*thin_points(numbers[mask], np.exp(mean) if log else mean, _BINS), color=colour, linewidth=1.8)
+    mark: Spec = {"type": "line", "strokeWidth": 1.5, "point": {"size": 25} if len(numbers) <= _MAX_DOTS else False}
+    if not smooth:
+        return [_line_layer(numbers, values, line[0], mark)]
+    pale = mark | {"strokeWidth": 0.8, "opacity": 0.35}
+    # The mean of logarithms, because on this axis an arithmetic mean would follow the largest values.
+    mean = moving_mean(numbers, np.log(values) if log else values, radius)
+    return [
+        _line_layer(numbers, values, line[0], pale),
+        _line_layer(numbers, np.exp(mean) if log else mean, line[0], mark | {"strokeWidth": 1.8, "point": False}),
+    ]
 
 
-def _draw_labels(axes: Axes, panel: _Panel, *, logarithmic: bool) -> None:
-    """Write the unit, or the label of each line in its colour, to the right of the title."""
-    labels = [(label, colour) for label, colour in panel.columns.values() if label]
-    unit = ", ".join(part for part in (panel.unit, "log scale" if logarithmic else "") if part)
-    # From right to left: the last label ends at the corner of the panel, each other one left of the one after it.
-    right: Axes | Annotation = axes
-    for label, colour in reversed(labels or [(unit, _GREY)]):
-        place, offset = ((1, 1), (0, 5)) if right is axes else ((0, 0), (-10, 0))
-        right = axes.annotate(
-            label, place, offset, xycoords="axes fraction" if right is axes else right, textcoords="offset points",
-            ha="right", va="bottom", color=colour, fontsize=8.5, annotation_clip=False, in_layout=False,
-        )  # fmt: skip
+def _line_layer(numbers: Float64, values: Float64, label: str, mark: Spec) -> Spec:
+    thin = zip(*(each.tolist() for each in thin_points(numbers, values, _BINS)), strict=True)
+    return {"data": {"values": [{"step": step, "value": value, "line": label} for step, value in thin]}, "mark": mark}
 
 
-def _draw_head(figure: Figure, steps: _Steps, height: float) -> None:
-    """Write a summary of the run above the panels, and the legend below the summary."""
+def _summary(steps: _Steps) -> str:
+    """Return the line above the panels."""
     first, last = int(steps.numbers[0]), int(steps.numbers[-1])
     summary = [f"Step {last:,}" if first == last else f"Steps {first:,} to {last:,}"]
     tokens, flat, seconds = (float(steps.points(name)[1].sum()) for name in ("tokens", "tokens_flat", "seconds"))
@@ -265,11 +268,11 @@ def _draw_head(figure: Figure, steps: _Steps, height: float) -> None:
         summary.append(f"{_short(flat, 3)} if each trajectory is computed alone ({flat / tokens:.1f} times as many)")
     if seconds:
         summary.append(_duration(seconds))
-    figure.text(0.012, 1 - 0.12 / height, "   ".join(summary), va="top", fontsize=10.5, color=_TEXT)
-    figure.text(0.012, 1 - 0.36 / height, "      ".join(_legend(steps)), va="top", fontsize=8.5, color=_TEXT)
+    return ",  ".join(summary)
 
 
 def _legend(steps: _Steps) -> list[str]:
+    """Return the lines below the summary."""
     entries = [f"pale: each step, dark: mean over {2 * steps.radius + 1} steps"] if steps.radius > 1 else []
     if steps.skipped:
         count = len(steps.skipped)

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from support.paths import ROOT
+from support.readings import chat_of, only, turns
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import column_map
-from treepack.ingest.formats import columns as columns_format
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.column_records import read_columns
 from treepack.ingest.readers.columns.aliases import ALIASES, CONTAINERS, SYSTEM
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format, read_trajectories
+from treepack.ingest.readers.registry import formats_by_name
 from treepack.ingest.stream import read
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
@@ -35,16 +36,7 @@ def items(folder: Path, *values: Any) -> list[Trajectory | Skipped]:
 
 
 def one(folder: Path, value: Any) -> Trajectory:
-    (item,) = items(folder, value)
-    assert isinstance(item, Trajectory)
-    return item
-
-
-def turns(item: Trajectory | Skipped) -> list[tuple[str, str, float]]:
-    assert isinstance(item, Trajectory)
-    assert isinstance(item.content, Chat)
-    pairs = zip(item.content.messages, item.content.message_weights, strict=True)
-    return [(message["role"], message["content"], weight) for message, weight in pairs]
+    return only(items(folder, value))
 
 
 def refusal(folder: Path, *values: Any) -> str:
@@ -83,7 +75,7 @@ def refusal(folder: Path, *values: Any) -> str:
 )
 def test_usual_layouts_are_read_as_a_conversation(tmp_path: Path, value: dict[str, Any]) -> None:
     item = one(tmp_path, value | {"shelf": "A"})
-    assert turns(item) == SHOP
+    assert turns(chat_of(item)) == SHOP
     assert item.metadata == {"shelf": "A"}
     assert item.notes == ()
 
@@ -91,13 +83,13 @@ def test_usual_layouts_are_read_as_a_conversation(tmp_path: Path, value: dict[st
 def test_texts_of_prompt_and_response_stay_text_without_a_system_prompt(tmp_path: Path) -> None:
     assert one(tmp_path, {"prompt": "Bolts?", "response": "Seven."}).content == PromptCompletion("Bolts?", "Seven.")
     with_system = one(tmp_path, {"prompt": "Bolts?", "response": "Seven.", "system": "Be brief."})
-    assert turns(with_system) == [("system", "Be brief.", 0.0), *SHOP]
+    assert turns(chat_of(with_system)) == [("system", "Be brief.", 0.0), *SHOP]
 
 
 def test_the_text_of_a_system_message_may_be_its_system_prompt(tmp_path: Path) -> None:
     said = [{"role": "system", "text": "", "system_prompt": "Be brief."}, {"role": "user", "text": "Bolts?"}]
     item = one(tmp_path, {"trajectory": [*said, {"role": "ai", "text": "Seven.", "system_prompt": None}]})
-    assert turns(item) == [("system", "Be brief.", 0.0), *SHOP]
+    assert turns(chat_of(item)) == [("system", "Be brief.", 0.0), *SHOP]
     assert item.notes == ()
 
 
@@ -126,14 +118,14 @@ def test_numbers_of_tokens_are_not_token_ids(tmp_path: Path) -> None:
 
 def test_an_answer_beside_a_rewarded_response_is_the_reference(tmp_path: Path) -> None:
     item = one(tmp_path, {"question": "Bolts?", "response": "Seven.", "answer": "7", "reward": 1.0})
-    assert turns(item) == SHOP
+    assert turns(chat_of(item)) == SHOP
     assert item.metadata == {"answer": "7"}
 
 
 @pytest.mark.parametrize("ask", ["problem", "question"])
 def test_a_solution_beside_a_response_is_the_reference(tmp_path: Path, ask: str) -> None:
     item = one(tmp_path, {ask: "Bolts?", "response": "Seven.", "solution": "7"})
-    assert turns(item) == SHOP
+    assert turns(chat_of(item)) == SHOP
     assert item.metadata == {"solution": "7"}
 
 
@@ -171,7 +163,7 @@ def test_two_possible_answers_are_refused_with_the_lines_that_read_them(
     trained = []
     for line in lines:
         record = Record("r:1", "r", value)
-        (item,) = columns_format.FORMAT.trajectories([record], ReadOptions(columns=column_map(line)))
+        (item,) = formats_by_name()["columns"].trajectories([record], ReadOptions(columns=column_map(line)))
         assert isinstance(item, Trajectory)
         trained.append(str(item.content))
     assert len(set(trained)) == len(lines)
@@ -183,7 +175,7 @@ def test_earlier_rounds_beside_a_question_are_never_left_out_in_silence(tmp_path
         "r.jsonl:1: has earlier rounds in history, which belong to the prompt; write them as messages, or leave them "
         "out with --columns question=query,answer=answer,ignore=history"
     )
-    assert turns(one(tmp_path, {"query": "Bolts?", "answer": "Seven.", "history": []})) == SHOP
+    assert turns(chat_of(one(tmp_path, {"query": "Bolts?", "answer": "Seven.", "history": []}))) == SHOP
 
 
 def test_scores_of_several_answers_are_their_rewards(tmp_path: Path) -> None:
@@ -200,7 +192,7 @@ def test_every_line_of_the_table_is_a_valid_map_and_in_the_documentation(line: s
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_every_name_of_a_conversation_is_in_the_documentation_and_read(name: str, tmp_path: Path) -> None:
     assert f"`{name}`" in (ROOT / "docs/inputs.md").read_text()
-    assert turns(one(tmp_path, {name: [USER, ANSWER]})) == SHOP
+    assert turns(chat_of(one(tmp_path, {name: [USER, ANSWER]}))) == SHOP
 
 
 # JSON text
@@ -237,7 +229,7 @@ def test_prose_and_json_that_is_no_conversation_stay_text(tmp_path: Path, prompt
 def test_a_pair_as_json_text_is_a_pair_of_conversations(tmp_path: Path) -> None:
     rejected = [USER, ANSWER | {"content": "Nine."}]
     both = items(tmp_path, {"chosen": json.dumps([USER, ANSWER]), "rejected": json.dumps(rejected)})
-    assert [turns(each)[1][1] for each in both] == ["Seven.", "Nine."]
+    assert [turns(chat_of(each))[1][1] for each in both] == ["Seven.", "Nine."]
 
 
 # Remedies

@@ -12,13 +12,14 @@ import pytest
 
 from support.byte_tokenizer import PLAIN, save
 from support.command_line import Run
+from support.readings import chat_of, only, turns
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
 from treepack.ingest.column_map import column_map
-from treepack.ingest.formats import columns as columns_format
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.registry import formats_by_name
 from treepack.ingest.stream import read
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
@@ -30,21 +31,11 @@ PARTS = "role=who,content=said,user=customer,assistant=clerk"
 
 def items(line: str | dict[str, Any], value: dict[str, Any]) -> list[Trajectory | Skipped]:
     options = ReadOptions(columns=column_map(line))
-    return list(columns_format.FORMAT.trajectories([Record("r.jsonl:1", "r.jsonl", value)], options))
+    return list(formats_by_name()["columns"].trajectories([Record("r.jsonl:1", "r.jsonl", value)], options))
 
 
 def one(line: str | dict[str, Any], value: dict[str, Any]) -> Trajectory:
-    (item,) = items(line, value)
-    assert isinstance(item, Trajectory)
-    return item
-
-
-def turns(item: Trajectory | Skipped) -> list[tuple[str, str, float]]:
-    """Role, text and weight of each message."""
-    assert isinstance(item, Trajectory)
-    assert isinstance(item.content, Chat)
-    pairs = zip(item.content.messages, item.content.message_weights, strict=True)
-    return [(message["role"], message["content"], weight) for message, weight in pairs]
+    return only(items(line, value))
 
 
 def refusal(line: str, value: dict[str, Any]) -> str:
@@ -79,7 +70,7 @@ SHOP = [("user", "Bolts?", 0.0), ("assistant", "Seven.", 1.0)]
     ],
 )
 def test_a_conversation_is_read_from_wherever_it_is(line: str, value: dict[str, Any]) -> None:
-    assert turns(one(line, value)) == SHOP
+    assert turns(chat_of(one(line, value))) == SHOP
     assert one(line, value).notes == ()
 
 
@@ -95,7 +86,7 @@ def test_a_file_or_an_object_gives_the_same_map_as_text(tmp_path: Path) -> None:
 def test_text_of_a_prompt_stays_text_and_the_text_of_a_question_is_a_message_of_the_user() -> None:
     assert one("prompt=p,answer=a", {"p": "Bolts?", "a": "Seven."}).content == PromptCompletion("Bolts?", "Seven.")
     value = {"p": "Bolts?", "more": "In box A.", "a": "Seven.", "sys": "Be brief."}
-    assert turns(one("question=p+more?+none?,answer=a,system_prompt=sys", value)) == [
+    assert turns(chat_of(one("question=p+more?+none?,answer=a,system_prompt=sys", value))) == [
         ("system", "Be brief.", 0.0),
         ("user", "Bolts?\nIn box A.", 0.0),
         ("assistant", "Seven.", 1.0),
@@ -136,7 +127,7 @@ def test_the_rest_of_a_mapped_list_of_answers_is_no_other_answer() -> None:
 def test_columns_without_content_are_added_to_a_record_of_a_known_layout() -> None:
     chat = [{"role": "user", "content": "Bolts?"}, {"role": "agent", "content": "Seven."}]
     item = one("reward=info.score,assistant=agent", {"messages": chat, "info": {"score": 1}})
-    assert (turns(item), item.reward) == (SHOP, 1.0)
+    assert (turns(chat_of(item)), item.reward) == (SHOP, 1.0)
     item = one("reward=info.score", {"prompt": "Bolts?", "response": "Seven.", "info": {"score": 1}})
     assert (item.content, item.reward) == (PromptCompletion("Bolts?", "Seven."), 1.0)
     item = one("group=t", {"input_ids": [1, 2], "loss_mask": [0, 1], "t": 7})
@@ -149,7 +140,7 @@ def test_several_answers_are_one_group_with_a_reward_each() -> None:
     first, second, third = items("question=ask,answer=tries[].text,reward=tries[].ok", value)
     assert isinstance(first, Trajectory)
     assert isinstance(second, Trajectory)
-    assert [turns(each)[1] for each in (first, second)] == [("assistant", "4", 1.0), ("assistant", "5", 1.0)]
+    assert [turns(chat_of(each))[1] for each in (first, second)] == [("assistant", "4", 1.0), ("assistant", "5", 1.0)]
     assert [each.reward for each in (first, second)] == [1.0, 0.0]
     assert (first.trajectory_id, second.trajectory_id) == ("r.jsonl:1/answer-1", "r.jsonl:1/answer-2")
     assert first.group_id == second.group_id == "r.jsonl:1"
@@ -163,7 +154,7 @@ def test_several_answers_are_one_group_with_a_reward_each() -> None:
 def test_several_answers_may_be_messages_or_token_ids() -> None:
     answers = [[{"role": "assistant", "content": text}] for text in ("4", "5")]
     both = items("question=ask,answer=a", {"ask": "2 + 2?", "a": answers, "rewards": [1.0, 0.0]})
-    assert [turns(each)[-1][1] for each in both] == ["4", "5"]
+    assert [turns(chat_of(each))[-1][1] for each in both] == ["4", "5"]
     assert [each.reward for each in both if isinstance(each, Trajectory)] == [1.0, 0.0]
     value = {"p": [1, 2], "a": [[3], [4, 5]], "lp": [[-1.0], [-1.0, -2.0]], "task": "t"}
     ids = items("prompt_ids=p,answer_ids=a,logprobs=lp,group=task", value)
@@ -174,12 +165,12 @@ def test_several_answers_may_be_messages_or_token_ids() -> None:
 
 def test_a_system_prompt_that_no_column_takes_is_named() -> None:
     item = one("question=ask,answer=said", {"ask": "Bolts?", "said": "Seven.", "system": "Be brief."})
-    assert (turns(item), item.notes) == (SHOP, ("field 'system' not used",))
+    assert (turns(chat_of(item)), item.notes) == (SHOP, ("field 'system' not used",))
 
 
 def test_answers_in_json_are_texts_and_not_messages() -> None:
     both = items("question=ask,answer=a", {"ask": "Call stock.", "a": ['{"name": "stock"}', '{"name": "box"}']})
-    assert [turns(each)[-1][1] for each in both] == ['{"name": "stock"}', '{"name": "box"}']
+    assert [turns(chat_of(each))[-1][1] for each in both] == ['{"name": "stock"}', '{"name": "box"}']
 
 
 def test_a_field_inside_of_messages_can_be_ignored() -> None:
@@ -203,7 +194,7 @@ def test_a_mask_of_messages_is_in_each_message_or_beside_them(mask: str) -> None
     if mask == "flag":
         talk = [turn | {"flag": flag} for turn, flag in zip(talk, flags, strict=True)]
     value = {"talk": talk} | ({"flags": flags} if mask == "flags" else {})
-    assert [weight for _, _, weight in turns(one(f"messages=talk,mask={mask}", value))] == [0.0, 0.0, 0.0, 1.0]
+    assert [weight for _, _, weight in turns(chat_of(one(f"messages=talk,mask={mask}", value)))] == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_calls_results_and_reasoning_are_read_from_their_columns() -> None:
@@ -227,7 +218,7 @@ def test_calls_results_and_reasoning_are_read_from_their_columns() -> None:
 def test_a_pair_is_read_from_its_columns() -> None:
     value = {"ask": "Name a bolt.", "good": "M6", "bad": "A nut."}
     good, bad = items("question=ask,chosen=good,rejected=bad", value)
-    assert [turns(each)[1][1] for each in (good, bad)] == ["M6", "A nut."]
+    assert [turns(chat_of(each))[1][1] for each in (good, bad)] == ["M6", "A nut."]
     assert [each.reward for each in (good, bad) if isinstance(each, Trajectory)] == [1.0, 0.0]
 
 
@@ -261,7 +252,7 @@ def test_a_path_to_nothing_or_to_another_kind_is_refused_in_one_sentence(line: s
 
 def test_a_path_that_may_be_absent_is_absent_in_silence() -> None:
     item = one("question=q,answer=a,reward=info.r?", {"q": "Bolts?", "a": "Seven.", "info": {}})
-    assert (item.reward, turns(item)) == (None, SHOP)
+    assert (item.reward, turns(chat_of(item))) == (None, SHOP)
 
 
 @pytest.mark.parametrize(

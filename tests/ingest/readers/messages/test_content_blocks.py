@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.logs import turns
+from support.readings import turns
 from treepack.ingest.readers.calls.chat_calls import ChatCall, join_chats
 from treepack.ingest.readers.chat_records import read_chat
 from treepack.ingest.readers.fields.read_options import ReadOptions

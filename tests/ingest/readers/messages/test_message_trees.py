@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 
-from support.logs import chats, read_value, reasons, turns
 from support.paths import ROLLOUTS
+from support.readings import Items, chats, notes_of, read_value, read_whole, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import chatgpt, openassistant
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Trajectory
 
 Node = dict[str, Any]
-Items = list[Trajectory | Skipped]
 
 
 def said(items: Items) -> dict[str, str]:
@@ -31,10 +28,6 @@ def said(items: Items) -> dict[str, str]:
     }
 
 
-def notes(items: Items) -> list[str]:
-    return [note for item in items if isinstance(item, Trajectory) for note in item.notes]
-
-
 def message(name: str, *replies: Node, **more: Any) -> Node:
     """An answer if the name is a capital letter, else a question."""
     role = "assistant" if name.isupper() else "prompter"
@@ -42,8 +35,7 @@ def message(name: str, *replies: Node, **more: Any) -> Node:
 
 
 def read_oasst(*values: Node, reward_key: str | None = None) -> Items:
-    records = (Record(f"t.jsonl:{line}", "t.jsonl", value) for line, value in enumerate(values, 1))
-    return list(openassistant.FORMAT.trajectories(records, ReadOptions(reward_key=reward_key)))
+    return read_whole("openassistant", *values, reward_key=reward_key)
 
 
 def tree(prompt: Node, **more: Any) -> Node:
@@ -89,7 +81,7 @@ def test_a_deleted_message_is_left_out_with_its_replies_and_a_rejected_answer_is
     rejected = message("C", message("s", message("D")), review_result=False)
     items = read_oasst(tree(message("q", deleted, rejected, message("E", review_result=False))))
     assert said(items) == {"q/leaf-0": "user:q assistant:c user:s assistant:D"}
-    assert set(notes(items)) == {openassistant.DELETED_NOTE, openassistant.REJECTED_NOTE}
+    assert set(notes_of(items)) == {openassistant.DELETED_NOTE, openassistant.REJECTED_NOTE}
 
 
 def test_ranks_are_metadata_and_a_label_is_the_reward_on_request() -> None:
@@ -103,7 +95,7 @@ def test_ranks_are_metadata_and_a_label_is_the_reward_on_request() -> None:
 
 
 def test_unknown_fields_of_a_message_are_named_and_another_text_is_refused() -> None:
-    assert notes(read_oasst(tree(message("q", message("A", emojis={"+1": 1}))))) == ["field 'emojis.+1' not used"]
+    assert notes_of(read_oasst(tree(message("q", message("A", emojis={"+1": 1}))))) == ["field 'emojis.+1' not used"]
     assert reasons(read_oasst(tree(message("q", mood="m")))) == [
         f"{openassistant.NO_ANSWER}; node field 'mood' not used"
     ]
@@ -177,7 +169,7 @@ def test_thoughts_and_a_call_are_one_message_and_the_tool_answers_it() -> None:
     assert calls == [("call00001", "python", {"code": "x = 1"}), ("call00002", "web.run", {"q": "nuts"})]
     assert (result["content"], result["tool_call_id"], result["name"]) == ("1", "call00001", "p")
     assert answer["content"] == "A"
-    assert chatgpt.RECAP_NOTE in notes(items)
+    assert chatgpt.RECAP_NOTE in notes_of(items)
 
 
 def test_hidden_context_is_the_system_message_and_empty_messages_are_left_out() -> None:
@@ -202,7 +194,7 @@ def test_a_path_ends_before_an_image_and_a_spoken_text_is_read() -> None:
     seen = [node("3", "2", "user", image), node("4", "3", "assistant", "B")]
     items = read_chatgpt(node("1", None, "user", spoken), node("2", "1", "assistant", "A"), *seen)
     assert said(items) == {"C/leaf-0": "user:q assistant:A"}
-    assert f"turns after it not used: {MEDIA_REASON}" in notes(items)
+    assert f"turns after it not used: {MEDIA_REASON}" in notes_of(items)
     assert reasons(read_chatgpt(node("3", None, "user", image), seen[1])) == [MEDIA_REASON]
 
 
@@ -238,8 +230,8 @@ def test_nodes_that_are_their_own_ancestors_are_refused() -> None:
 def test_content_of_another_type_ends_the_path_and_unknown_fields_are_named() -> None:
     odd = node("3", "2", "tool", {"content_type": "hologram", "text": "h"})
     items = read_chatgpt(node("1", None, "user", "q"), node("2", "1", "assistant", "A", mood="m"), odd)
-    assert "turns after it not used: content of type 'hologram' is not read" in notes(items)
-    assert "node field 'mood' not used" in notes(items)
+    assert "turns after it not used: content of type 'hologram' is not read" in notes_of(items)
+    assert "node field 'mood' not used" in notes_of(items)
 
 
 def test_the_samples_are_read() -> None:
@@ -273,7 +265,7 @@ def test_links_and_empty_answers_of_chatgpt_are_noted() -> None:
     items = read_chatgpt(
         node("1", "lost", "user", "q"), node("2", "1", "assistant", ""), call, node("4", "3", "assistant", "B")
     )
-    assert {chatgpt.PARENT_NOTE, chatgpt.EMPTY_NOTE, chatgpt.EMPTY_CALL_NOTE} <= set(notes(items))
+    assert {chatgpt.PARENT_NOTE, chatgpt.EMPTY_NOTE, chatgpt.EMPTY_CALL_NOTE} <= set(notes_of(items))
 
 
 @pytest.mark.parametrize("name", ["deleted", "review_result"])
@@ -284,7 +276,7 @@ def test_a_flag_of_another_type_is_refused(name: str) -> None:
 
 def test_labels_that_are_no_reward_are_noted() -> None:
     value = tree(message("q", message("A", labels={"quality": {"value": 0.75}, "spam": {"value": 0.0}})))
-    assert notes(read_oasst(value)) == [openassistant.LABELS_NOTE]
-    assert notes(read_oasst(value, reward_key="quality")) == [openassistant.OTHER_LABELS_NOTE]
+    assert notes_of(read_oasst(value)) == [openassistant.LABELS_NOTE]
+    assert notes_of(read_oasst(value, reward_key="quality")) == [openassistant.OTHER_LABELS_NOTE]
     rejected = tree(message("q", message("A"), review_result=False))
-    assert notes(read_oasst(rejected)) == [openassistant.QUESTION_NOTE]
+    assert notes_of(read_oasst(rejected)) == [openassistant.QUESTION_NOTE]

@@ -18,7 +18,7 @@ Message = dict[str, Any]
 
 
 def has_sdk_parts(content: Any) -> bool:
-    """Return whether the content of a message has parts of the AI SDK, rather than of another library."""
+    """Return whether the content of a message has parts of the AI SDK, and not of a different library."""
     kinds = {part.get("type") for part in content} if is_messages(content) else set()
     return bool(kinds & {"tool-call", "tool-result"}) or (
         "reasoning" in kinds and not any("summary" in p for p in content)

@@ -58,7 +58,7 @@ def read_chats(record: Record, calls: Sequence[ChatCall], options: ReadOptions) 
     Raises:
         TreepackError: `readers.messages` refuses messages or tools.
     """
-    # Fields of the rollout about its end are those of its last call, unless the calls have fields of their own.
+    # Fields of the rollout about its end describe its last call, unless the calls have fields of their own.
     last = len(calls) - 1 if all(call.ending is None for call in calls) else len(calls)
     try:
         joined = join_chats(calls, source=record.source)
@@ -76,7 +76,7 @@ def read_chats(record: Record, calls: Sequence[ChatCall], options: ReadOptions) 
 
 
 def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
-    """Join `calls` if the prompt of one begins with all messages of another, and both have the same tools.
+    """Join two of `calls` if the prompt of one begins with all messages of the other, and both have the same tools.
 
     Raises:
         TreepackError: `readers.messages` refuses messages or tools.

@@ -4,8 +4,8 @@
     prompts  of A: system user    of B: system user A result    of C: system user S B result
 
 A condensation takes events out of the view and puts a summary in their place, as an agent does before a prompt becomes
-too long. Every event has a place in the view, even if its message is part of another one, because condensations name
-events by id and count them.
+too long. Every event has a place in the view, even if its message is part of a different one, because condensations
+name events by id and count them.
 """
 
 from __future__ import annotations

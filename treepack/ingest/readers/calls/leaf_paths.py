@@ -62,8 +62,8 @@ def nodes_of(root: dict[str, Any], *, name: str = "children") -> Iterator[dict[s
 
 
 def distinct_paths(paths: Iterable[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Return the `paths` of one tree that are not empty, equal to an earlier one or the beginning of another one."""
-    # A node has one path, so a path that ends at an inner node of another path is its beginning.
+    """Return the `paths` of one tree without empty and repeated ones, and without beginnings of longer ones."""
+    # A node has one path, so a path that ends at an inner node of a longer path is its beginning.
     by_end = {id(path[-1]): path for path in paths if path}
     inner = {id(node) for path in by_end.values() for node in path[:-1]}
     return [path for end, path in by_end.items() if end not in inner]

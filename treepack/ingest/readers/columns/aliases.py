@@ -2,8 +2,8 @@
 
     {"instruction": "Add.", "context": "2, 3", "response": "5"}  --columns_of-->  question=instruction+context,answer=..
 
-They are tried after all formats. A record that two lines read differently is refused with both lines, because only the
-user knows which field was sampled. Fields that a line does not name stay in the record.
+They are tried after all formats. A record that two lines read differently is refused with both lines, because the
+record does not show which field was sampled. Fields that a line does not name stay in the record.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def kind_of(name: str) -> str | None:
         return FLAG
     if snake in STATES:
         return STATE
-    # A reason of one side of a pair says nothing about the other.
+    # A reason of one side of a pair is not a reason of the other side.
     is_reason = snake.removesuffix("s").endswith(REASONS) or snake in REASONS
     return REASON if is_reason and not snake.startswith(("chosen_", "rejected_", "prompt_")) else None
 

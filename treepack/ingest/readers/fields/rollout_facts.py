@@ -119,7 +119,7 @@ def check_rest(rest: dict[str, Any], source: str) -> None:
     for name, field in rest.items():
         kind = danger(name, field)
         if name in METADATA_DICTS and isinstance(field, dict):
-            # {"info": {"loss_mask": [..]}} decides what is trained; {"info": {"text": ".."}} is metadata.
+            # {"info": {"loss_mask": [..]}} chooses the trained tokens; {"info": {"text": ".."}} is metadata.
             masks = [f"{name}.{inner}" for inner, each in field.items() if _is_mask(inner, each)]
             kind, name = (MASK, masks[0]) if masks else (None, name)
         if kind is not None:

@@ -1,11 +1,11 @@
-"""Names of fields that are nearly the name of another: a misspelling."""
+"""Names of fields that are probably misspelled names of known fields."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
 
-SIMILAR = 0.8  # share of equal characters above which one name may be a misspelling of another
+SIMILAR = 0.8  # share of equal characters above which a name may be misspelled
 
 
 def close_names(value: Iterable[str], names: Sequence[str]) -> list[str]:

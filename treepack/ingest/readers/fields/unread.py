@@ -24,7 +24,7 @@ from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 Declared = dict[str, Any]  # name -> Declared; an empty one covers everything under the name
 MAX_WORD = 64  # characters of a single word; a longer one is text, for example in a language without spaces
 HERE = ""  # key of a declared path that has deeper declared paths: a value that is not an object is used
-SAME = "="  # key of a field that contains objects of the form of another path, with this path and its declared paths
+SAME = "="  # key of a field whose objects have the form of a different path, with this path and its declared paths
 NAME = "!"  # key, and end of a declared path, of a text that is a name
 JSON = "{}"  # key, and end of a declared path, of a value that is used, and looked through if it is JSON text
 ROOT = "."  # the record itself, as the form of a field
@@ -222,7 +222,7 @@ def not_used(path: str) -> str:
 
 
 def danger(name: str, value: Any) -> str | None:
-    """Return what the field `name` can contain that decides what is trained, or None if it is harmless."""
+    """Return ANSWER or MASK if the field `name` can choose the trained tokens, or None if it is harmless."""
     if is_empty(value):
         return None
     lowered = name.lower()

@@ -79,7 +79,7 @@ class NotesOfFile:
 
     def on_items(self, items: Iterable[Trajectory | Skipped]) -> Iterator[Trajectory | Skipped]:
         """Yield `items`, the last trajectory with the notes on all records, after which no other trajectory comes."""
-        held: list[Trajectory | Skipped] = []  # the last trajectory and what comes after it
+        held: list[Trajectory | Skipped] = []  # the last trajectory and the items after it
         for item in items:
             if isinstance(item, Trajectory):
                 if self._room > 0:

@@ -59,7 +59,7 @@ def copied_items(rows: Sequence[dict[str, Any]], path: str) -> list[dict[str, An
     parent = next((name for name in parents if name is not None), None)
     if not isinstance(parent, str) or parent not in threads or threads[parent].path == path:
         return []
-    # Items a u b c, of which u is of the user, and a b d of the other session: a and b are copied, c ends the copy.
+    # Items a u b c, in which the user wrote u, and a b d of the other session: a and b are copied, c ends the copy.
     remaining = list(_items(record.value for record in first_records(Path(threads[parent].path))))
     copied: list[dict[str, Any]] = []
     for item in _items(rows):

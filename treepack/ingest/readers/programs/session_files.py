@@ -52,7 +52,7 @@ def file_of_session(path: str, session: str) -> str | None:
 
 
 def first_records(path: Path) -> Iterator[Record]:
-    """Yield the records of another file of the session, up to the first damaged one, which its own reader reports."""
+    """Yield the records of a file of the session up to the first damaged one, which the reader of the file reports."""
     try:
         yield from read_records(str(path))
     except TreepackError:

@@ -6,7 +6,7 @@
     agent/trajectory.summarization-2-summary.json       order 5, ...
 
 All of them are one rollout, whose place is the folder of the trial. Without a `result.json`, the sessions name the
-rollout: those of a trial are `s`, `s-cont-1` and `s-summarization-1-summary`.
+rollout: the sessions of a trial are `s`, `s-cont-1` and `s-summarization-1-summary`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def file_of_trial(record: Record, folder: Path, name: str) -> FileOfRollout | No
 
 
 def file_of_trial_session(record: Record) -> FileOfRollout | None:
-    """Return the file of `record` in its session; None if it is neither continued nor a part of another session."""
+    """Return the file of `record` in its session; None if it is neither continued nor a part of a longer session."""
     session = record.value.get("session_id")
     if not isinstance(session, str) or not session:
         return None

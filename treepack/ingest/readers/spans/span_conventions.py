@@ -1,4 +1,4 @@
-"""Distinguish spans in the conventions of OpenInference from spans in those of OpenTelemetry for generative AI."""
+"""Distinguish the conventions of OpenInference from the conventions of OpenTelemetry for generative AI."""
 
 from __future__ import annotations
 

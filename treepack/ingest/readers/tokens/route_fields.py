@@ -47,7 +47,7 @@ def has_routes(value: Any) -> bool:
 
 
 def rows_of_all(value: Any, *, source: str, name: str, num_tokens: int) -> NDArray[Any]:
-    """Return the field `value` of a row of `num_tokens` tokens as an array with one row for each, -1 where it has none.
+    """Return the field `value` of a row of `num_tokens` tokens as an array; tokens without routes have rows of -1.
 
     Raises:
         TreepackError: another form, or more rows than tokens.
@@ -136,7 +136,7 @@ def npy_array(data: bytes) -> NDArray[Any]:
     """Return the array in the bytes of a .npy file.
 
     Raises:
-        ValueError: they are no such file.
+        ValueError: they are not such a file.
     """
     try:
         return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)

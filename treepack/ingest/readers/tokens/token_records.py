@@ -164,7 +164,7 @@ def _check_unknown_masks(record: Record, fields: tf.Fields, *, num_tokens: int, 
     """Refuse a record without a mask that has a list of 0 and 1 with one value per token, under a name not known.
 
     Raises:
-        TreepackError: such a list would be a mask of another program: without it all tokens are trained.
+        TreepackError: such a list may be a mask under an unknown name; without it, all tokens would be trained.
     """
     known = {name for names in fields.values() for name in names}
     for name, value in record.value.items():

@@ -23,8 +23,9 @@ import numpy as np
 from treepack.native.library import FLOAT, INT, INT32, INT64, in_c
 from treepack.pack.plan.methods.jump_tree import jump_tree
 from treepack.pack.plan.problem import PlanTree, RowLimits
-from treepack.pack.plan.unions import range_minima
+from treepack.pack.plan.unions import row_tokens
 from treepack.trajectory import Int32, Int64
+from treepack.trie.shared_prefixes import range_minima
 
 WINDOW_ROWS = 48  # rows that are improved together; with more, steps get slower and plans hardly better
 SPARE_ROWS = 4  # empty rows of a window, so that a step can open rows
@@ -87,7 +88,7 @@ def anneal(
     caps = np.array([limits.capacity, *(NO_LIMIT if cap is None else cap for cap in (limits.pairs, limits.terms))])
     rows = row_of_leaf.copy()
     for turn in range(passes):
-        fill = _fill(lengths, shared, rows)
+        fill = row_tokens(lengths, shared, rows, int(rows.max()) + 1)
         if fill.sum() <= enough[0] and len(fill) <= enough[1]:
             break
         for leaves in _windows(rows, fill, turn):
@@ -129,16 +130,6 @@ def _shared_within(shared: Int64, leaves: Int64) -> Int64:
     """Return the tokens that each of `leaves`, ascending, shares with the one before it there, 0 for the first."""
     # Leaves 1 and 4 share the minimum over shared[2:5].
     return np.concatenate([[0], range_minima(shared, leaves[:-1] + 1, leaves[1:] + 1)]).astype(np.int64)
-
-
-def _fill(lengths: Int64, shared: Int64, rows: Int64) -> Int64:
-    """Return the tokens of each row, int64 [rows]."""
-    by_row = np.argsort(rows, kind="stable")
-    # rows [0, 1, 0] -> by_row [0, 2, 1], rows in order [0, 0, 1] -> follows [1]: leaf 2 comes after leaf 0 in row 0.
-    follows = np.flatnonzero(np.diff(rows[by_row]) == 0) + 1
-    repeated = np.zeros(len(rows), np.int64)
-    repeated[follows] = range_minima(shared, by_row[follows - 1] + 1, by_row[follows] + 1)
-    return np.bincount(rows[by_row], weights=lengths[by_row] - repeated).astype(np.int64)
 
 
 def _anneal(shape: tuple[Int64, Int64], caps: Int64, row_of: Int64, num_rows: int, steps: int, seed: int) -> Int64:
