@@ -16,8 +16,8 @@ from treepack.pack.check import check_max_token_id, check_packed, check_totals
 from treepack.pack.files import read_rows
 from treepack.processes import ReportProgress, with_progress
 from treepack.trie.check import check_trie
-from treepack.trie.pieces import max_token_id
 from treepack.trie.store.trie_files import read_trie
+from treepack.trie.token_ranges import max_token_id
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
 

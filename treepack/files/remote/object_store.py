@@ -43,6 +43,7 @@ _COLLISIONS = {"ConditionalRequestConflict", "409"}  # another conditional write
 _COLLISION_ATTEMPTS = 5
 _DENIED = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "ExpiredToken", "InvalidToken", "403", "401"}
 _BUSY = {"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "500", "502", "503", "504"}
+# Parts of the names of exceptions for a failing network. Their classes are in libraries that only one scheme imports.
 _NETWORK = (
     "Connect",
     "Timeout",
@@ -91,10 +92,7 @@ def read_range(path: RemotePath, offset: int, size: int) -> bytes:
         MissingError: there is no such object.
         TreepackError: see `read_object`.
     """
-    data = _found(path, lambda store: bytes(store.cat_file(path.path, start=offset, end=offset + size)))
-    if data is None:
-        raise MissingError(f"{path}: no such object; check the address")
-    return data
+    return _call(path, lambda store: bytes(store.cat_file(path.path, start=offset, end=offset + size)))
 
 
 def info(path: RemotePath) -> ObjectInfo | None:
@@ -147,11 +145,9 @@ def download(path: RemotePath, local: Path) -> None:
         TreepackError: see `read_object`; or the disk is full.
     """
     try:
-        present = _found(path, lambda store: (store.get_file(path.path, str(local)), True)[1])
+        _call(path, lambda store: store.get_file(path.path, str(local)))
     except OSError as error:  # of this machine's disk, see _sentence
         raise TreepackError(f"{local}: cannot be written ({error.strerror or error})") from error
-    if not present:
-        raise MissingError(f"{path}: no such object; check the address")
 
 
 def upload(local: Path, path: RemotePath, *, expected: str | None = ANY) -> None:

@@ -211,14 +211,17 @@ def _worker(job: _WorkerJob) -> _Worker:
 
 
 def _spare_pandas() -> None:
-    """Make pyarrow believe that there is no pandas; it would import it at the first array, for 0.3 s."""
+    """Let pyarrow conclude that there is no pandas, which it would import at the first array, for 0.3 s.
 
-    class Refusal(MetaPathFinder):
+    An entry None in `sys.modules` is not enough: pyarrow takes it for the module. So the first import is refused.
+    """
+
+    class RefusePandas(MetaPathFinder):
         def find_spec(self, name: str, path: Any, target: Any = None) -> None:
             if name == "pandas":
                 raise ModuleNotFoundError(name)
 
-    refusal = Refusal()
+    refusal = RefusePandas()
     sys.meta_path.insert(0, refusal)
     pa.array([0])
     sys.meta_path.remove(refusal)
