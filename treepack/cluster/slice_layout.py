@@ -20,13 +20,13 @@ import pyarrow as pa
 
 from treepack.cluster.slice_plan import PackJob, SlicePlan, group_numbers, shared_nodes
 from treepack.cluster.slice_rows import SliceFacts, open_row_id
+from treepack.cluster.trie_slices import TrieSlice
 from treepack.pack.files import num_parts
 from treepack.pack.plan.plan import PlanTotals
 from treepack.pack.plan.planning import FOREST_METHODS, merge_pieces
 from treepack.pack.plan.unions import RowSizes
 from treepack.pack.weights import TERM_COLUMNS
 from treepack.trajectory import Int32, Int64
-from treepack.trie.store.slices import TrieSlice
 
 # Open rows of a slice and a step: the emptiest ones, at most so many, and filled less than this.
 OPEN_ROWS, OPEN_FILL = 8, 0.75
@@ -157,7 +157,7 @@ def _open_rows(plan: SlicePlan, step: int | None, job: PackJob) -> list[int]:
 
 
 def _merge(plans: Sequence[SlicePlan], places: list[tuple[int, int]], job: PackJob) -> list[_JoinedRow]:
-    """Merge open rows by their sizes; return those that consist of several."""
+    """Merge open rows by their sizes; return the rows that consist of several."""
     if not places:
         return []
     alone = [(place,) for place in places]

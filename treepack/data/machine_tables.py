@@ -5,7 +5,7 @@
 
 KEY is the hash of the directory's manifest, so a table belongs to one content, at any address. A table is whole or
 absent, and stays for the next run: a run that starts again reads nothing from the store. If it cannot be written, each
-process has its own. The tables of the directories that were used least recently are removed.
+process has its own. The tables of the directories with the oldest use are removed.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _remove_partial(path: Path) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove the tables that were used least recently."""
+    """Remove the tables with the oldest use."""
     tables = sorted(folder.glob("*.arrow"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in tables[_MAX_TABLES:]:
         path.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ A run that is killed leaves no `out`, or the old one, and a hidden sibling that 
 
 The first number is that of this machine since its last start, the second is random. While a process has the lock of
 `out`, no other process on this machine writes it, in any container. Locks between machines depend on the file system,
-so the remains of another machine are removed a day after their last change.
+so the remains of other machines are removed a day after their last change.
 
 An output may also be an address in an object store, see `files.remote.remote_output`: `temporary` is then in TMPDIR,
 and is uploaded at the end.
@@ -219,7 +219,7 @@ def _is_own(path: AnyPath) -> bool:
 
 
 def is_inside(path: AnyPath, folder: AnyPath) -> bool:
-    """Return True if `path` is `folder` or lies in it; both are on this machine, or both are addresses."""
+    """Return True if `path` is `folder` or inside it; both are on this machine, or both are addresses."""
     if isinstance(path, Path) and isinstance(folder, Path):
         # Path.resolve raises on a link to itself; reading that link gives a better message.
         return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))

@@ -132,7 +132,7 @@ def _release(descriptor: int, file: Path) -> None:
     """Remove the lock file and end the lock."""
     with suppress(OSError):
         if is_at(descriptor, file):
-            file.unlink()  # before the lock ends, so that nobody can have taken it
+            file.unlink()  # before the lock ends, so that no other process has it yet
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may still have the descriptor, and with it the lock
     os.close(descriptor)

@@ -34,7 +34,7 @@ class BuildOptions:
     """
 
     format: str = "auto"  # a name that `treepack formats` lists, or "auto" to recognise each file by its content
-    # Where the parts of a rollout are in records of another layout: "KEY=PATH,...", the path of a JSON file, or an
+    # Paths to the parts of a rollout in records of a different layout: "KEY=PATH,...", the path of a JSON file, or an
     # object with the same keys; see docs/inputs.md.
     columns: column_map.Given | None = None
     tokenizer: str | None = None  # name or folder of the tokenizer whose chat template renders conversations

@@ -1,6 +1,6 @@
 """Ranges of nodes or trajectories, for passes over a trie that is larger than the memory.
 
-    for first, end in trajectory_ranges(trie): ...      trajectories [first, end) have about RANGE_TOKENS tokens
+    for first, end in ranges_of_trajectories(trie): ...      trajectories [first, end) have about RANGE_TOKENS tokens
 
 The mapped pages that a pass has touched are released after each range.
 """
@@ -19,12 +19,12 @@ from treepack.trie.trie import Trie
 RANGE_TOKENS = 1 << 22
 
 
-def node_ranges(trie: Trie) -> Iterator[tuple[int, int]]:
+def ranges_of_nodes(trie: Trie) -> Iterator[tuple[int, int]]:
     """Yield ranges [first, end) of nodes that own at least `RANGE_TOKENS` tokens; the last one may own fewer."""
     yield from _release_after_each(trie, ranges(trie.node_start, RANGE_TOKENS))
 
 
-def trajectory_ranges(trie: Trie) -> Iterator[tuple[int, int]]:
+def ranges_of_trajectories(trie: Trie) -> Iterator[tuple[int, int]]:
     """Yield ranges [first, end) of trajectories that have at least `RANGE_TOKENS` tokens, counted one by one."""
     yield from _release_after_each(trie, ranges(np.concatenate([[0], np.cumsum(trie.lengths)]), RANGE_TOKENS))
 
@@ -41,7 +41,9 @@ def ranges(offsets: Int64, limit: int) -> Iterator[tuple[int, int]]:
 
 def max_token_id(trie: Trie) -> int:
     """Return the largest token id of a trie."""
-    return max(int(trie.tokens[trie.node_start[a] : trie.node_start[b]].max(initial=0)) for a, b in node_ranges(trie))
+    return max(
+        int(trie.tokens[trie.node_start[a] : trie.node_start[b]].max(initial=0)) for a, b in ranges_of_nodes(trie)
+    )
 
 
 def _release_after_each(trie: Trie, each: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ for all copies, see `files.remote.cache_room`.
 
 The folder is TREEPACK_CACHE, else treepack/ in XDG_CACHE_HOME or ~/.cache, or else a private folder in TMPDIR. Its size
 is at most TREEPACK_CACHE_SIZE, by default half of the disk's space that is free or used by it. To make room, the copies
-that were used least recently are removed, except copies that a running process uses.
+with the oldest use are removed, except copies that a running process uses.
 
 The copies have paths of this machine, and messages should name addresses: `addresses_in` replaces one by the other.
 """
@@ -50,8 +50,8 @@ _RECENT: deque[tuple[int, Path]] = deque()
 def local_copy(path: AnyPath) -> Path:
     """Return a local path with the content of `path`: a local path itself, or a copy of an object or a directory.
 
-    Of a directory with a manifest, the copy has the files that it lists; of another one, all objects below it. The copy
-    stays as long as this process runs.
+    If a directory has a manifest, the copy has the files that it lists, else all objects below it. The copy stays as
+    long as this process runs.
 
     Raises:
         TreepackError: there is no such object, the store cannot be reached, or the copy needs more room than there is.

@@ -1,4 +1,4 @@
-"""The folder of the cache: its path, its one limit, the protection of copies in use, and the removal of old ones.
+"""The folder of the cache: its path, its one limit, the protection of copies in use, and the removal of others.
 
     FOLDER/objects/KEY/           copies of inputs; a process that uses them holds a lock of .pin in the folder
     FOLDER/parts/SHA256.parquet   the copy of a part; a process that has it open can read it after its removal
@@ -9,7 +9,7 @@
     room(folder, size)        bytes for new copies in `folder` until the block ends; old copies make room, or an error
     make_room(FOLDER, size)   the same for one file, while the caller holds the lock of .room; False if it has no room
 
-The copies that were used least recently go first. `files.remote.cache` and `files.remote.part_copies` make the copies.
+The copies with the oldest use go first. `files.remote.cache` and `files.remote.part_copies` make the copies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RESCAN_SHARE = 0.05  # of the limit: bytes copied by this process before it sum
 
 # Open .pin files of this process by the folders that they protect, with the number of users.
 _PINS: dict[Path, tuple[int, int]] = {}
-# The bytes in use at the last sum, by folder of the cache, and those copied since.
+# The bytes in use at the last sum, by folder of the cache, and the bytes copied since.
 _SUMS: dict[Path, tuple[int, int]] = {}
 
 
@@ -66,7 +66,7 @@ def cache_limit(folder: Path, used: int) -> int:
     """Return the maximum number of bytes in the cache `folder`, of which `used` are in use.
 
     Raises:
-        TreepackError: TREEPACK_CACHE_SIZE is no number of bytes.
+        TreepackError: TREEPACK_CACHE_SIZE is not a number of bytes.
     """
     chosen = os.environ.get("TREEPACK_CACHE_SIZE")
     if not chosen:
@@ -148,7 +148,7 @@ def room(folder: Path, size: int) -> Iterator[None]:
 
 
 def make_room(cache: Path, new: int, *, limit: int, needed: Path | None = None, spare: int = 0) -> tuple[int, bool]:
-    """Remove the copies that were used least recently until `new` bytes fit; the caller holds the lock of `ROOM`.
+    """Remove the copies with the oldest use until `new` bytes fit; the caller holds the lock of `ROOM`.
 
     Args:
         cache: the folder of the cache.
@@ -176,7 +176,7 @@ def make_room(cache: Path, new: int, *, limit: int, needed: Path | None = None, 
 
 
 def protected_size(cache: Path) -> int:
-    """Return the bytes of the copies in `cache` that running processes use, except those of parts."""
+    """Return the bytes of the copies in `cache` that running processes use; parts do not count."""
     return sum(_size(each) for each in (cache / OBJECTS).glob("*") if _is_used(each))
 
 
@@ -218,7 +218,7 @@ def remove_unused(folder: Path) -> bool:
     if descriptor is None:
         return False
     try:
-        # Renamed first, so that nobody finds half of it. The name is no key, so it is removed later if that fails now.
+        # Renamed first, so that no process finds half of it; a later call removes the rest under the new name.
         gone = folder.with_name(f"removed-{secrets.token_hex(8)}")
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)

@@ -99,7 +99,7 @@ class DirectoryLocation:
         return {entry.base_name: entry.size for entry in entries if entry.type == fs.FileType.File}
 
     def open_stream(self, name: str) -> pa.NativeFile:
-        """Open a file to read it once from the start; errors are those of the filesystem."""
+        """Open a file to read it once from the start; the filesystem raises its own errors."""
         if self.remote is not None:
             store = object_store.client(self.remote)
             file = store.open(self._path(name), "rb", block_size=_AHEAD_BYTES, cache_type="readahead")

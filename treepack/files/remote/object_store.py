@@ -1,8 +1,8 @@
-"""Objects in a store: read, list, download, upload and delete them, for every scheme by the same client library.
+"""Objects in a store: read, list, download, upload and delete them, with one interface to all client libraries.
 
     s3:// by s3fs     gs:// by gcsfs     hf:// by huggingface_hub, read only     all of them filesystems of fsspec
 
-Credentials, endpoints and regions are those of these libraries (AWS_PROFILE, AWS_ENDPOINT_URL, gcloud's login,
+These libraries find the credentials, endpoints and regions (AWS_PROFILE, AWS_ENDPOINT_URL, gcloud's login,
 HF_TOKEN, ...). They repeat a request that failed for the moment, with growing pauses. Every exception of theirs becomes
 one sentence here.
 
@@ -151,7 +151,7 @@ def download(path: RemotePath, local: Path) -> None:
 
 
 def upload(local: Path, path: RemotePath, *, expected: str | None = ANY) -> None:
-    """Write the file `local` to an object, in several parts if it is large; it appears whole or not at all.
+    """Write the file `local` to an object, in several parts if it is large; it appears whole or stays absent.
 
     Args:
         local: the file.
@@ -181,7 +181,7 @@ def write(path: RemotePath, content: bytes, *, expected: str | None = ANY) -> No
 
 
 def delete(paths: Iterable[RemotePath]) -> None:
-    """Delete objects; those that do not exist are ignored.
+    """Delete objects; ignore names without an object.
 
     Raises:
         TreepackError: the store cannot be reached, or denies the access.
@@ -203,7 +203,7 @@ def client(path: RemotePath) -> Any:
 # By process, because a forked child must not use the connections of its parent.
 @functools.lru_cache(maxsize=8)
 def _client(scheme: str, process: int, environment: tuple[tuple[str, str], ...]) -> Any:
-    # They log the exceptions that they raise, and Python prints those of loggers without a handler, with tracebacks.
+    # They log the exceptions that they raise, which Python prints with tracebacks if a logger has no handler.
     for name in _LOGGERS:
         if not logging.getLogger(name).handlers:
             logging.getLogger(name).addHandler(logging.NullHandler())

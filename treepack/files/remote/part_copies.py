@@ -9,10 +9,10 @@
     claim(...)  --> the parts that this machine will read, by default all of the directory
 
 The name of a copy is the hash of its content, so several data sets and runs share a folder. If a copy needs room, the
-copies that were used least recently are removed; a process that has one open can still read it. Parts that together
+copies with the oldest use are removed; a process that has one open can still read it. Parts that together
 fit into the limit are all copied. Otherwise a part is copied when at least half of its row groups were read by range
 or come soon, because rows in random order would download whole parts for single rows. A copy never has to exist: if
-the disk is full or the store does not answer, the reader's own requests decide what happens.
+the disk is full or the store does not answer, the reader meets the fault in its own requests.
 """
 
 from __future__ import annotations

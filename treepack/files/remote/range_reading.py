@@ -1,4 +1,4 @@
-"""Raw inputs that are read where they are: bytes of a file, on this machine or by range from an object store.
+"""Raw inputs that are read without a copy: bytes of a file, on this machine or by range from an object store.
 
     stored_size(path), range_reader(path)          bytes of any place of a file
     parquet_source(path)                           what pyarrow opens

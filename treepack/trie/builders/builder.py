@@ -72,7 +72,7 @@ class _WorkerJob:
 
 
 class _Worker:
-    """The state of a process: what it has read and not stored yet, and the spools of all processes."""
+    """The state of a process: rollouts that are read and not stored yet, and the spools of all processes."""
 
     def __init__(self, job: _WorkerJob) -> None:
         self.columns = ColumnsWork(job.job)

@@ -51,7 +51,7 @@ class TrieFooters:
         first_end: node where the first trajectory of each row group ends, int64 [groups].
         longest: tokens of the longest trajectory.
         columns: columns of the trajectories.
-        known: those of them that may be null and have a value, and "weight" if any weight is not 1.
+        known: the columns that may be null and have a value, and "weight" if any weight is not 1.
     """
 
     node_start: Int64
@@ -116,7 +116,7 @@ def read_footers(location: DirectoryLocation) -> TrieFooters:
     """Read the footers of all parts of a trie directory.
 
     Raises:
-        TreepackError: a part is missing or truncated, or has other columns; or the directory is no trie.
+        TreepackError: a part is missing or truncated, or has other columns; or the directory is not a trie.
     """
     manifest = read_manifest(location, schema.TRIE_FORMAT)
     with ThreadPoolExecutor(1 if location.is_local else OPENERS) as pool:

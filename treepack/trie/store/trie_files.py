@@ -74,7 +74,7 @@ def write_trie(
 
 @dataclass(frozen=True, slots=True)
 class NodeRows:
-    """Nodes `first`, `first` + 1, ... of a forest; `offsets` int32 [num_nodes + 1] are those of their tokens."""
+    """Nodes `first`, `first` + 1, ... of a forest; `offsets` int32 [num_nodes + 1] are the offsets of their tokens."""
 
     first: int
     tree_id: Int32

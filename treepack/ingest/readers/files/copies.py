@@ -1,4 +1,4 @@
-"""Input files that are copies of other ones: each rollout is read once, also if its file is in two folders.
+"""Input files that are copies of other ones: each rollout is read once, even if its file is in two folders.
 
     runs/a.jsonl  backup/a.jsonl  runs/b.jsonl   --find_copies-->   {"backup/a.jsonl": "runs/a.jsonl"}
 
