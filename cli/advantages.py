@@ -16,8 +16,8 @@ from .output import percent, show
 from .paths import READ, WRITE
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
     from treepack.files.manifest import Manifest
+    from treepack.files.remote.address import AnyPath
     from treepack.rl.advantages.advantage_options import AdvantageOptions
     from treepack.rl.advantages.directory import AdvantagesSummary
     from treepack.trajectory import Float64

@@ -19,7 +19,7 @@ from .sizes import memory_option
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
     from treepack.trie.directory import TrieSummary
 
 

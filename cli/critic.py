@@ -15,7 +15,7 @@ from .progress import progress_bars, quiet_option
 from .training import stage_lines
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
 
 
 _critic_options = option_group(

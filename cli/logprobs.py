@@ -15,7 +15,7 @@ from .progress import progress, quiet_option
 from .training import stage_lines
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
 
 
 _score_options = option_group(

@@ -18,8 +18,8 @@ from .skipped import print_control_tokens, print_many_skipped
 
 if TYPE_CHECKING:
     from treepack.cluster.scheduler import Scheduler
-    from treepack.files.address import AnyPath
     from treepack.files.manifest import Manifest
+    from treepack.files.remote.address import AnyPath
     from treepack.pack.directory import PackSummary
     from treepack.pack.options import PackOptions
 

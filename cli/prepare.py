@@ -19,7 +19,7 @@ from .reading import reading_options
 from .sizes import memory_option
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
     from treepack.ingest.options import BuildOptions
     from treepack.pack.options import PackOptions
 

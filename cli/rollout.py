@@ -28,7 +28,7 @@ from .rollout_inputs import (
 from .rollout_options import run_options, sampling_options, tree_options
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
     from treepack.rollout.engine import Engine, Sampling
     from treepack.rollout.episode import Episode
     from treepack.rollout.options import TreeOptions

@@ -14,7 +14,7 @@ from .paths import READ
 from .reading import TEMPLATE_OPTIONS
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
 
 
 @dataclass(frozen=True)

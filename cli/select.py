@@ -16,7 +16,7 @@ from .output import lock_until_end, refuse_suffix, reserve_table, show
 from .paths import READ, WRITE
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
     from treepack.research.pros.pass_rates import GibbsLength, OddsPrior
     from treepack.research.pros.selection import QueryCounts
     from treepack.trie.trie import Trie

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treepack.files.address import AnyPath
+from treepack.files.remote.address import AnyPath
 from treepack.train.options import TrainOptions
 
 from .lora import lora_options

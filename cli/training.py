@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treepack.files.address import AnyPath
+from treepack.files.remote.address import AnyPath
 
 from .output import show
 from .progress import is_quiet, short, step_progress

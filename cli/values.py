@@ -17,7 +17,7 @@ from .progress import INTERVAL, quiet_option, step_progress
 from .sizes import TokenCount
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
     from treepack.research.predictor.fit import FitStep
 
 

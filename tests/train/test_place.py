@@ -10,9 +10,9 @@ import fsspec
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.files.address import RemotePath
 from treepack.files.remote import object_store
 from treepack.files.remote import retries as patience
+from treepack.files.remote.address import RemotePath
 from treepack.files.remote.object_store import UnavailableError
 from treepack.train.ranks import Ranks
 from treepack.train.saving.place import Place, open_place

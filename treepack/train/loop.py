@@ -28,7 +28,7 @@ import torch
 
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath, RemotePath
+from treepack.files.remote.address import AnyPath
 from treepack.model.head.value_head import whole_value_head, without_value_head
 from treepack.model.weights.whole_checkpoint import has_rest
 from treepack.model.weights.writing import saved_weights
@@ -201,7 +201,7 @@ def _take_best(
         if checkpoint is not None:
             restore(checkpoint, run.loaded.model, optimiser)
             run.ranks.any(False)  # all have read the files
-            if isinstance(place.out, RemotePath):
+            if place.uploads is not None:
                 shutil.rmtree(checkpoint.path.parent, ignore_errors=True)
             note(f"the model is that of step {score.best_step}, with the held-out loss {score.best_loss:.4f}")
             return outcome
@@ -269,7 +269,7 @@ def _restore_position(
         position = restore(checkpoint, run.loaded.model, optimiser)
     change = extend_run(run, out, position["step"])
     run.ranks.any(False)  # no rank continues before the first one has recorded the change and all have read the files
-    if isinstance(out, RemotePath):
+    if place.uploads is not None:
         shutil.rmtree(checkpoint.path.parent, ignore_errors=True)
     note(f"resumed after step {position['step']} of {num_steps}")
     if change:
@@ -279,10 +279,10 @@ def _restore_position(
 
 def _latest(place: Place, *, step: int | None = None) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
     """Return the newest whole checkpoint and notes, see `checkpoint.latest`; a remote one is copied to this machine."""
-    if isinstance(place.out, RemotePath):
+    if place.uploads is not None:
         # A folder that the ranks of this machine share.
-        return latest(place.folder.parent / CHECKPOINTS, place.out / CHECKPOINTS, step=step)
-    return latest(place.out / CHECKPOINTS, step=step)
+        return latest(place.folder.parent / CHECKPOINTS, CheckpointUpload(place.uploads, CHECKPOINTS), step=step)
+    return latest(place.folder / CHECKPOINTS, step=step)
 
 
 def _rank_passes(run: TrainingRun, first: int) -> Iterator[Pass]:

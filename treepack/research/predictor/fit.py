@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from treepack.data.epochs import epoch_order
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.address import AnyPath, as_output
 from treepack.files.directory import MANIFEST, finished_directory
 from treepack.files.manifest import file_sha256, read_manifest
+from treepack.files.remote.address import AnyPath, as_output
 from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.head.value_head import ValueHead
 from treepack.model.layers import adapt_layers, find_decoder

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from treepack.files.address import AnyPath
 from treepack.files.directory import RUN
-from treepack.files.remote import object_store
+from treepack.files.remote.address import AnyPath
+from treepack.files.remote.stored_files import read_stored
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 
@@ -44,9 +43,7 @@ def with_recorded(options: TrainOptions, out: AnyPath, ranks: Ranks) -> TrainOpt
 
 def _recorded(options: TrainOptions, out: AnyPath) -> dict[str, Any]:
     """Return the values in the run.json of `out` for options that have none."""
-    path = out / RUN
-    local = path.read_bytes() if isinstance(path, Path) and path.exists() else None
-    content = local if isinstance(path, Path) else object_store.read_object(path)
+    content = read_stored(out / RUN)
     values: dict[str, Any] = {}
     # A damaged file is refused by `run_directory.begin`.
     with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):

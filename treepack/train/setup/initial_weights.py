@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from treepack.errors import TreepackError
-from treepack.files.address import is_address
 from treepack.files.directory import RUN
+from treepack.files.remote.address import is_address
 from treepack.model.load import read_config, translate_load_errors
 from treepack.model.text_half import model_from_config
 from treepack.train.saving.checkpoint import SavedCheckpoint, latest

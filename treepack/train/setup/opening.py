@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from treepack.files.address import AnyPath
+from treepack.files.remote.address import AnyPath
 from treepack.memory.shortage import memory_errors
 from treepack.model.adapters.adapter import assign, check_trainable, initial_weights
 from treepack.model.experts.router_balance import RouterBalance

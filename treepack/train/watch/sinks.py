@@ -25,7 +25,7 @@ from typing import Any, Protocol, Self
 
 from treepack.errors import TreepackError, install_hint
 from treepack.files.directory import finished_file
-from treepack.files.remote import object_store
+from treepack.files.remote.stored_files import read_stored
 from treepack.train.saving.place import Place
 from treepack.train.watch.metrics import TensorBoardLog, scalars
 
@@ -114,10 +114,7 @@ def tracker_id(place: Place) -> str:
         TreepackError: tracker.json is damaged, or the store fails.
     """
     path = place.out / TRACKER
-    if isinstance(path, Path):
-        content = path.read_bytes() if path.exists() else None
-    else:
-        content = object_store.read_object(path)
+    content = read_stored(path)
     if content is None:
         identifier = secrets.token_hex(4)
         with finished_file(place.folder / TRACKER, overwrite=True) as temporary:
