@@ -118,9 +118,10 @@ def test_no_note_calls_a_value_unused_that_is_used(name: str) -> None:
     assert [path for path in wrong if not excused(name, path, NOT_NEEDED)] == []
 
 
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", formats_by_name())
-def test_a_changed_field_never_trains_other_turns_in_silence(name: str) -> None:
-    found = [change for records in files_of(name) for change in law.silent(records)]
+def test_a_changed_field_never_trains_other_turns_in_silence(name: str, every: int) -> None:
+    found = [change for records in files_of(name) for change in law.silent(records, every=every)]
     assert [change for change in found if not excused(name, change, LEGAL)] == []
 
 
