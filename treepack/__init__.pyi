@@ -24,8 +24,8 @@ from treepack.pack.options import PackOptions as PackOptions
 from treepack.pack.packing import plan_packing as plan_packing
 from treepack.processes import Progress as Progress
 from treepack.report.write import write_report as write_report
+from treepack.rl.advantages.advantage_options import AdvantageOptions as AdvantageOptions
 from treepack.rl.advantages.directory import write_advantages as write_advantages
-from treepack.rl.advantages.estimate import AdvantageOptions as AdvantageOptions
 from treepack.rollout.options import TreeOptions as TreeOptions
 from treepack.rollout.run import RolloutOptions as RolloutOptions
 from treepack.rollout.run import sample_rollouts as sample_rollouts
