@@ -113,7 +113,7 @@ WORKLOADS: dict[str, Callable[[str], Workload]] = {
 
 
 def whole_rows(source: str, vocabulary: int) -> list[Batch]:
-    """Return the rows of a workload with random tokens, or those of a file of `training_rows.py`.
+    """Return the rows of a workload with random tokens, or the rows of a file of `training_rows.py`.
 
     Ids of a file that are beyond the vocabulary become others: 7 of 5 words -> 2.
     """
@@ -130,7 +130,7 @@ def row_of_columns(number: int, ids: Int64, subtree_end: Int64, ends: Int64, tra
     """Return a row whose `trained` tokens, roots excepted, have one unit of weight for each trajectory through them."""
     position = depths(subtree_end) - 1
     parent = _parents(subtree_end)
-    # Trajectories that end before token i: ends 1 3 of 4 tokens -> 0 0 1 1 2; through token i: those in its subtree
+    # Trajectories that end before token i: ends 1 3 of 4 tokens -> 0 0 1 1 2; through token i: the ends in its subtree
     before = np.concatenate([[0], np.cumsum(np.bincount(ends, minlength=len(ids)))])
     scale = before[subtree_end] - before[:-1]
     weights = torch.from_numpy(np.where(trained & (parent >= 0), scale, 0)).double()

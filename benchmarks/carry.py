@@ -15,7 +15,7 @@ one of these, with the tokens of its rows, or of its pieces:
     carry         whole trees in pieces of so many tokens; auto chooses them by memory (--carry)
 
 Each turn times one optimiser step of each way, with learning rate 0, and prints a line of JSON at once. All losses must
-agree, or the run fails. `gain` is the median over turns of the seconds of the first way over those of this way. GiB are
+agree, or the run fails. `gain` is the median over turns of the seconds of the first way over this way's. GiB are
 the peak of torch's allocator, and host memory that is pinned. `forward` and `backward` count tokens that run through
 the layers, without recomputation. `compiled` counts graphs and kernels that compiled inside the timed steps: a time is
 one of the step only if both are 0. Needs torch, triton, numpy and transformers.
@@ -66,7 +66,7 @@ from treepack.memory.shortage import is_memory_error
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.head.token_loss import CHUNK
-from treepack.model.layer_memory import fewest_recomputed, head_bytes, host_pages, measure_layers
+from treepack.train.setup.layer_memory import fewest_recomputed, head_bytes, host_pages, measure_layers
 
 WAYS = "recomputed:65536,offload:262144,auto:65536,carry:auto"
 # bfloat16 rounds a logit by 0.4 %, and a loss is a mean over many.
@@ -107,7 +107,7 @@ class Way:
 
 
 def make_way(bench: Bench, source: str, text: str, rows: list[Batch]) -> Way:
-    """Return the way that `text` names, such as carry:8192, for the rows of a source."""
+    """Return the way that `text` names, such as carry:8192, with the rows of a source."""
     kind, size, *rest = text.split(":")
     layers = num_layers(bench.loaded)
     if kind == "carry":
@@ -295,7 +295,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("sources", nargs="*", help=f"{', '.join(WORKLOADS)}, or files of training_rows.py")
     parser.add_argument("--ways", default=WAYS, help=f"comma separated; default {WAYS}")
     parser.add_argument("--model", default="qwen3-1.7b", help=f"{', '.join(PRESETS)}, or a config.json")
-    parser.add_argument("--layers", type=int, help="number of layers; default those of the model")
+    parser.add_argument("--layers", type=int, help="number of layers; default: all")
     parser.add_argument("--divide", type=int, default=1, help="divide layers and words of the model by this number")
     parser.add_argument("--optimizer", default="adamw", choices=list(STATE_BYTES))
     parser.add_argument("--repeats", type=int, default=3)
@@ -376,7 +376,7 @@ def warm_up(bench: Bench, ways: list[Way]) -> None:
     limit = rows[0].num_tokens // 6
     for way in ways:
         began, before = time.perf_counter(), count_compilations()
-        if way.offload is not None:  # a run pins its pages once, for all steps
+        if way.offload is not None:  # a run pins its pages once
             longest = max(row.num_tokens for row in way.rows)
             way.offload.pages.reserve(host_pages(bench.loaded, longest, recomputed=way.recomputed, lower=True))
         if way.carry is not None and way.carry.memory is not None:

@@ -51,7 +51,7 @@ def median_seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def trie_speed(sequences: list[Int32]) -> None:
-    """Print tokens per second of build_trie and of the dictionary oracle, and what each plan repeats."""
+    """Print tokens per second of build_trie and of the dictionary oracle, and the repeated tokens of each plan."""
     one = np.ones(1)
     rollouts = [
         Trajectory(f"t{i}", f"made:{i}", Tokens(ids, np.array([1], np.int32), np.array([len(ids)], np.int32), one))

@@ -6,7 +6,7 @@
     rollouts --build-trie--> trie --pack--> rows --stats --check--> counts          whole commands, in fresh processes
     rows in memory --write--> files --read--> rows;  a conversation --tokenise--> samples          functions
 
-Token rollouts come from reading.py: 8,192 to 32,768 tokens in groups of 16; "heavy" ones repeat nine tokens in ten,
+Token rollouts come from made_rollouts.py, 8,192 to 32,768 tokens in groups of 16: "heavy" ones repeat nine in ten,
 "little" ones one in ten. Rates are units per processor second, so several workers have the rate of a core. Each
 line is the median of `--repeats` runs. The program fails if two workers write other bytes than one.
 """
@@ -31,8 +31,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from made_rollouts import FORKS, write_rollouts
 from measure import commit
-from reading import FORKS, write_rollouts
 
 from treepack import PackOptions
 from treepack.data.dataset import PackedDataset

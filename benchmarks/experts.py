@@ -175,7 +175,7 @@ def print_profile(name: str, run: Callable[[], Any], count: int) -> None:
 
 
 class Experts(torch.nn.Module):
-    """Gated experts as transformers stores them, for the checks."""
+    """Gated experts as transformers stores them."""
 
     def __init__(self, count: int, size: int, width: int, device: torch.device) -> None:
         super().__init__()

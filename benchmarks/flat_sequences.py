@@ -83,7 +83,7 @@ def refusal_lifted(wanted: bool) -> Iterator[None]:
 def fewer_shapes(most: int) -> int:
     """Leave each kernel of flash-linear-attention at most `most` of the shapes that it tries; return their number.
 
-    A kernel with more of them keeps those of 4 warps, Triton's own choice, and of many those at even distances.
+    A kernel with more of them keeps the shapes of 4 warps, Triton's own choice, and of many the ones at even distances.
     """
     from triton.runtime.autotuner import Autotuner
 

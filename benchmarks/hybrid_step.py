@@ -14,12 +14,12 @@ ideal        floating-point operations of the model on the row, flat over tree (
 efficiency   measured speed-up over the ideal one
 MFU          operations of forward and backward, nothing recomputed counted, per second of the step, over the measured
              rate of 8192 x 8192 x 8192 bfloat16 products
-compiled     graphs and kernels that compiled inside the timed steps, tree / flat; times are of steps if all are 0
+compiled     graphs and kernels that compiled inside the timed steps, tree / flat; without any, times are clean
 parts        milliseconds of GPU kernels by kind, of the first row of each way under the profiler, multiplied by the
-             score pairs of all rows over those of this row for attention, and by tokens for the rest; `ideal` there
+             score pairs of all rows over this row's for attention, and by tokens for the rest; `ideal` there
              is the ratio of these counts
 
-A line of JSON follows each step, so that a run which is stopped has said what it measured. flash-linear-attention tunes
+A line of JSON follows each step, so that a run which is stopped has printed its figures. flash-linear-attention tunes
 its kernels at their first call, for about two minutes; `--fla-shapes N` leaves it N shapes for each kernel.
 
 Needs torch, triton, numpy, transformers and flash-linear-attention, nothing else. On Hopper, flash-linear-attention
@@ -202,7 +202,7 @@ def measure(
 def compare_gradients(loaded: LoadedModel, optimiser: torch.optim.Optimizer, ways: dict[str, Way]) -> float:
     """Return the RMS difference of the gradients of both ways, over the RMS of the flat ones.
 
-    On the CPU both are in float32, so that a dry run tells a wrong state from rounding.
+    On the CPU both are in float32, so that a dry run distinguishes a wrong state from rounding.
     """
     autocast = loaded.device.type == "cuda"
     make_step(loaded, optimiser, ways["flat"], autocast=autocast)
@@ -218,7 +218,7 @@ def compare_gradients(loaded: LoadedModel, optimiser: torch.optim.Optimizer, way
 
 
 def row_parts(loaded: LoadedModel, optimiser: torch.optim.Optimizer, way: Way) -> dict[str, float]:
-    """Return the milliseconds of GPU kernels of a way by part, from those of its first row."""
+    """Return the milliseconds of GPU kernels of a way by part, from its first row."""
     first = way._replace(rows=way.rows[:1])
     parts = profile_parts(loaded.device, lambda: make_step(loaded, optimiser, first))
     work, whole = count_work(first.rows), count_work(way.rows)

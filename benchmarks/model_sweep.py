@@ -70,7 +70,7 @@ def batches() -> list[Batch]:
 
 
 def fields_of(kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the options of a type to try, those with most kinds of layers first; the last are its own defaults."""
+    """Yield the options of a type to try, most kinds of layers first; the last are its own defaults."""
     config = family_config(kind)
     full = type(config)().layer_types if getattr(config, "layer_types", None) else []
     fields: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def fields_of(kind: str) -> Iterator[dict[str, Any]]:
 
 
 def examine(kind: str, rows: list[Batch]) -> Outcome:
-    """Make a model of the type, and compare its gradients on `rows` with those of the trajectories alone."""
+    """Make a model of the type, and compare its gradients on `rows` with the trajectories alone."""
     problem = "no configuration"
     try:
         tried = list(fields_of(kind))

@@ -3,7 +3,7 @@
     OFFLOAD_CHECKS[name](name, device, quick=...)  ->  Result, ...      as the checks of `attention_checks`
 
 Rows of several lengths run through a small model, with all or some layers recomputed and offloaded. Losses and
-gradients must be those of the same rows without offloading: equal in every bit, or, if torch's own sums differ from
+gradients must equal the same rows without offloading: equal in every bit, or, if torch's own sums differ from
 run to run, at most twice as far as two plain runs. Two traps make a race visible: every copy starts some milliseconds
 late, so that work which does not wait for it reads or overwrites too early, and pages that were given back become NaN.
 The last check measures layers, as `train --checkpoint-layers auto` does.
@@ -26,10 +26,10 @@ from treepack.data.batch import Batch
 from treepack.memory.host_pages import HostCopies, PagePool, StreamCopies
 from treepack.memory.offload import LayerOffload
 from treepack.model.forward import prepare_batch, row_loss
-from treepack.model.layer_memory import measure_layers
 from treepack.model.layers import adapt_layers, adapted_layers, set_recomputed
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
+from treepack.train.setup.layer_memory import measure_layers
 
 LAYERS, VOCABULARY = 5, 320
 CONFIG: dict[str, Any] = {
@@ -76,7 +76,7 @@ class PoisonedPages(PagePool):
 
 
 def check_offload(name: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
-    """Compare losses and gradients with and without offloading, for every bit."""
+    """Compare losses and gradients with and without offloading, bit by bit."""
     loaded = small_model(device)
     copies = LateCopies(device) if device.type == "cuda" else HostCopies()
     offload = LayerOffload(device, pages=PoisonedPages(copies), copies=copies)

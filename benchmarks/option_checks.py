@@ -2,8 +2,8 @@
 
     OPTION_CHECKS[name](name, device, quick=...)  ->  Result, ...      as the checks of `attention_checks`
 
-The portable kernels serve these layers. Errors and bounds are those of `attention_checks`, with the sinks' gradient as
-the fifth error, and two runs must agree in every bit. Inputs are views into buffers of NaN.
+The portable kernels serve these layers. Errors and bounds are defined as in `attention_checks`, and the sinks' gradient
+is the fifth error. Two runs must agree in every bit. Inputs are views into buffers of NaN.
 """
 
 from __future__ import annotations

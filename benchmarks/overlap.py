@@ -50,7 +50,7 @@ PAPER = {"whole": "5.7", "cut": "4.5 to 5.3", "real": "3.9"}
 
 
 def shared_depths(share: float, leaves: int, length: int) -> Int64:
-    """Return the tokens that each trajectory shares with the one before it, for a POR of `share` in all."""
+    """Return the tokens that each trajectory shares with the one before it, so that the POR is `share`."""
     mean = share * leaves * length / (leaves - 1)
     spread = 0.5 * min(mean, length - 1 - mean)
     noise = np.random.default_rng(0).uniform(-spread, spread, leaves - 1)

@@ -263,7 +263,7 @@ def solve_large(
 def print_large(options: argparse.Namespace, search: SearchOptions) -> None:
     """Print the table of large problems. The peak memory includes the problem and the check of its plan."""
     print_header(options.methods)
-    # A new process for every job, so that the peak memory is of this job alone.
+    # A new process for every job, so that the peak memory belongs to this job alone.
     pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
     for name in LARGE:
         for size in options.sizes:

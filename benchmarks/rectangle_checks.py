@@ -3,9 +3,9 @@
     RECTANGLE_CHECKS[name](name, device, quick=...)  ->  Result, ...      as the checks of `attention_checks`
 
 Rows begin their queries at token 0, at block edges, inside a block, and after keys that no query sees, with windows,
-chunks and sinks. Errors and bounds are those of `attention_checks`, with the sinks' gradient as the fifth error. Two
-runs must agree in every bit, and the output must have the bits of the same rows of the square. Inputs are views into
-buffers of NaN, so a query that is read before the first one shows.
+chunks and sinks. Errors and bounds are defined as in `attention_checks`, and the sinks' gradient is the fifth error.
+Two runs must agree in every bit, and the output must have the bits of the same rows of the square. Inputs are views
+into buffers of NaN, so a query that is read before the first one shows.
 """
 
 from __future__ import annotations

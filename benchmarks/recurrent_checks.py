@@ -2,7 +2,7 @@
 
     RECURRENT_CHECKS[name](name, device, quick=...)  ->  Result, ...      as the checks of `attention_checks`
 
-Errors are those of output, dq, dk, dv and the larger one of the decays' and beta's gradients, each relative in RMS to
+Errors are given for output, dq, dk, dv and the larger one of the decays' and beta's gradients, each relative in RMS to
 plain torch in float64 on the same rounded inputs. The bound is 8 rounding units of the dtype. In float32
 flash-linear-attention multiplies in tf32, which rounds like float16. Two runs must agree in every bit.
 """
@@ -92,7 +92,7 @@ def _draw(sizes: Sizes, dtype: torch.dtype, end: Tensor, device: torch.device) -
 
     q, k = (torch.nn.functional.normalize(draw(sizes.key_heads, sizes.keys), dim=-1) for _ in range(2))
     v, weight = draw(sizes.heads, sizes.values), draw(sizes.heads, sizes.values)
-    # Decays of some tokens forget all, those of most hardly anything.
+    # Decays of some tokens forget all, most of them hardly anything.
     g = -draw(sizes.heads, *([sizes.keys] if sizes.rule == "kda" else [])).exp() / 8
     columns = [q.to(dtype), k.to(dtype), v.to(dtype), g]
     if sizes.rule != "mamba2":

@@ -3,7 +3,7 @@
     python benchmarks/router_replay.py [--layers 4] [--repeats 5]
     python benchmarks/router_replay.py --dry-run       tiny sizes on the CPU
 
-Model and row are those of `experts.py`. All ways recompute their layers.
+Model and row come from `experts.py`. All ways recompute their layers.
 
     free       the routers choose
     own        the experts that the routers chose in `free`, replayed: loss and gradients must have the same bits

@@ -76,7 +76,7 @@ class Result:
 
 
 def packed_rows(path: Path, count: int, shape: ModelShape) -> tuple[list[Batch], ForecastLine]:
-    """Rows of a packed directory, spread evenly over what each of them gains, and a forecast's work of all of them."""
+    """Rows of a packed directory, spread evenly over the gains of rows, and a forecast's work of all of them."""
     dataset = PackedDataset(path)
     rows = [dataset[i] for i in range(len(dataset))]
     counted = counted_rows(rows, read_manifest(path)["totals"]["tokens_trained"])

@@ -5,7 +5,7 @@
     python benchmarks/wide_rows.py --dry-run      a tiny model and a tiny tree on the CPU
 
 The wide row has several copies of one tree side by side, which do not see each other: its loss is that many times the
-loss of the tree, and its score pairs per token are those of the tree. Times are those of forward and backward, without
+loss of the tree, and its score pairs per token equal the tree's. Times are for forward and backward, without
 the update, medians over the repeats, in turns. Layers are compiled, under autocast in bfloat16.
 
 checkpointed   the tree, all layers recomputed (train --gradient-checkpointing)
@@ -42,11 +42,11 @@ from treepack.memory.host_pages import PAGE
 from treepack.memory.offload import LayerOffload
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.head.token_loss import CHUNK
-from treepack.model.layer_memory import fewest_recomputed, host_pages, measure_layers
 from treepack.model.layers import AdaptedLayers, adapt_layers, adapted_layers, recomputed_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.train.layer_choice import describe_layers, layer_room
+from treepack.train.setup.layer_choice import describe_layers, layer_room
+from treepack.train.setup.layer_memory import fewest_recomputed, host_pages, measure_layers
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from .output import percent, reserve_table, show
 from .paths import READ, WRITE
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
 
 # Options of both subcommands.
 OUT = click.option("--out", type=WRITE, required=True, help="File to write, .jsonl or .parquet.")

@@ -18,8 +18,8 @@ from .paths import READ, WRITE
 from .progress import progress, quiet_option
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
     from treepack.files.manifest import Manifest
+    from treepack.files.remote.address import AnyPath
     from treepack.research.pros.augmentation import AugmentedQuery
     from treepack.research.pros.signals import PerToken, TokenSignals
     from treepack.trie.trie import Trie

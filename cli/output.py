@@ -15,7 +15,7 @@ import click
 from .streams import printable
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
 
 TABLE_WIDTH = 10_000  # wider than any table, so that a cell is never wrapped
 

@@ -2,7 +2,7 @@
 
 click.Path would make "s3://bucket/rows" the local path "s3:/bucket/rows".
 
-    trie: READ       Path, or RemotePath of s3://, gs:// and hf://
+    trie: READ       Path, or the address of s3://, gs:// and hf://
     --out: WRITE     the same without hf://, which is read only
     INPUT...: str    raw rollouts stay strings, because they may be globs and "-"
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from treepack.files.address import AnyPath, as_output, as_path
+from treepack.files.remote.address import AnyPath, as_output, as_path
 
 
 class _PathType(click.ParamType[AnyPath]):

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .advantages import ESTIMATORS, show_advantages
+from treepack.rl.advantages.advantage_options import ESTIMATORS, AdvantageOptions
+
+from .advantages import show_advantages
 from .build_trie import show_build
 from .output import lock_until_end
 from .pack import show_packing
@@ -17,7 +19,7 @@ from .reading import reading_options
 from .sizes import memory_option
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
     from treepack.ingest.options import BuildOptions
     from treepack.pack.options import PackOptions
 
@@ -66,7 +68,6 @@ def prepare(
     from treepack.errors import TreepackError
     from treepack.files.directory import refuse_existing
     from treepack.pack.directory import pack_trie
-    from treepack.rl.advantages.advantage_options import AdvantageOptions
     from treepack.rl.advantages.directory import write_advantages
     from treepack.trie.directory import build_trie_directory
 

@@ -16,7 +16,7 @@ from .reading import reading_options
 from .sizes import TokenCounts
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
     from treepack.ingest.options import BuildOptions
     from treepack.pack.options import PackOptions
     from treepack.report.write import ReportSummary

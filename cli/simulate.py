@@ -14,7 +14,7 @@ from .output import show, show_table
 from .paths import READ
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
     from treepack.research.trace.simulation import BudgetExperiment, ExperimentArm
     from treepack.research.trace.worlds import World
 

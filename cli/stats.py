@@ -17,7 +17,7 @@ from .sizes import TokenCount, TokenCounts, memory_option
 from .stats_table import print_report
 
 if TYPE_CHECKING:
-    from treepack.files.address import AnyPath
+    from treepack.files.remote.address import AnyPath
     from treepack.ingest.options import BuildOptions
     from treepack.pack.options import PackOptions
 

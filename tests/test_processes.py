@@ -72,14 +72,14 @@ def test_an_error_of_unordered_pieces_is_raised(workers: int) -> None:
         list(unordered(Divide, 12, [6, 3, 0, 1], workers=workers))
 
 
-# min_pieces 5 of 2 pieces: the error of the iterator appears before any worker is started.
-@pytest.mark.parametrize(("workers", "min_pieces"), [(1, 1), (2, 1), (2, 5)])
-def test_an_error_of_the_iterator_comes_after_the_results_before_it(workers: int, min_pieces: int) -> None:
+# min_tasks 5 of 2 pieces: the error of the iterator appears before any worker is started.
+@pytest.mark.parametrize(("workers", "min_tasks"), [(1, 1), (2, 1), (2, 5)])
+def test_an_error_of_the_iterator_comes_after_the_results_before_it(workers: int, min_tasks: int) -> None:
     def pieces() -> Iterator[int]:
         yield from (6, 3)
         raise TreepackError("no more")
 
-    results = in_order(Divide, 12, pieces(), workers=workers, min_pieces=min_pieces)
+    results = in_order(Divide, 12, pieces(), workers=workers, min_tasks=min_tasks)
     assert [next(results), next(results)] == [2, 4]
     with pytest.raises(TreepackError, match="no more"):
         next(results)
@@ -98,9 +98,9 @@ class Process:
         return os.getpid()
 
 
-@pytest.mark.parametrize(("min_pieces", "is_here"), [(3, False), (4, True)])
-def test_few_pieces_are_done_in_this_process(min_pieces: int, is_here: bool) -> None:
-    pids = list(in_order(Process, None, range(3), workers=2, min_pieces=min_pieces))
+@pytest.mark.parametrize(("min_tasks", "is_here"), [(3, False), (4, True)])
+def test_few_pieces_are_done_in_this_process(min_tasks: int, is_here: bool) -> None:
+    pids = list(in_order(Process, None, range(3), workers=2, min_tasks=min_tasks))
     assert [pid == os.getpid() for pid in pids] == [is_here] * 3
 
 

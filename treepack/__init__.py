@@ -49,7 +49,7 @@ _HOME = {
     "Progress": "processes",
     "make_batch": "data.batch",
     "load_model": "model.load",
-    "LoraOptions": "model.adapters.adapter",
+    "LoraOptions": "model.adapters.lora_options",
     "row_loss": "model.forward",
     "TreeOptions": "rollout.options",
     "RolloutOptions": "rollout.run",

@@ -11,7 +11,7 @@ from treepack.data.dataset import PackedDataset as PackedDataset
 from treepack.errors import TreepackError as TreepackError
 from treepack.ingest.array_rollouts import trajectories_from_arrays as trajectories_from_arrays
 from treepack.ingest.options import BuildOptions as BuildOptions
-from treepack.model.adapters.adapter import LoraOptions as LoraOptions
+from treepack.model.adapters.lora_options import LoraOptions as LoraOptions
 from treepack.model.forward import row_loss as row_loss
 from treepack.model.load import load_model as load_model
 from treepack.online.batch import OnlineBatch as OnlineBatch

@@ -36,7 +36,7 @@ class Sequences:
     """Tokenised trajectories in arrival order, as columns.
 
     `tokens` int32 [N_flat] and `offsets` int64 [num_trajectories + 1] contain the token ids. `table` has the columns
-    of `schema.trajectory_columns` except tree_id and node_id. `routes` [N_flat, layers, k] are those of `Tokens`, None
+    of `schema.trajectory_columns` except tree_id and node_id. `routes` [N_flat, layers, k] are as in `Tokens`, None
     if no trajectory has some. `num_renamed` trajectories have another id than they were read with.
     """
 
@@ -218,7 +218,7 @@ def unique_ids(ids: pa.ChunkedArray, sources: pa.ChunkedArray) -> pa.ChunkedArra
         numbered = pa.array(_with_numbers(names.take(pa.array(rows)).to_pylist()), names.type)
         is_row = np.zeros(len(names), np.bool_)
         is_row[rows] = True
-        # A numbered name, such as a#2, may be the name of another row of the input. Then that row joins `rows`, and
+        # A numbered name, such as a#2, may be the name of a different row of the input. Then that row joins `rows`, and
         # all of them are numbered again. The set only grows, so the loop ends.
         collides = is_row | pc.is_in(names, numbered).to_numpy(zero_copy_only=False)
         if collides.sum() == len(rows):

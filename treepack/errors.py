@@ -24,3 +24,8 @@ def quoted_value(value: object) -> str:
     except (ValueError, RecursionError):  # an integer of thousands of digits, or brackets inside of brackets
         return f"a large {type(value).__name__}"
     return text if len(text) <= MAX_SHOWN + 2 else f"{text[:MAX_SHOWN]}..."
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or the name of its type if the message is empty."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

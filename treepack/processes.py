@@ -1,12 +1,12 @@
-"""One function applied to many pieces of work, in this process or in several.
+"""One function applied to many tasks, in this process or in several.
 
-    pieces --unordered--> worker, worker, ... --> (number of the piece, result), as soon as each piece is finished
-    pieces --in_order-->  worker, worker, ... --> result, each one held back until all earlier ones are yielded
-    pieces --ProcessTeam-->      workers that keep a state between pieces, for several rounds of pieces
+    tasks --unordered-->   worker, worker, ... --> (number of the task, result), as soon as each task is finished
+    tasks --in_order-->    worker, worker, ... --> result, each one held back until all earlier ones are yielded
+    tasks --ProcessTeam--> workers that keep a state between tasks, for several rounds of tasks
 
 A worker is a fresh interpreter (the start method "spawn" is safe with threads and works the same on Linux and macOS).
 A worker ignores Ctrl-C, never imports torch, and ends at once when this process ends, even if this process is killed.
-`in_order` bounds memory: at most `WINDOW` pieces per worker are in the pool or wait for an earlier result.
+`in_order` bounds memory: at most `WINDOW` tasks per worker are in the pool or wait for an earlier result.
 """
 
 from __future__ import annotations
@@ -30,56 +30,56 @@ from treepack.errors import TreepackError
 
 Job = TypeVar("Job")
 State = TypeVar("State")
-Piece = TypeVar("Piece")
+Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 # Pieces sent to a worker of `in_order`: the one in work and the next, so that the worker never waits for this process.
 MAX_QUEUED = 2
-# Pieces per worker from the first unfinished one on. With 4, the other workers continue while one piece is slow.
+# Pieces per worker from the first unfinished one on. With 4, the other workers continue while one task is slow.
 WINDOW = 4
 
 
 def in_order(
-    prepare: Callable[[Job], Callable[[Piece], Result]],
+    prepare: Callable[[Job], Callable[[Task], Result]],
     job: Job,
-    pieces: Iterable[Piece],
+    tasks: Iterable[Task],
     *,
     workers: int = 1,
-    min_pieces: int = 1,
+    min_tasks: int = 1,
 ) -> Iterator[Result]:
-    """Yield `prepare(job)(piece)` for each of `pieces`, in their order; each process calls `prepare` once.
+    """Yield `prepare(job)(task)` for each of `tasks`, in their order; each process calls `prepare` once.
 
     With several `workers`, all arguments and results are pickled, and the calling script needs its
-    `if __name__ == "__main__":` guard. This process does all the work if there are fewer than `min_pieces` pieces.
-    An exception from a piece, or from the iterator `pieces`, is raised after the results of all earlier pieces.
+    `if __name__ == "__main__":` guard. This process does all the work if there are fewer than `min_tasks` tasks.
+    An exception from a task, or from the iterator `tasks`, is raised after the results of all earlier tasks.
 
     Raises:
         TreepackError: a worker died.
     """
     with ProcessTeam(prepare, [job] * workers) as team:
-        yield from team.in_order(_call, pieces, min_size=min_pieces)
+        yield from team.in_order(_call, tasks, min_size=min_tasks)
 
 
 def unordered(
-    prepare: Callable[[Job], Callable[[Piece], Result]], job: Job, pieces: Iterable[Piece], *, workers: int = 1
+    prepare: Callable[[Job], Callable[[Task], Result]], job: Job, tasks: Iterable[Task], *, workers: int = 1
 ) -> Iterator[tuple[int, Result]]:
-    """Yield the number of each of `pieces` and `prepare(job)(piece)`, in the order in which they are finished.
+    """Yield the number of each of `tasks` and `prepare(job)(task)`, in the order in which they are finished.
 
-    A worker gets its next piece when it returns a result, so the last pieces should be the cheapest ones. Otherwise as
-    `in_order`, but the first exception is raised at once, and memory is bounded by the number of pieces only.
+    A worker gets its next task when it returns a result, so the last tasks should be the cheapest ones. Otherwise as
+    `in_order`, but the first exception is raised at once, and memory is bounded by the number of tasks only.
 
     Raises:
         TreepackError: a worker died.
     """
     with ProcessTeam(prepare, [job] * workers) as team:
-        yield from team.unordered(_call, pieces)
+        yield from team.unordered(_call, tasks)
 
 
-def _call(work: Callable[[Piece], Result], piece: Piece) -> Result:
-    return work(piece)
+def _call(work: Callable[[Task], Result], task: Task) -> Result:
+    return work(task)
 
 
-def batched(items: Iterable[Piece], size: int = 16) -> Iterator[list[Piece]]:
+def batched(items: Iterable[Task], size: int = 16) -> Iterator[list[Task]]:
     """Yield `items` in lists of `size`; the last list may be shorter."""
     rest = iter(items)
     while batch := list(islice(rest, size)):
@@ -87,13 +87,13 @@ def batched(items: Iterable[Piece], size: int = 16) -> Iterator[list[Piece]]:
 
 
 def _take(
-    pieces: Iterator[Piece], total: int, size: Callable[[Piece], int] = lambda piece: 1
-) -> tuple[list[Piece], Exception | None]:
-    """Return the first of `pieces` whose sizes reach `total`, and the exception that ended them (or StopIteration)."""
-    taken: list[Piece] = []
+    tasks: Iterator[Task], total: int, size: Callable[[Task], int] = lambda task: 1
+) -> tuple[list[Task], Exception | None]:
+    """Return the first of `tasks` whose sizes reach `total`, and the exception that ended them (or StopIteration)."""
+    taken: list[Task] = []
     try:
         while total > 0:
-            taken.append(next(pieces))
+            taken.append(next(tasks))
             total -= size(taken[-1])
     except Exception as error:
         return taken, error
@@ -112,7 +112,7 @@ def _value(result: Any) -> Any:
 
 
 class ProcessTeam(Generic[State]):
-    """Processes with a state each, which they keep from one piece to the next, and between several rounds of pieces.
+    """Processes with a state each, which they keep from one task to the next, and between several rounds of tasks.
 
     `jobs` has the argument of `prepare` for each worker, and `prepare` returns the state. Workers start when there is
     work for them. With one job, and if the first round is small, this process is the only member of the team.
@@ -122,7 +122,7 @@ class ProcessTeam(Generic[State]):
         """Start no process yet."""
         self._prepare, self._jobs = prepare, jobs
         self._here: State | None = None  # the state, if this process does the work
-        # For each worker the numbers of the pieces that it has, in the order of its results.
+        # For each worker the numbers of the tasks that it has, in the order of its results.
         self._queues: dict[Connection, deque[int]] = {}
         self._processes = contextlib.ExitStack()
 
@@ -130,7 +130,7 @@ class ProcessTeam(Generic[State]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all workers, in the middle of a piece if they have one."""
+        """End all workers, in the middle of a task if they have one."""
         self._processes.close()
 
     @property
@@ -145,51 +145,49 @@ class ProcessTeam(Generic[State]):
 
     def in_order(
         self,
-        work: Callable[[State, Piece], Result],
-        pieces: Iterable[Piece],
+        work: Callable[[State, Task], Result],
+        tasks: Iterable[Task],
         *,
         min_size: int = 1,
-        size: Callable[[Piece], int] = lambda piece: 1,
+        size: Callable[[Task], int] = lambda task: 1,
     ) -> Iterator[Result]:
-        """Yield `work(state, piece)` for each of `pieces`, in their order.
+        """Yield `work(state, task)` for each of `tasks`, in their order.
 
-        No worker starts if the sizes of all pieces of the first round add up to less than `min_size`. An exception from
-        a piece, or from the iterator `pieces`, is raised after the results of all earlier pieces.
+        No worker starts if the sizes of all tasks of the first round add up to less than `min_size`. An exception from
+        a task, or from the iterator `tasks`, is raised after the results of all earlier tasks.
 
         Raises:
             TreepackError: a worker died.
         """
-        rest = iter(pieces)
+        rest = iter(tasks)
         is_open = len(self._jobs) > 1 and self._here is None and not self._queues
         first, failure = _take(rest, min_size if is_open else 0, size)
         if len(self._jobs) == 1 or self._here is not None or failure is not None:
-            for piece in chain(first, rest if failure is None else ()):
-                yield work(self._state(), piece)
+            for task in chain(first, rest if failure is None else ()):
+                yield work(self._state(), task)
             _raise_unless_ended(failure)
             return
         # Results come as 1, 0, 2 and wait here: {1: b} -> yield 0, 1 -> {} -> yield 2.
         waiting: dict[int, Any] = {}
         num_yielded = 0
-        pieces = chain(first, rest)
-        for number, result in self._results(work, pieces, max_queued=MAX_QUEUED, window=WINDOW * len(self._jobs)):
+        tasks = chain(first, rest)
+        for number, result in self._results(work, tasks, max_queued=MAX_QUEUED, window=WINDOW * len(self._jobs)):
             waiting[number] = result
             while num_yielded in waiting:
                 yield _value(waiting.pop(num_yielded))
                 num_yielded += 1
 
-    def unordered(
-        self, work: Callable[[State, Piece], Result], pieces: Iterable[Piece]
-    ) -> Iterator[tuple[int, Result]]:
-        """Yield the number of each of `pieces` and `work(state, piece)`, in the order in which they are finished.
+    def unordered(self, work: Callable[[State, Task], Result], tasks: Iterable[Task]) -> Iterator[tuple[int, Result]]:
+        """Yield the number of each of `tasks` and `work(state, task)`, in the order in which they are finished.
 
         Raises:
             TreepackError: a worker died.
         """
         if len(self._jobs) == 1 or self._here is not None:
-            for number, piece in enumerate(pieces):
-                yield number, work(self._state(), piece)
+            for number, task in enumerate(tasks):
+                yield number, work(self._state(), task)
             return
-        for number, result in self._results(work, iter(pieces), max_queued=1, window=None):
+        for number, result in self._results(work, iter(tasks), max_queued=1, window=None):
             yield number, _value(result)
 
     def each(self, work: Callable[[State, None], Result]) -> list[Result]:
@@ -211,36 +209,36 @@ class ProcessTeam(Generic[State]):
         return self._here
 
     def _results(
-        self, work: Any, pieces: Iterator[Any], *, max_queued: int, window: int | None
+        self, work: Any, tasks: Iterator[Any], *, max_queued: int, window: int | None
     ) -> Iterator[tuple[int, Any]]:
-        """Yield number and result of each piece as soon as it is finished; the exception of a piece is a result.
+        """Yield number and result of each task as soon as it is finished; the exception of a task is a result.
 
-        A worker has at most `max_queued` pieces at a time. A piece is taken from `pieces` only if a worker can have it
-        and it is less than `window` pieces after the first unfinished one.
+        A worker has at most `max_queued` tasks at a time. A task is taken from `tasks` only if a worker can have it
+        and it is less than `window` tasks after the first unfinished one.
         """
         queues = self._queues
-        waiting: deque[tuple[int, Any]] = deque()  # pieces that no worker has yet
+        waiting: deque[tuple[int, Any]] = deque()  # tasks that no worker has yet
         unfinished: set[int] = set()
         num_taken = 0
         failure: Exception | None = None
         with _death_of_a_worker_is_an_error():
             while True:
-                # An error from `pieces` is raised at the end, after the results of the pieces before it.
+                # An error from `tasks` is raised at the end, after the results of the tasks before it.
                 if failure is None:
                     room = len(self._jobs) - len(waiting)
                     if window is not None:
                         # Pieces 3, 5, 6 of 7 unfinished -> 7 - 3 = 4 of the window are in use.
                         room = min(room, window - (num_taken - min(unfinished, default=num_taken)))
-                    taken, failure = _take(pieces, room)
+                    taken, failure = _take(tasks, room)
                     waiting.extend(enumerate(taken, num_taken))
                     unfinished.update(range(num_taken, num_taken + len(taken)))
                     num_taken += len(taken)
-                # All workers are started before any result is awaited: a start takes longer than a small piece.
+                # All workers are started before any result is awaited: a start takes longer than a small task.
                 while len(queues) < len(self._jobs) and len(waiting) > sum(not numbers for numbers in queues.values()):
                     queues[_start_worker(self._prepare, self._jobs[len(queues)], self._processes)] = deque()
                 while waiting and len(queues[idlest := min(queues, key=lambda each: len(queues[each]))]) < max_queued:
-                    number, piece = waiting.popleft()
-                    idlest.send((work, piece))
+                    number, task = waiting.popleft()
+                    idlest.send((work, task))
                     queues[idlest].append(number)
                 if not unfinished:
                     break
@@ -285,34 +283,39 @@ def _death_of_a_worker_is_an_error() -> Iterator[None]:
         ) from None
 
 
-def _serve(connection: Connection, prepare: Any, job: Any) -> None:
-    """Run in a worker: return the result of each piece until the other side is gone."""
+def _prepare_process() -> None:
+    """Make a worker ignore Ctrl-C, start without torch, and tokenise in one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is left to the process that started this one
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # None makes `import torch` fail: transformers imports torch if it can, which costs 2 s and 200 MB per worker.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or each worker has as many threads as there are cores
-    pieces: SimpleQueue[Any] = SimpleQueue()
-    # A thread receives, for two reasons. With large pieces and results, each side would otherwise block in `send` until
-    # the other side receives. The second reason: the thread notices during a piece that the other side has ended.
-    Thread(target=_receive, args=(connection, pieces), daemon=True).start()
+
+
+def _serve(connection: Connection, prepare: Any, job: Any) -> None:
+    """Run in a worker: return the result of each task until the other side is gone."""
+    _prepare_process()
+    tasks: SimpleQueue[Any] = SimpleQueue()
+    # A thread receives, for two reasons. With large tasks and results, each side would otherwise block in `send` until
+    # the other side receives. The second reason: the thread notices during a task that the other side has ended.
+    Thread(target=_receive, args=(connection, tasks), daemon=True).start()
     states: list[Any] = []
     while True:
-        work, piece = pieces.get()
+        work, task = tasks.get()
         try:
             if not states:
-                states.append(prepare(job))  # inside `try`: a failing `prepare` is the result of the first piece
-            result: Any = work(states[0], piece)
+                states.append(prepare(job))  # inside `try`: a failing `prepare` is the result of the first task
+            result: Any = work(states[0], task)
         except Exception as error:  # the other side raises it
             result = error
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.send_bytes(pickle.dumps(result, protocol=5))  # 5: arrays without another copy
 
 
-def _receive(connection: Connection, pieces: SimpleQueue[Any]) -> None:
+def _receive(connection: Connection, tasks: SimpleQueue[Any]) -> None:
     try:
         while True:
-            pieces.put(connection.recv())
+            tasks.put(connection.recv())
     except (EOFError, ConnectionResetError):
         os._exit(0)  # not sys.exit, which would end this thread only
 
@@ -341,15 +344,15 @@ ReportProgress = Callable[[Progress], None]
 
 
 def with_progress(
-    items: Iterable[Piece],
+    items: Iterable[Task],
     progress: ReportProgress | None,
     stage: str,
     *,
     unit: str,
     total: int | None = None,
-    size: Callable[[Piece], int] = lambda item: 1,
+    size: Callable[[Task], int] = lambda item: 1,
     share: Callable[[], float | None] = lambda: None,
-) -> Iterator[Piece]:
+) -> Iterator[Task]:
     """Yield `items`, and after each one call `progress` with the sum of their sizes so far and the present `share`."""
     done = 0
     for item in items:

@@ -42,7 +42,7 @@ class Tokens:
     """Tokens of a trajectory. Trained tokens are spans `[starts[i], ends[i])`, ascending and disjoint.
 
     Position 0 is never trained, because no token predicts it. Advantages, log-probabilities and temperatures have one
-    entry per trained token, in order, or are None. A temperature is that of the sampler, NaN where it is not known. No
+    entry per trained token, in order, or are None. A temperature is that of the sampler, NaN if it is not known. No
     reader gives returns, old values of a critic, or factors of edges; `treepack advantages` writes them. `routes`
     [num_tokens, layers, k] are the experts that the sampler's routers chose for each token, or `missing_route`.
 
@@ -140,7 +140,7 @@ class Skipped:
 
     `reason` is short and the same for the same cause, so that it can be counted. `detail` is the sentence about this
     rollout, in the words of an error. `group_id` is its group if it is known. `is_rollout` is False for a file or
-    record that is not a rollout by itself, such as a file that is read together with another one.
+    record that is not a rollout alone, such as a file that is read together with another one.
     """
 
     source: str
@@ -168,7 +168,7 @@ def missing_route(routes: Routes) -> int:
 
 
 def as_routes(rows: NDArray[Any], num_tokens: int, *, source: str, name: str) -> Routes:
-    """Return recorded experts as uint8 or uint16 [num_tokens, layers, k], with `missing_route` where there are none.
+    """Return recorded experts as uint8 or uint16 [num_tokens, layers, k]; `missing_route` if a token has none.
 
     Args:
         rows: integers [n, layers, k] of the first n <= `num_tokens` tokens. A sampler never computes the last one.

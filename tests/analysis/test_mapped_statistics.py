@@ -28,7 +28,7 @@ from treepack.analysis.lost_sharing import added_tokens
 from treepack.pack import expected
 from treepack.pack.expected import ChunkedRows, IdIndex
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie import pieces, storage
+from treepack.trie import storage, token_ranges
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.store.trie_files import read_trie
 
@@ -37,11 +37,11 @@ MEMORY = 1 << 20  # enough for the nodes and trajectories of the small tries of 
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Map every array of a trie, and read few tokens at a time."""
     monkeypatch.setattr(storage, "SHARE", 1 << 60)
-    for module in (pieces, turns):
-        monkeypatch.setattr(module, "PIECE_TOKENS", 5)
+    for module in (token_ranges, turns):
+        monkeypatch.setattr(module, "RANGE_TOKENS", 5)
     monkeypatch.setattr(storage, "RELEASE_TOKENS", 1)
     monkeypatch.setattr(forecast, "TRAJECTORIES_AT_ONCE", 1)
 
@@ -70,7 +70,7 @@ def with_values(rollouts: list[Trajectory], rng: random.Random) -> list[Trajecto
     once=st.booleans(),
 )
 def test_reports_and_checks_do_not_depend_on_the_memory(
-    small_pieces: None, tmp_path: Path, rollouts: list[Trajectory], rng: random.Random, method: str, once: bool
+    small_ranges: None, tmp_path: Path, rollouts: list[Trajectory], rng: random.Random, method: str, once: bool
 ) -> None:
     trie = saved(build_trie(with_values(rollouts, rng)), tmp_path / "trie")
     semantics = "once" if once and method != "sequence" else "branch"
@@ -149,8 +149,8 @@ def test_rows_of_a_table_of_many_chunks_are_those_of_the_whole_table(sizes: list
 
 
 @given(st.lists(st.integers(1, 9), min_size=1), st.integers(1, 20))
-def test_pieces_reach_the_limit_and_lose_nothing(sizes: list[int], limit: int) -> None:
-    bounds = list(pieces.ranges(np.concatenate([[0], np.cumsum(sizes)]), limit))
+def test_ranges_reach_the_limit_and_lose_nothing(sizes: list[int], limit: int) -> None:
+    bounds = list(token_ranges.ranges(np.concatenate([[0], np.cumsum(sizes)]), limit))
     assert [i for first, end in bounds for i in range(first, end)] == list(range(len(sizes)))
     assert all(sum(sizes[first:end]) < limit + max(sizes) for first, end in bounds)
 

@@ -179,7 +179,7 @@ def test_a_schedule_of_other_rows_is_refused(impl: str, end: Tensor) -> None:
 
 
 class GpuProperties(NamedTuple):
-    """What torch says of a GPU."""
+    """The properties of a GPU, as torch returns them."""
 
     shared_memory_per_block_optin: int
 

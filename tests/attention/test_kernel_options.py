@@ -96,7 +96,7 @@ def check(
 
 
 def yardstick(expected: Tensor, do: Tensor) -> float:
-    """Return the size that errors are relative to; the gradients of q and k may cancel to 0, where `do` does not."""
+    """Return the size that errors are relative to; the gradients of q and k may cancel to 0, and `do` does not."""
     size, incoming = float(expected.norm()), float(do.double().norm())
     return incoming if size < 1e-6 * incoming else max(size, incoming * 1e-2)
 

@@ -43,7 +43,7 @@ def draw(end: Tensor, dims: tuple[int, int] = (8, 6)) -> tuple[list[Tensor], Ten
 
 
 def by_square(leaves: list[Tensor], do: Tensor, end: Tensor, first: int, **options: Any) -> list[Tensor]:
-    """Return output and gradients of the square that nothing before `first` has a gradient from, for the queries."""
+    """Return output and gradients of the square, of the queries from `first` on; earlier outputs have no gradient."""
     q, k, v, _ = leaves
     out = tree_attention(q, k, v, end, impl="reference", **options)[:, :, first:]
     dq, *others = torch.autograd.grad(out, leaves if "sinks" in options else leaves[:3], do[:, :, first:])
@@ -184,7 +184,7 @@ def check_schedule(end: Tensor, reach: KeyReach | None, first: int) -> None:
             assert seen[row][listed < 0].all(), "every pair computed without a mask is visible"
         granules = schedule.key_granules[row]
         assert sorted(granules[granules >= 0].tolist()) == list(range(math.ceil(length / GRANULE)))
-        # The lists are those of the last blocks of the square.
+        # The lists equal the lists of the last blocks of the square.
         begin, last = square.query_offsets[row, [block, -1]].tolist()
         assert torch.equal(schedule.query_offsets[row].diff(), square.query_offsets[row, block:].diff())
         assert torch.equal(schedule.query_partial[row], square.query_partial[row, block:])

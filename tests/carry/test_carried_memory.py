@@ -223,7 +223,7 @@ def test_layers_beyond_the_budget_leave_room_for_two_buffers(budget: int, size: 
 def test_outputs_of_trunk_come_back_from_gpu_or_host_and_else_not_at_all(copies: Callable[[], PageCopies]) -> None:
     layers, heads, width = 3, 2, 4
     size = heads * width * 8
-    # Room on the GPU for the layers of 5 tokens, in host memory for those of 7, and none for the last piece.
+    # Room on the GPU for the layers of 5 tokens, in host memory for the layers of 7, and none for the last piece.
     memory = memory_of(CarryBudget(outputs=5 * layers * size, host_outputs=7 * layers * size), copies())
     outputs = PieceOutputs(memory, layers)
     pieces = [PiecePass("push", 0, 5, 0, ()), PiecePass("push", 5, 12, 128, ()), PiecePass("push", 12, 14, 256, ())]

@@ -21,7 +21,7 @@ from treepack.carry.backward import CarryOptions, RowsInPieces, backward_row
 from treepack.carry.verify import in_pieces
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
-from treepack.model.adapters.adapter import LoraOptions
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.forward import row_logprobs
 from treepack.model.layers import adapt_layers
 from treepack.model.loaded import LoadedModel

@@ -16,7 +16,7 @@ FOREST = st.lists(st.integers(0, 12), min_size=1, max_size=60)
 
 
 def forest(steps: list[int]) -> tuple[Int64, Int64]:
-    """subtree_end and parent of a row in which token i leaves `steps[i]` tokens of the path behind, if it has them."""
+    """subtree_end and parent of a row in which token i begins `steps[i]` tokens higher on the path, if it can."""
     parent, path = [], []  # type: ignore[var-annotated]
     end = np.arange(1, len(steps) + 1)
     for token, step in enumerate(steps):

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.paths import ROOT
 from treepack.errors import TreepackError
-from treepack.files.address import RemotePath, as_output, as_path
+from treepack.files.remote.address import RemotePath, as_output, as_path
 
 
 def test_addresses_keep_their_slashes_and_characters() -> None:
@@ -59,3 +60,11 @@ def test_a_path_lies_in_its_prefixes_only() -> None:
     assert path.is_relative_to(path)
     assert not path.is_relative_to(RemotePath("s3", "bucket/ru"))
     assert not path.is_relative_to(RemotePath("gs", "bucket"))
+
+
+def test_only_files_remote_tells_addresses_from_paths_by_their_class() -> None:
+    sources = [path for folder in ("treepack", "cli") for path in (ROOT / folder).rglob("*.py")]
+    naming = [path for path in sources if "RemotePath" in path.read_text()]
+    inside = ROOT / "treepack" / "files" / "remote"
+    assert len(naming) > 3
+    assert [path for path in naming if inside not in path.parents] == []

@@ -13,8 +13,8 @@ import fsspec
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.files.address import RemotePath, as_path
 from treepack.files.remote import cache_room
+from treepack.files.remote.address import RemotePath, as_path
 from treepack.files.remote.cache import addresses_in, borrowed_copy, local_copy, recent_copy
 
 

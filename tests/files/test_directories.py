@@ -25,9 +25,9 @@ from support.manifests import seal
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.files import directory, parts
-from treepack.files.address import as_path
 from treepack.files.directory import finished_directory, finished_file, refuse_existing
 from treepack.files.manifest import Provenance, file_sha256, read_manifest
+from treepack.files.remote.address import as_path
 from treepack.pack import files as packed_files
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows

@@ -14,9 +14,9 @@ import pytest
 from support.gs import Bucket, running_bucket
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.files.address import RemotePath
 from treepack.files.directory import finished_directory
 from treepack.files.remote import object_store
+from treepack.files.remote.address import RemotePath
 from treepack.files.remote.object_store import ExistsError
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.store.trie_files import read_trie, write_trie

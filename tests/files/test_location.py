@@ -18,8 +18,8 @@ from support.oracle_model import packed_directory
 from support.strategies import make
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
-from treepack.files.location import locate
 from treepack.files.manifest import read_manifest
+from treepack.files.remote.location import locate
 
 
 @pytest.fixture

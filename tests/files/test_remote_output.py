@@ -16,10 +16,10 @@ import pytest
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.files import parts
-from treepack.files.address import AnyPath, RemotePath, as_path
 from treepack.files.directory import finished_directory, finished_file, refuse_existing
 from treepack.files.lock import lock
 from treepack.files.manifest import read_manifest
+from treepack.files.remote.address import AnyPath, RemotePath, as_path
 from treepack.files.remote.cache import local_copy
 from treepack.files.remote.remote_output import UNFINISHED
 from treepack.trie.builders.in_memory import build_trie

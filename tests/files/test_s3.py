@@ -18,9 +18,9 @@ import pytest
 from support.s3 import CUT, LOST, Store
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.files.address import RemotePath, as_path
 from treepack.files.directory import finished_directory, finished_file
 from treepack.files.remote import object_store
+from treepack.files.remote.address import RemotePath, as_path
 from treepack.files.remote.cache import local_copy
 from treepack.files.remote.object_store import ExistsError
 from treepack.trie.builders.in_memory import build_trie
@@ -245,7 +245,8 @@ def test_a_command_killed_during_its_upload_is_run_again(
 def test_processes_that_start_together_copy_a_file_once(s3: Store, tmp_path: Path) -> None:
     s3.write("input", os.urandom(1 << 20))
     program = (
-        "import sys; from treepack.files.remote.cache import local_copy; from treepack.files.address import as_path; "
+        "import sys; from treepack.files.remote.cache import local_copy; "
+        "from treepack.files.remote.address import as_path; "
         "print(local_copy(as_path(sys.argv[1])))"
     )
     started = [

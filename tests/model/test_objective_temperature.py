@@ -1,4 +1,4 @@
-"""Objectives at the sampler's temperature equal those of trajectories run alone, also if tokens have several ones."""
+"""Objectives at one or several temperatures of the sampler equal objectives of trajectories run alone."""
 
 from __future__ import annotations
 

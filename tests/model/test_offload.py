@@ -1,4 +1,4 @@
-"""Recomputed layers whose inputs wait in host memory: gradients equal in every bit, and pages that nobody else uses."""
+"""Recomputed layers whose inputs wait in host memory: gradients equal in every bit, and pages that are not shared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.memory.host_pages import PagePool, copy_back, copy_out
 from treepack.memory.offload import LayerOffload
-from treepack.model.adapters.adapter import LoraOptions
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.forward import row_loss
 from treepack.model.layers import (
     AdaptedLayers,

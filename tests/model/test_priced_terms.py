@@ -193,7 +193,7 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 
 
 class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count matrix products, casts of large tensors, and the most bytes of tensors that lived at the same time."""
+    """Count matrix products, casts of large tensors, and the maximum bytes of tensors that lived at the same time."""
 
     def __init__(self, large: int = 1 << 60) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ def stored() -> dict[str, Tensor]:
 
 
 def rebuilt(traced: TracedTensor, tensors: dict[str, Tensor]) -> Tensor:
-    """Return the tensor that the boxes describe; -1 where there is none."""
+    """Return the tensor that the boxes describe; -1 for elements without a box."""
     assert traced.boxes is not None
     result = torch.full(tuple(traced.shape), -1)
     for box in traced.boxes:

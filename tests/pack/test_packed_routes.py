@@ -18,8 +18,8 @@ from treepack.analysis.check import check
 from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
-from treepack.files.location import locate
 from treepack.files.manifest import Provenance, read_manifest
+from treepack.files.remote.location import locate
 from treepack.files.routes import route_array
 from treepack.pack.check import check_packed
 from treepack.pack.directory import pack_trie

@@ -38,7 +38,7 @@ def scan_inputs() -> list[Tensor]:
 
 
 def faster_package(original: Any, calls: list[str]) -> Any:
-    """Return what transformers' decorator makes of a function if a package that replaces it is installed."""
+    """Return a function after transformers' decorator if a package that replaces it is installed."""
 
     @functools.wraps(original)
     def call(*arguments: Any, **options: Any) -> Any:

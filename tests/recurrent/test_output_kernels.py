@@ -123,7 +123,7 @@ def run(inputs: Inputs, chunks: TokenChunks) -> dict[str, Tensor]:
 
 
 def check(end: Tensor, shape: Shape, *, size: int = CHUNK, decay: float = 0.3) -> None:
-    """Compare all results in float32 with those of float64."""
+    """Compare all results in float32 with results in float64."""
     chunks = build_chunks(end, size=size).to(torch.device(DEVICE))
     inputs = make_inputs(chunks, shape, decay=decay)
     compare(run(inputs, chunks), expect(inputs, chunks), 4e-6)

@@ -1,4 +1,4 @@
-"""Choice of an implementation for a recurrent layer: what auto takes, what a name refuses, and what the log says."""
+"""Choice of an implementation for a recurrent layer: by auto, by name with its refusals, and in the log."""
 
 from __future__ import annotations
 

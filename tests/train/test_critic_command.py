@@ -25,7 +25,8 @@ from treepack.files.manifest import Provenance
 from treepack.model.head.value_head import add_value_head, value_head_of, write_value_head
 from treepack.model.loaded import LoadedModel
 from treepack.pack.plan.planning import plan_rows
-from treepack.train.critic import Critic, CriticOptions, critic_values, write_values
+from treepack.train.critic import Critic, critic_values, write_values
+from treepack.train.scoring_options import CriticOptions
 from treepack.trajectory import Float64
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.nodes import paths
@@ -46,7 +47,7 @@ def trie_of(sequences: list[list[int]]) -> Trie:
 
 
 def values_alone(trie: Trie) -> Float64:
-    """The value after each tree token, from the plain model run on each trajectory by itself."""
+    """The value after each tree token, from the plain model run on each trajectory alone."""
     values, head = np.full(trie.tokens_tree, np.nan), value_head_of(plain("qwen3"))
     assert head is not None
     for path in paths(trie.end_node, trie.node_start, trie.depth):

@@ -1,4 +1,4 @@
-"""The place of a run in a store: one owner, uploads of what has changed, and files that could not be uploaded stay."""
+"""The place of a run in a store: one owner, uploads of changed files, and files that could not be uploaded stay."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import fsspec
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.files.address import RemotePath
 from treepack.files.remote import object_store
 from treepack.files.remote import retries as patience
+from treepack.files.remote.address import RemotePath
 from treepack.files.remote.object_store import UnavailableError
 from treepack.train.ranks import Ranks
 from treepack.train.saving.place import Place, open_place

@@ -21,8 +21,8 @@ from treepack.analysis.check import check
 from treepack.errors import TreepackError
 from treepack.files import parts as file_parts
 from treepack.files import schema
-from treepack.files.location import locate
 from treepack.files.manifest import Provenance, read_manifest
+from treepack.files.remote.location import locate
 from treepack.trajectory import Float64, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.check import check_trie

@@ -8,16 +8,16 @@ from typing import Any
 from treepack.analysis.needed_memory import CHECKING, refuse_too_large
 from treepack.analysis.origin import read_packed_origin
 from treepack.files import schema
-from treepack.files.address import as_path
 from treepack.files.manifest import Manifest, read_manifest
 from treepack.files.parts import refuse_links
+from treepack.files.remote.address import as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.pack.check import check_max_token_id, check_packed, check_totals
 from treepack.pack.files import read_rows
 from treepack.processes import ReportProgress, with_progress
 from treepack.trie.check import check_trie
-from treepack.trie.pieces import max_token_id
 from treepack.trie.store.trie_files import read_trie
+from treepack.trie.token_ranges import max_token_id
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
 

@@ -27,7 +27,7 @@ from treepack.costs.model_cost import FlopCount
 from treepack.errors import TreepackError
 from treepack.ingest.conversations import Conversations, conversations_of_manifest
 from treepack.trajectory import Int64
-from treepack.trie.pieces import ranges
+from treepack.trie.token_ranges import ranges
 from treepack.trie.trie import Trie
 
 if TYPE_CHECKING:

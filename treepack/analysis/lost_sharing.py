@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 from treepack.analysis.text_differences import TextDifference, classify_difference
 from treepack.columns import SpanView, text_codes
 from treepack.trajectory import Int64
-from treepack.trie.pieces import trajectory_pieces
 from treepack.trie.shared_prefixes import range_minima, shared_in_order
+from treepack.trie.token_ranges import ranges_of_trajectories
 from treepack.trie.trie import Trie
 
 CALL = re.compile(r"(?P<rollout>.*)/(?:turn|part)-(?P<number>\d+)(?:@.*)?", re.DOTALL)
@@ -195,7 +195,7 @@ def _starts(trie: Trie, rank: Int64) -> Int64:
 def _trained_range(trie: Trie) -> tuple[Int64, Int64]:
     """Return first trained token of each trajectory and one past its last; its length and 0 if none is trained."""
     begin, end = trie.lengths.copy(), np.zeros(trie.num_trajectories, np.int64)
-    for first, stop in trajectory_pieces(trie):
+    for first, stop in ranges_of_trajectories(trie):
         spans = SpanView.of(trie.trajectories.slice(first, stop - first))
         some = np.flatnonzero(np.diff(spans.offsets))
         # offsets [0, 2, 2, 3]: trajectories 0 and 2 have spans 0-1 and 2; their first spans are 0, 2, their last 1, 2
@@ -252,7 +252,7 @@ def _reasons(trie: Trie, start: Int64) -> NDArray[np.int8]:
     """Return the reason, an index of `REASONS`, why each trajectory leaves the others at token `start`."""
     begin, _ = _trained_range(trie)
     reasons = np.where(start < begin, REASONS.index("longer prompt"), REASONS.index("environment")).astype(np.int8)
-    for first, end in trajectory_pieces(trie):
+    for first, end in ranges_of_trajectories(trie):
         spans, leaves = SpanView.of(trie.trajectories.slice(first, end - first)), start[first:end]
         each = np.arange(end - first)
         owner = np.repeat(each, np.diff(spans.offsets))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from treepack.files.address import AnyPath
+from treepack.files.remote.address import AnyPath
 from treepack.ingest.options import BuildOptions
 from treepack.pack.options import PackOptions
 

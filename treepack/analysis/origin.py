@@ -8,11 +8,11 @@ from pathlib import Path
 
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.address import AnyPath, RemotePath, as_path, is_address
 from treepack.files.directory import MANIFEST
-from treepack.files.location import locate
 from treepack.files.manifest import Manifest, file_sha256, read_manifest
+from treepack.files.remote.address import AnyPath, as_path, is_address
 from treepack.files.remote.cache import local_copy
+from treepack.files.remote.stored_files import read_stored
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.leaf_weights import weigh_leaves
 from treepack.pack.plan.planning import packed_trie
@@ -29,7 +29,7 @@ def local_paths(paths: Sequence[str | Path]) -> Sequence[str | Path]:
     """
     if len(paths) == 1 and is_address(str(paths[0])):
         path = as_path(paths[0])
-        if isinstance(path, RemotePath) and locate(path).read(MANIFEST) is not None:
+        if not isinstance(path, Path) and read_stored(path / MANIFEST) is not None:
             return [local_copy(path)]
     return paths
 

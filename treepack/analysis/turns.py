@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from treepack.columns import LOGPROBS, SpanView, take_rows, text_codes
 from treepack.files import schema
 from treepack.trajectory import Int32, Int64
-from treepack.trie.pieces import PIECE_TOKENS, ranges
 from treepack.trie.storage import ArrayStorage
+from treepack.trie.token_ranges import RANGE_TOKENS, ranges
 from treepack.trie.trie import Trie
 
 # Columns of the trajectories from which rows are planned and their work is counted.
@@ -154,7 +154,7 @@ def _gather_tokens(trie: Trie, segments: _NodeSegments, begin: Int64) -> tuple[I
     source = trie.node_start[segments.node] + segments.start - trie.depth[segments.node]
     num_tokens = int(begin[-1])
     tokens = trie.storage.growing_array(np.int32, in_file=trie.storage.is_large(4 * num_tokens))
-    for a, b in ranges(begin, PIECE_TOKENS):
+    for a, b in ranges(begin, RANGE_TOKENS):
         # Segments of 2 and 3 tokens from 10 and 20 on -> [10, 10, 20, 20, 20] + [0, 1, 2, 3, 4] - [0, 0, 2, 2, 2]
         # = [10, 11, 20, 21, 22].
         each = np.arange(begin[a], begin[b]) + np.repeat(source[a:b] - begin[a:b], np.diff(begin[a : b + 1]))

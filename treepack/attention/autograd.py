@@ -127,7 +127,7 @@ def triton_attention(
             f"attention: query has {query.shape[2]} tokens, and the schedule has {length - schedule.first}, from "
             f"token {schedule.first} on; pass the queries of these tokens"
         )
-    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+    out: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
         query, key, value, sinks, schedule, scale, softcap, kept
     )
     return out
@@ -217,7 +217,7 @@ def backward_kernels(
     return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype)
 
 
-class _Attention(torch.autograd.Function):
+class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

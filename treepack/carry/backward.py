@@ -88,7 +88,7 @@ class RowsInPieces:
         row = self._open(batch, with_gradients=False)
         sums: dict[str, Tensor] = {}
         if part.factors is not None:
-            loss, sums = _objective_of(row, part, _scores(row, self.options, _Wanted.of(row, part.objective)))
+            loss, sums = _objective_of(row, part, _scores(row, self.options, _RowRequest.of(row, part.objective)))
         else:
             piece_loss = _weighted_loss(row, self.options, part.denominator)
             loss = torch.zeros((), dtype=torch.float64, device=self.loaded.device)
@@ -147,7 +147,7 @@ class RowsInPieces:
             TreepackError: as `loss`, and if the model has no value head and values are read.
         """
         row = self._open(batch, with_gradients=False)
-        return _scores(row, self.options, _Wanted(PieceTargets.of(row, tokens), temperature, reads))
+        return _scores(row, self.options, _RowRequest(PieceTargets.of(row, tokens), temperature, reads))
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
@@ -158,7 +158,9 @@ class RowsInPieces:
         """
         require_value_head(self.loaded)
         row = self._open(batch, with_gradients=False)
-        wanted = _Wanted(PieceTargets.of_states(row), 1.0, ScoreRequest(logprobs=False, entropies=False, values=True))
+        wanted = _RowRequest(
+            PieceTargets.of_states(row), 1.0, ScoreRequest(logprobs=False, entropies=False, values=True)
+        )
         values = _scores(row, self.options, wanted).values
         assert values is not None
         return values
@@ -216,8 +218,8 @@ def _check_autocast(device: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """Numbers about tokens of a row: the tokens, their temperature (one, or [n] in the caller's order), and which."""
+class _RowRequest:
+    """Tokens of a row, their temperature (one, or [n] in the caller's order), and the numbers to compute."""
 
     targets: PieceTargets
     temperature: Tensor | float
@@ -231,7 +233,7 @@ class _Wanted:
         return cls(PieceTargets.of(row, terms.tokens), loss_temperature(terms, objective), ScoreRequest.of(objective))
 
 
-def _scores(row: CarriedRow, options: CarryOptions, wanted: _Wanted) -> TokenScores:
+def _scores(row: CarriedRow, options: CarryOptions, wanted: _RowRequest) -> TokenScores:
     parts = []
     for each in row.plan.passes:
         if each.kind == "pop":
@@ -246,7 +248,7 @@ def _scores(row: CarriedRow, options: CarryOptions, wanted: _Wanted) -> TokenSco
     )
 
 
-def _piece_scores(piece: PieceRow, loaded: LoadedModel, wanted: _Wanted, options: CarryOptions) -> TokenScores:
+def _piece_scores(piece: PieceRow, loaded: LoadedModel, wanted: _RowRequest, options: CarryOptions) -> TokenScores:
     """Return the numbers about the targets that a piece predicts, in the order of `wanted.targets`."""
     columns, temperature = _piece_targets(piece, wanted)
 
@@ -256,7 +258,7 @@ def _piece_scores(piece: PieceRow, loaded: LoadedModel, wanted: _Wanted, options
     return run_with_head(loaded, piece.batch, compute, **piece.options)
 
 
-def _piece_targets(piece: PieceRow, wanted: _Wanted) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | float]:
+def _piece_targets(piece: PieceRow, wanted: _RowRequest) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | float]:
     """Return the targets that a piece predicts, as `TermObjective` has them, and their temperature."""
     targets, temperature = wanted.targets, wanted.temperature
     span = targets.of_piece(piece)
@@ -289,7 +291,7 @@ def _weighted_loss(row: CarriedRow, options: CarryOptions, denominator: float) -
 
 def _term_loss(row: CarriedRow, options: CarryOptions, objective: Objective, factors: Tensor) -> _PieceLoss:
     """Return the loss of an objective of single tokens: the terms of the tokens that a piece predicts."""
-    wanted = _Wanted.of(row, objective)
+    wanted = _RowRequest.of(row, objective)
     assert row.batch.terms is not None
     terms = SortedTerms.of(row.batch.terms, wanted.targets)
 
@@ -317,7 +319,7 @@ def _two_phases(
     That is the numbers that the objective reads about the tokens of the piece, times their slopes. `forward` is the
     same row without gradients.
     """
-    wanted = _Wanted.of(row, part.objective)
+    wanted = _RowRequest.of(row, part.objective)
     with torch.no_grad():
         scores = _scores(forward, options, wanted)
     read = [each.requires_grad_() for each in scores if each is not None]

@@ -26,9 +26,8 @@ from treepack.carry.states import most_states
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.memory.budget import available_memory
-from treepack.memory.device_memory import MemoryMeter, gpu_meter
+from treepack.memory.device_memory import MemoryMeter, gpu_meter, update_bytes
 from treepack.memory.host_pages import CarriedBytes
-from treepack.model.layer_memory import update_bytes
 from treepack.model.loaded import LoadedModel
 
 SMALLEST, PREFERRED, LARGEST = 1024, 8192, 65_536

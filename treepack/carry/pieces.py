@@ -166,7 +166,7 @@ def cut_row(subtree_end: Int32 | Int64, parent: Int64, limit: int, *, chains: bo
 
 
 @dataclass(frozen=True)
-class _Runs:
+class _TrunkRuns:
     """Chains of trunk tokens that follow each other in the row, up to a fork.
 
     Attributes:
@@ -180,7 +180,7 @@ class _Runs:
     children: dict[int, list[int]]
 
 
-def _runs_of_trunk(is_trunk: npt.NDArray[np.bool_], parent: Int64) -> _Runs:
+def _runs_of_trunk(is_trunk: npt.NDArray[np.bool_], parent: Int64) -> _TrunkRuns:
     parents = parent[is_trunk]
     forks = np.bincount(parents[parents >= 0], minlength=len(parent)) > 1
     # A trunk token is not a leaf, so the next token is its child.
@@ -191,10 +191,10 @@ def _runs_of_trunk(is_trunk: npt.NDArray[np.bool_], parent: Int64) -> _Runs:
     above = np.searchsorted(begins, parent[begins], side="right") - 1  # -1 for a root
     for run, over in enumerate(above.tolist()):
         children.setdefault(over, []).append(run)
-    return _Runs(begins, ends, children)
+    return _TrunkRuns(begins, ends, children)
 
 
-def _grow(runs: _Runs, begin: int, limit: int, *, chains: bool) -> list[tuple[int, int]]:
+def _grow(runs: _TrunkRuns, begin: int, limit: int, *, chains: bool) -> list[tuple[int, int]]:
     """Return the ranges of the trunk piece that starts at `begin`, in a run or at its begin."""
     run = int(np.searchsorted(runs.begins, begin, side="right")) - 1
     end = min(begin + limit, int(runs.ends[run]))

@@ -73,23 +73,23 @@ class CarriedRoutes:
 
 def _mode(
     router: nn.Module, recorded: dict[nn.Module, list[Tensor]], each: PiecePass
-) -> Callable[[], _Record] | Callable[[], _Repeat]:
+) -> Callable[[], _RecordMode] | Callable[[], _RepeatMode]:
     """Return the maker of a router's mode in a push or a pop."""
     if each.kind == "pop":
-        return lambda: _Repeat(recorded[router])
+        return lambda: _RepeatMode(recorded[router])
     return lambda: _record_once(router, recorded)
 
 
-def _record_once(router: nn.Module, recorded: dict[nn.Module, list[Tensor]]) -> _Record:
+def _record_once(router: nn.Module, recorded: dict[nn.Module, list[Tensor]]) -> _RecordMode:
     """Return a mode that records the choices of a router, which runs once in a push."""
     if router in recorded:
         raise TreepackError(
             f"carry: {type(router).__name__} runs twice in one forward pass; train this model without --carry"
         )
-    return _Record(recorded.setdefault(router, []))
+    return _RecordMode(recorded.setdefault(router, []))
 
 
-class _Record(TorchFunctionMode):
+class _RecordMode(TorchFunctionMode):
     """Append the indices of each choice in the block to a list."""
 
     hides_choices = False
@@ -110,7 +110,7 @@ class _Record(TorchFunctionMode):
         """Accept any number of choices."""
 
 
-class _Repeat(TorchFunctionMode):
+class _RepeatMode(TorchFunctionMode):
     """Replace each choice in the block by the recorded one."""
 
     hides_choices = True

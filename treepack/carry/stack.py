@@ -45,7 +45,7 @@ class CarriedStack:
         """
         self._places, self._carried = plan.places, plan.carried if with_gradients else 0
         self._memory, self._num_layers, self._with_gradients = memory, num_layers, with_gradients
-        self._layers: dict[Hashable, _Resident | _Offloaded] = {}
+        self._layers: dict[Hashable, _ResidentLayer | _OffloadedLayer] = {}
         self._staging = HostStaging(memory, self._places, self._carried)
         self._seen: set[Hashable] = set()
         self._now: PiecePass | None = None
@@ -66,7 +66,7 @@ class CarriedStack:
     @property
     def num_bytes(self) -> CarriedBytes:
         """The bytes of all buffers and pages."""
-        resident = sum(x.buffer.num_bytes for x in self._layers.values() if isinstance(x, _Resident))
+        resident = sum(x.buffer.num_bytes for x in self._layers.values() if isinstance(x, _ResidentLayer))
         gpu, host = self._staging.num_bytes
         return CarriedBytes(resident + gpu, host)
 
@@ -82,7 +82,7 @@ class CarriedStack:
         """End the pass, after its backward if it has one."""
         now, self._now = self._now, None
         for layer in self._layers.values():
-            if self._memory.poisons and now is not None and now.kind != "push" and isinstance(layer, _Resident):
+            if self._memory.poisons and now is not None and now.kind != "push" and isinstance(layer, _ResidentLayer):
                 layer.buffer.poison(now.first)
 
     def joined(self, module: Hashable, key: Tensor, value: Tensor) -> AbstractContextManager[tuple[Tensor, Tensor]]:
@@ -117,14 +117,14 @@ class CarriedStack:
             layer = self._layers[module] = self._make(LayerShape.of(key, value))
         return layer.joined(key, value, now)
 
-    def _make(self, shape: LayerShape) -> _Resident | _Offloaded:
+    def _make(self, shape: LayerShape) -> _ResidentLayer | _OffloadedLayer:
         """Return the next layer of the forward pass, on the GPU or in host memory."""
         budget, size = self._memory.budget.stack, shape.num_bytes(self._places, self._carried)
         number, index = num_offloaded(budget, size, self._num_layers), len(self._layers)
         # Spread evenly, so that as many layers as possible compute during each copy: 2 of 5 -> layers 2 and 4
         if (index + 1) * number // self._num_layers > index * number // self._num_layers:
-            return _Offloaded(self._staging, self._staging.add(shape), with_gradients=self._with_gradients)
-        return _Resident(LayerBuffer(shape, self._places, self._carried))
+            return _OffloadedLayer(self._staging, self._staging.add(shape), with_gradients=self._with_gradients)
+        return _ResidentLayer(LayerBuffer(shape, self._places, self._carried))
 
 
 def num_offloaded(budget: int | None, size: int, num_layers: int) -> int:
@@ -134,7 +134,7 @@ def num_offloaded(budget: int | None, size: int, num_layers: int) -> int:
     return num_layers - max(0, budget // size - 2)
 
 
-class _Resident:
+class _ResidentLayer:
     """A layer whose carried tensors stay on the GPU."""
 
     def __init__(self, buffer: LayerBuffer) -> None:
@@ -156,7 +156,7 @@ class _Resident:
         add(self.buffer)
 
 
-class _Offloaded:
+class _OffloadedLayer:
     """A layer whose carried tensors wait in host memory."""
 
     def __init__(self, staging: HostStaging, layer: HostLayer, *, with_gradients: bool) -> None:
@@ -179,7 +179,7 @@ class _Offloaded:
         if not with_graph or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             yield keys, values
             return
-        with saved_tensors_hooks(_Packing(self, slot, (key.detach(), value.detach()), now), _unpack):
+        with saved_tensors_hooks(_PackingHook(self, slot, (key.detach(), value.detach()), now), _unpack):
             yield keys, values
 
     def add(self, now: PiecePass, add: Callable[[LayerBuffer], None]) -> None:
@@ -197,10 +197,10 @@ class _Offloaded:
         return slot.buffer
 
 
-class _Packing:
+class _PackingHook:
     """The hook that replaces tensors in a slot's memory, which other layers will use, by a way to get them again."""
 
-    def __init__(self, layer: _Offloaded, slot: BufferSlot, piece: tuple[Tensor, Tensor], now: PiecePass) -> None:
+    def __init__(self, layer: _OffloadedLayer, slot: BufferSlot, piece: tuple[Tensor, Tensor], now: PiecePass) -> None:
         self._layer, self._piece, self._now = layer, piece, now
         self._memory = [rows.untyped_storage().data_ptr() for rows in slot.buffer.keys_values]
 
@@ -223,18 +223,23 @@ def _padded(now: PiecePass) -> int:
 
 
 def _join(
-    key: Tensor, value: Tensor, layer: _Resident | _Offloaded, buffer: LayerBuffer, now: PiecePass
+    key: Tensor, value: Tensor, layer: _ResidentLayer | _OffloadedLayer, buffer: LayerBuffer, now: PiecePass
 ) -> tuple[Tensor, Tensor]:
-    keys, values = _Join.apply(key, value, layer, buffer, now)  # type: ignore[no-untyped-call]
+    keys, values = _JoinKeys.apply(key, value, layer, buffer, now)  # type: ignore[no-untyped-call]
     return keys, values
 
 
-class _Join(torch.autograd.Function):
+class _JoinKeys(torch.autograd.Function):
     """Write keys and values after the stack; in the backward, divide the gradients between the stack and the piece."""
 
     @staticmethod
     def forward(
-        ctx: Any, key: Tensor, value: Tensor, layer: _Resident | _Offloaded, buffer: LayerBuffer, now: PiecePass
+        ctx: Any,
+        key: Tensor,
+        value: Tensor,
+        layer: _ResidentLayer | _OffloadedLayer,
+        buffer: LayerBuffer,
+        now: PiecePass,
     ) -> tuple[Tensor, Tensor]:
         ctx.layer, ctx.now = layer, now
         buffer.write(key, value, now.first, _padded(now))

@@ -133,7 +133,7 @@ class CarriedStates:
         self._switches = follow_layers(causal)
         self._ends, self._parent, self._has_pops = subtree_end, parent, plan.has_pops
         self._exits = row_exits(parent, plan) if self._switches else np.zeros(0, np.int64)
-        self._kept: dict[Hashable, dict[int, _State]] = {}
+        self._kept: dict[Hashable, dict[int, _CarriedState]] = {}
         self._layouts: dict[tuple[int, int], PieceLayout] = {}
         self._now: PiecePass | None = None
         self._tree: PieceTree | None = None
@@ -215,7 +215,7 @@ class CarriedStates:
         out = dispatch.convolve(columns, weight, bias, activation, layout.schedules)
         return _permute(out, layout.place, layout.order)[: len(x)]
 
-    def _next_call(self) -> dict[int, _State]:
+    def _next_call(self) -> dict[int, _CarriedState]:
         """Return the states of the call that runs now, by token: a layer may have several convolutions."""
         assert self._module is not None, "a function of a recurrent layer ran outside of its layer"
         place = (self._module, self._calls)
@@ -228,7 +228,7 @@ class CarriedStates:
             self._layouts[writes, reads] = extend_states(self._tree, writes, reads, device)
         return self._tree, self._layouts[writes, reads]
 
-    def _enter(self, states: dict[int, _State], tree: PieceTree, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def _enter(self, states: dict[int, _CarriedState], tree: PieceTree, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return the states [E, *shape] that enter the piece, in the dtype of `like`; 0 before roots of the row."""
         entering = [states[parent] if parent >= 0 else None for parent in tree.parents.tolist()]
         zero = like.new_zeros(shape)
@@ -236,10 +236,10 @@ class CarriedStates:
         sums = [None if state is None else state.sum for state in entering]
         # A leaf that asks for gradients: the states may need them even if no input of this layer does.
         rows.requires_grad_(torch.is_grad_enabled())
-        entered: Tensor = _Enter.apply(rows, sums)  # type: ignore[no-untyped-call]
+        entered: Tensor = _EnterStates.apply(rows, sums)  # type: ignore[no-untyped-call]
         return entered
 
-    def _exit(self, states: dict[int, _State], tree: PieceTree, out: Tensor, read: Tensor) -> Tensor:
+    def _exit(self, states: dict[int, _CarriedState], tree: PieceTree, out: Tensor, read: Tensor) -> Tensor:
         """Keep the states `read` [X, ...] of a push; in a pop, return `out` with the gradients of these states."""
         assert self._now is not None
         tokens = (tree.exits + self._now.begin).tolist()
@@ -247,25 +247,25 @@ class CarriedStates:
             precision = torch.promote_types(read.dtype, torch.float32)
             for token, value in zip(tokens, read.detach().unbind(0), strict=True):
                 # A copy, because `read` is a part of all outputs.
-                states[token] = _State(
+                states[token] = _CarriedState(
                     value.clone(), torch.zeros_like(value, dtype=precision) if self._has_pops else None
                 )
             return out
         if not tokens:
             return out
-        joined: Tensor = _Exit.apply(out, read, [states[token].sum for token in tokens])  # type: ignore[no-untyped-call]
+        joined: Tensor = _ExitStates.apply(out, read, [states[token].sum for token in tokens])  # type: ignore[no-untyped-call]
         return joined
 
 
 @dataclass(frozen=True)
-class _State:
+class _CarriedState:
     """A state after a token, and the sum of its gradients; None without backward passes."""
 
     value: Tensor
     sum: Tensor | None
 
 
-class _Enter(torch.autograd.Function):
+class _EnterStates(torch.autograd.Function):
     """Return `rows`; in the backward, add their gradients to `sums`."""
 
     @staticmethod
@@ -282,7 +282,7 @@ class _Enter(torch.autograd.Function):
         return None, None
 
 
-class _Exit(torch.autograd.Function):
+class _ExitStates(torch.autograd.Function):
     """Return `out`; in the backward, give `read` the gradients `sums`."""
 
     @staticmethod
@@ -296,7 +296,7 @@ class _Exit(torch.autograd.Function):
         return grad, torch.stack(ctx.sums).to(ctx.dtype), None
 
 
-class _Permute(torch.autograd.Function):
+class _PermuteRows(torch.autograd.Function):
     """x[order]; its gradient reads each element once, so that nothing is added."""
 
     @staticmethod
@@ -311,7 +311,7 @@ class _Permute(torch.autograd.Function):
 
 
 def _permute(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    permuted: Tensor = _Permute.apply(x, order, place)  # type: ignore[no-untyped-call]
+    permuted: Tensor = _PermuteRows.apply(x, order, place)  # type: ignore[no-untyped-call]
     return permuted
 
 

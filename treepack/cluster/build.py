@@ -25,28 +25,12 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from treepack.cluster.input_parts import FileReading, InputFile, SurveyedFile, group_parts, list_files
 from treepack.cluster.names import repeated_names
 from treepack.cluster.reading import PartSummary, ReadJob, read_input_part, survey_files
 from treepack.cluster.scheduler import Scheduler, TableHandle
-from treepack.errors import TreepackError
-from treepack.files import schema
-from treepack.files.address import AnyPath, as_output, is_address
-from treepack.files.directory import finished_directory, refuse_existing
-from treepack.files.manifest import Manifest, Provenance
-from treepack.files.remote.cache import naming_addresses
-from treepack.files.task_output import TaskOutput, check_visible
-from treepack.ingest.conversations import conversations_of_log
-from treepack.ingest.options import BuildOptions
-from treepack.ingest.read_log import PREFIX, ReadLog, refuse_nothing
-from treepack.ingest.readers.file_parts import FileReading, InputFile, SurveyedFile, group_parts, list_files
-from treepack.ingest.readers.files.copies import find_copies, skipped_copies
-from treepack.ingest.readers.files.inputs import InputHash
-from treepack.ingest.readers.reading import detect_format
-from treepack.ingest.stream import options_and_job
-from treepack.ingest.tokenization import fingerprint, read_tokenizer
-from treepack.processes import ReportProgress, with_progress
-from treepack.trajectory import Int64
-from treepack.trie.builders.ranges import (
+from treepack.cluster.sequence_table import UInt64, rows_of_hashes
+from treepack.cluster.trie_ranges import (
     RangeNodes,
     RangeSummary,
     WrittenRange,
@@ -57,7 +41,23 @@ from treepack.trie.builders.ranges import (
     sort_range,
     write_range,
 )
-from treepack.trie.builders.sequence_table import UInt64, rows_of_hashes
+from treepack.errors import TreepackError
+from treepack.files import schema
+from treepack.files.directory import finished_directory, refuse_existing
+from treepack.files.manifest import Manifest, Provenance
+from treepack.files.remote.address import AnyPath, as_output, is_address
+from treepack.files.remote.cache import naming_addresses
+from treepack.files.task_output import TaskOutput, check_visible
+from treepack.ingest.conversations import conversations_of_log
+from treepack.ingest.options import BuildOptions
+from treepack.ingest.read_log import PREFIX, ReadLog, refuse_nothing
+from treepack.ingest.readers.files.copies import find_copies, skipped_copies
+from treepack.ingest.readers.files.inputs import InputHash
+from treepack.ingest.readers.reading import detect_format
+from treepack.ingest.stream import options_and_job
+from treepack.ingest.tokenization import fingerprint, read_tokenizer
+from treepack.processes import ReportProgress, with_progress
+from treepack.trajectory import Int64
 from treepack.trie.directory import TrieSummary
 from treepack.trie.nodes import NodeArrays
 from treepack.trie.store.trie_files import write_trie_manifest
@@ -98,7 +98,7 @@ class StageSeconds:
 
 @dataclass(slots=True)
 class _Reading:
-    """The parts of the input, which stay where they were read, and the sums of their summaries."""
+    """The parts of the input, which stay on the machines that read them, and the sums of their summaries."""
 
     log: ReadLog = field(default_factory=ReadLog)
     digest: InputHash = field(default_factory=InputHash)

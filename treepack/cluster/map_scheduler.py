@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import pickle
 import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,8 @@ import pyarrow as pa
 
 from treepack.cluster.scheduler import Call, TableHandle
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath, RemotePath, as_output
-from treepack.files.remote import object_store
+from treepack.files.remote.address import AnyPath, as_output
+from treepack.files.remote.stored_files import make_folder, read_stored, remove_folder, write_stored
 from treepack.trajectory import Int64
 
 MapTasks = Callable[[Callable[[Any], Any], list[Any]], Iterable[Any]]
@@ -45,23 +44,19 @@ class MapScheduler:
         """
         self._map = map_tasks
         self._folder: AnyPath = as_output(scratch, option="scratch") / f"treepack-{secrets.token_hex(8)}"
-        if isinstance(self._folder, Path):
-            try:
-                self._folder.mkdir(parents=True)
-            except OSError as error:
-                raise TreepackError(
-                    f"{scratch}: cannot be written ({error.strerror or error}); choose another scratch folder"
-                ) from error
+        try:
+            make_folder(self._folder)
+        except OSError as error:
+            raise TreepackError(
+                f"{scratch}: cannot be written ({error.strerror or error}); choose another scratch folder"
+            ) from error
 
     def __enter__(self) -> MapScheduler:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Remove all tables and values."""
-        if isinstance(self._folder, Path):
-            shutil.rmtree(self._folder, ignore_errors=True)
-        else:
-            object_store.delete(self._folder / name for name in object_store.list_objects(self._folder))
+        remove_folder(self._folder)
 
     def share(self, value: Any) -> Any:
         """Write `value` once, and return its handle."""
@@ -120,7 +115,7 @@ def _store(folder: AnyPath, table: pa.Table) -> _StoredTable:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    return _StoredTable(columns, (_write(folder, sink.getvalue(), "arrow"),))
+    return _StoredTable(columns, (_write(folder, memoryview(sink.getvalue()), "arrow"),))
 
 
 def _load_all(call: Call) -> list[Any]:
@@ -159,17 +154,11 @@ class _Split:
         return [_store(self.folder, table.take(pa.array(np.flatnonzero(ranges == i)))) for i in range(self.num_ranges)]
 
 
-def _write(folder: AnyPath, content: bytes | pa.Buffer, suffix: str) -> AnyPath:
+def _write(folder: AnyPath, content: bytes | memoryview, suffix: str) -> AnyPath:
     """Write a new file in `folder`; it appears whole."""
-    name = f"{secrets.token_hex(8)}.{suffix}"
-    path = folder / name
-    if isinstance(path, RemotePath):
-        object_store.write(path, bytes(content))
-        return path
-    partial = path.with_name(f"{name}.partial")
+    path = folder / f"{secrets.token_hex(8)}.{suffix}"
     try:
-        partial.write_bytes(content)
-        partial.rename(path)
+        write_stored(path, content)
     except OSError as error:
         raise TreepackError(
             f"{folder}: a worker cannot write there ({error.strerror or error}); give a scratch folder with room that "
@@ -179,19 +168,15 @@ def _write(folder: AnyPath, content: bytes | pa.Buffer, suffix: str) -> AnyPath:
 
 
 def _read(path: AnyPath) -> bytes:
-    content = object_store.read_object(path) if isinstance(path, RemotePath) else _local_bytes(path)
+    content = read_stored(path)
     if content is None:
         raise _missing(path)
     return content
 
 
-def _local_bytes(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
-
-
 def _open(path: AnyPath) -> pa.Table:
     """Return the table in a file; a local file is mapped."""
-    if isinstance(path, RemotePath):
+    if not isinstance(path, Path):
         return pa.ipc.open_stream(_read(path)).read_all()
     try:
         return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()

@@ -24,12 +24,13 @@ from treepack.cluster.scheduler import LocalScheduler, Scheduler, TableHandle
 from treepack.cluster.slice_layout import SliceLayout, make_layout
 from treepack.cluster.slice_plan import PackJob, SlicePlan, plan_slice
 from treepack.cluster.slice_rows import SliceRows, open_row_id, range_of_open_rows, write_joined, write_slice
+from treepack.cluster.trie_slices import TrieSlice, trie_slices
 from treepack.files import schema
-from treepack.files.address import AnyPath, as_output, as_path
 from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
-from treepack.files.location import DirectoryLocation, locate
 from treepack.files.manifest import Provenance, TrieEntry, read_manifest
+from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import addresses_in, naming_addresses
+from treepack.files.remote.location import DirectoryLocation, locate
 from treepack.files.task_output import TaskOutput, check_visible
 from treepack.ingest.readers.files.inputs import displayed
 from treepack.pack.capacity import no_trajectory_fits, usual_capacities_of
@@ -41,7 +42,6 @@ from treepack.pack.plan.problem import RowLimits
 from treepack.pack.totals import totals_of_rows
 from treepack.processes import ReportProgress, with_progress
 from treepack.trie.store.row_groups import TrieFooters, read_footers
-from treepack.trie.store.slices import TrieSlice, trie_slices
 
 # Tokens of a slice: a task needs about 1 GB for them with their columns, and its rows are so many that a slice costs
 # less than one of them.
@@ -92,7 +92,7 @@ def pack_trie_on(
             whole_groups=options.method == "groups" or options.leaf_weights,
             footers=footers,
         )
-        # Processes inside of the tasks of another scheduler would use more cores than it has given to the task.
+        # Processes inside the tasks of other schedulers would use more cores than it has given to the task.
         of_task = options if isinstance(scheduler, LocalScheduler) else replace(options, workers=1)
         job = PackJob(shared_trie, of_task, limits, None if is_fitted else footers.known, len(slices))
         stages = _Stages(scheduler, job, slices, progress)

@@ -13,7 +13,7 @@
             join 0     join 1     join 2              the pieces of one range
 
 A task whose process or machine dies runs again. If a machine dies with tables that a later task needs, Ray runs the
-tasks again that made them. Handles are those of Ray Data too: `ray.data.from_arrow_refs` reads them, and
+tasks again that made them. Ray Data has the same handles: `ray.data.from_arrow_refs` reads them, and
 `Dataset.to_arrow_refs` makes them.
 
 The sort of Ray Data would do the exchange too. It takes two to twenty times as long, because it sorts and copies the
@@ -251,7 +251,7 @@ def _check_versions(ray: Any) -> None:
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    # A function inside a function is pickled with its code, so that it runs where treepack is missing.
+    # A function inside a function is pickled with its code, so that it runs on machines without treepack.
     def version() -> str | None:
         try:
             import treepack
@@ -283,7 +283,7 @@ def _check_versions(ray: Any) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the first line of an error, and what failed there: the next line, or the last one of a traceback."""
+    """Return the first line of an error, and its cause: the next line, or the last one of a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
         lines[0] += f" {lines[-1] if lines[1].startswith('Traceback') else lines[1]}"
@@ -300,7 +300,7 @@ def _run_in(folder: str, function: Callable[..., Any], *call: Any) -> Any:
 
 
 def _split(assign: Callable[..., Int64], num_ranges: int, num_tables: int, *values: Any) -> list[pa.Table] | pa.Table:
-    """Run in a task: return the rows of each range; for one range the table itself, as Ray expects it.
+    """Run in a task: return the rows of each range; if there is one range, the table itself, as Ray expects it.
 
     `values` are the tables and then the arguments of `assign`: Ray replaces a handle only if it is an argument itself.
     """

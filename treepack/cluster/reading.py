@@ -1,7 +1,7 @@
 """Tasks that read rollouts on a cluster: survey files, read parts of them to tables.
 
     survey_files([file, ...], job)   --> SurveyedFile, ...
-    read_input_part(part, number, job)  --> table of `trie.builders.sequence_table.COLUMNS`, PartSummary
+    read_input_part(part, number, job)  --> table of `cluster.sequence_table.COLUMNS`, PartSummary
 
 The summary has what the program that runs the tasks needs of a part; no token of a part leaves it except samples.
 """
@@ -17,16 +17,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from treepack.columns import num_trained
-from treepack.errors import TreepackError
-from treepack.files.remote.cache import naming_addresses
-from treepack.ingest.read_log import ReadLog
-from treepack.ingest.readers.file_parts import FileReading, InputFile, InputPart, SurveyedFile, survey
-from treepack.ingest.readers.files.inputs import InputHash
-from treepack.ingest.stream import ColumnsWork
-from treepack.ingest.tokenization import TokenisationJob
-from treepack.trie.builders.ranges import sample_keys
-from treepack.trie.builders.sequence_table import (
+from treepack.cluster.input_parts import FileReading, InputFile, InputPart, SurveyedFile, survey
+from treepack.cluster.sequence_table import (
     UInt64,
     empty_table,
     group_hashes,
@@ -34,6 +26,14 @@ from treepack.trie.builders.sequence_table import (
     sequence_table,
     text_hashes,
 )
+from treepack.cluster.trie_ranges import sample_keys
+from treepack.columns import num_trained
+from treepack.errors import TreepackError
+from treepack.files.remote.cache import naming_addresses
+from treepack.ingest.read_log import ReadLog
+from treepack.ingest.readers.files.inputs import InputHash
+from treepack.ingest.stream import ColumnsWork
+from treepack.ingest.tokenization import TokenisationJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def survey_files(files: list[InputFile], job: ReadJob) -> list[SurveyedFile]:
     """Survey each of `files`.
 
     Raises:
-        TreepackError: see `file_parts.survey`.
+        TreepackError: see `input_parts.survey`.
     """
     with _in_folder(job.folder):
         return [survey(file, job.files, job.range_bytes) for file in files]

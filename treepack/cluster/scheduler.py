@@ -24,7 +24,7 @@ from treepack.trajectory import Int64
 
 Call = tuple[Any, ...]
 TableHandle = Any
-"""A table that stays where it was made; as an argument of a call, the function gets the table itself."""
+"""A table that stays on the machine that made it; as an argument of a call, the function gets the table itself."""
 
 
 class Scheduler(Protocol):

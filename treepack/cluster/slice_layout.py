@@ -20,13 +20,13 @@ import pyarrow as pa
 
 from treepack.cluster.slice_plan import PackJob, SlicePlan, group_numbers, shared_nodes
 from treepack.cluster.slice_rows import SliceFacts, open_row_id
+from treepack.cluster.trie_slices import TrieSlice
 from treepack.pack.files import num_parts
 from treepack.pack.plan.plan import PlanTotals
 from treepack.pack.plan.planning import FOREST_METHODS, merge_items
 from treepack.pack.plan.unions import RowSizes
 from treepack.pack.weights import TERM_COLUMNS
 from treepack.trajectory import Int32, Int64
-from treepack.trie.store.slices import TrieSlice
 
 # Open rows of a slice and a step: the emptiest ones, at most so many, and filled less than this.
 OPEN_ROWS, OPEN_FILL = 8, 0.75
@@ -61,38 +61,46 @@ class SliceLayout:
         return np.array([row_id for row_id, _ in pairs], np.int64), np.array([i for _, i in pairs], np.int64)
 
 
+@dataclass
+class _NextNumbers:
+    """The numbers of the next row and of the next part of the output."""
+
+    has_terms: bool
+    row: int = 0
+    part: int = 0
+
+    def take(self, rows: RowSizes) -> tuple[int, int]:
+        """Return the numbers of the first of `rows` and of its part, and count all of them."""
+        first = self.row, self.part
+        self.row += len(rows.tokens)
+        self.part += num_parts(rows.tokens, rows.terms if self.has_terms else np.zeros_like(rows.terms))
+        return first
+
+
 def make_layout(slices: Sequence[TrieSlice], plans: Sequence[SlicePlan], job: PackJob) -> SliceLayout:
     """Return the places of all rows, and the facts that each slice needs of the others."""
     known = frozenset[str]().union(*(plan.known for plan in plans))
     groups, num_groups = _groups_of_all([plan.groups for plan in plans])
     shared = _times_trained(plans)
     joined = _join_open_rows(plans, job)
-    has_terms = not known.isdisjoint(TERM_COLUMNS)
+    numbers = _NextNumbers(has_terms=not known.isdisjoint(TERM_COLUMNS))
     facts: list[SliceFacts] = []
     joins: list[OpenRowJoin] = []
     sizes: list[RowSizes] = []
-    first_row = first_part = 0
-
-    def place(rows: RowSizes, group_table: pa.Table | None, own: dict[int, Int32], open_rows: Int64) -> SliceFacts:
-        nonlocal first_row, first_part
-        facts_of_slice = SliceFacts(known, group_table, own, first_row, first_part, open_rows)
-        sizes.append(rows)
-        first_row += len(rows.tokens)
-        first_part += num_parts(rows.tokens, rows.terms if has_terms else np.zeros_like(rows.terms))
-        return facts_of_slice
-
-    nothing = np.zeros(0, np.int64)
     for number, (part, plan) in enumerate(zip(slices, plans, strict=True)):
         open_rows = np.array(
             sorted(row for rows in joined.values() for join in rows for i, row in join if i == number), np.int64
         )
-        complete = np.setdiff1d(np.arange(plan.num_rows), open_rows)
+        complete = plan.row_sizes.take(np.setdiff1d(np.arange(plan.num_rows), open_rows))
         own = {node: shared[node] for node, _ in shared_nodes(part) if node in shared}
         table = groups[number] if job.options.normalize == "group" else None
-        facts.append(place(plan.row_sizes.take(complete), table, own, open_rows))
+        facts.append(SliceFacts(known, table, own, *numbers.take(complete), open_rows))
+        sizes.append(complete)
         if number in joined:
-            rows = joined[number]
-            joins.append(OpenRowJoin(number, tuple(rows), place(_sizes_of_joins(plans, rows), None, {}, nothing)))
+            rows, merged = joined[number], _sizes_of_joins(plans, joined[number])
+            facts_of_join = SliceFacts(known, None, {}, *numbers.take(merged), np.zeros(0, np.int64))
+            joins.append(OpenRowJoin(number, tuple(rows), facts_of_join))
+            sizes.append(merged)
     rows_of_all = PlanTotals(
         *(np.concatenate([getattr(each, name) for each in sizes]) for name in ("tokens", "pairs", "terms"))
     )
@@ -149,7 +157,7 @@ def _open_rows(plan: SlicePlan, step: int | None, job: PackJob) -> list[int]:
 
 
 def _merge(plans: Sequence[SlicePlan], places: list[tuple[int, int]], job: PackJob) -> list[_JoinedRow]:
-    """Merge open rows by their sizes; return those that consist of several."""
+    """Merge open rows by their sizes; return the rows that consist of several."""
     if not places:
         return []
     alone = [(place,) for place in places]
@@ -166,7 +174,9 @@ def _sizes_of_joins(plans: Sequence[SlicePlan], rows: Sequence[_JoinedRow]) -> R
     for join in rows:
         size: Counter[str] = Counter()
         for number, row in join:
-            of = plans[number]
-            size.update(tokens=int(of.row_tokens[row]), pairs=int(of.row_pairs[row]), terms=int(of.row_terms[row]))
+            plan = plans[number]
+            size.update(
+                tokens=int(plan.row_tokens[row]), pairs=int(plan.row_pairs[row]), terms=int(plan.row_terms[row])
+            )
         sums.append(size)
     return RowSizes(*(np.array([size[name] for size in sums], np.int64) for name in ("tokens", "pairs", "terms")))

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from treepack.cluster.trie_slices import TrieSlice, read_slice
 from treepack.columns import SpanView, num_trained, text_codes
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath
+from treepack.files.remote.address import AnyPath
 from treepack.pack.capacity import NO_TOKEN_WITHIN, TOO_LONG_DROPPED, fit_capacity
 from treepack.pack.leaf_weights import weigh_leaves
 from treepack.pack.options import PackOptions
@@ -28,7 +29,6 @@ from treepack.pack.plan.unions import RowSizes
 from treepack.pack.weights import has_weights, times_trained, trained_weights
 from treepack.trajectory import Int32, Int64
 from treepack.trie.store.row_groups import OPTIONAL
-from treepack.trie.store.slices import TrieSlice, read_slice
 from treepack.trie.trie import Trie
 
 
@@ -57,7 +57,7 @@ _GROUPS = pa.schema([("step", pa.int64()), ("group_id", pa.string()), ("weight",
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """Facts about the plan of a slice, for the other slices and the manifest.
+    """Facts about the plan of a slice that other slices and the manifest need.
 
     Attributes:
         counts: trajectories that were dropped, left out or truncated.

@@ -1,4 +1,4 @@
-"""The other stages of packing by slices: lay out the rows of a slice, and rows whose pieces are in several slices.
+"""The later stages of packing by slices: write the rows of a slice, and rows that join open rows of several slices.
 
 TrieSlice, its plan --write_slice--> parts of the output     kept: open rows, whose rest is in other slices
 open rows --exchange--> --write_joined--> parts of the output
@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from treepack.cluster.slice_plan import PackJob, fitted_slice, group_numbers, shared_nodes
+from treepack.cluster.trie_slices import TrieSlice
 from treepack.files.task_output import TaskOutput
 from treepack.pack.child_order import tile_counts
 from treepack.pack.files import WrittenRows, row_of_table, write_rows
@@ -25,7 +26,6 @@ from treepack.pack.row_group import RowGroup, packed_columns
 from treepack.pack.rows import pack_rows
 from treepack.pack.weights import WholeTrie, times_trained
 from treepack.trajectory import Float64, Int32, Int64
-from treepack.trie.store.slices import TrieSlice
 from treepack.trie.trie import Trie
 
 UNORDERED = "unordered_end"
@@ -43,8 +43,8 @@ class SliceFacts:
         groups: `step`, `group_id` and `weight` of each group of the slice, summed over all slices; only for normalize
             "group".
         times_trained: as `SlicePlan.times_trained`, summed over all slices.
-        first_row: number of rows before those of the slice.
-        first_part: number of parts before those of the slice.
+        first_row: number of rows before the slice.
+        first_part: number of parts before the slice.
         open_rows: rows of the slice, ascending, that are joined with rows of other slices.
     """
 
@@ -135,7 +135,7 @@ def _all_times_trained(trie: Trie, part: TrieSlice, job: PackJob, facts: SliceFa
 
 
 def range_of_open_rows(table: pa.Table, row_ids: Int64, ranges: Int64) -> Int64:
-    """Return the range of each open row of `table`; `row_ids` ascending int64 are those of all open rows."""
+    """Return the range of each open row of `table`; `row_ids` ascending int64 are the ids of all open rows."""
     at: Int64 = np.searchsorted(row_ids, table["row_id"].to_numpy())
     return np.asarray(ranges[at], np.int64)
 

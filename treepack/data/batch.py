@@ -113,9 +113,9 @@ class Batch:
 
     input_ids, position_ids and parent are int64 [T]; subtree_end and scale int32 [T]; loss_weight float64 [T];
     trajectory_ends int64 [num_trajectories]. `routes` [T, layers, k] are recorded experts to be replayed
-    (`model.experts.replay`), uint8 with k times 255 where none was recorded, or int16 with -1; or None. `tokens_flat`
+    (`model.experts.replay`), uint8 with k times 255 if none was recorded, or int16 with -1; or None. `tokens_flat`
     is the total length of the trajectories, with each shared token counted once for every trajectory through it.
-    `edges` are those of joined rows, None for one row.
+    `edges` are set for joined rows, and None for one row.
     """
 
     row_id: int
@@ -274,7 +274,7 @@ def scored_tokens(
 ) -> tuple[Int64, Int32, Float32 | Float64 | None]:
     """Return `tokens`, `index` and `temperature` of `TermTensors` for the terms of a row of `length` tokens.
 
-    `token` [N] and `temperature` [N] are those of each term; the result has the dtype of `temperature`.
+    `token` [N] and `temperature` [N] have a value for each term; the result has the dtype of `temperature`.
     """
     temperatures = None if temperature is None else np.unique(temperature)  # ascending, NaN once, last
     if temperature is not None and temperatures is not None and len(temperatures) > 1:

@@ -50,7 +50,7 @@ def cut_blocks(blocks: int, owners: Int64) -> Int64:
 
     Args:
         blocks: number of blocks.
-        owners: int64 [n], ascending: the directory of each row. Each directory is cut by itself, so that a block has
+        owners: int64 [n], ascending: the directory of each row. Each directory is cut alone, so that a block has
             its share of each of them.
     """
     order, used, parts = turns(blocks), 0, [np.zeros(0, np.int64)]

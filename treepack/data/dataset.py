@@ -8,10 +8,10 @@ total weight of an optimiser step is available before the first row of the step 
 row group at a time, when a row needs them.
 
 A local part is checked by its sha256. For a remote part the constructor checks the size, and reads footers and scalar
-columns by range, once for all processes of a machine (`data.machine_tables`). `data.part_cache` then downloads the
-parts whose rows come next, and checks their hashes; rows of other parts are read by range. Each Parquet page is checked
-by its own checksum when it is read. Files are read in `data.part_reader`, the order of an epoch is in `data.epochs` and
-`data.blocks`, filesystems are in `files.location`.
+columns by range, once for all processes of a machine (`data.machine_tables`). `files.remote.part_copies` then downloads
+the parts whose rows come next, and checks their hashes; rows of other parts are read by range. Each Parquet page is
+checked by its own checksum when it is read. `data.part_reader` reads the files. `data.epochs` and `data.blocks` make
+the order of an epoch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from treepack.data.batch import Batch, empty_batch, make_batch
 from treepack.data.blocks import BALANCED, is_balanced
 from treepack.data.epochs import block_of_rows, epoch_order, epoch_rounds, file_order
 from treepack.data.machine_tables import MachineTables
-from treepack.data.part_cache import PartCache
 from treepack.data.part_reader import PartReader, StoredGroup
 from treepack.errors import TreepackError
-from treepack.files.location import locate
 from treepack.files.manifest import read_manifest
+from treepack.files.remote.location import locate
+from treepack.files.remote.part_copies import PartCopies
 from treepack.files.schema import PACKED_FORMAT, ROUTES, ROWS, TERMS
 from treepack.pack.files import row_of_table
 from treepack.trajectory import Int64
@@ -143,7 +143,7 @@ class PackedDataset(Dataset[Batch]):
         self._cached_bytes = 0
         copies = None
         if not location.is_local and cache_bytes != 0:
-            copies = PartCache(cache, cache_bytes, location, self.manifest["files"])
+            copies = PartCopies(cache, cache_bytes, location, self.manifest["files"])
         # For a process that keeps no copies, no tables either.
         self._tables = MachineTables(
             None if copies is None else copies.folder.parent / "tables", self.manifest["sha256"]

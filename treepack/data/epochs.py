@@ -41,7 +41,7 @@ def epoch_order(
         rows: indices of the rows to order, ascending.
         seed: not negative.
         epoch: counted from 0; each epoch has its own order.
-        blocks: number of blocks into which the rows of each step are cut; each is shuffled by itself.
+        blocks: number of blocks into which the rows of each step are cut; each is shuffled alone.
         owners: the directory of every row of the dataset, ascending; None for one directory.
     """
     generator = np.random.default_rng([seed, epoch])
@@ -67,7 +67,7 @@ def block_of_rows(
 ) -> Int64:
     """Return the block of every row of the dataset, int64 [num_rows], -1 for others than `rows`.
 
-    The arguments are those of `epoch_order`. A row has the same block in every epoch.
+    For the arguments see `epoch_order`. A row has the same block in every epoch.
     """
     block_of = np.full(len(steps), -1, np.int64)
     for part in steps_of_rows(steps, rows):
@@ -101,7 +101,7 @@ def epoch_rounds(parts: Sequence[Int64], world: int, *, done: int = 0, blocks: i
         padding = np.full(-len(remaining) % world, -1, np.int64)
         table = np.concatenate([remaining, padding]).reshape(-1, world)
         if blocks > 1:
-            # Padding is sorted too, at the places of the missing rows, so that it takes no rank of another block.
+            # Padding is sorted too, at the places of the missing rows, so that it takes no rank of other blocks.
             places = first + np.arange(table.size).reshape(-1, world)
             table = np.take_along_axis(table, by_block(places, blocks), axis=1)
         tables.append(table)

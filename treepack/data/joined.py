@@ -2,8 +2,8 @@
 
     [Batch, ...] --join_rows--> Batch with `edges`     terms_of_row(batch, i) -> the terms of row i alone
 
-A row is a forest, and so are several rows: no token sees a token of another row, so the joined batch has the numbers of
-its rows. `edges` says where the rows begin, so that losses are known row by row.
+A row is a forest, and so are several rows: no token sees a token of other rows, so the joined batch has the numbers of
+its rows. `edges` are the starts of the rows, so that losses are known row by row.
 
     rows of 3 and 2 tokens    parent -1 0 0 | -1 0  ->  -1 0 0 -1 3      subtree_end 3 2 3 | 2 2  ->  3 2 3 5 5
 """
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from treepack.data.batch import PER_TERM, Batch, RowEdges, TermTensors, empty_batch, is_route_recorded, missing_expert
-from treepack.errors import TreepackError
 
 # A pass of so many tokens keeps an H100 busy longer than the processor needs for its launches, for models from 0.6
 # billion weights on. On a CPU, where launches cost nothing beside the products and attention is dense, rows stay alone.
@@ -35,21 +34,11 @@ def usual_pass(device: torch.device) -> int:
     return GPU_PASS if device.type == "cuda" else CPU_PASS
 
 
-def check_pass_tokens(pass_tokens: int | str) -> None:
-    """Refuse another value than a positive number of tokens or "auto".
-
-    Raises:
-        TreepackError: with the value.
-    """
-    if pass_tokens != "auto" and not (isinstance(pass_tokens, int) and pass_tokens >= 1):
-        raise TreepackError(f"pass_tokens is {pass_tokens!r}; expected a number of tokens of at least 1, or auto")
-
-
 def join_rows(batches: Sequence[Batch], *, multiple: int = 1) -> Batch:
     """Return rows, at least one, as one batch, padded to a multiple of `multiple` tokens.
 
     The rows must have the same columns of terms. Their own padding is left out. Groups of different rows stay apart,
-    as they are when each row is computed alone. `row_id` and `step` are those of the first row.
+    as they are when each row is computed alone. `row_id` and `step` come from the first row.
     """
     if len(batches) == 1 and len(batches[0].input_ids) % multiple == 0:
         return batches[0]
@@ -121,7 +110,7 @@ def _edges(batches: Sequence[Batch], sizes: list[int]) -> RowEdges:
 def concatenate_terms(rows: Sequence[TermTensors], lengths: Sequence[int]) -> TermTensors:
     """Concatenate the terms of rows of `lengths` tokens; omit a column that a row with terms lacks.
 
-    Temperatures are not omitted if a row has some: those of the other rows are missing, NaN.
+    Temperatures are not omitted if a row has some: the other rows have NaN, for missing.
     """
     if any(terms.temperature is not None for terms in rows):
         missing = [torch.full_like(terms.tokens, torch.nan, dtype=torch.float32) for terms in rows]
@@ -139,7 +128,7 @@ def concatenate_terms(rows: Sequence[TermTensors], lengths: Sequence[int]) -> Te
             if values is None:
                 columns[name] = None  # stays None for the rows after this one
             elif column is not None:
-                # -1 of `rollout` is no index.
+                # -1 of `rollout` is not an index.
                 column.append(_shifted(values, shift[name]) if name in shift else values)
         shift["tokens"] += length
         shift["index"] += len(terms.tokens)
@@ -153,7 +142,7 @@ def concatenate_terms(rows: Sequence[TermTensors], lengths: Sequence[int]) -> Te
 
 
 def terms_of_row(terms: TermTensors, edges: RowEdges, i: int) -> TermTensors:
-    """Return the terms of row i of a joined batch, as they were before; `tokens` stay those of the batch."""
+    """Return the terms of row i of a joined batch, as they were before; `tokens` stay places in the batch."""
     scored, owners, own = (slice(each[i], each[i + 1]) for each in (edges.scored, edges.trajectories, edges.terms))
     columns: dict[str, Tensor | None] = {field.name: getattr(terms, field.name) for field in fields(terms)}
     per = dict.fromkeys(PER_TERM, own) | dict.fromkeys(("tokens", "temperature"), scored)
@@ -168,7 +157,7 @@ def terms_of_row(terms: TermTensors, edges: RowEdges, i: int) -> TermTensors:
 
 
 def concatenate_routes(batches: Sequence[Batch], sizes: Sequence[int], length: int) -> Tensor | None:
-    """Return the recorded experts of `length` tokens: those of the first `sizes` tokens of each row, then none.
+    """Return recorded experts of `length` tokens: first of `sizes` tokens of each row, then none.
 
     Rows without recorded experts have none; if no row has some, the result is None.
     """

@@ -5,12 +5,11 @@
 
 KEY is the hash of the directory's manifest, so a table belongs to one content, at any address. A table is whole or
 absent, and stays for the next run: a run that starts again reads nothing from the store. If it cannot be written, each
-process has its own. The tables of the directories that were used least recently are removed.
+process has its own. The tables of the directories with the oldest use are removed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -20,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+
+from treepack.files.remote.cache_room import open_locked
 
 _MAX_TABLES = 64  # about 40 bytes per row of the directory
 _DIGEST = hashlib.sha256().digest_size
@@ -100,16 +101,10 @@ def _write(path: Path, table: pa.Table) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """Wait for the lock of `path`, and return its descriptor; None if the file system has no locks."""
+    """Wait for the lock of `path`, and return its descriptor; None if the folder cannot be written."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
-            os.close(descriptor)
-            raise
-        return descriptor
+        return open_locked(path, wait=True)
     return None
 
 
@@ -120,7 +115,7 @@ def _remove_partial(path: Path) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove the tables that were used least recently."""
+    """Remove the tables with the oldest use."""
     tables = sorted(folder.glob("*.arrow"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in tables[_MAX_TABLES:]:
         path.unlink(missing_ok=True)

@@ -101,7 +101,7 @@ def read_pass(dataset: AnyDataset, rows: Sequence[int]) -> Batch:
 
 
 def _announced(dataset: AnyDataset, passes: Iterable[Sequence[int]]) -> Iterator[Sequence[int]]:
-    """Yield `passes`, after the dataset got to know their rows and the rows that follow."""
+    """Yield `passes`, after the dataset got the numbers of their rows and of the rows that follow."""
     iterator = iter(passes)
     block = tuple(itertools.islice(iterator, AHEAD_ROWS // 2))
     while block:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. From the CPU to a GPU the copy waits its turn behind earlier work, and we do not."""
+    """Return a tensor on a device. A copy to a GPU waits for earlier work there; this thread does not wait."""
     if values.device == device:
         return values
     if values.device.type == "cpu" and device.type == "cuda":

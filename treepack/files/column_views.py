@@ -74,7 +74,7 @@ class _ListChunk:
 
 
 class FilledView(Sequence[NDArray[Any] | None]):
-    """The rows of `lists`; for a row without a list, its number in `scalars` as an array without dimensions."""
+    """The rows of `lists`; a row without a list is its number in `scalars`, as an array without dimensions."""
 
     def __init__(self, lists: ListView | NoValues, scalars: pa.ChunkedArray, dtype: type[np.floating]) -> None:
         """View both columns; `scalars` become `dtype`."""

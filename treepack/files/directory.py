@@ -14,7 +14,7 @@ A run that is killed leaves no `out`, or the old one, and a hidden sibling that 
 
 The first number is that of this machine since its last start, the second is random. While a process has the lock of
 `out`, no other process on this machine writes it, in any container. Locks between machines depend on the file system,
-so the remains of another machine are removed a day after their last change.
+so the remains of other machines are removed a day after their last change.
 
 An output may also be an address in an object store, see `files.remote.remote_output`: `temporary` is then in TMPDIR,
 and is uploaded at the end.
@@ -34,8 +34,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath, RemotePath, as_output, as_path
 from treepack.files.lock import lock
+from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import borrowed_copy
 from treepack.files.remote.object_store import ExistsError
 from treepack.files.remote.remote_output import is_own_prefix, observed, output_state, remote_directory, remote_file
@@ -59,7 +59,7 @@ def finished_directory(out: AnyPath, *, overwrite: bool = False) -> Iterator[Pat
             fails.
     """
     out = as_output(out)
-    if isinstance(out, RemotePath):
+    if not isinstance(out, Path):
         with observed(out):
             refuse_existing(out, overwrite=overwrite)
             with remote_directory(out) as temporary:
@@ -87,7 +87,7 @@ def finished_file(out: AnyPath, *, overwrite: bool, option: str = "--out") -> It
             the store fails.
     """
     out = as_output(out, option=option)
-    if isinstance(out, RemotePath):
+    if not isinstance(out, Path):
         try:
             with remote_file(out, overwrite=overwrite) as temporary:
                 yield temporary
@@ -125,7 +125,7 @@ def _temporary(out: Path, option: str) -> Iterator[tuple[Path, Path]]:
 
 def exists(out: AnyPath) -> bool:
     """Return True if there is a file or directory `out`, or an object of this address."""
-    return output_state(out).file is not None if isinstance(out, RemotePath) else out.exists()
+    return out.exists() if isinstance(out, Path) else output_state(out).file is not None
 
 
 def is_hidden_output(name: str) -> bool:
@@ -198,7 +198,7 @@ def _state(out: AnyPath, is_own_file: Callable[[Path], bool] | None, option: str
     Raises:
         TreepackError: `out` is a directory in the place of a file.
     """
-    if isinstance(out, RemotePath):
+    if not isinstance(out, Path):
         state = output_state(out)
         if is_own_file is None:
             return bool(state.file or state.records or state.foreign), lambda: is_own_prefix(out, state)
@@ -209,21 +209,21 @@ def _state(out: AnyPath, is_own_file: Callable[[Path], bool] | None, option: str
     return exists, lambda: (is_own_file or is_own_directory)(out)
 
 
-def _is_own_object(out: RemotePath, is_own_file: Callable[[Path], bool]) -> bool:
+def _is_own_object(out: AnyPath, is_own_file: Callable[[Path], bool]) -> bool:
     with borrowed_copy(out) as local:
         return is_own_file(local)
 
 
 def _is_own(path: AnyPath) -> bool:
-    return is_own_prefix(path, output_state(path)) if isinstance(path, RemotePath) else is_own_directory(path)
+    return is_own_directory(path) if isinstance(path, Path) else is_own_prefix(path, output_state(path))
 
 
 def is_inside(path: AnyPath, folder: AnyPath) -> bool:
-    """Return True if `path` is `folder` or lies in it; both are on this machine, or both are addresses."""
-    if isinstance(path, RemotePath) or isinstance(folder, RemotePath):
-        return isinstance(path, RemotePath) and isinstance(folder, RemotePath) and path.is_relative_to(folder)
-    # Path.resolve raises on a link to itself; reading that link gives a better message.
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+    """Return True if `path` is `folder` or inside it; both are on this machine, or both are addresses."""
+    if isinstance(path, Path) and isinstance(folder, Path):
+        # Path.resolve raises on a link to itself; reading that link gives a better message.
+        return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+    return not isinstance(path, Path) and not isinstance(folder, Path) and path.is_relative_to(folder)
 
 
 def _swap(temporary: Path, out: Path) -> None:

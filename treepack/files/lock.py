@@ -26,7 +26,8 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath, RemotePath, as_output
+from treepack.files.remote.address import AnyPath, as_output
+from treepack.files.remote.cache_room import is_at
 from treepack.files.remote.remote_output import observed
 
 # Errors of file systems without flock; NFS raises EBADF for the lock of a directory.
@@ -57,7 +58,7 @@ def lock(out: AnyPath, *, option: str = "--out") -> Iterator[bool]:
         TreepackError: another process holds the lock, its folder cannot be written, or its store cannot be reached.
     """
     out = as_output(out, option=option)
-    if isinstance(out, RemotePath):
+    if not isinstance(out, Path):
         with observed(out):
             yield False
         return
@@ -108,7 +109,7 @@ def _acquire(file: Path, out: Path, option: str) -> int | None:
             with suppress(OSError):
                 file.unlink()
             return None
-        if _is_at(descriptor, file) or _is_at(descriptor, out):
+        if is_at(descriptor, file) or is_at(descriptor, out):
             _write_owner(descriptor)
             return descriptor
         os.close(descriptor)  # the owner before has removed the file since it was opened
@@ -130,19 +131,11 @@ def _open(file: Path, out: Path) -> int:
 def _release(descriptor: int, file: Path) -> None:
     """Remove the lock file and end the lock."""
     with suppress(OSError):
-        if _is_at(descriptor, file):
-            file.unlink()  # before the lock ends, so that nobody can have taken it
+        if is_at(descriptor, file):
+            file.unlink()  # before the lock ends, so that no other process has it yet
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may still have the descriptor, and with it the lock
     os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Return True if the open file is still the one with the name `path`."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
-    except FileNotFoundError:
-        return False
 
 
 def _write_owner(descriptor: int) -> None:

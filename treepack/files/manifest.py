@@ -23,11 +23,11 @@ from typing import Any, NotRequired, TypedDict, cast
 from treepack import __version__
 from treepack.errors import TreepackError, quoted_value
 from treepack.files import schema
-from treepack.files.address import AnyPath
 from treepack.files.directory import MANIFEST
-from treepack.files.location import DirectoryLocation, locate
 from treepack.files.manifest_values import check_values
+from treepack.files.remote.address import AnyPath
 from treepack.files.remote.cache import addresses_in
+from treepack.files.remote.location import DirectoryLocation, locate
 
 
 class FileEntry(TypedDict):
@@ -370,7 +370,7 @@ def _refuse_replaced(directory: DirectoryLocation, entry: FileEntry) -> None:
     except (TreepackError, ValueError, KeyError, TypeError, RecursionError):
         return  # damaged, which the caller reports
     facts = {"name": entry["name"], "bytes": entry["bytes"]}
-    if entry["sha256"]:  # a slice of a trie knows no hashes
+    if entry["sha256"]:  # a slice of a trie has no hashes
         facts["sha256"] = entry["sha256"]
     if not any(isinstance(each, dict) and facts.items() <= each.items() for each in entries):
         raise TreepackError(f"{directory}: was replaced by another command while it was read; run the command again")

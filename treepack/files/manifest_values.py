@@ -75,7 +75,7 @@ def _one_of(*names: str) -> Callable[[Any], bool]:
     return lambda value: value in names
 
 
-_COUNTED = ("num_", "tokens_", "tiles_", "lower_bound")  # totals whose names begin so are no ratios
+_COUNTED = ("num_", "tokens_", "tiles_", "lower_bound")  # names of totals that are not ratios begin so
 
 # Entries of any manifest, and options that later commands read.
 _VALUES: dict[str, Callable[[Any], bool]] = {

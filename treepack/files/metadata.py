@@ -14,7 +14,7 @@ def parse_metadata(text: str, where: str) -> dict[str, Any]:
     """Return the JSON object `text`; `where` names the trajectory.
 
     Raises:
-        TreepackError: it is no JSON object.
+        TreepackError: it is not a JSON object.
     """
     try:
         try:

@@ -31,7 +31,7 @@ PART_TOKENS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class ColumnEncoding:
-    """How a Parquet file stores its columns; every reader of Parquet knows these encodings.
+    """The encodings of the columns of a Parquet file; every reader of Parquet supports them.
 
     Attributes:
         level: level of zstd, of all columns that `levels` does not name.
@@ -193,7 +193,7 @@ class OpenPart:
 
 
 def open_part(directory: Path, entry: FileEntry, columns: pa.Schema) -> OpenPart:
-    """Open a part after checking its size, its hash and the types of those of `columns` that it has.
+    """Open a part after checking its size, its hash and the types of the `columns` that it has.
 
     Raises:
         TreepackError: the part is missing, damaged, or no Parquet file; or a column has another type.

@@ -3,7 +3,7 @@
     with finished_directory(out) as temporary:            the command
         output = TaskOutput.of(temporary)                 picklable
             with output.folder() as folder:               a task, on any machine
-                writer = PartWriter(folder, ...)          its entries are those of the manifest
+                writer = PartWriter(folder, ...)          its entries are for the manifest
         check_visible(temporary, entries of all tasks)
         write_manifest(temporary, ...)
 
@@ -70,7 +70,7 @@ def check_visible(temporary: Path, entries: Sequence[FileEntry]) -> None:
     """Check that this machine sees the parts of `entries`; remove the folders that killed tasks have left.
 
     Raises:
-        TreepackError: a part is missing, because a task wrote it to a folder of another machine.
+        TreepackError: a part is missing, because a task wrote it to a folder that this machine does not see.
     """
     for remains in temporary.glob(f"{_PREFIX}*"):
         shutil.rmtree(remains, ignore_errors=True)

@@ -49,8 +49,8 @@ def trajectories_from_arrays(
         group_ids: the prompt or task of each trajectory (GRPO's group). By default, equal prompts are one group.
         rewards: reward of each trajectory.
         advantages: advantage of each trajectory, or one per token, [num_tokens].
-        sampling_logprobs, old_logprobs, ref_logprobs: log-probability of each token, [num_tokens]; only those of
-            trained tokens are kept.
+        sampling_logprobs, old_logprobs, ref_logprobs: log-probability of each token, [num_tokens]; only
+            trained tokens keep them.
         temperatures: temperature of the sampler for each trajectory, or one per token, [num_tokens].
         routes: experts that the sampler's routers chose, [n, layers, k] with n <= num_tokens; see `as_routes`.
 

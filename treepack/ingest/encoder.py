@@ -97,7 +97,7 @@ class Encoder:
         if (special := self._special.get(stretch)) is not None:
             return special
         if (cached := self._cache.get(stretch)) is not None:
-            self._cache.move_to_end(stretch)  # the least recently used stretch stays first
+            self._cache.move_to_end(stretch)  # the stretch with the oldest use stays first
             return cached
         ids = np.array(_encoded(self._backend, [stretch])[0], np.int32)
         self._cache[stretch] = ids

@@ -7,7 +7,7 @@
     added_tokens.json
     config.json                    the type of the model, by which transformers chooses a class (`tokenizer_classes`)
 
-Ids, special tokens, templates and fingerprint equal those of `transformers.AutoTokenizer`, with which the tests compare
+Ids, special tokens, templates and fingerprint are as in `transformers.AutoTokenizer`, with which the tests compare
 them. `read_folder` returns None for everything that may differ; then transformers reads the folder.
 """
 

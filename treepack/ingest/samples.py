@@ -79,7 +79,7 @@ def _in_rollout(item: Trajectory, num_samples: int) -> Trajectory:
     """Return `item` with the rollout of its samples, and the part of the first one."""
     if item.rollout_id is None:
         return item if num_samples == 1 else replace(item, rollout_id=item.trajectory_id, rollout_part=0)
-    # One of several chains of calls, in two samples: part 3 -> parts 3,000,000 and 3,000,001, before those of part 4.
+    # One of several chains of calls, in two samples: part 3 -> parts 3,000,000 and 3,000,001, before part 4.
     assert item.rollout_part is not None
     return replace(item, rollout_part=item.rollout_part * MAX_INSIDE)
 

@@ -42,7 +42,7 @@ def read(
         TreepackError: bad input; text without a tokenizer.
     """
     parts, job = parts_and_job(inputs, options, tokenizer, input_hash)
-    for trajectories in in_order(_ReadWork, job, parts, workers=options.workers, min_pieces=_min_parts(job)):
+    for trajectories in in_order(_ReadWork, job, parts, workers=options.workers, min_tasks=_min_parts(job)):
         yield from trajectories
 
 

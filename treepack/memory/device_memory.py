@@ -43,3 +43,13 @@ def gpu_meter(device: torch.device) -> MemoryMeter:
         lambda: torch.cuda.max_memory_allocated(device),
         lambda: torch.cuda.reset_peak_memory_stats(device),
     )
+
+
+def update_bytes(model: Any, *, state_bytes: int) -> int:
+    """Return the bytes of gradients and of an optimiser's states, of `state_bytes` per trained weight, on this rank."""
+    total: int = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            total += own.numel() * ((own.element_size() if parameter.grad is None else 0) + state_bytes)
+    return total

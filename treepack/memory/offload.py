@@ -39,13 +39,13 @@ class LayerOffload:
         self.device = device
         self.pages = PagePool(pinned=device.type == "cuda") if pages is None else pages
         self.copies = copies or copies_of(device)
-        self._layer = _Layer(None)
+        self._layer = _LayerTensors(None)
         # Tensors that are still on the device. Weak, because an unused one must give its pages back.
         self._staying: deque[weakref.ref[OffloadedTensor]] = deque()
 
     def next_layer(self) -> None:
         """Begin the tensors of the next layer of a forward pass."""
-        self._layer = _Layer(self._layer)
+        self._layer = _LayerTensors(self._layer)
 
     def put(self, tensor: Tensor) -> OffloadedTensor:
         """Start to copy a tensor to host memory; it must not be written from now on."""
@@ -83,7 +83,7 @@ class OffloadedTensor:
     error.
     """
 
-    def __init__(self, offload: LayerOffload, layer: _Layer, tensor: Tensor) -> None:
+    def __init__(self, offload: LayerOffload, layer: _LayerTensors, tensor: Tensor) -> None:
         """Start the copy; see `LayerOffload.put`."""
         self._offload, self._layer = offload, layer
         # Dimensions by descending stride, so that the bytes are in the order of the memory, without gaps:
@@ -132,13 +132,13 @@ class OffloadedTensor:
             self._offload.pages.give(pages)
 
 
-class _Layer:
+class _LayerTensors:
     """The offloaded tensors of one layer, and a weak reference to the layer before it."""
 
-    def __init__(self, before: _Layer | None) -> None:
+    def __init__(self, before: _LayerTensors | None) -> None:
         self.tensors: list[weakref.ref[OffloadedTensor]] = []
         # A layer lives as long as its tensors.
-        self.before: Callable[[], _Layer | None] = (lambda: None) if before is None else weakref.ref(before)
+        self.before: Callable[[], _LayerTensors | None] = (lambda: None) if before is None else weakref.ref(before)
         # Number of tensors of the layer before it, which the next tensors of this one replace on the device.
         self.size = 0 if before is None else len(before.tensors)
 

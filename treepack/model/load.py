@@ -32,8 +32,9 @@ from treepack.files.remote.hub import is_offline, load_fault
 from treepack.model.accept.compatibility import check_config
 from treepack.model.accept.first_batch import mark_checked
 from treepack.model.accept.probe import probe
-from treepack.model.adapters.adapter import LoraOptions, assign, base_of, put_adapter
+from treepack.model.adapters.adapter import assign, base_of, put_adapter
 from treepack.model.adapters.four_bits import quantization
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.dropout import disable_dropout
 from treepack.model.experts.interface import implementation_of
 from treepack.model.foreign_errors import translate_errors

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.files.address import READ_ONLY, RemotePath, as_path, is_address
 from treepack.files.directory import RUN
 from treepack.files.remote import object_store
+from treepack.files.remote.address import READ_ONLY, as_path, is_address
 from treepack.files.remote.cache import copies_below, local_copy
 
 _FINISHED = "train.json"
@@ -24,7 +24,7 @@ def local_source(source: str | Path) -> str:
         TreepackError: there is no model, or a training run that is not complete, or the store fails.
     """
     path = as_path(source) if is_address(str(source)) else None
-    if not isinstance(path, RemotePath) or path.scheme in READ_ONLY:
+    if path is None or isinstance(path, Path) or path.scheme in READ_ONLY:
         return str(source) if path is None else str(path)
     if path.suffix == ".json":
         return str(local_copy(path))

@@ -71,7 +71,7 @@ def batch_statistics(
         TreepackError: as `batch_logprobs`; at a second backward pass; or for several rows under DeepSpeed with
             `recompute`.
     """
-    run = _Run(model, batch, options, agree_on_rows(model, len(batch.rows)), find_replicas(model))
+    run = _BatchRun(model, batch, options, agree_on_rows(model, len(batch.rows)), find_replicas(model))
     has_graph = torch.is_grad_enabled() and any(each.requires_grad for each in model.parameters())
     if not has_graph or not options.recompute or run.num_rows == 1:
         logprobs, entropies = _columns([run.values(i) for i in range(run.num_rows)])
@@ -116,7 +116,7 @@ def row_statistics(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _BatchRun:
     """A pass of a model over a batch, which the backward pass repeats for some rows."""
 
     model: nn.Module
@@ -133,7 +133,7 @@ class _RowByRow(torch.autograd.Function):
     """The values of all rows, one after the other; see the top of this file."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, run: _Run) -> tuple[Tensor, Tensor | None, list[int]]:
+    def forward(ctx: Any, leaf: Tensor, run: _BatchRun) -> tuple[Tensor, Tensor | None, list[int]]:
         ctx.set_materialize_grads(False)
         ctx.run = run
         ctx.autocast = _autocast_state(run.batch.places.device.type)
@@ -152,7 +152,7 @@ class _RowByRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        run: _Run = ctx.run
+        run: _BatchRun = ctx.run
         if ctx.kept is None:
             raise TreepackError(
                 "batch_statistics: backward ran a second time, but the graph was freed by the first one; call it again "

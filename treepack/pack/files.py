@@ -23,10 +23,10 @@ import pyarrow.compute as pc
 
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.address import AnyPath, as_path
 from treepack.files.background import BackgroundThread
 from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.parts import PART_TOKENS, ColumnEncoding, PartWriter, open_part
+from treepack.files.remote.address import AnyPath, as_path
 from treepack.files.remote.cache import local_copy
 from treepack.files.routes import route_array
 from treepack.files.task_output import TaskOutput

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from treepack.files.address import AnyPath
 from treepack.files.directory import finished_file
+from treepack.files.remote.address import AnyPath
 from treepack.report.charts import ReportChart, Spec, charts, renderer
 from treepack.report.contents import PageContents
 from treepack.report.figures import ReportFigures, ReportSubject

@@ -19,10 +19,10 @@ from treepack.analysis.origin import local_paths, manifest_of, origin_of, read_o
 from treepack.costs.model_cost import read_shape
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.address import AnyPath, as_output
 from treepack.files.directory import finished_file, refuse_existing
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest
+from treepack.files.remote.address import AnyPath, as_output
 from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
 from treepack.ingest.tokenization import fingerprint, read_tokenizer

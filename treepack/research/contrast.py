@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from treepack.files.address import AnyPath
+from treepack.files.remote.address import AnyPath
 from treepack.research.trace.predictions import correlations, read_predictions
 from treepack.research.trace.targets import anchors, binary_rewards, effective_ratios
 from treepack.rl.leaf_weights import leaf_weights

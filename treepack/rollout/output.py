@@ -23,9 +23,9 @@ import numpy as np
 import orjson
 
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath, RemotePath, as_output
 from treepack.files.directory import finished_file
 from treepack.files.lock import lock
+from treepack.files.remote.address import AnyPath, as_output
 from treepack.rollout.query import Query
 from treepack.rollout.records import name_of_query
 from treepack.rollout.servers.dialects import checked_ids
@@ -84,7 +84,7 @@ def check_output(out: str | AnyPath, *, resume: bool) -> Path:
         TreepackError: an address, a Parquet name, a directory, or a file that exists without `resume`.
     """
     path = as_output(out)
-    if isinstance(path, RemotePath):
+    if not isinstance(path, Path):
         raise TreepackError(
             f"{path}: rollouts are appended while they are sampled, which a store cannot do; give a file on this "
             "machine, and copy it afterwards"

@@ -22,7 +22,7 @@ import numpy as np
 import orjson
 
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath
+from treepack.files.remote.address import AnyPath
 from treepack.ingest.readers.fields import token_fields as tf
 from treepack.ingest.readers.fields.rollout_facts import GROUPS, UNTRAINED_PREFIX, group_of
 from treepack.ingest.readers.files.record_files import read_records

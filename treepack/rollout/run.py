@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath
+from treepack.files.remote.address import AnyPath
 from treepack.processes import Progress, ReportProgress
 from treepack.rollout.engine import Engine, Sampling, Segment
 from treepack.rollout.episode import Episode, SingleTurn

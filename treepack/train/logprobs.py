@@ -11,7 +11,6 @@ in pieces, and each token of them still runs once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -27,73 +26,24 @@ from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.carry.refusal import check_carry
 from treepack.data.batch import make_batch, names_of
 from treepack.data.dataset import PackedDataset
-from treepack.data.joined import check_pass_tokens, consecutive, join_rows, usual_pass
+from treepack.data.joined import consecutive, join_rows, usual_pass
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
 from treepack.memory.device_memory import free_memory
 from treepack.memory.shortage import LOADING, memory_errors
-from treepack.model.accept.compatibility import check_fits, position_limit
-from treepack.model.adapters.adapter import LoraOptions
-from treepack.model.head.token_loss import CHUNK, filled_temperature
+from treepack.model.adapters.lora_options import LoraOptions
+from treepack.model.head.token_loss import filled_temperature
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.objective import GREEDY
 from treepack.model.objectives.temperature import refuse_temperatures, temperature_of_terms
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
-from treepack.train.ranks import find_device, find_dtype
-from treepack.train.setup.opening import check_attention
+from treepack.train.scoring_options import ScoreOptions
+from treepack.train.setup.compute import choose_compute
+from treepack.train.setup.run_model import check_rows_fit
 from treepack.trajectory import Float64
 
 _SMALLER = "--dtype bf16, a smaller --loss-chunk, or rows packed with a smaller --capacity"
-
-# Tokens of a piece with `carry` "auto". Longer ones are not faster: without gradients each token runs once in any case.
-AUTO_PIECE = 8192
-COLUMNS = ("old", "ref")  # the columns term_old_logprob and term_ref_logprob
-
-
-@dataclass(frozen=True)
-class ScoreOptions:
-    """The columns to write and options of the model."""
-
-    column: str = "old"  # "old": the denominator of ratios in `train --loss`; "ref": the reference of KL and dpo
-    entropies: bool = False  # write the column term_entropy too
-    quantize: str | None = None  # rounds the model, as in `LoraOptions`
-    # Columns are about softmax(logits / temperature), at the temperatures of the data, and at this one for terms
-    # without a temperature; 1 if None.
-    temperature: float | None = None
-    ignore_temperature: bool = False  # compute all terms at 1, which dpo needs
-    carry: int | str | None = None  # longer rows run in pieces of so many tokens; "auto": `AUTO_PIECE`; None: whole
-    pass_tokens: int | str = "auto"  # join consecutive rows up to so many tokens; "auto": `usual_pass`; 1 joins none
-    routes: str = "replay"  # this and the options below are as in `train.options.TrainOptions`
-    dtype: str = "auto"
-    attention: str = "auto"
-    loss_chunk: int = CHUNK  # tokens whose logits are in memory at a time
-    device: str = "auto"
-    seed: int = 0  # of random weights
-
-    def __post_init__(self) -> None:
-        """Refuse invalid values.
-
-        Raises:
-            TreepackError: with the name of the option.
-        """
-        choices_of = {"column": COLUMNS, "routes": ("replay", "ignore"), "dtype": ("auto", "fp32", "bf16")}
-        for name, choices in choices_of.items():
-            if getattr(self, name) not in choices:
-                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
-        if self.temperature is not None and not 0 < self.temperature < math.inf:
-            raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
-        if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
-            raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
-        check_pass_tokens(self.pass_tokens)
-        if self.temperature is not None and self.ignore_temperature:
-            raise TreepackError("temperature and ignore_temperature exclude each other; omit one of them")
-
-    @property
-    def piece_size(self) -> int | None:
-        """The tokens of a piece; None if every row runs as a whole."""
-        return AUTO_PIECE if isinstance(self.carry, str) else self.carry
 
 
 @dataclass(frozen=True)
@@ -118,10 +68,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     Raises:
         TreepackError: the data has no terms or is damaged, the device is missing, or the model does not fit the data.
     """
-    device, dataset = find_device(options.device), PackedDataset(packed)
-    options = replace(options, dtype=find_dtype(options.dtype, device))
-    autocast = torch.bfloat16 if options.dtype == "bf16" else None
-    check_attention(options.attention, device, autocast or torch.float32)
+    compute, dataset = choose_compute(options), PackedDataset(packed)
     if "term_token" not in dataset.term_columns:
         raise TreepackError(
             f"{packed}: its rows have no terms to write log-probabilities for; give the rollouts rewards or "
@@ -136,8 +83,8 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
             model,
             attention=options.attention,
             dtype=torch.float32,  # as in training, so that the first ratios of a run are 1
-            autocast=autocast,
-            device=device,
+            autocast=compute.autocast,
+            device=compute.device,
             seed=options.seed,
             lora=lora,
         )
@@ -145,18 +92,12 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     if options.carry is not None:
         check_carry(loaded)
         memory = carry_memory(loaded.device)
-    # Reads a column of all rows, so only for models that have a maximum position.
-    positions = dataset.max_position() if position_limit(loaded.causal) else 0
-    check_fits(
-        loaded,
-        max_token_id=dataset.manifest["max_token_id"],
-        tokenizer=dataset.manifest.get("tokenizer"),
-        max_position=positions,
-    )
+    check_rows_fit(dataset, loaded)
     name = f"term_{options.column}_logprob"
     notes = (f"the column {name} of {packed} is replaced",) if name in dataset.term_columns else ()
     if options.column == "ref" and temperature != 1:
         notes = (*notes, "the reference is computed at the sampler's temperature; for dpo add --ignore-temperature")
+    options = replace(options, dtype=compute.dtype)
     return Scoring(dataset, loaded, options, (*loaded.notes, *notes), temperature, memory)
 
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.trajectory import Int64, Routes, is_recorded, missing_route
-from treepack.trie.pieces import node_pieces, trajectory_pieces
 from treepack.trie.route_symbols import route_symbols
 from treepack.trie.shape import check_nodes, check_trained
+from treepack.trie.token_ranges import ranges_of_nodes, ranges_of_trajectories
 from treepack.trie.trie import Trie
 
 
@@ -36,7 +36,7 @@ def _check_routes(trie: Trie) -> None:
     if trie.routes is None:
         return
     missing = missing_route(trie.routes)
-    for a, b in node_pieces(trie):
+    for a, b in ranges_of_nodes(trie):
         routes: Routes = trie.routes[trie.node_start[a] : trie.node_start[b]].copy()
         routes.sort(axis=-1)
         # All k are missing, or none is, and then sorted neighbours differ. In uint8, one of several may be expert 255.
@@ -50,11 +50,11 @@ def _check_routes(trie: Trie) -> None:
 
 
 def _check_trained(trie: Trie) -> None:
-    """Refuse spans that are outside their trajectory or overlap, and per-token lists of another length."""
+    """Refuse spans that are outside their trajectory or overlap, and per-token lists of a wrong length."""
     lengths, names = trie.lengths, trie.trajectories["trajectory_id"]
-    for first, end in trajectory_pieces(trie):
+    for first, end in ranges_of_trajectories(trie):
         check_trained(trie.trajectories.slice(first, end - first), lengths[first:end])
-    for first, end in trajectory_pieces(trie):
+    for first, end in ranges_of_trajectories(trie):
         impossible = _impossible_temperatures(trie.trajectories.slice(first, end - first))
         if impossible.any():
             name = names[first + int(impossible.argmax())]
@@ -62,9 +62,9 @@ def _check_trained(trie: Trie) -> None:
 
 
 def _check_credit(trie: Trie) -> None:
-    """Refuse values of a critic that are no numbers, old values without returns, and wrong factors."""
+    """Refuse values of a critic that are not numbers, old values without returns, and wrong factors."""
     if trie.token_values is not None:
-        for a, b in node_pieces(trie):
+        for a, b in ranges_of_nodes(trie):
             values = trie.token_values[trie.node_start[a] : trie.node_start[b]]
             if not np.isfinite(values).all():
                 token = int(trie.node_start[a]) + int((~np.isfinite(values)).argmax())
@@ -119,14 +119,14 @@ def _impossible(temperatures: NDArray[Any]) -> NDArray[np.bool_]:
 def _refuse_equal_siblings(trie: Trie) -> None:
     """Refuse siblings that start with the same token, because their common prefix would be stored twice.
 
-    Two siblings with other recorded routes for the token are no error.
+    Two siblings may have different recorded routes for the token.
     """
     if trie.routes is not None:
         letters = route_symbols(trie.tokens[trie.node_start[:-1]], trie.routes[trie.node_start[:-1]])
     else:
         letters = trie.tokens[:0]
     first = np.zeros(trie.num_nodes, np.int64)
-    for a, b in node_pieces(trie):
+    for a, b in ranges_of_nodes(trie):
         first[a:b] = trie.tokens[trie.node_start[a:b]] if trie.routes is None else letters[a:b]
     # Parent and first token as one number: (3, 5) -> 3 * 2^32 + 5.
     below = trie.parent >= 0

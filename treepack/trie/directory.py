@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treepack.files.address import AnyPath, as_output
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import Manifest, Provenance
+from treepack.files.remote.address import AnyPath, as_output
 from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions

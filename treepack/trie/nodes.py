@@ -155,7 +155,7 @@ def paths(ends: Int32 | Int64, starts: Int64, depth: Int64) -> Iterator[Int64]:
     """
     # Nodes [a b], [c d], [e], [x] of the header, ends [1, 2, 3] -> [0 1 2 3], [0 1 2 3 4], [0 1 5].
     path = np.zeros(int((depth + np.diff(starts)).max(initial=0)), np.int64)
-    # Integers of array.array are read faster than those of numpy, and need 8 bytes instead of 40 in a list.
+    # Integers of array.array are read faster than integers of numpy, and need 8 bytes instead of 40 in a list.
     begins, depths, last = (array("q", values.astype(np.int64).tobytes()) for values in (starts, depth, ends))
     node = -1
     for end in last:
@@ -168,7 +168,7 @@ def paths(ends: Int32 | Int64, starts: Int64, depth: Int64) -> Iterator[Int64]:
 
 def subtree_ends(parent: Int32) -> Int32:
     """Return one past the last node of each subtree: parent [-1, 0, 1, 0, -1] -> [4, 3, 3, 4, 5]."""
-    # Integers of array.array are read faster than those of numpy, and need 4 bytes instead of 36 in a list.
+    # Integers of array.array are read faster than integers of numpy, and need 4 bytes instead of 36 in a list.
     parents, ends = array("i", parent.astype(np.int32).tobytes()), array("i", range(1, len(parent) + 1))
     # From the last node to the first, each node is complete before it extends its parent.
     for node in range(len(parents) - 1, -1, -1):

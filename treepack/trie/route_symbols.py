@@ -41,7 +41,7 @@ class RouteCosts:
         experts: experts of each token in a layer.
         recorded: tokens of trajectories with a recorded expert.
         without: trajectories of which no token has one.
-        differing: those of them whose experts differ from the experts of the first trajectory that shares the token.
+        differing: the tokens whose experts differ from the experts of the first trajectory that shares the token.
         tokens_shared: tokens of the trie if all equal prefixes are shared.
         tokens_split: tokens of the trie if it splits where routes differ.
     """
@@ -55,7 +55,7 @@ class RouteCosts:
     tokens_split: int
 
     def as_record(self, conflicts: str) -> dict[str, int | str]:
-        """Return the entry of the manifest, for a trie that was built with `conflicts` "split" or "first"."""
+        """Return the entry of the manifest of a trie that was built with `conflicts` "split" or "first"."""
         names = ("layers", "experts", "recorded", "without", "differing", "tokens_shared", "tokens_split")
         return {"conflicts": conflicts, **{name: getattr(self, name) for name in names}}
 

@@ -23,7 +23,7 @@ from treepack.trie.trie import Trie
 
 
 def check_nodes(trie: Trie) -> None:
-    """Check that the nodes are in depth-first order, with a token each, and that trajectories end where they say.
+    """Check that the nodes are in depth-first order, with a token each, and that trajectories end in the right nodes.
 
     Raises:
         TreepackError: naming the node.
@@ -61,7 +61,7 @@ def check_nodes(trie: Trie) -> None:
 
 def _is_depth_first(parent: Int32, node_end: Int32) -> NDArray[np.bool_]:
     """Return True for each node whose parent is the innermost earlier subtree that contains it."""
-    # Subtrees that contain a node are those that began before it and have not ended: node_end [4, 3, 3, 4] ->
+    # A subtree contains a node if it began before the node and has not ended: node_end [4, 3, 3, 4] ->
     # 0 1 2 3 earlier nodes less 0 0 0 2 ended ones -> depths 0 1 2 1, each one more than that of its parent.
     num = len(parent)
     around = np.arange(num) - np.cumsum(np.bincount(node_end, minlength=num + 1))[:num]

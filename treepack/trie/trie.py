@@ -45,7 +45,7 @@ class Trie:
         share: "all", "group" or "none", see `build_trie`.
         token_values: float64 [N_tree], a critic's value after each token; None if there are none or they were not read.
         routes: [N_tree, layers, k], the experts of each token, see `trajectory.Tokens`; None if there are none.
-        storage: of the arrays that are mapped files, and of those that are made from the trie.
+        storage: of the arrays that are mapped files, and of arrays that are made from the trie.
     """
 
     tokens: Int32

@@ -323,7 +323,7 @@ def test_an_update_of_a_training_step_is_counted_once(treepack: Run, tmp_path: P
     assert state.read_bytes() == before
     other = treepack(*update, 4)
     assert other.status == 1
-    assert "its rollouts are of the training step 3 and --step is 4; give the trie of one step" in other.err
+    assert "its rollouts belong to the training step 3 and --step is 4; give the trie of one step" in other.err
     assert state.read_bytes() == before
     assert treepack("select", "update", state, "--rollouts", tmp_path / "trie-4", *arguments, 4).status == 0
     counted = read_state(state)

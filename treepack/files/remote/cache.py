@@ -7,11 +7,13 @@
         s3/bucket/trie/...         the copies; each appears whole
         .pin                       locked by every process that uses the copies; its time is that of the last use
         .download                  locked by the process that downloads; the others wait
-    FOLDER/.room                   locked while old copies are removed to make room
+
+Parts of packed directories have copies of their own in the same folder, see `files.remote.part_copies`. One limit holds
+for all copies, see `files.remote.cache_room`.
 
 The folder is TREEPACK_CACHE, else treepack/ in XDG_CACHE_HOME or ~/.cache, or else a private folder in TMPDIR. Its size
 is at most TREEPACK_CACHE_SIZE, by default half of the disk's space that is free or used by it. To make room, the copies
-that were used least recently are removed, except copies that a running process uses.
+with the oldest use are removed, except copies that a running process uses.
 
 The copies have paths of this machine, and messages should name addresses: `addresses_in` replaces one by the other.
 """
@@ -31,9 +33,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.files.address import SCHEMES, AnyPath, RemotePath
 from treepack.files.remote import object_store
-from treepack.files.remote.cache_room import cache_folder, locked, pin, room, unpin
+from treepack.files.remote.address import SCHEMES, AnyPath, RemotePath
+from treepack.files.remote.cache_room import OBJECTS, cache_folder, locked, pin, room, unpin
 from treepack.files.remote.object_store import MissingError, ObjectInfo
 
 _MANIFEST = "manifest.json"
@@ -48,13 +50,13 @@ _RECENT: deque[tuple[int, Path]] = deque()
 def local_copy(path: AnyPath) -> Path:
     """Return a local path with the content of `path`: a local path itself, or a copy of an object or a directory.
 
-    Of a directory with a manifest, the copy has the files that it lists; of another one, all objects below it. The copy
-    stays as long as this process runs.
+    If a directory has a manifest, the copy has the files that it lists, else all objects below it. The copy stays as
+    long as this process runs.
 
     Raises:
         TreepackError: there is no such object, the store cannot be reached, or the copy needs more room than there is.
     """
-    if not isinstance(path, RemotePath):
+    if isinstance(path, Path):
         return path
     content = object_store.read_object(path / _MANIFEST)
     if content is not None:
@@ -76,7 +78,7 @@ def borrowed_copy(path: AnyPath) -> Iterator[Path]:
     Raises:
         TreepackError: see `local_copy`.
     """
-    if not isinstance(path, RemotePath):
+    if isinstance(path, Path):
         yield path
         return
     entry = _present(path)
@@ -87,12 +89,13 @@ def borrowed_copy(path: AnyPath) -> Iterator[Path]:
         unpin(_folder(_key(path, entry.version)))
 
 
-def copies_below(prefix: RemotePath, objects: Mapping[str, ObjectInfo]) -> dict[str, Path]:
+def copies_below(prefix: AnyPath, objects: Mapping[str, ObjectInfo]) -> dict[str, Path]:
     """Return the paths of copies of objects below a prefix, by their names; they are in one folder and stay.
 
     Raises:
         TreepackError: see `local_copy`.
     """
+    assert not isinstance(prefix, Path)
     key = _key_of(prefix, objects)
     _copy_all(key, [_Wanted(prefix / name, entry) for name, entry in objects.items()])
     return {name: _path(prefix / name, key) for name in objects}
@@ -106,7 +109,7 @@ def recent_copy(path: AnyPath) -> Path:
     Raises:
         TreepackError: see `local_copy`.
     """
-    if not isinstance(path, RemotePath):
+    if isinstance(path, Path):
         return path
     entry = _present(path)
     local = _pinned(path, entry)
@@ -138,7 +141,7 @@ def naming_addresses() -> Iterator[None]:
 
 
 def _objects() -> Path:
-    return cache_folder() / "objects"
+    return cache_folder() / OBJECTS
 
 
 def _key(path: RemotePath, version: str) -> str:

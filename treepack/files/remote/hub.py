@@ -39,7 +39,7 @@ def is_offline(name: str) -> bool:
 
 
 def snapshot(name: str, files: Sequence[str], *, download: bool = True) -> Path | None:
-    """Return the folder with the `files` (patterns) of `name` that exist, or None if `name` is no folder nor model.
+    """Return the folder with the `files` (patterns) of `name` that exist, or None without such a folder or model.
 
     The files of a model on the hub are brought up to date, unless the hub cannot be reached or `download` is False.
 

@@ -1,8 +1,8 @@
-"""Objects in a store: read, list, download, upload and delete them, for every scheme by the same client library.
+"""Objects in a store: read, list, download, upload and delete them, with one interface to all client libraries.
 
     s3:// by s3fs     gs:// by gcsfs     hf:// by huggingface_hub, read only     all of them filesystems of fsspec
 
-Credentials, endpoints and regions are those of these libraries (AWS_PROFILE, AWS_ENDPOINT_URL, gcloud's login,
+These libraries find the credentials, endpoints and regions (AWS_PROFILE, AWS_ENDPOINT_URL, gcloud's login,
 HF_TOKEN, ...). They repeat a request that failed for the moment, with growing pauses. Every exception of theirs becomes
 one sentence here.
 
@@ -25,8 +25,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from treepack.errors import TreepackError, install_hint
-from treepack.files.address import RemotePath
+from treepack.errors import TreepackError, first_line, install_hint
+from treepack.files.remote.address import RemotePath
 
 T = TypeVar("T")
 
@@ -36,12 +36,14 @@ ANY: Final = "*"
 _PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "hf": ("huggingface_hub", "train")}
 _LOGGERS = ("fsspec", "gcsfs", "s3fs")
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "GCSFS_", "STORAGE_EMULATOR_HOST", "HF_")  # read by the clients when they start
+_WILDCARDS = frozenset("*?[")
 _WRITER = "treepack-writer"
 _CONFLICTS = {"PreconditionFailed", "412"}
 _COLLISIONS = {"ConditionalRequestConflict", "409"}  # another conditional write of the object runs at this moment
 _COLLISION_ATTEMPTS = 5
 _DENIED = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "ExpiredToken", "InvalidToken", "403", "401"}
 _BUSY = {"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "500", "502", "503", "504"}
+# Parts of the names of exceptions for a failing network. Their classes are in libraries that only one scheme imports.
 _NETWORK = (
     "Connect",
     "Timeout",
@@ -90,10 +92,7 @@ def read_range(path: RemotePath, offset: int, size: int) -> bytes:
         MissingError: there is no such object.
         TreepackError: see `read_object`.
     """
-    data = _found(path, lambda store: bytes(store.cat_file(path.path, start=offset, end=offset + size)))
-    if data is None:
-        raise MissingError(f"{path}: no such object; check the address")
-    return data
+    return _call(path, lambda store: bytes(store.cat_file(path.path, start=offset, end=offset + size)))
 
 
 def info(path: RemotePath) -> ObjectInfo | None:
@@ -119,14 +118,23 @@ def list_objects(prefix: RemotePath) -> dict[str, ObjectInfo]:
     return {name.removeprefix(start): _object_info(below[name]) for name in names}
 
 
-def glob(pattern: RemotePath) -> list[tuple[RemotePath, bool]]:
-    """Return the objects and prefixes that match a pattern with *, ** and ?, sorted, and True for each prefix.
+def find_objects(pattern: RemotePath) -> list[tuple[RemotePath, dict[str, ObjectInfo] | None]]:
+    """Return the objects and prefixes that an address or a pattern with *, ** and ? names, sorted.
+
+    A prefix comes with the objects below it, see `list_objects`; an object comes with None.
 
     Raises:
-        TreepackError: see `read_object`.
+        TreepackError: see `list_objects`.
     """
+    if info(pattern) is not None:
+        return [(pattern, None)]
+    if objects := list_objects(pattern):
+        return [(pattern, objects)]
+    if not _WILDCARDS & set(pattern.path):
+        return []
     entries = _found(pattern, lambda store: store.glob(pattern.path, detail=True)) or {}
-    return sorted((RemotePath(pattern.scheme, name.strip("/")), not _is_object(entries[name])) for name in entries)
+    matches = sorted((RemotePath(pattern.scheme, name.strip("/")), _is_object(entries[name])) for name in entries)
+    return [(match, None if is_object else list_objects(match)) for match, is_object in matches]
 
 
 def download(path: RemotePath, local: Path) -> None:
@@ -137,15 +145,13 @@ def download(path: RemotePath, local: Path) -> None:
         TreepackError: see `read_object`; or the disk is full.
     """
     try:
-        present = _found(path, lambda store: (store.get_file(path.path, str(local)), True)[1])
+        _call(path, lambda store: store.get_file(path.path, str(local)))
     except OSError as error:  # of this machine's disk, see _sentence
         raise TreepackError(f"{local}: cannot be written ({error.strerror or error})") from error
-    if not present:
-        raise MissingError(f"{path}: no such object; check the address")
 
 
 def upload(local: Path, path: RemotePath, *, expected: str | None = ANY) -> None:
-    """Write the file `local` to an object, in several parts if it is large; it appears whole or not at all.
+    """Write the file `local` to an object, in several parts if it is large; it appears whole or stays absent.
 
     Args:
         local: the file.
@@ -175,7 +181,7 @@ def write(path: RemotePath, content: bytes, *, expected: str | None = ANY) -> No
 
 
 def delete(paths: Iterable[RemotePath]) -> None:
-    """Delete objects; those that do not exist are ignored.
+    """Delete objects; ignore names without an object.
 
     Raises:
         TreepackError: the store cannot be reached, or denies the access.
@@ -197,7 +203,7 @@ def client(path: RemotePath) -> Any:
 # By process, because a forked child must not use the connections of its parent.
 @functools.lru_cache(maxsize=8)
 def _client(scheme: str, process: int, environment: tuple[tuple[str, str], ...]) -> Any:
-    # They log the exceptions that they raise, and Python prints those of loggers without a handler, with tracebacks.
+    # They log the exceptions that they raise, which Python prints with tracebacks if a logger has no handler.
     for name in _LOGGERS:
         if not logging.getLogger(name).handlers:
             logging.getLogger(name).addHandler(logging.NullHandler())
@@ -350,8 +356,3 @@ def _object_info(entry: Mapping[str, Any]) -> ObjectInfo:
     if isinstance(version, datetime):  # memory gives a time for one object, and its seconds in a list
         version = version.timestamp()
     return ObjectInfo(int(entry.get("size") or 0), str(version))
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, or the name of its type if the message is empty."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

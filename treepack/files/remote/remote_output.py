@@ -35,8 +35,8 @@ from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
 from treepack.errors import TreepackError
-from treepack.files.address import RemotePath
 from treepack.files.remote import object_store
+from treepack.files.remote.address import RemotePath
 from treepack.files.remote.cache_room import pin, remove_unused, unpin
 from treepack.files.remote.object_store import ExistsError, ObjectInfo
 
@@ -55,7 +55,7 @@ class OutputState:
     Attributes:
         file: the object `out` itself.
         objects: the objects below it, by their names.
-        remains: names of those that an unfinished upload of treepack has left.
+        remains: names of the objects that an unfinished upload of treepack has left.
     """
 
     file: ObjectInfo | None
@@ -219,7 +219,7 @@ def with_target(folder: Path, target: bytes) -> Path:
 
 @contextmanager
 def _local_folder(out: RemotePath) -> Iterator[Path]:
-    """Yield an empty folder in TMPDIR; remove those that killed writers of the same output have left.
+    """Yield an empty folder in TMPDIR; remove the folders that killed writers of the same output have left.
 
     Raises:
         TreepackError: the disk fails; the message names the output.
@@ -244,7 +244,7 @@ def _local_folder(out: RemotePath) -> Iterator[Path]:
 
 
 def _finish(out: RemotePath, folder: Path, state: OutputState) -> None:
-    """Upload the files of `folder`, the record of the output last, and delete what belongs to no complete output."""
+    """Upload the files of `folder`, the record of the output last, and delete objects without a complete output."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     record = next((name for name in RECORDS if name in names), None)
     assert record is not None, f"{out}: its writer has made no record"
@@ -253,7 +253,7 @@ def _finish(out: RemotePath, folder: Path, state: OutputState) -> None:
         object_store.write(out / UNFINISHED, "".join(f"{name}\n" for name in others).encode())
         object_store.delete(out / name for name in state.records)
     else:
-        # A record of another kind would make a mixture with the new one.
+        # Records of two kinds would make a mixture.
         object_store.delete(out / name for name in state.records if name != record)
     for name in others:
         if object_store.info(out / record) is not None:
@@ -271,7 +271,7 @@ def _finish(out: RemotePath, folder: Path, state: OutputState) -> None:
         object_store.delete(out / name for name in parts if name not in winner)
         raise _lost(out) from error
     new = {record, *others, *parts}
-    # Only what was there before the record: objects that appear later belong to a writer that observed the new record.
+    # Only objects from before the record: later ones belong to a writer that observed the new record.
     stale = _remains(out, present) | state.remains
     if state.records:
         stale |= set(state.objects)

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.files.address import is_address
+from treepack.files.remote.address import is_address
 from treepack.ingest.readers.column_records import has_columns
 from treepack.ingest.readers.columns.aliases import FIELDS
 from treepack.ingest.readers.fields.read_options import ReadOptions

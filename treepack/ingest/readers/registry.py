@@ -2,7 +2,7 @@
 
     treepack/ingest/formats/chat.py              FORMAT = Format(name="chat", ...)
     treepack/ingest/formats/columns.py           FORMATS = (Format(name="tau-bench", ...), ...)
-    [project.entry-points."treepack.formats"]    of another package
+    [project.entry-points."treepack.formats"]    of any package
     diary = "diary_logs.treepack_format:FORMAT"
 
     all_formats()    all of them, in the order in which a record is compared with them: by rank, then by name
@@ -31,7 +31,7 @@ def all_formats() -> tuple[Format, ...]:
     """Return all formats, in the order in which a record is compared with them.
 
     Raises:
-        TreepackError: a format of another package cannot be loaded, or has the name of another format.
+        TreepackError: a format of a package cannot be loaded, or two formats have one name.
     """
     own = {each.name: each for each in _own_formats()}
     for found, source in _installed_formats():

@@ -13,7 +13,6 @@ tree attention, as long as it has no dropout (`dropout`). All weights of the mod
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ from torch import Tensor, nn
 from treepack.errors import TreepackError, install_hint
 from treepack.files.remote.hub import is_offline
 from treepack.model.adapters.adapter_targets import conv1d_class, target_names
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.foreign_errors import translate_errors
 from treepack.model.source import local_source
 
-DEFAULT_ALPHA = 32.0  # for every rank, as in "LoRA Without Regret" (Schulman et al., 2025): the rate fits every rank
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 # Parts of PEFT's LoraConfig that change more than products of tokens with weights, or the base itself.
@@ -39,50 +38,6 @@ _REFUSED_PARTS = (
     "use_qalora use_bdlora megatron_config monteclora_config velora_config kasa_config lora_bias bias"
 ).split()
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")  # the others subtract the first adapter from the base
-
-
-@dataclass(frozen=True)
-class LoraOptions:
-    """An adapter to train, and its base."""
-
-    rank: int | None = None  # of a new adapter; None continues with the adapter that the model's directory contains
-    alpha: float | None = None  # the scale of a new adapter is alpha / rank; None: `DEFAULT_ALPHA`
-    # Names of linear layers, separated by commas; "auto" for all linear layers except routers and the output layer,
-    # "all-linear" for all except the output layer.
-    targets: str = "auto"
-    dropout: float = 0.0  # only 0 is exact on trees
-    quantize: str | None = None  # "nf4" rounds the linear layers of the base to 4 bits
-    merge: bool = False  # write a whole model instead of an adapter
-
-    def __post_init__(self) -> None:
-        """Refuse invalid values.
-
-        Raises:
-            TreepackError: with the name of the option.
-        """
-        if self.rank is not None and self.rank < 1:
-            raise TreepackError(f"lora_rank is {self.rank}; expected at least 1")
-        if self.alpha is not None and not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise TreepackError(f"lora_alpha is {self.alpha}; expected a positive number")
-        if self.rank is None and (self.alpha is not None or self.targets != "auto"):
-            raise TreepackError("lora_alpha and lora_targets are about a new adapter; give lora_rank too")
-        if self.dropout:
-            raise TreepackError(
-                f"lora_dropout is {self.dropout:g}, but a token shared by branches has one hidden state for all of "
-                "them, so no branch can drop numbers of its own; leave it at 0"
-            )
-        if self.quantize not in (None, "nf4"):
-            raise TreepackError(f"quantize is {self.quantize!r}; expected nf4")
-        if self.merge and self.quantize:
-            raise TreepackError(
-                "merge is not possible over a base of 4 bits: rounding the sum to 4 bits again would lose the adapter, "
-                "and the base before rounding is not the base that it was trained on; keep base and adapter"
-            )
-
-    @property
-    def scale_alpha(self) -> float:
-        """The numerator of the scale."""
-        return DEFAULT_ALPHA if self.alpha is None else self.alpha
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def _is_routed(output: Any) -> bool:
     return logits.ndim == 2 and weights.shape == experts.shape and not experts.is_floating_point()
 
 
-class _Attach(torch.autograd.Function):
+class _AttachLoss(torch.autograd.Function):
     """Return `x` as it is, and give the scalar `part` the gradient 1 in the backward pass of `x`."""
 
     @staticmethod
@@ -154,6 +154,6 @@ class _Attach(torch.autograd.Function):
 
 
 def _attach(x: Tensor, part: Tensor) -> Tensor:
-    apply: Any = _Attach.apply
+    apply: Any = _AttachLoss.apply
     attached: Tensor = apply(x, part)
     return attached

@@ -40,7 +40,7 @@ def sort_pairs(top_k_index: Tensor, num_experts: int) -> ExpertRouting:
     return ExpertRouting(order, order // top_k_index.shape[1], place.view_as(top_k_index), ends)
 
 
-class _Spread(torch.autograd.Function):
+class _SpreadTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, routing: ExpertRouting) -> Tensor:
         ctx.routing = routing
@@ -51,7 +51,7 @@ class _Spread(torch.autograd.Function):
         return sum_pairs(grad, ctx.routing.place, grad.dtype), None
 
 
-class _Sort(torch.autograd.Function):
+class _SortTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slots: Tensor, routing: ExpertRouting) -> Tensor:
         ctx.routing = routing
@@ -62,7 +62,7 @@ class _Sort(torch.autograd.Function):
         return grad[ctx.routing.place], None
 
 
-class _Combine(torch.autograd.Function):
+class _CombineExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pairs: Tensor, routing: ExpertRouting, dtype: torch.dtype) -> Tensor:
         ctx.routing, ctx.dtype = routing, pairs.dtype
@@ -74,9 +74,9 @@ class _Combine(torch.autograd.Function):
 
 
 # torch does not annotate `apply`.
-_spread: Any = _Spread.apply
-_sort: Any = _Sort.apply
-_combine: Any = _Combine.apply
+_spread: Any = _SpreadTokens.apply
+_sort: Any = _SortTokens.apply
+_combine: Any = _CombineExperts.apply
 
 
 def spread_tokens(hidden: Tensor, routing: ExpertRouting) -> Tensor:

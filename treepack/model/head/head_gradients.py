@@ -110,7 +110,7 @@ class _TokenScores(torch.autograd.Function):
         if all(each is None for each in slopes):
             return None, None, None, None
         options, layer = ctx.options, _cast(weight, bias, ctx.dtype)
-        sums = _Sums((hidden, weight, bias), ctx.needs_input_grad)
+        sums = _GradientSums((hidden, weight, bias), ctx.needs_input_grad)
         sizes = [len(targets.labels) for targets in options.chunks]
         # totals, entropies and slopes [n] -> one part of each for every chunk
         parts = [[None] * len(sizes) if each is None else each.split(sizes) for each in (*saved, *slopes)]
@@ -141,7 +141,7 @@ class _PricedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         layer = _cast(weight, bias, _autocast_dtype(hidden))
         needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
-        ctx.sums = _Sums((hidden, weight, bias), needs)
+        ctx.sums = _GradientSums((hidden, weight, bias), needs)
         found = []
         with _exact_dtypes(hidden):
             for number, targets in enumerate(options.chunks):
@@ -184,7 +184,7 @@ def is_float16(hidden: Tensor) -> bool:
     return (_autocast_dtype(hidden) or hidden.dtype) == torch.float16
 
 
-class _Layer(NamedTuple):
+class _CastLayer(NamedTuple):
     """Weight [V, D] and bias [V] of an output layer in the dtype of its products."""
 
     weight: Tensor
@@ -198,12 +198,12 @@ def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if is_lower else None
 
 
-def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> _Layer:
+def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> _CastLayer:
     """Return the layer in `dtype`, or as it is."""
     own = None if bias is None else bias.detach()
     if dtype is None:
-        return _Layer(weight.detach(), own)
-    return _Layer(cast_weight(weight, dtype), None if own is None else own.to(dtype))
+        return _CastLayer(weight.detach(), own)
+    return _CastLayer(cast_weight(weight, dtype), None if own is None else own.to(dtype))
 
 
 def _exact_dtypes(hidden: Tensor) -> AbstractContextManager[Any]:
@@ -211,7 +211,7 @@ def _exact_dtypes(hidden: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(hidden.device.type, enabled=False)
 
 
-def _states(hidden: Tensor, targets: ChunkTargets, layer: _Layer) -> Tensor:
+def _states(hidden: Tensor, targets: ChunkTargets, layer: _CastLayer) -> Tensor:
     """Return the states of a chunk [m, D] in the dtype of the products, or as they are without autocast."""
     # If a root has weight by mistake, `states` contains its parent -1: index_select then fails, while hidden[states]
     # would take the last token of the row without an error.
@@ -220,7 +220,7 @@ def _states(hidden: Tensor, targets: ChunkTargets, layer: _Layer) -> Tensor:
     return states.to(layer.weight.dtype) if is_lower else states
 
 
-class _Sums:
+class _GradientSums:
     """Gradients of states [T, D], weight [V, D] and bias [V], summed over chunks; weight and bias in float32."""
 
     def __init__(self, inputs: tuple[Tensor, Tensor, Tensor | None], needs: Sequence[bool]) -> None:
@@ -231,7 +231,7 @@ class _Sums:
         self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
         self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
 
-    def add(self, grad: Tensor, states: Tensor, targets: ChunkTargets, layer: _Layer) -> None:
+    def add(self, grad: Tensor, states: Tensor, targets: ChunkTargets, layer: _CastLayer) -> None:
         """Add the products of a chunk with the gradient of its logits [m, V]."""
         if self.hidden is not None:
             # [m, V] x [V, D]; a chunk has each state once, so the sum has one order and equal bits in every run

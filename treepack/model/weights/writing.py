@@ -66,7 +66,7 @@ class SavedWeights:
         for target, traced in self.layout.items():
             for box in traced.boxes or ():
                 boxes.setdefault(box.name, []).append((target, box))
-        waiting: dict[str, _Assembled] = {}
+        waiting: dict[str, _AssembledTensor] = {}
         with ExitStack() as stack:
             files = {name: stack.enter_context((directory / name).open("wb")) for name in places}
             at = {
@@ -80,7 +80,7 @@ class SavedWeights:
                     if box.num_elements == traced.numel():
                         _write(*at[target], box.take(tensor))
                         continue
-                    part = waiting.setdefault(target, _Assembled(torch.empty(traced.shape, dtype=traced.dtype)))
+                    part = waiting.setdefault(target, _AssembledTensor(torch.empty(traced.shape, dtype=traced.dtype)))
                     if part.add(box, tensor):
                         _write(*at[target], waiting.pop(target).tensor)
         if len(places) > 1:
@@ -95,7 +95,7 @@ class SavedWeights:
 
         return sorted(self.layout, key=first)
 
-    def _write_index(self, directory: Path, places: Mapping[str, _File]) -> None:
+    def _write_index(self, directory: Path, places: Mapping[str, _TensorFile]) -> None:
         tensors = self.layout.values()
         sizes = {"total_parameters": sum(t.numel() for t in tensors), "total_size": sum(map(_num_bytes, tensors))}
         weight_map = {target: name for name, file in places.items() for target in file.starts}
@@ -104,7 +104,7 @@ class SavedWeights:
 
 
 @dataclass
-class _Assembled:
+class _AssembledTensor:
     """A tensor of the checkpoint that is complete once `num_elements` of it are in place."""
 
     tensor: Tensor
@@ -118,7 +118,7 @@ class _Assembled:
 
 
 @dataclass(frozen=True)
-class _File:
+class _TensorFile:
     """The header of a safetensors file, and the offset of each of its tensors in bytes."""
 
     header: bytes
@@ -158,7 +158,7 @@ def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.cpu()
 
 
-def _plan_files(layout: Mapping[str, TracedTensor], names: list[str], max_bytes: int) -> dict[str, _File]:
+def _plan_files(layout: Mapping[str, TracedTensor], names: list[str], max_bytes: int) -> dict[str, _TensorFile]:
     """Distribute the tensors over files in the order of `names`; a file has at most `max_bytes`, or one tensor."""
     groups: list[list[str]] = [[]]
     total = 0
@@ -178,7 +178,7 @@ def _plan_files(layout: Mapping[str, TracedTensor], names: list[str], max_bytes:
     }
 
 
-def _plan_file(layout: Mapping[str, TracedTensor], names: list[str]) -> _File:
+def _plan_file(layout: Mapping[str, TracedTensor], names: list[str]) -> _TensorFile:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     first = 0
@@ -193,7 +193,7 @@ def _plan_file(layout: Mapping[str, TracedTensor], names: list[str]) -> _File:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
-    return _File(header, {name: len(header) + start for name, start in starts.items()})
+    return _TensorFile(header, {name: len(header) + start for name, start in starts.items()})
 
 
 def _num_bytes(traced: TracedTensor) -> int:

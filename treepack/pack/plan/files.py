@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError, quoted_value
-from treepack.files.address import AnyPath
+from treepack.files.remote.address import AnyPath
 from treepack.files.remote.cache import local_copy
 from treepack.pack.options import MAX_BUDGET, MAX_CAPACITY
 from treepack.pack.plan.problem import RowLimits

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from treepack.data.epochs import epoch_order
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.address import AnyPath, as_output
 from treepack.files.directory import MANIFEST, finished_directory
 from treepack.files.manifest import file_sha256, read_manifest
+from treepack.files.remote.address import AnyPath, as_output
 from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.head.value_head import ValueHead
 from treepack.model.layers import adapt_layers, find_decoder
@@ -45,8 +45,8 @@ from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_
 from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.rl.leaf_weights import leaf_weights
 from treepack.train.options import TrainOptions
-from treepack.train.ranks import find_device
 from treepack.train.schedule import OptimiserStep, learning_rate
+from treepack.train.setup.compute import choose_compute
 from treepack.train.watch.metrics import MetricsLog
 from treepack.trajectory import Float64
 from treepack.trie.store.trie_files import read_trie
@@ -138,8 +138,8 @@ def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> Checke
         TreepackError: a reward is not 0 or 1, a prefix is longer than the capacity, the device is missing, the trie is
             damaged, or the model does not fit the data.
     """
-    directory, device = Path(trie), find_device(options.train.device)
-    train, manifest = options.train.with_dtype(device), read_manifest(directory, schema.TRIE_FORMAT)
+    directory, compute = Path(trie), choose_compute(options.train)
+    train, manifest = replace(options.train, dtype=compute.dtype), read_manifest(directory, schema.TRIE_FORMAT)
     options = replace(options, train=train)
     rollouts = read_trie(directory)
     reward = binary_rewards(rollouts)
@@ -149,7 +149,7 @@ def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> Checke
     nodes = draw_nodes(prefixes, prefix_share=options.prefix_share, seed=train.seed)
     rows = anchor_rows(prefixes, nodes, capacity=options.capacity)
     with memory_errors(*LOADING):
-        predictor = start_values(model, train.dtype, train.attention, device, train.seed)
+        predictor = start_values(model, train.dtype, train.attention, compute.device, train.seed)
     loaded = predictor.loaded
     check_rows(predictor, rows, manifest.get("tokenizer"), directory)
     # A frozen backbone runs without gradients, so nothing has to be computed again.

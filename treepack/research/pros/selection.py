@@ -28,8 +28,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath
 from treepack.files.directory import finished_file
+from treepack.files.remote.address import AnyPath
 from treepack.files.remote.cache import local_copy
 from treepack.files.schema import QUERIES, SELECTION_FORMAT, SELECTION_VERSION
 from treepack.trajectory import Float64, Int64

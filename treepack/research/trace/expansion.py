@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath
 from treepack.files.directory import finished_file
+from treepack.files.remote.address import AnyPath
 from treepack.research.trace.allocation import (
     MAX_BUDGET,
     allocate_prefixes,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath
+from treepack.files.remote.address import AnyPath
 from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.files.records import Record
 from treepack.research.trace.targets import RankCorrelation, TurnPrefixes, recursive_targets, spearman

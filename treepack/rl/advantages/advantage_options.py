@@ -1,4 +1,7 @@
-"""The options of an advantage estimator: its name, its variants, and which option belongs to which estimator."""
+"""Options of advantages: an estimator and its variants.
+
+This file imports no numerical library, so that the command line can take its options from here.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,12 @@ import math
 from dataclasses import dataclass
 
 from treepack.errors import TreepackError
-from treepack.rl.advantages.flat import EPSILON
-from treepack.rl.advantages.gae import GAMMA, LAMBDA, TRUNCATED_KEY, VALUES_CHOICES, WHITEN_CHOICES
+from treepack.option_fields import check_options, option
 
 # Names of the command line: estimators of groups (flat.py), of the tree (tree.py) and of a critic's values (gae.py).
 FLAT = ("grpo", "dr-grpo", "rloo", "reinforce++")
 TREE = ("treepo", "treerpo", "tree-grpo", "treerl")
 ESTIMATORS = (*FLAT, *TREE, "gae")
-REJECTED_CHOICES = ("drop", "zero")
 
 # Options that only some estimators have. They are refused for the others, because they would have no effect.
 _ESTIMATORS_OF_OPTION = {
@@ -35,59 +36,84 @@ _ESTIMATORS_OF_OPTION = {
 }
 
 
+# Added to deviations, as verl does: it limits the quotient if a deviation is tiny and is invisible if it is about 1.
+EPSILON = 1e-6
+GAMMA, LAMBDA = 1.0, 0.95
+TRUNCATED_KEY = "finish"  # the field that `treepack rollout` writes
+
+
 @dataclass(frozen=True)
 class AdvantageOptions:
-    """An estimator and its variants; docs/tree-rl.md describes them.
+    """An estimator and its variants. Options that the estimator does not have are refused."""
 
-    Raises:
-        TreepackError: an unknown or impossible value, or an option that the estimator does not have.
-    """
-
-    estimator: str
-    # Which nodes of the tree are segments, and the depth in tokens from which on there are segments; see
-    # `segments.segment_tree`.
-    segment: str = "auto"
-    min_depth: int = 0
-    # "group" takes the standard deviation over the group, "batch" over the training step.
-    std: str = "group"
-    # Arguments of `treepo` with these names.
-    size_weighted: bool = False
-    reject_subgroups: bool = False
-    without_root: bool = False
-    # Take `tree_grpo_segments`, which gives each segment an advantage, in place of `tree_grpo`.
-    per_segment: bool = False
-    # The argument of `treerl` with this name.
-    leaf_scaled: bool = False
-    # Reject groups whose rewards are all equal. None follows the papers: treepo rejects them (equation 5), the others
-    # give them 0.
-    reject_equal: bool | None = None
-    # "drop" removes the trajectories of rejected groups from the trie, "zero" keeps them with an advantage of 0.
-    rejected: str = "drop"
-    # Added to standard deviations before dividing by them.
-    epsilon: float = EPSILON
-    # Weigh means and deviations over the trajectories of a sampled tree by their recorded leaf weights, which are those
-    # before the first fallback. The published estimators do not.
-    leaf_weights: bool = False
-    # Take the weights of all leaves instead, so that the leaves of a fallback count too; a part of the bias remains.
-    fallback_leaves: bool = False
-    # Also write the factors of the tree's edges, which the denominator edge of the losses needs; `edges.edge_factors`.
-    edges: bool = False
-    # Values of the critic: "column" reads them, and "zero" takes 0 everywhere: the returns of a first critic.
-    values: str = "column"
-    # Discount and lambda of `gae`.
-    gamma: float = GAMMA
-    lam: float = LAMBDA
-    # Whiten the advantages of gae, but not the returns, over the "group" or the training step ("batch").
-    whiten: str = "none"
+    estimator: str  # one of `ESTIMATORS`
+    segment: str = option(
+        "auto",
+        "Where the nodes of the tree start. recorded: token offsets in the metadata; turn: runs of trained tokens; "
+        "node: branches of the trie; N: every N tokens; auto: recorded if there are offsets, else node. Within the "
+        "prompt of a continuation, turn and N cut as in the rollout that it continues.",
+    )
+    min_depth: int = option(0, "Number of tokens after the root in which no segment starts.")
+    std: str = option(
+        "group",
+        "grpo, treepo: standard deviation over the group, or over all groups of the training step.",
+        choices=("group", "batch"),
+    )
+    size_weighted: bool = option(False, "treepo: weight subgroups by their size (equation 6).")
+    reject_subgroups: bool = option(False, "treepo: omit subgroups of equal rewards (equation 7).")
+    without_root: bool = option(False, "treepo: omit the group itself.")
+    per_segment: bool = option(False, "tree-grpo: compare each segment with its siblings.")
+    leaf_scaled: bool = option(False, "treerl: divide by the square root of a segment's number of trajectories.")
+    edges: bool = option(
+        False,
+        "treerpo, treerl, tree-grpo --per-segment: also write the factors that train --denominator edge needs.",
+    )
+    # "zero" takes every value as 0.
+    values: str = option(
+        "column",
+        "gae: values of treepack critic, or 0 everywhere, for the returns that a first critic is trained with.",
+        choices=("column", "zero"),
+    )
+    gamma: float = option(GAMMA, "gae: discount per trained token.")
+    lam: float = option(LAMBDA, "gae: share of later differences; 1 gives the discounted reward minus the value.")
+    whiten: str = option(
+        "none",
+        "gae: standardise the advantages, not the returns, over the group or the training step.",
+        choices=("none", "group", "batch"),
+    )
     # The `key` of `gae.is_truncated`.
-    truncated: str = TRUNCATED_KEY
+    truncated: str = option(
+        TRUNCATED_KEY,
+        "gae: field of a record or its metadata that is true, or the name of a limit such as length, if a limit cut "
+        "off the rollout; the value after its last token is then added.",
+    )
+    # None follows the papers: treepo rejects (equation 5).
+    reject_equal: bool | None = option(
+        None,
+        "Reject or keep groups whose rewards are all equal; default: treepo rejects them, the others give them 0.",
+    )
+    rejected: str = option(
+        "drop",
+        "Drop the trajectories of rejected groups, or keep them with an advantage of 0.",
+        choices=("drop", "zero"),
+    )
+    # The recorded leaf weights before the first fallback; the published estimators do not use them.
+    leaf_weights: bool = option(
+        False, "Weigh means and deviations by the leaf weights of sampled trees, which removes their bias."
+    )
+    # With the weights of all leaves, which leaves a part of the bias.
+    fallback_leaves: bool = option(False, "With --leaf-weights: count the leaves that a fallback added, too.")
+    epsilon: float = option(EPSILON, "Added to standard deviations.")
 
     def __post_init__(self) -> None:
-        """Check every value and name the option that is wrong."""
-        choices = {"estimator": ESTIMATORS, "std": ("group", "batch"), "rejected": REJECTED_CHOICES}
-        for name, known in (choices | {"whiten": WHITEN_CHOICES, "values": VALUES_CHOICES}).items():
-            if getattr(self, name) not in known:
-                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+        """Check every value and name the option that is wrong.
+
+        Raises:
+            TreepackError: an unknown or impossible value, or an option that the estimator does not have.
+        """
+        if self.estimator not in ESTIMATORS:
+            raise TreepackError(f"estimator is {self.estimator!r}; expected one of {', '.join(ESTIMATORS)}")
+        check_options(self)
         for name, estimators in _ESTIMATORS_OF_OPTION.items():
             if self.estimator not in estimators and getattr(self, name) != getattr(type(self), name):
                 raise TreepackError(f"{name} is an option of {', '.join(estimators)}; {self.estimator} has none")

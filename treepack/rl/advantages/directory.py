@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from treepack.files import schema
-from treepack.files.address import AnyPath, as_output, as_path
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
+from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.ingest.readers.files.inputs import displayed
 from treepack.rl.advantages.advantage_options import AdvantageOptions

@@ -46,7 +46,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from treepack.errors import TreepackError
-from treepack.files.address import RemotePath
 from treepack.files.manifest import file_sha256
 from treepack.train.saving.checkpoint_files import (
     RECORD,
@@ -61,7 +60,7 @@ from treepack.train.saving.checkpoint_files import (
     write_record,
 )
 from treepack.train.saving.checkpoint_ranks import RankGroup, all_ranks
-from treepack.train.saving.checkpoint_upload import CheckpointUpload, fetch_files, fetch_record, list_checkpoints
+from treepack.train.saving.checkpoint_upload import CheckpointUpload
 from treepack.train.saving.state import load_state, training_state
 
 
@@ -289,7 +288,7 @@ class Checkpoints:
 
 
 def latest(
-    directory: Path, store: RemotePath | None = None, *, step: int | None = None
+    directory: Path, store: CheckpointUpload | None = None, *, step: int | None = None
 ) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
     """Return the newest whole checkpoint, or None if there is none, and a note on each newer damaged one.
 
@@ -297,7 +296,7 @@ def latest(
 
     Args:
         directory: directory of the checkpoints; with `store` a directory for copies, which ranks may share.
-        store: address of the checkpoints in an object store.
+        store: the checkpoints in an object store.
         step: only the checkpoint of this step counts.
 
     Raises:
@@ -320,35 +319,36 @@ def latest(
             record = damage
         faults.append(f"{directory.name}/{name} is damaged ({record})")
     if faults:
+        where = directory if store is None else store.prefix
         raise TreepackError(
-            f"{store or directory}: no checkpoint can be used, because {' and '.join(faults)}; put back a copy of one, "
+            f"{where}: no checkpoint can be used, because {' and '.join(faults)}; put back a copy of one, "
             "or remove the directory to start from the first step"
         )
     return None, ()
 
 
-def _names(directory: Path, store: RemotePath | None) -> list[str]:
+def _names(directory: Path, store: CheckpointUpload | None) -> list[str]:
     """Return the names of possible checkpoints, newest first."""
     if store is None:
         return [path.name for path in list_steps(directory)]
-    return [name for name, files in list_checkpoints(store).items() if RECORD in files]
+    return [name for name, files in store.steps().items() if RECORD in files]
 
 
-def _record(directory: Path, store: RemotePath | None, name: str) -> dict[str, Any] | str:
-    return read_record(directory / name) if store is None else fetch_record(store, name)
+def _record(directory: Path, store: CheckpointUpload | None, name: str) -> dict[str, Any] | str:
+    return read_record(directory / name) if store is None else store.record(name)
 
 
 def _copy_of(directory: Path, name: str, record: dict[str, Any]) -> Path:
-    """Return the directory for the copy of a checkpoint: another one for each content."""
+    """Return the directory for the copy of a checkpoint, which differs for each content."""
     return directory / f"{name}-{hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
 def _check_share(
-    path: Path, store: RemotePath | None, name: str, files: list[dict[str, Any]], ranks: RankGroup
+    path: Path, store: CheckpointUpload | None, name: str, files: list[dict[str, Any]], ranks: RankGroup
 ) -> str | None:
     """Check this rank's share of the files, or copy them from the store; return the fault of one, or None."""
     if store is not None:
-        return fetch_files(store, name, files, path, first=ranks.rank)
+        return store.fetch(name, files, path, first=ranks.rank)
     # 5 files and 2 ranks: rank 0 checks files 0, 2, 4 and rank 1 files 1, 3.
     share = (find_damage(path, entry, hashed=True) for entry in files[ranks.rank :: ranks.size])
     return next(filter(None, share), None)

@@ -5,34 +5,30 @@
     PREFIX/step-00000010/checkpoint.json     last, only if absent: without it the step is unfinished, and is not used
 
 `train.saving.checkpoint` writes the files to the disk of each rank first, and `CheckpointUpload` uploads them in the
-thread of the save. A store that does not answer is asked again for `files.remote.retries.OUTAGE_SECONDS`. `fetch_files`
+thread of the save. A store that does not answer is asked again for `files.remote.retries.OUTAGE_SECONDS`. `fetch`
 copies the files of a checkpoint back, once on each machine, and checks size and hash of each.
 """
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.files.address import RemotePath
-from treepack.files.remote import object_store
-from treepack.files.remote.cache_room import locked
+from treepack.files.remote.address import AnyPath
 from treepack.files.remote.object_store import ObjectInfo
 from treepack.files.remote.retries import patiently
+from treepack.files.remote.uploads import FolderUploads
 from treepack.train.saving.checkpoint_files import RECORD, parse_record, step_of_name
-from treepack.train.saving.place import Uploads
 
 
 class CheckpointUpload:
-    """The upload of checkpoints to `prefix` below a run; each rank has one. Methods raise TreepackError."""
+    """The checkpoints at `prefix` below a run; each rank has one. Methods raise TreepackError."""
 
-    def __init__(self, uploads: Uploads, name: str) -> None:
+    def __init__(self, uploads: FolderUploads, name: str) -> None:
         self._uploads, self._name = uploads, name
-        self.prefix = uploads.out / name
+        self.prefix: AnyPath = uploads.out / name
 
     def clear(self, step: str | None = None) -> None:
         """Remove unfinished checkpoints and the checkpoint `step`; called on the first rank before others upload."""
@@ -59,13 +55,13 @@ class CheckpointUpload:
         return self._uploads.folder
 
     def _clear(self, step: str | None) -> None:
-        for name, files in list_checkpoints(self.prefix).items():
+        for name, files in self.steps().items():
             if name == step or RECORD not in files:
                 self._remove(name, files)
 
     def _remove_older(self, written: str, keep: int, best: int | None) -> None:
         """Keep the checkpoint `written`, the newest `keep` - 1 complete ones before it, `best`, and all later ones."""
-        steps = list_checkpoints(self.prefix)
+        steps = self.steps()
         num_kept = 1
         for name, files in list(steps.items())[list(steps).index(written) + 1 :]:
             if RECORD in files and step_of_name(name) == best:
@@ -78,77 +74,43 @@ class CheckpointUpload:
     def _remove(self, step: str, files: dict[str, ObjectInfo]) -> None:
         # The record first: a process that dies here must leave no record without files.
         names = sorted(files, key=lambda name: (name != RECORD, name))
-        object_store.delete(self.prefix / f"{step}/{name}" for name in names)
+        self._uploads.remove(f"{self._name}/{step}/{name}" for name in names)
 
+    def steps(self) -> dict[str, dict[str, ObjectInfo]]:
+        """Return the objects of each checkpoint, also of unfinished ones, by their names; newest first."""
+        steps: dict[str, dict[str, ObjectInfo]] = defaultdict(dict)
+        for path, info in self._uploads.list(self._name).items():
+            step, _, name = path.partition("/")
+            if name and step_of_name(step) is not None:
+                steps[step][name] = info
+        return dict(sorted(steps.items(), reverse=True, key=lambda item: step_of_name(item[0]) or 0))
 
-def list_checkpoints(prefix: RemotePath) -> dict[str, dict[str, ObjectInfo]]:
-    """Return the objects of each checkpoint below `prefix`, also of unfinished ones, by their names; newest first.
+    def record(self, step: str) -> dict[str, Any] | str:
+        """Return checkpoint.json of a checkpoint, or its fault."""
+        content = self._uploads.read(f"{self._name}/{step}/{RECORD}")
+        return f"{RECORD} is missing" if content is None else parse_record(content, step)
 
-    Raises:
-        TreepackError: the store fails.
-    """
-    steps: dict[str, dict[str, ObjectInfo]] = defaultdict(dict)
-    for path, info in object_store.list_objects(prefix).items():
-        step, _, name = path.partition("/")
-        if name and step_of_name(step) is not None:
-            steps[step][name] = info
-    return dict(sorted(steps.items(), reverse=True, key=lambda item: step_of_name(item[0]) or 0))
+    def fetch(self, step: str, files: list[dict[str, Any]], folder: Path, *, first: int) -> str | None:
+        """Copy the files of a checkpoint to `folder`, which the ranks of a machine share; return a fault, or None.
 
-
-def fetch_record(prefix: RemotePath, step: str) -> dict[str, Any] | str:
-    """Return checkpoint.json of a checkpoint, or its fault.
-
-    Raises:
-        TreepackError: the store fails.
-    """
-    content = patiently(lambda: object_store.read_object(prefix / f"{step}/{RECORD}"))
-    return f"{RECORD} is missing" if content is None else parse_record(content, step)
-
-
-def fetch_files(prefix: RemotePath, step: str, files: list[dict[str, Any]], folder: Path, *, first: int) -> str | None:
-    """Copy the files of a checkpoint to `folder`, which the ranks of a machine share; return the fault of one, or None.
-
-    Args:
-        prefix: address of the checkpoints.
-        step: name of the checkpoint.
-        files: its files, as its record lists them.
-        folder: a folder that only copies of this checkpoint are in.
-        first: place of the file to begin with, another one on each rank, so that the ranks of a machine share the work.
-
-    Raises:
-        TreepackError: the store or the disk fails.
-    """
-    start = first % len(files)
-    for entry in files[start:] + files[:start]:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            fault = _fetch(prefix / f"{step}/{entry['name']}", entry, folder / entry["name"])
-        except OSError as error:
-            raise TreepackError(
-                f"{folder}: the checkpoint cannot be copied there ({error.strerror or error}); free disk space, or "
-                "choose another --cache"
-            ) from error
-        if fault is not None:
-            return fault
-    return None
-
-
-def _fetch(address: RemotePath, entry: dict[str, Any], local: Path) -> str | None:
-    with locked(local.with_name(f".{local.name}.lock")):
-        if local.exists():  # another rank has copied and checked it
-            return None
-        info = patiently(lambda: object_store.info(address))
-        if info is None:
-            return f"{entry['name']} is missing"
-        if info.size != entry["bytes"]:
-            return f"{entry['name']} has another size"
-        partial = local.with_name(f".{local.name}.{secrets.token_hex(4)}")
-        try:
-            patiently(lambda: object_store.download(address, partial))
-            with partial.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                    return f"{entry['name']} was altered"
-            partial.rename(local)
-        finally:
-            partial.unlink(missing_ok=True)
-    return None
+        Args:
+            step: name of the checkpoint.
+            files: its files, as its record lists them.
+            folder: a folder with only the copies of this checkpoint.
+            first: index of the file to begin with, different on each rank, so that the ranks of a machine share the
+                work.
+        """
+        start = first % len(files)
+        for entry in files[start:] + files[:start]:
+            name = entry["name"]
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                fault = self._uploads.fetch(f"{self._name}/{step}/{name}", folder / name, entry)
+            except OSError as error:
+                raise TreepackError(
+                    f"{folder}: the checkpoint cannot be copied there ({error.strerror or error}); free disk space, or "
+                    "choose another --cache"
+                ) from error
+            if fault is not None:
+                return fault
+        return None

@@ -27,12 +27,13 @@ from typing import Any
 from torch import Tensor
 
 from treepack import __version__
-from treepack.errors import TreepackError
-from treepack.files.address import AnyPath, RemotePath, as_path
+from treepack.errors import TreepackError, first_line
 from treepack.files.directory import RUN, finished_file, refuse_existing
 from treepack.files.remote import object_store
-from treepack.files.remote.object_store import ExistsError, first_line
+from treepack.files.remote.address import AnyPath, as_path
+from treepack.files.remote.object_store import ExistsError
 from treepack.files.remote.retries import patiently
+from treepack.files.remote.stored_files import clear_folder, is_stored, read_stored, remove_stored
 from treepack.model.weights.writing import SavedWeights
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.run import Packed, TrainingRun
@@ -47,7 +48,7 @@ FORMAT = "treepack-train"
 VERSION = 2
 FINISHED = "train.json"
 _COMPARED = ("format", "version", "packed_sha256", "config_sha256")
-# Entries of a model's configuration that depend on where and by which version it was saved, not on its architecture.
+# Entries of a model's configuration that depend on its folder and its version of transformers, not on its architecture.
 _INCIDENTAL = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
 
 
@@ -57,7 +58,7 @@ def check_out(out: AnyPath, *, inputs: Iterable[str | AnyPath], overwrite: bool,
     Raises:
         TreepackError: `out` contains an unfinished run, a finished run, other files, or an input.
     """
-    started = _exists(out / RUN)
+    started = is_stored(out / RUN)
     if resume and started:
         return  # `begin` compares the runs when the model is loaded
     if not overwrite and started and not is_finished(out):
@@ -74,7 +75,7 @@ def begin(run: TrainingRun, out: AnyPath, *, overwrite: bool, resume: bool) -> N
         TreepackError: `out` exists and may not be replaced, or was written by a run that computes something else.
     """
     check_out(out, inputs=[*run.paths, run.loaded.source], overwrite=overwrite, resume=resume)
-    if resume and _exists(out / RUN):
+    if resume and is_stored(out / RUN):
         _check_same(run, out)
         num_steps = num_finished(out) or 0
         if num_steps > len(run.schedule):
@@ -83,47 +84,18 @@ def begin(run: TrainingRun, out: AnyPath, *, overwrite: bool, resume: bool) -> N
                 "more than that, or start a new --out"
             )
         return
-    record = _run_record(run)
-    if isinstance(out, RemotePath):
-        _begin_remote(out, record)
-        return
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        _remove_contents(out)
-        _write(out / RUN, record)
+        clear_folder(out, first=FINISHED, last=RUN)
+        _write(out / RUN, _run_record(run), is_new=True)
+    except ExistsError as error:
+        raise TreepackError(f"{out}: another process has just started a run there; choose another --out") from error
     except OSError as error:
         raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
 
 
-def _begin_remote(out: RemotePath, record: dict[str, Any]) -> None:
-    """Remove what `_remove_contents` removes, and write run.json, of two processes only one.
-
-    Raises:
-        TreepackError: another process has written it meanwhile, or the store fails.
-    """
-    names = sorted(object_store.list_objects(out), key=lambda name: (name != FINISHED, name == RUN))
-    object_store.delete(out / name for name in names)
-    try:
-        object_store.write(out / RUN, _as_bytes(record), expected=None)
-    except ExistsError as error:
-        raise TreepackError(f"{out}: another process has just started a run there; choose another --out") from error
-
-
-def _remove_contents(out: Path) -> None:
-    """Remove all files in `out`, but not `out` itself, which may be a mount or a link."""
-    # If this process dies halfway, the rest must count as an unfinished run that --overwrite may remove: so the mark
-    # of a finished run goes first, and run.json, by which the directory is recognised, goes last.
-    (out / FINISHED).unlink(missing_ok=True)
-    for path in sorted(out.iterdir(), key=lambda path: path.name == RUN):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
 def is_finished(out: AnyPath) -> bool:
     """Return true if the model in `out` is complete."""
-    return _exists(out / FINISHED)
+    return is_stored(out / FINISHED)
 
 
 def num_finished(out: AnyPath) -> int | None:
@@ -147,7 +119,7 @@ def is_complete(out: AnyPath, options: TrainOptions, num_steps: int) -> bool:
     if num_finished(out) != num_steps:
         return False
     record = _read(out / FINISHED)
-    # A run that ended early because of its patience goes on if it gets another patience.
+    # A run that ended early because of its patience continues if its patience changes.
     ended_early = record.get("last_step", num_steps) < num_steps
     return not ended_early or record["options"]["patience"] == options.patience
 
@@ -183,7 +155,7 @@ def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:
             same = lengths == {name: getattr(run.options, name) for name in LENGTH_OPTIONS}
             if not same or before.get(ENTRY) != chosen_numbers(run.options).get(ENTRY):
                 _write(out / RUN, _run_record(run))
-            _remove(out / FINISHED)
+            remove_stored(out / FINISHED)
         except OSError as error:
             raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error
     if old == new:
@@ -214,7 +186,7 @@ def finish_run(
         weights: of a sharded model the full tensors, or the tensors that the other ranks gather with this one; None
             if the model itself contains them.
         outcome: JSON values for `train.json`, such as the last step of a run that ended early.
-        value_head: the weights of a critic's head, for a file beside the model.
+        value_head: the weights of a critic's head, which get a file beside the model.
 
     Raises:
         TreepackError: the disk or the store fails.
@@ -310,20 +282,9 @@ def _check_same(run: TrainingRun, out: AnyPath) -> None:
             )
 
 
-def _exists(path: AnyPath) -> bool:
-    return path.exists() if isinstance(path, Path) else object_store.info(path) is not None
-
-
-def _remove(path: AnyPath) -> None:
-    if isinstance(path, Path):
-        path.unlink(missing_ok=True)
-    else:
-        object_store.delete([path])
-
-
 def _read(path: AnyPath) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_bytes() if isinstance(path, Path) else object_store.read_object(path) or b"")
+        record = json.loads(read_stored(path) or b"")
     except (OSError, ValueError, RecursionError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); remove {path.parent} and start again") from error
     if not isinstance(record, dict):
@@ -331,9 +292,10 @@ def _read(path: AnyPath) -> dict[str, Any]:
     return record
 
 
-def _write(path: AnyPath, record: dict[str, Any]) -> None:
-    if isinstance(path, RemotePath):
-        object_store.write(path, _as_bytes(record))
+def _write(path: AnyPath, record: dict[str, Any], *, is_new: bool = False) -> None:
+    """Write a record; with `is_new`, only one of several processes can write it to a store."""
+    if not isinstance(path, Path):
+        object_store.write(path, _as_bytes(record), expected=None if is_new else object_store.ANY)
         return
     with finished_file(path, overwrite=True) as temporary:
         temporary.write_bytes(_as_bytes(record))

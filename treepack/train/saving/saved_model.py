@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from treepack.files.remote.object_store import first_line
+from treepack.errors import first_line
 from treepack.model.adapters.adapter import adapter_base, is_adapted, save_adapter
 from treepack.model.head.value_head import without_value_head, write_value_head
 from treepack.model.load import hide_progress_bars, load_merged

@@ -25,7 +25,7 @@ from typing import Any, Protocol, Self
 
 from treepack.errors import TreepackError, install_hint
 from treepack.files.directory import finished_file
-from treepack.files.remote import object_store
+from treepack.files.remote.stored_files import read_stored
 from treepack.train.saving.place import Place
 from treepack.train.watch.metrics import TensorBoardLog, scalars
 
@@ -44,7 +44,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class SinkRun:
-    """What a tracker shows about a run.
+    """Description of a run for its trackers.
 
     `project` and `name` group and name runs there. `run_id` is unique and the same for all processes of one run.
     `config` are JSON values. `done` is the number of steps that were done before this process, 0 for a new run.
@@ -108,16 +108,13 @@ class Sinks:
 
 
 def tracker_id(place: Place) -> str:
-    """Return the id by which trackers know the run in `place`; a resumed run has the same one.
+    """Return the id of the run in `place` for trackers; a resumed run has the same one.
 
     Raises:
         TreepackError: tracker.json is damaged, or the store fails.
     """
     path = place.out / TRACKER
-    if isinstance(path, Path):
-        content = path.read_bytes() if path.exists() else None
-    else:
-        content = object_store.read_object(path)
+    content = read_stored(path)
     if content is None:
         identifier = secrets.token_hex(4)
         with finished_file(place.folder / TRACKER, overwrite=True) as temporary:
@@ -159,7 +156,7 @@ class _Wandb:
             resume="allow",
             dir=run.folder,
             config=run.config,
-            settings=wandb.Settings(silent=True),  # its lines would be written between those of the progress
+            settings=wandb.Settings(silent=True),  # its lines would be written between the lines of the progress
         )
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from treepack.trie.nodes import NodeArrays, forest_of
 class RunsOfRange:
     """A range of the order of all runs, to be merged by `merge_range`.
 
-    `ranks` has one array for each run: the rank of each of its partitions among those of all runs.
+    `ranks` has one array for each run: the rank of each of its partitions among the partitions of all runs.
     """
 
     runs: list[StoredRun]
@@ -83,10 +83,10 @@ def read_merged_tokens(spools: Sequence[SpoolFiles], places: TokenPlaces) -> Int
 
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """Where trajectories of the trie are stored: for each the number of its table and its row.
+    """The table and the row of trajectories of the trie, by numbers.
 
     `tables` are spool, start and size of each table. `names` are the ids of the trajectories, if stored ids repeat.
-    `columns` are those of all trajectories of the trie; a table may lack some of `schema.OPTIONAL`.
+    `columns` are the columns of all trajectories of the trie; a table may lack some of `schema.OPTIONAL`.
     """
 
     tables: list[tuple[int, int, int]]
@@ -126,7 +126,7 @@ class MergedRuns:
     The new tokens of trajectory k, which it does not share with the one before, are tokens `begins[k] .. begins[k + 1]`
     of the trie. They are stored in spool `token_spool[k]` at byte `token_offset[k]`. Its row is row `row[k]` of table
     `table[k]`, one of `tables`: spool, start and size. `names` are the ids in order if ids of different rows repeat;
-    `num_renamed` of them are new. `table_schema` has the columns that any of the tables has, with those of the trie.
+    `num_renamed` of them are new. `table_schema` has the columns of the trie and of all tables.
     """
 
     spools: Sequence[SpoolFiles]
@@ -240,7 +240,7 @@ def _unique_names(ids: pa.ChunkedArray, sources: pa.ChunkedArray, arrival: Int64
 
 
 def _by_name(rows: Int64, equal: NDArray[np.bool_], names: pa.ChunkedArray | pa.Array) -> Int64:
-    """Return `rows` with trajectories of equal tokens sorted by their `names`; these are of all rows."""
+    """Return `rows` with trajectories of equal tokens sorted by `names`, the names of all rows."""
     # All members of groups with equal tokens: equal [0, 1, 1, 0, 0, 1] -> places 0, 1, 2 and 4, 5.
     among = np.flatnonzero(equal | np.append(equal[1:], False))
     if not len(among):

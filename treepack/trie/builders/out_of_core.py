@@ -1,6 +1,6 @@
 """Build tries of more trajectories than fit into memory: sorted runs on disk, merged into the same trie.
 
-    batches --as many as fit memory, sorted--> run on disk        run, run, ... --merge--> forest
+    batches --up to the memory, sorted--> run on disk             run, run, ... --merge--> forest
                                                                                   tokens, table   on disk, mapped
 
     run 0   a b c d          run 1   a b x           merged   a b c d       from run 0, shared 0
@@ -44,7 +44,7 @@ COPY_TOKENS = 1 << 18  # tokens that are put into final order at a time
 
 
 def run_size(memory: int | None) -> int:
-    """Return the size of runs, in bytes, whose sorting takes at most half of `memory`; None is no limit."""
+    """Return the size of runs, in bytes, whose sorting takes at most half of `memory`; None sets no limit."""
     return RUN_BYTES if memory is None else min(RUN_BYTES, max(1, memory // 8))
 
 
@@ -77,7 +77,7 @@ def build_large_trie(
 
 
 def rebuild(trie: Trie, trajectories: Iterable[Trajectory]) -> Trie:
-    """Build the trie of `trajectories`, which are some of those of `trie`, cut or whole; mapped if `trie` is large.
+    """Build the trie of `trajectories`, which are some trajectories of `trie`, cut or whole; mapped if `trie` is large.
 
     Raises:
         TreepackError: no trajectory, or the disk fails.

@@ -5,12 +5,13 @@
                                                              . . x         run 1, row 0, shared 2
 
 A run stores only the tokens of each sequence that differ from the sequence before it. The merge remembers how many
-tokens the next sequence of every run shares with the last sequence of the order. The one that shares the most tokens
-comes next. Only if several share the same number are they compared, starting after these tokens. So a token is compared
-about once per run, not once per comparison.
+tokens the next sequence of every run shares with the last sequence of the order. The sequence that shares the largest
+number comes next. Only if several share the same number are they compared, starting after these tokens. So a token is
+compared about once per run, not once per comparison.
 
-`splitters` are sequences of the runs that cut the order into ranges of about the same size. A range needs no other one:
-what its first sequence shares with the one before it follows from what each of them shares with the splitter.
+`splitters` are sequences of the runs that cut the order into ranges of about the same size. A range is merged alone:
+the tokens that its first sequence shares with the one before it follow from the tokens that each of them shares with
+the splitter.
 
 Memory: one sequence of each run. Equal sequences come in the order of the runs.
 """
@@ -39,8 +40,8 @@ class SortedRun:
     """Sequences sorted by partition and tokens; the arrays have one value per sequence.
 
     Of each sequence, the tokens from number `skipped` on are stored, as int32 from byte `offsets` of the file
-    `descriptor` on. The tokens before are the beginning of the sequence before it. At least `skipped`, and in fact
-    `shared` tokens are the same as in the sequence before it, if that is in the same partition; otherwise both are 0.
+    `descriptor` on. The tokens before are the beginning of the sequence before it. The first `shared` tokens, at least
+    `skipped`, are equal to the sequence before it, if that is in the same partition; otherwise both are 0.
     """
 
     descriptor: int
@@ -136,7 +137,7 @@ def split(runs: Sequence[SortedRun], count: int) -> list[SequenceRange]:
         done = end
     ordered = {path.astype(">i4").tobytes(): path for path in samples}
     paths = [ordered[key] for key in sorted(ordered)]
-    # The splitters of 32 samples and 2 ranges: number 16. The smallest sample is no splitter.
+    # The splitters of 32 samples and 2 ranges: number 16. The smallest sample is not a splitter.
     numbers = sorted({i * len(paths) // count for i in range(1, count)} - {0})
     splitters = [paths[number] for number in numbers]
     return [SequenceRange(*limits) for limits in zip([None, *splitters], [*splitters, None], strict=True)]
@@ -181,7 +182,7 @@ def _shared_at(splitter: Int32, runs: Sequence[SortedRun], begins: Sequence[int]
 
     `begins` are the numbers of sequences of the runs before it.
     """
-    # For a < s <= b, a and b share the minimum of what (a, s) and (s, b) share, and neighbours share the most.
+    # For a < s <= b, a and b share the minimum of (a, s) and (s, b), and neighbours share the largest number.
     bounds = list(zip(runs, begins, strict=True))
     before = (_common(run.path(row - 1), splitter) for run, row in bounds if row > 0)
     after = (_common(run.path(row), splitter) for run, row in bounds if row < len(run.lengths))
@@ -224,7 +225,7 @@ class _Head:
 
 
 def _as_integers(values: Int32) -> array[int]:
-    # Elements of array.array are read several times faster than those of numpy arrays.
+    # Elements of array.array are read several times faster than elements of numpy arrays.
     return array("i", values.astype(np.int32, copy=False).tobytes())
 
 

@@ -1,8 +1,8 @@
 """Sorted runs of trajectories on disk, in files without names that several processes can read.
 
-    batches --RunStore.add--> as many as fit memory, sorted --> StoredRun in a SpoolFiles
+    batches --RunStore.add--> up to the memory, sorted --> StoredRun in a SpoolFiles
 
-    run   a b c d          tokens   a b c d e x         of each sequence what it does not share with the one before
+    run   a b c d          tokens   a b c d e x         the tokens that a sequence does not share with the one before
           a b c d e        tables   the trajectories as an Arrow table, then partition, shared tokens, length and number
           a b x                     of arrival of each
 
@@ -125,10 +125,10 @@ class StoredRun:
 
 @dataclass(frozen=True, slots=True)
 class RunIndex:
-    """What is known of each sequence of a run, in sorted order; int32 [num_rows].
+    """Facts about each sequence of a run, in sorted order; int32 [num_rows].
 
-    `partition` are indices into `StoredRun.partitions`. `shared` tokens are those of the sequence before it, in the
-    same partition. `arrival` is the number of the trajectory among those of the run.
+    `partition` are indices into `StoredRun.partitions`. `shared` tokens are shared with the sequence before it, in the
+    same partition. `arrival` is the number of the trajectory in the run.
     """
 
     partition: Int32

@@ -2,7 +2,7 @@
 
     MergedRuns --part_tasks--> NodesPart, ..., TrajectoriesPart, ... --write_part--> entry of the manifest
 
-A part ends where it ends if one process writes all parts, so the bytes are those of `files.write_trie`.
+Parts end as if one process wrote all of them, so the bytes are equal to the bytes of `store.trie_files.write_trie`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from treepack.trie.shape import check_trained
 from treepack.trie.storage import ArrayStorage, disk, map_file
 from treepack.trie.store.table_stream import write_table
 
-# Bytes of a text in an Arrow column beyond those that the file stores: repeated texts are stored once there.
+# Bytes of a text in an Arrow column beyond the bytes in the file: repeated texts are stored once there.
 TEXT_BYTES = 64
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
 

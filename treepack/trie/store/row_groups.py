@@ -18,12 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from treepack.columns import PER_TOKEN
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, first_line
 from treepack.files import schema
-from treepack.files.location import DirectoryLocation
 from treepack.files.manifest import FileEntry, check_size, read_manifest
 from treepack.files.part_columns import with_types
-from treepack.files.remote.object_store import first_line
+from treepack.files.remote.location import DirectoryLocation
 from treepack.trajectory import Int64
 
 OPENERS = 16  # remote parts that are opened side by side; each costs some round trips
@@ -52,7 +51,7 @@ class TrieFooters:
         first_end: node where the first trajectory of each row group ends, int64 [groups].
         longest: tokens of the longest trajectory.
         columns: columns of the trajectories.
-        known: those of them that may be null and have a value, and "weight" if any weight is not 1.
+        known: the columns that may be null and have a value, and "weight" if any weight is not 1.
     """
 
     node_start: Int64
@@ -117,7 +116,7 @@ def read_footers(location: DirectoryLocation) -> TrieFooters:
     """Read the footers of all parts of a trie directory.
 
     Raises:
-        TreepackError: a part is missing or truncated, or has other columns; or the directory is no trie.
+        TreepackError: a part is missing or truncated, or has other columns; or the directory is not a trie.
     """
     manifest = read_manifest(location, schema.TRIE_FORMAT)
     with ThreadPoolExecutor(1 if location.is_local else OPENERS) as pool:

@@ -29,5 +29,5 @@ def write_table(file: IO[bytes], parts: Iterable[pa.Table]) -> int:
 
 
 def pad(file: IO[bytes], start: int) -> None:
-    """Append zeros until what was written since `start` is a multiple of `ALIGNMENT` bytes."""
+    """Append zeros until the bytes since `start` are a multiple of `ALIGNMENT`."""
     file.write(bytes(-(file.tell() - start) % ALIGNMENT))

@@ -27,7 +27,7 @@ def write_token_values(source: Path, directory: Path, values: Float64, provenanc
     """Write a copy of the trie directory `source` with `values` into an existing empty `directory`, manifest last.
 
     The nodes are read row group by row group, and the parts of the trajectories are copied as they are. The files are
-    those that `write_trie` writes of the trie with these values.
+    equal to the files that `write_trie` writes of the trie with these values.
 
     Args:
         source: a local trie directory; earlier values in it are replaced.

@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.address import AnyPath, as_path
 from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.parts import PART_TOKENS, PartWriter, token_slices
+from treepack.files.remote.address import AnyPath, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.files.routes import route_columns
 from treepack.memory.budget import usual_memory
@@ -74,7 +74,7 @@ def write_trie(
 
 @dataclass(frozen=True, slots=True)
 class NodeRows:
-    """Nodes `first`, `first` + 1, ... of a forest; `offsets` int32 [num_nodes + 1] are those of their tokens."""
+    """Nodes `first`, `first` + 1, ... of a forest; `offsets` int32 [num_nodes + 1] are the offsets of their tokens."""
 
     first: int
     tree_id: Int32

@@ -1,4 +1,4 @@
-"""Input files that are copies of other ones: each rollout is read once, also if its file is in two folders.
+"""Input files that are copies of other ones: each rollout is read once, even if its file is in two folders.
 
     runs/a.jsonl  backup/a.jsonl  runs/b.jsonl   --find_copies-->   {"backup/a.jsonl": "runs/a.jsonl"}
 
@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.files.address import as_remote_path, is_address
-from treepack.files.remote import object_store
+from treepack.files.remote.address import as_path, is_address
 from treepack.files.remote.cache import addresses_in
+from treepack.files.remote.range_reading import range_reader
+from treepack.files.remote.stored_files import object_info
 from treepack.ingest.readers.files.inputs import STDIN, displayed
 from treepack.ingest.readers.files.path_steps import step_of_path
 from treepack.ingest.readers.files.record_files import read_records
@@ -57,7 +58,7 @@ def size_of(path: str) -> int:
         return 0
     try:
         if is_address(path):
-            entry = object_store.info(as_remote_path(path))
+            entry = object_info(as_path(path))
             return 0 if entry is None else entry.size
         return Path(path).stat().st_size
     except OSError:  # reading it reports the reason
@@ -111,14 +112,9 @@ def _hash(path: str, blocks: Iterable[tuple[int, int]]) -> str | None:
     """Return the sha256 of blocks of a file, (start, size) each, or None if it cannot be read."""
     sha256 = hashlib.sha256()
     try:
-        if is_address(path):
+        with range_reader(path) as read:
             for start, size in blocks:
-                sha256.update(object_store.read_range(as_remote_path(path), start, size))
-        else:
-            with Path(path).open("rb", buffering=0) as file:
-                for start, size in blocks:
-                    file.seek(start)
-                    sha256.update(file.read(size))
+                sha256.update(read(start, size))
     except OSError:
         return None
     return sha256.hexdigest()

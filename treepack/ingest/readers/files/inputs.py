@@ -17,8 +17,8 @@ from pathlib import Path, PurePath
 from threading import Condition, Thread
 
 from treepack.errors import TreepackError
-from treepack.files.address import as_path, is_address
 from treepack.files.directory import is_hidden_output
+from treepack.files.remote.address import as_path, is_address
 from treepack.files.remote.cache import addresses_in
 from treepack.ingest.readers.files.remote_inputs import expand_address
 from treepack.trajectory import Skipped

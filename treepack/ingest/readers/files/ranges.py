@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import orjson
 import pyarrow as pa
 
 from treepack.errors import TreepackError
-from treepack.files.address import RemotePath, as_path, as_remote_path, is_address
-from treepack.files.location import locate
-from treepack.files.remote import object_store
+from treepack.files.remote.address import as_path, is_address
+from treepack.files.remote.range_reading import ObjectReader, Read, parquet_source, range_reader
+from treepack.files.remote.stored_files import object_info
 from treepack.ingest.readers.files.byte_streams import CHUNK, COMPRESSION, RecordLimits, num_newlines
 from treepack.ingest.readers.files.inputs import STDIN, FileHash, InputHash, displayed, unreadable
 from treepack.ingest.readers.files.json_files import (
@@ -36,7 +35,6 @@ from treepack.ingest.readers.files.json_files import (
     too_long,
 )
 from treepack.ingest.readers.files.json_text import parse_leniently
-from treepack.ingest.readers.files.object_reader import ObjectReader
 from treepack.ingest.readers.files.records import (
     DAMAGED_FILE,
     DAMAGED_RECORD,
@@ -79,30 +77,20 @@ class LineRange:
             TreepackError: the file cannot be read any more, or has become shorter.
         """
         number, begin, end, size = self.number, self.offset, self.offset + self.size, _block(self.file)
-        with self._reader() as read:
-            while begin < end:
-                wanted = min(size, end - begin)
-                data = read(begin, wanted)
-                if len(data) < wanted:
-                    raise TreepackError(f"{self.path}: became shorter while it was read; run the command again")
-                # The block ends in the middle of a line, which the next block begins with: "a\nbc" -> "a\n".
-                stop = wanted if begin + wanted == end else data.rfind(b"\n") + 1
-                if not stop:
-                    size *= 2
-                    continue
-                yield LineBlock(self.path, number, data if stop == wanted else data[:stop])
-                number, begin = number + num_newlines(data[:stop]), begin + stop
-
-    @contextmanager
-    def _reader(self) -> Iterator[Callable[[int, int], bytes]]:
-        """Yield a function that reads so many bytes from an offset on."""
-        if is_address(self.file):
-            yield partial(object_store.read_range, as_remote_path(self.file))
-            return
         try:
-            with Path(self.file).open("rb", buffering=0) as file:
-                descriptor = file.fileno()
-                yield lambda offset, size: os.pread(descriptor, size, offset)
+            with range_reader(self.file) as read:
+                while begin < end:
+                    wanted = min(size, end - begin)
+                    data = read(begin, wanted)
+                    if len(data) < wanted:
+                        raise TreepackError(f"{self.path}: became shorter while it was read; run the command again")
+                    # The block ends in the middle of a line, which the next block begins with: "a\nbc" -> "a\n".
+                    stop = wanted if begin + wanted == end else data.rfind(b"\n") + 1
+                    if not stop:
+                        size *= 2
+                        continue
+                    yield LineBlock(self.path, number, data if stop == wanted else data[:stop])
+                    number, begin = number + num_newlines(data[:stop]), begin + stop
         except OSError as error:
             raise unreadable(self.path, error) from error
 
@@ -146,7 +134,7 @@ class RowGroups:
             yield DamagedBlock(Skipped(self.path, DAMAGED_FILE, detail=str(sentence)))
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
-        with _parquet_source(self.file) as source:
+        with parquet_source(self.file) as source:
             yield from parquet_batches(source, self.path, self.groups, ahead=is_address(self.file))
 
     def records(self, damaged: list[Skipped] | None = None, arrays: Sequence[str] = ()) -> Iterator[Record]:
@@ -191,16 +179,16 @@ def plan_object_ranges(
     Raises:
         TreepackError: there is no such object, or the store cannot be reached.
     """
-    place = as_path(address)
-    entry = object_store.info(place) if isinstance(place, RemotePath) else None
-    if not isinstance(place, RemotePath) or entry is None or entry.size < MIN_FILE:
+    entry = object_info(as_path(address))
+    if entry is None or entry.size < MIN_FILE:
         return None
-    magic = object_store.read_range(place, 0, 4)
+    with range_reader(address) as read:
+        magic = read(0, 4)
     if magic == PARQUET_MAGIC:
-        return _hashed_object(address, how, ObjectReader(place, entry.size), input_hash, None)
+        return _hashed_object(address, how, ObjectReader(address, entry.size), input_hash, None)
     if magic[:2] in COMPRESSION:
         return None
-    reader = ObjectReader(place, entry.size)
+    reader = ObjectReader(address, entry.size)
     first = _first_object(reader.stream(), address, min(MAX_FIRST_LINE, how.max_size))
     return None if first is None else _hashed_object(address, how, reader, input_hash, first)
 
@@ -277,15 +265,11 @@ def _is_object(line: bytes, path: str, number: int) -> bool:
     return False
 
 
-Read = Callable[[int, int], bytes]  # of so many bytes from an offset on
-
-
 def _lines_of_file(
     shown: str, real: str, how: RecordLimits, first: tuple[int, int, int]
 ) -> Iterator[tuple[RecordBlock | Range, int]]:
-    with Path(real).open("rb", buffering=0) as file:
-        descriptor = file.fileno()
-        yield from _line_ranges(shown, real, lambda offset, size: os.pread(descriptor, size, offset), how, first)
+    with range_reader(real) as read:
+        yield from _line_ranges(shown, real, read, how, first)
 
 
 def _line_ranges(
@@ -329,20 +313,9 @@ def _line_end(read: Read, start: int, limit: int | None) -> tuple[int, bool]:
     return start, False
 
 
-@contextmanager
-def _parquet_source(file: str) -> Iterator[Any]:
-    """Yield what pyarrow opens: a path, or an object that is read by range."""
-    if not is_address(file):
-        yield file
-        return
-    place = locate(file)
-    with place.filesystem.open_input_file(place.root) as source:
-        yield source
-
-
 def _row_groups(shown: str, real: str, how: RecordLimits) -> Iterator[tuple[RecordBlock | Range, int]]:
     """Yield blocks of row groups, each with the end of its bytes; with `skip_bad` all groups in one block."""
-    with _parquet_source(real) as source:
+    with parquet_source(real) as source:
         groups: list[ParquetGroup] = parquet_groups(source, shown)
     start, first, size, position = 0, 0, 0, 0
     for i, group in enumerate(groups):

@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 
 from treepack.errors import TreepackError
-from treepack.files.address import is_address
+from treepack.files.remote.address import is_address
 from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers.files.byte_streams import (
     CHUNK,

@@ -15,14 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.files.address import RemotePath, as_path, is_address
 from treepack.files.remote import object_store
+from treepack.files.remote.address import AnyPath, as_path, is_address
 from treepack.files.remote.cache import addresses_in, copies_below, recent_copy
 from treepack.files.remote.object_store import ObjectInfo
 from treepack.trajectory import Skipped, Trajectory
 
 LARGE = 1 << 26  # bytes
-_WILDCARDS = frozenset("*?[")
 
 
 def expand_address(
@@ -41,27 +40,22 @@ def expand_address(
     path = as_path(name)
     if isinstance(path, Path):
         return [str(path)], [], []  # of file://, which no glob follows
-    if object_store.info(path) is not None:
-        return [str(path)], [], []
-    if objects := object_store.list_objects(path):
-        return _search_prefix(path, objects, unread, copy)
-    matches = object_store.glob(path) if _WILDCARDS & set(path.path) else []
-    if not matches:
-        raise TreepackError(f"{name}: no such object or prefix, and no glob that matches one; check the address")
     files, skipped, searched = list[str](), list[Skipped](), list[str]()
-    for match, is_prefix in matches:
-        if not is_prefix:
+    for match, objects in object_store.find_objects(path):
+        if objects is None:
             files.append(str(match))
             continue
-        below, others, found = _search_prefix(match, object_store.list_objects(match), unread, copy)
+        below, others, found = _search_prefix(match, objects, unread, copy)
         files += below
         skipped += others
         searched += found
+    if not files:
+        raise TreepackError(f"{name}: no such object or prefix, and no glob that matches one; check the address")
     return files, skipped, searched
 
 
 def _search_prefix(
-    prefix: RemotePath, objects: dict[str, ObjectInfo], unread: Callable[[str], str | None], copy: bool
+    prefix: AnyPath, objects: dict[str, ObjectInfo], unread: Callable[[str], str | None], copy: bool
 ) -> tuple[list[str], list[Skipped], list[str]]:
     reasons = {name: unread(name) for name in objects}
     skipped = [

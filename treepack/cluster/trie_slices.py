@@ -5,7 +5,7 @@
 
     slice 1        chain 0 3, nodes 4 5 6, trajectories t2 t3      read_slice --> Trie with the nodes 0 .. 4
 
-Nodes are depth-first and trajectories are sorted by the node where they end. So a cut after the last node of a
+Nodes are depth-first and trajectories are sorted by their last node. So a cut after the last node of a
 trajectory is a place in both. The ancestors of the first node, the chain, belong to an earlier slice; a slice that
 needs them repeats their tokens. `trie_slices` reads footers, and single columns of the row groups near the cuts.
 """
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from treepack.columns import list_content, take_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.address import AnyPath
-from treepack.files.location import DirectoryLocation, locate
 from treepack.files.manifest import read_manifest
+from treepack.files.remote.address import AnyPath
+from treepack.files.remote.location import DirectoryLocation, locate
 from treepack.trajectory import Int32, Int64
 from treepack.trie.nodes import subtree_ends
 from treepack.trie.shape import check_nodes, check_trained
@@ -41,7 +41,7 @@ PLAN_COLUMNS = tuple("trajectory_id group_id step tree_id node_id num_tokens tra
 
 @dataclass(frozen=True, slots=True)
 class TrieSlice:
-    """Trajectories `trajectories[0] .. trajectories[1] - 1` of a trie directory, and where they are stored.
+    """Trajectories `trajectories[0] .. trajectories[1] - 1` of a trie directory, and their row groups.
 
     Attributes:
         number: place of the slice among all slices.
@@ -206,7 +206,7 @@ class _Places:
     location: DirectoryLocation
     footers: TrieFooters
     known: dict[int, tuple[Int32, Int32]] = field(default_factory=dict)  # by row group: parents and depths
-    near: _Trajectories | None = None  # those of the last cut: the next one is often in the same row groups
+    near: _Trajectories | None = None  # of the last cut: the next one is often in the same row groups
 
     def node_at(self, token: float) -> int:
         """Return about the node that contains a token; nodes of a row group count as equally long."""
@@ -249,7 +249,7 @@ class _Places:
         )
 
     def _trajectories(self, start: int, stop: int) -> _Trajectories:
-        """Return the trajectories [start, stop), which are those of whole row groups."""
+        """Return the trajectories [start, stop), which fill whole row groups."""
         if self.near is None or self.near.range != (start, stop):
             groups = self.footers.trajectories_of(_one_of_each_group(self.footers.trajectory_start, start, stop))
             tables = [table for _, table in read_groups(self.location, groups, ["node_id", "step", "group_id"])]

@@ -9,19 +9,17 @@
     claim(...)  --> the parts that this machine will read, by default all of the directory
 
 The name of a copy is the hash of its content, so several data sets and runs share a folder. If a copy needs room, the
-copies that were used least recently are removed; a process that has one open can still read it. Parts that together
+copies with the oldest use are removed; a process that has one open can still read it. Parts that together
 fit into the limit are all copied. Otherwise a part is copied when at least half of its row groups were read by range
 or come soon, because rows in random order would download whole parts for single rows. A copy never has to exist: if
-the disk is full or the store does not answer, the reader's own requests decide what happens.
+the disk is full or the store does not answer, the reader meets the fault in its own requests.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
-import shutil
 import tempfile
 import threading
 import weakref
@@ -29,12 +27,23 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from treepack.errors import TreepackError
-from treepack.files.location import DirectoryLocation
-from treepack.files.manifest import FileEntry
-from treepack.files.remote.cache_room import cache_folder, cache_limit
+from treepack.files.remote.cache_room import (
+    PARTS,
+    ROOM,
+    cache_folder,
+    cache_limit,
+    is_at,
+    locked,
+    make_room,
+    open_locked,
+    protected_size,
+    used_size,
+    wait_for_lock,
+)
+from treepack.files.remote.location import DirectoryLocation
 
 _log = logging.getLogger("treepack")
 
@@ -44,31 +53,40 @@ _SPARE = 1 << 30  # bytes of the disk that are left free
 _HALF = 0.5
 
 
+class PartEntry(TypedDict):
+    """A part of a manifest: name, size and sha256; manifests have more entries."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
 class AlteredError(TreepackError):
     """A part does not have the hash that the manifest lists."""
 
 
-class PartCache:
+class PartCopies:
     """Copies of the parts of a directory; they can be pickled and used after a fork, in which threads start again."""
 
     def __init__(
-        self, folder: str | Path | None, limit: int | None, location: DirectoryLocation, entries: Iterable[FileEntry]
+        self, folder: str | Path | None, limit: int | None, location: DirectoryLocation, entries: Iterable[PartEntry]
     ) -> None:
         """Make the folder of the copies.
 
         Args:
-            folder: a folder for copies; by default `files.remote.cache.cache_folder`.
-            limit: maximum bytes of all copies of parts in it; by default `files.remote.cache.cache_limit`.
+            folder: a folder for copies; by default `cache_room.cache_folder`.
+            limit: maximum bytes of all copies in it, also of other inputs; by default `cache_room.cache_limit`.
             location: the remote directory.
             entries: its parts.
 
         Raises:
             TreepackError: the folder cannot be written.
         """
-        self.folder = (cache_folder() if folder is None else Path(folder)).absolute() / "parts"
+        self.cache = (cache_folder() if folder is None else Path(folder)).absolute()
+        self.folder = self.cache / PARTS
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            used = sum(size for _, size, _ in _sizes(self.folder))
+            used = used_size(self.cache)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
         except OSError as error:
@@ -76,14 +94,14 @@ class PartCache:
                 f"{self.folder}: cannot be written ({error.strerror or error}), so copies of remote parts have no "
                 "place; choose another --cache"
             ) from error
-        self.limit, self._location = cache_limit(self.folder, used) if limit is None else limit, location
+        self.limit, self._location = cache_limit(self.cache, used) if limit is None else limit, location
         self._entries = {entry["name"]: entry for entry in entries}
         self.claim(self._entries)
         self._start()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process, without threads."""
-        kept = ("folder", "limit", "_location", "_entries", "_fits")
+        kept = ("cache", "folder", "limit", "_location", "_entries", "_claimed", "_room", "_fits")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -93,7 +111,13 @@ class PartCache:
 
     def claim(self, names: Iterable[str]) -> None:
         """Take into account that this machine reads only these parts."""
-        self._fits = sum(self._entries[name]["bytes"] for name in names) <= self.limit
+        self._claimed = sum(self._entries[name]["bytes"] for name in names)
+        self._measure_room()
+
+    def _measure_room(self) -> None:
+        """Find out how many bytes of the limit copies of other inputs leave for parts, and if the claimed parts fit."""
+        self._room = self.limit - protected_size(self.cache)
+        self._fits = self._claimed <= self._room
 
     def find(self, name: str) -> Path | None:
         """Return the path of the copy of a part, None if there is none; wait for a download that has started.
@@ -107,7 +131,7 @@ class PartCache:
         if self._is_whole(name):
             return self._use(name)
         with suppress(FileNotFoundError):
-            os.close(_wait(self._path(name, ".partial")))
+            wait_for_lock(self._path(name, ".partial"))
         return self._use(name) if self._is_whole(name) else None
 
     def want(self, name: str, share: float) -> None:
@@ -123,7 +147,8 @@ class PartCache:
     def expect(self, shares: Mapping[str, float]) -> None:
         """Download the parts of the rows that come next, in this order; `shares` (0 to 1) of them are needed."""
         self._own()
-        room, soon = self.limit // 2, list[str]()
+        self._measure_room()
+        room, soon = self._room // 2, list[str]()
         for name, share in shares.items():
             room -= self._entries[name]["bytes"]
             if room < 0:  # more would displace the parts in use
@@ -218,12 +243,12 @@ class PartCache:
         entry, partial = self._entries[name], self._path(name, ".partial")
         if self._is_whole(name) or entry["bytes"] > self.limit:
             return
-        descriptor = _lock(partial)
+        descriptor = open_locked(partial)
         if descriptor is None:
             return
         try:
             # Both may be false after another process had the lock: it renamed the file, or a copy was there before.
-            if not _is_at(descriptor, partial) or self._is_whole(name) or not self._reserve(descriptor, entry):
+            if not is_at(descriptor, partial) or self._is_whole(name) or not self._reserve(descriptor, entry):
                 return
             # Twice, because a connection can break without an error.
             if not (self._download(name, descriptor) or self._download(name, descriptor)):
@@ -237,7 +262,7 @@ class PartCache:
             self._rented[name] = 0
         finally:
             with suppress(OSError):
-                if _is_at(descriptor, partial):
+                if is_at(descriptor, partial):
                     partial.unlink()
             os.close(descriptor)
 
@@ -252,26 +277,13 @@ class PartCache:
                 offset += os.pwrite(descriptor, block, offset)
         return offset == entry["bytes"] and digest.hexdigest() == entry["sha256"]
 
-    def _reserve(self, descriptor: int, entry: FileEntry) -> bool:
+    def _reserve(self, descriptor: int, entry: PartEntry) -> bool:
         """Give the open file the size of the part, and remove old copies for it; False if there is no room."""
-        room = os.open(self.folder / ".room", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            _flock(room, fcntl.LOCK_EX)
-            files = sorted(_sizes(self.folder), key=lambda file: file[2])
-            used = sum(size for _, size, _ in files)
-            free = shutil.disk_usage(self.folder).free - _SPARE
-            lacking = max(used + entry["bytes"] - self.limit, entry["bytes"] - free)
-            for path, size, _ in files:
-                if lacking <= 0:
-                    break
-                if _remove(path):
-                    lacking -= size
-            if lacking > 0:
-                return False
-            os.ftruncate(descriptor, entry["bytes"])  # from now on it counts as used
-            return True
-        finally:
-            os.close(room)
+        with locked(self.cache / ROOM):
+            _, fits = make_room(self.cache, entry["bytes"], limit=self.limit, spare=_SPARE)
+            if fits:
+                os.ftruncate(descriptor, entry["bytes"])  # from now on it counts as used
+            return fits
 
 
 def _end(stop: threading.Event, threads: list[threading.Thread]) -> None:
@@ -280,58 +292,3 @@ def _end(stop: threading.Event, threads: list[threading.Thread]) -> None:
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join()
-
-
-def _sizes(folder: Path) -> Iterable[tuple[Path, int, float]]:
-    """Yield path, bytes and time of last use of every copy and of every part on its way."""
-    for path in folder.iterdir():
-        if path.suffix in (".parquet", ".partial"):
-            with suppress(OSError):  # removed by another process at this moment
-                status = path.stat()
-                yield path, status.st_size, status.st_mtime
-
-
-def _remove(path: Path) -> bool:
-    """Remove a copy, or the remains of a download whose process died; return False for a download that runs."""
-    if path.suffix != ".partial":
-        path.unlink(missing_ok=True)
-        return True
-    descriptor = _lock(path)
-    if descriptor is None:
-        return False
-    path.unlink(missing_ok=True)
-    os.close(descriptor)
-    return True
-
-
-def _lock(path: Path) -> int | None:
-    """Open or make `path` and lock it until it is closed; None if another process or thread holds the lock."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    if _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
-        return descriptor
-    os.close(descriptor)
-    return None
-
-
-def _wait(path: Path) -> int:
-    """Open `path` and wait for its lock."""
-    descriptor = os.open(path, os.O_RDWR)
-    _flock(descriptor, fcntl.LOCK_EX)
-    return descriptor
-
-
-def _flock(descriptor: int, operation: int) -> bool:
-    try:
-        fcntl.flock(descriptor, operation)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: two processes may download a part twice, and rename it twice
-        return True
-    return True
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False

@@ -24,24 +24,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from treepack.cluster.sequence_table import ARRIVAL, COLUMNS, TOKENS, table_sequences
 from treepack.columns import list_content, take_rows
 from treepack.files import schema
 from treepack.files.manifest import FileEntry
 from treepack.files.parts import PART_TOKENS, PartWriter, planned_parts, token_slices
 from treepack.trajectory import Int32, Int64
 from treepack.trie.builders.in_memory import Partition, partitions, with_places
-from treepack.trie.builders.sequence_table import ARRIVAL, COLUMNS, TOKENS, table_sequences
 from treepack.trie.nodes import NodeArrays, common_prefix, forest_of, shared_with_previous, sorted_by_tokens
 from treepack.trie.store.trie_files import SLICES, TRAJECTORY_SLICES, NodeRows
 
 SAMPLE_TOKENS = 1 << 15  # of a sequence in a sample; sequences that are equal so far are in one range
-SAMPLE_REST = 256  # bytes of a sample after those that it shares with others of its table
+SAMPLE_REST = 256  # bytes of a sample after the bytes that it shares with others of its table
 COMPARED = 32  # trajectories of a table with which samples are compared
 _STEP_OFFSET = 1 << 63
 
 
 def partition_key(partition: Partition) -> bytes:
-    """Return a byte string that compares with others as the partitions do, and is no prefix of another one."""
+    """Return a byte string that compares with others as the partitions do; none is a prefix of a different one."""
     (has_step, step), group = partition
     # A 0 byte of the group becomes 0 255, and 0 0 ends it: "a" -> 97 0 0 comes before "a\0" -> 97 0 255 0 0.
     return bytes([has_step]) + (step + _STEP_OFFSET).to_bytes(8, "big") + _escape(group) + b"\0\0"
@@ -155,8 +155,8 @@ class RangeEdge:
 class RangeSummary:
     """Facts about the sorted trajectories of a range, to number its nodes; no edges if the range is empty.
 
-    `lengths` and `shared` int32 [num_trajectories] are the tokens of each, and those that it shares with the one
-    before; 0 for the first. `groups` are the groups among those that the caller asked for.
+    `lengths` and `shared` int32 [num_trajectories] are the tokens of each, and the tokens that it shares with the one
+    before; 0 for the first. `groups` are the requested groups that are in the range.
     """
 
     lengths: Int32
@@ -174,12 +174,12 @@ def sort_range(
     Args:
         table: trajectories as `sequence_table.COLUMNS`, in any order.
         share: "all", "group" or "none".
-        names: the ids that differ from those in `table`.
+        names: the ids that differ from the ids in `table`.
         groups: group ids to look for.
 
     Returns:
-        The sorted table without `arrival`, in which `tokens` are only those that a trajectory does not share with the
-        one before, and its summary.
+        The sorted table without `arrival`, whose `tokens` a trajectory does not share with the one before, and its
+        summary.
     """
     table = _rename(table.select(COLUMNS.names).cast(COLUMNS), names)
     if not table.num_rows:
@@ -248,7 +248,7 @@ class RangeNodes:
 
 
 def join_ranges(summaries: Sequence[RangeSummary], *, share: str) -> NodeArrays:
-    """Return the nodes of the trie whose sorted trajectories are those of all ranges, at least one trajectory."""
+    """Return the nodes of the trie of all ranges, which have at least one trajectory together."""
     shared = np.concatenate([each.shared for each in summaries]).astype(np.int64)
     lengths = np.concatenate([each.lengths for each in summaries]).astype(np.int64)
     for start, tokens in _shared_at_edges(summaries, share=share):
@@ -308,7 +308,7 @@ def write_range(
 ) -> WrittenRange:
     """Write the parts of a range into `folder`, from the given part numbers of nodes and trajectories on.
 
-    `table` is that of `sort_range`, and `columns` are those of the trajectories of the whole trie.
+    `table` comes from `sort_range`, and `columns` are the columns of the trajectories of the whole trie.
     """
     tokens = list_content(table[TOKENS])[0][nodes.shared :]
     starts = np.concatenate([[0], np.cumsum(nodes.sizes)])

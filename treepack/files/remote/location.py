@@ -20,11 +20,10 @@ import pyarrow as pa
 from pyarrow import fs
 from pyarrow import parquet as pq
 
-from treepack.errors import TreepackError
-from treepack.files.address import RemotePath, as_path
+from treepack.errors import TreepackError, first_line
 from treepack.files.part_columns import check_part_columns
 from treepack.files.remote import object_store
-from treepack.files.remote.object_store import first_line
+from treepack.files.remote.address import RemotePath, as_path
 
 _AHEAD_BYTES = 8 << 20  # read at a time from an object that is read from its start to its end
 _REMEDY = "check the address, the credentials and the network"
@@ -100,7 +99,7 @@ class DirectoryLocation:
         return {entry.base_name: entry.size for entry in entries if entry.type == fs.FileType.File}
 
     def open_stream(self, name: str) -> pa.NativeFile:
-        """Open a file to read it once from the start; errors are those of the filesystem."""
+        """Open a file to read it once from the start; the filesystem raises its own errors."""
         if self.remote is not None:
             store = object_store.client(self.remote)
             file = store.open(self._path(name), "rb", block_size=_AHEAD_BYTES, cache_type="readahead")

@@ -29,8 +29,10 @@ from treepack.model.loaded import LoadedModel
 # Tokens of the row that is measured: all activations of them fit beside a large model, about 55 GB for 32 billion
 # weights and 19 GB for 8 billion, without compilation.
 MEASURED_TOKENS = 2048
-# Tokens of the two passes whose difference gives the bytes of a token, and of each of their sequences.
-_SHORT_PASS, _LONG_PASS, _CHAIN = 1024, 3072, 64
+# Tokens of the passes: the difference of the last two gives the bytes of a token. A first pass compiles and makes
+# gradients, so it does not count.
+_PASSES, _FIRST_PASSES = (1024, 1024, 3072), (64, 64, 128)
+_CHAIN = 64  # tokens of each of their sequences
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,11 @@ def measure_layers(
 
 
 def measure_pass(
-    loaded: LoadedModel, *, autocast: Callable[[], AbstractContextManager[Any]], meter: MemoryMeter | None = None
+    loaded: LoadedModel,
+    *,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    all_have: Callable[[int], bool] | None = None,
+    meter: MemoryMeter | None = None,
 ) -> tuple[int, float]:
     """Measure the memory that forward and backward passes of the layers, as they are adapted, need beside the weights.
 
@@ -114,6 +120,8 @@ def measure_pass(
     Args:
         loaded: the model.
         autocast: makes the context of a forward pass.
+        all_have: called before each longer pass with the bytes that it will need; if it returns False, the passes so
+            far must do. If it is given, the first passes have few tokens.
         meter: the memory to measure, by default that of the model's GPU.
 
     Returns:
@@ -122,10 +130,14 @@ def measure_pass(
     meter, training = meter or gpu_meter(loaded.device), loaded.model.training
     loaded.model.train()
     devices = [loaded.device] if loaded.device.type == "cuda" else []
-    peaks = []
+    peaks: dict[int, int] = {}  # of the last pass of each length
     try:
         with torch.random.fork_rng(devices=devices), cast_once():
-            for length in (_SHORT_PASS, _SHORT_PASS, _LONG_PASS):  # the first one compiles, and makes gradients
+            for length in _PASSES if all_have is None else (*_FIRST_PASSES, *_PASSES):
+                if all_have is not None and len(peaks) > 1 and length not in peaks:
+                    fixed, per_token = _line(peaks)
+                    if not all_have(int(fixed + length * per_token)):
+                        break
                 row = prepare_batch(loaded, _chains(length))
                 before = meter.allocated()
                 meter.reset()
@@ -133,12 +145,19 @@ def measure_pass(
                     states = loaded.compute(partial(hidden_states, loaded, row))
                 torch.autograd.backward(states, torch.zeros_like(states))
                 del states
-                peaks.append(meter.peak() - before)
+                peaks[length] = meter.peak() - before
     finally:
         loaded.model.train(training)
         loaded.model.zero_grad(set_to_none=True)
-    per_token = max(1.0, (peaks[2] - peaks[1]) / (_LONG_PASS - _SHORT_PASS))
-    return max(0, int(peaks[1] - _SHORT_PASS * per_token)), per_token
+    return _line(peaks)
+
+
+def _line(peaks: dict[int, int]) -> tuple[int, float]:
+    """Return the bytes without tokens and the bytes of each token, from the peaks of the two longest passes."""
+    # {1024: 2_048_000, 3072: 4_096_000} -> 1000 for each token, and 1_024_000 without tokens
+    short, long = sorted(peaks)[-2:]
+    per_token = max(1.0, (peaks[long] - peaks[short]) / (long - short))
+    return max(0, int(peaks[short] - short * per_token)), per_token
 
 
 def _chains(length: int) -> Batch:
@@ -192,16 +211,6 @@ def head_bytes(causal: Any, *, chunk: int, num_tokens: int) -> int:
     # Logits of a chunk, their softmax and gradient in float32; the gradient of the output layer, of one chunk and of
     # all, and its weights in 16 bits; hidden states of the row with their gradients in float32.
     return 12 * min(chunk, num_tokens) * size + 10 * size * width + 12 * num_tokens * width
-
-
-def update_bytes(model: Any, *, state_bytes: int) -> int:
-    """Return the bytes of gradients and of an optimiser's states, of `state_bytes` per trained weight, on this rank."""
-    total: int = 0
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            total += own.numel() * ((own.element_size() if parameter.grad is None else 0) + state_bytes)
-    return total
 
 
 def host_pages(loaded: LoadedModel, num_tokens: int, *, recomputed: int, lower: bool, size: int = PAGE) -> int:

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from support.strategies import make, trajectories
 from support.trie_files import saved
 from treepack import TreepackError
+from treepack.cluster.trie_slices import TrieSlice, read_slice, trie_slices
 from treepack.files import parts
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.check import check_trie
 from treepack.trie.store import trie_files as files
-from treepack.trie.store.slices import TrieSlice, read_slice, trie_slices
 from treepack.trie.trie import sequences_of
 
 

@@ -6,7 +6,7 @@
     any other scheme                            refused
 
 `as_path` is called where an address enters: by the parameter type of the commands and by public functions. A RemotePath
-is no `os.PathLike`, so code that expects a file of this machine fails on it and never writes a local folder `s3:`.
+is not an `os.PathLike`, so code that expects a file of this machine fails on it and never writes a local folder `s3:`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RemotePath:
         return RemotePath(self.scheme, self.path.rpartition("/")[0] or self.path)
 
     def is_relative_to(self, other: RemotePath) -> bool:
-        """Return True if it is `other` or lies below it."""
+        """Return True if it is `other` or below it."""
         return self.scheme == other.scheme and f"{self.path}/".startswith(f"{other.path}/")
 
 
@@ -99,7 +99,7 @@ def as_path(value: str | Path | RemotePath) -> Path | RemotePath:
 
 
 def as_remote_path(address: str) -> RemotePath:
-    """Return the address of an object in a store, which the caller knows to be one."""
+    """Return the address of an object in a store; `address` must be one."""
     path = as_path(address)
     assert isinstance(path, RemotePath)
     return path

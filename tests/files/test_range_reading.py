@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
-from treepack.files.address import RemotePath
-from treepack.ingest.readers.files import object_reader
-from treepack.ingest.readers.files.object_reader import ObjectReader
+from treepack.files.remote import range_reading
+from treepack.files.remote.range_reading import ObjectReader
 
-PLACE = RemotePath("memory", "bucket/object")
+PLACE = "memory://bucket/object"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,7 +31,7 @@ def _empty_bucket_afterwards() -> Iterator[None]:
 def test_reads_return_the_bytes_of_the_object(content: bytes, block: int, moves: list[tuple[int, int]]) -> None:
     fsspec.filesystem("memory").pipe_file("/bucket/object", content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(object_reader, "BLOCK", block)
+        patch.setattr(range_reading, "BLOCK", block)
         reader = ObjectReader(PLACE, len(content))
         largest = 0
         for move, size in moves:

@@ -1,97 +1,84 @@
-"""The layers of a training run: which of them are recomputed in the backward pass, and where their inputs wait.
+"""The number of layers that are recomputed in the backward pass, and host memory for tensors that they offload.
 
-options --adapt--> layers of the model compiled, recomputed and offloaded
-run --choose_layers--> the run with a number of layers in place of "auto", and with host memory reserved
+longest row or piece, free memory --choose_layers--> number of layers; host memory is reserved
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from treepack.errors import TreepackError
 from treepack.memory.budget import available_memory
-from treepack.memory.device_memory import free_memory
+from treepack.memory.device_memory import free_memory, update_bytes
 from treepack.memory.host_pages import PAGE
-from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import is_memory_error
-from treepack.model.layer_memory import (
-    LayerBytes,
-    fewest_recomputed,
-    head_bytes,
-    host_pages,
-    measure_layers,
-    update_bytes,
-)
-from treepack.model.layers import adapt_layers, adapted_layers, set_recomputed
+from treepack.model.layers import AdaptedLayers, adapted_layers, set_recomputed
+from treepack.model.loaded import LoadedModel
 from treepack.train.options import TrainOptions
-
-if TYPE_CHECKING:
-    from treepack.model.loaded import LoadedModel
-    from treepack.train.run import TrainingRun
+from treepack.train.setup.layer_memory import LayerBytes, fewest_recomputed, head_bytes, host_pages, measure_layers
+from treepack.train.setup.memory_input import MemoryInput
 
 _log = logging.getLogger("treepack")
 
-# Part of the GPU's memory that `auto` leaves free, for fragments and the error of the estimate.
+# Share of the GPU's memory that `auto` leaves free for fragments and the error of the estimate.
 _MARGIN = 0.08
-# Part of the available host memory that pages may take; the rest is for rows, checkpoints and other processes.
+# Share of the available host memory that pages may take; the rest is for rows, checkpoints and other processes.
 _HOST_SHARE = 0.9
 # Bytes of the optimiser's states for a trained weight.
 _STATE_BYTES = {"adamw": 8, "adamw-8bit": 2}
 
 
-def adapt(causal: Any, options: TrainOptions, device: torch.device) -> None:
-    """Compile, recompute and offload the layers of a model as the options say; "auto" recomputes all for now.
+def choose_layers(given: MemoryInput, carry: int | None) -> tuple[int | None, tuple[str, ...]]:
+    """Return the number of recomputed layers, None if it is not an option of the run, and notes.
 
-    Raises:
-        TreepackError: as `layers.adapt_layers`.
-    """
-    count = options.checkpoint_layers
-    adapt_layers(
-        causal,
-        checkpointing=options.recomputes,
-        compiled=options.compile,
-        recomputed=count if isinstance(count, int) else None,
-        offload=LayerOffload(device) if options.offload_checkpoints else None,
-    )
-
-
-def choose_layers(run: TrainingRun) -> TrainingRun:
-    """Return the run with the number of recomputed layers, after its host memory is reserved.
+    The host memory of offloaded layers is reserved. `carry` is the number of tokens of a piece.
 
     Raises:
         TreepackError: the host has too little memory for the longest row, or the layers cannot be measured.
     """
-    options, loaded = run.options, run.loaded
+    loaded, chosen = given.loaded, given.options.checkpoint_layers
     adapted = adapted_layers(loaded.causal)
     if adapted is None:
-        return run
-    longest = _longest_pass(run)
-    if options.checkpoint_layers == "auto":
-        count = len(adapted.modules)
+        return _as_number(chosen), ()
+    longest = _longest_pass(given, carry)
+    notes: tuple[str, ...] = ()
+    if chosen == "auto":
+        chosen = len(adapted.modules)
         if loaded.device.type == "cuda":
-            count = _measured_count(run, longest)
-            note = f"{count} of {len(adapted.modules)} layers are recomputed in the backward pass"
+            chosen = _measured_count(given, longest)
+            note = f"{chosen} of {len(adapted.modules)} layers are recomputed in the backward pass"
         else:
-            note = f"checkpoint_layers auto recomputes all {count} layers on a CPU, where torch counts no memory"
-        set_recomputed(loaded.causal, count)
-        run = replace(run, options=replace(options, checkpoint_layers=count), notes=(*run.notes, note))
-    if adapted.offload is None or adapted.recomputed == 0:
-        return run
-    lower = options.dtype == "bf16"
-    pages = host_pages(loaded, longest, recomputed=adapted.recomputed, lower=lower)
+            note = f"checkpoint_layers auto recomputes all {chosen} layers on a CPU, where torch counts no memory"
+        set_recomputed(loaded.causal, chosen)
+        notes = (note,)
+    if adapted.offload is not None and adapted.recomputed > 0:
+        notes = (*notes, _reserve_host(given, adapted, longest))
+    return _as_number(chosen), notes
+
+
+def _as_number(choice: int | str | None) -> int | None:
+    assert not isinstance(choice, str), "a model without adapted layers has no auto"
+    return choice
+
+
+def _reserve_host(given: MemoryInput, adapted: AdaptedLayers, longest: int) -> str:
+    """Reserve the host memory of offloaded layers for a row of `longest` tokens, and return a note.
+
+    Raises:
+        TreepackError: the host has too little memory.
+    """
+    loaded = given.loaded
+    pages = host_pages(loaded, longest, recomputed=adapted.recomputed, lower=given.compute.dtype == "bf16")
     check_host(pages * PAGE, longest)
-    on_gpu = loaded.device.type == "cuda"
-    if on_gpu:
+    kind = "host memory"
+    if loaded.device.type == "cuda":
+        kind = "pinned host memory"
         _log.info("pinning %s of host memory", _size(pages * PAGE))
-        _reserve(loaded, pages)
-    kind = "pinned host memory" if on_gpu else "host memory"
-    note = f"layers keep at most {_size(pages * PAGE)} of a row in {kind}, for {longest:,} tokens"
-    return replace(run, notes=(*run.notes, note))
+        _pin(adapted, pages)
+    return f"layers keep at most {_size(pages * PAGE)} of a row in {kind}, for {longest:,} tokens"
 
 
 def check_host(num_bytes: int, num_tokens: int) -> None:
@@ -127,13 +114,11 @@ def state_bytes(options: TrainOptions) -> int:
     return 0 if options.cpu_offload else _STATE_BYTES[options.optimizer]
 
 
-def _reserve(loaded: LoadedModel, pages: int) -> None:
-    adapted = adapted_layers(loaded.causal)
-    assert adapted is not None
+def _pin(adapted: AdaptedLayers, pages: int) -> None:
     assert adapted.offload is not None
     try:
         adapted.offload.pages.reserve(pages)
-    except RuntimeError as error:  # of cudaHostAlloc: a limit that the estimate does not know
+    except RuntimeError as error:  # of cudaHostAlloc: a limit that is not part of the estimate
         raise TreepackError(
             f"the GPU driver pinned {_size(adapted.offload.pages.num_bytes)} of {_size(pages * PAGE)} of host memory "
             "(ulimit -l, or a limit of the container); pack with a smaller --capacity, or train without "
@@ -141,29 +126,29 @@ def _reserve(loaded: LoadedModel, pages: int) -> None:
         ) from error
 
 
-def _longest_pass(run: TrainingRun) -> int:
+def _longest_pass(given: MemoryInput, carry: int | None) -> int:
     """Return the tokens of the longest row, piece, or pass of known length that has gradients, with padding."""
-    longest = run.longest_row
-    if isinstance(run.options.pass_tokens, int):
-        longest = max(longest, min(run.options.pass_tokens, run.largest_step))
-    if isinstance(run.options.carry, int):
-        longest = min(longest, run.options.carry)
+    longest = given.data.longest_row
+    if isinstance(given.options.pass_tokens, int):
+        longest = max(longest, min(given.options.pass_tokens, given.largest_step))
+    if carry is not None:
+        longest = min(longest, carry)
     return -(-longest // 128) * 128
 
 
-def _measured_count(run: TrainingRun, longest: int) -> int:
+def _measured_count(given: MemoryInput, longest: int) -> int:
     """Return the smallest number of layers to recompute with which the longest pass fits into the GPU's memory.
 
     Raises:
         TreepackError: the weights are sharded over ranks.
     """
-    loaded, options = run.loaded, run.options
+    loaded, options, data = given.loaded, given.options, given.data
     adapted = adapted_layers(loaded.causal)
     assert adapted is not None
     _log.info("measuring the memory of the layers")
-    row = max(run.trainable_rows, key=lambda row: int(run.dataset.num_tokens[row]))
+    row = max(data.rows.tolist(), key=lambda row: int(data.dataset.num_tokens[row]))
     try:
-        layer = measure_layers(loaded, run.dataset[row], lower=options.dtype == "bf16")
+        layer = measure_layers(loaded, data.dataset[row], lower=given.compute.dtype == "bf16")
     except RuntimeError as error:
         if not is_memory_error(error):
             raise

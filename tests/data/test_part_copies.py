@@ -18,14 +18,17 @@ from torch.utils.data import DataLoader
 
 from support.oracle_model import packed_directory
 from support.strategies import make
-from treepack.data import part_cache, part_reader
+from treepack.data import part_reader
 from treepack.data.dataset import PackedDataset
-from treepack.data.part_cache import PartCache
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.files import parts
-from treepack.files.location import DirectoryLocation
+from treepack.files.remote import part_copies
 from treepack.files.remote import retries as patience
+from treepack.files.remote.address import as_path
+from treepack.files.remote.cache import borrowed_copy
+from treepack.files.remote.location import DirectoryLocation
+from treepack.files.remote.part_copies import PartCopies
 from treepack.model.objectives.denominators import check_columns, trajectory_table
 from treepack.model.objectives.objective import choose_objective
 
@@ -73,7 +76,7 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def copies(dataset: PackedDataset) -> PartCache:
+def copies(dataset: PackedDataset) -> PartCopies:
     cache = dataset._reader._copies
     assert cache is not None
     return cache
@@ -138,6 +141,35 @@ def test_the_limit_holds_and_parts_used_least_recently_go(packed: Path, memory: 
     last = {entry["name"]: entry["sha256"] for entry in dataset.manifest["files"]}["part-00004.parquet"]
     assert last in {path.stem for path in stored(tmp_path / "cache")}
     assert_same_rows(dataset, packed)
+
+
+def test_parts_and_other_inputs_share_one_limit(
+    packed: Path, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, objects = 2 * sizes(packed)[-1], tmp_path / "cache" / "objects"
+    monkeypatch.setenv("TREEPACK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TREEPACK_CACHE_SIZE", str(limit))
+    fsspec.filesystem("memory").pipe_file("/bucket/model", bytes(limit // 2))
+    model = as_path("memory://bucket/model")
+
+    def used() -> int:
+        files = [path for name in ("objects", "parts") for path in (tmp_path / "cache" / name).rglob("*")]
+        return sum(path.stat().st_size for path in files if path.is_file())
+
+    dataset = PackedDataset(memory)
+    with borrowed_copy(model):
+        for _ in dataset:
+            copies(dataset).wait()
+            assert len(stored(tmp_path / "cache")) <= 1
+            assert used() <= limit
+        assert stored(tmp_path / "cache")
+        assert [*objects.rglob("model")]
+    for _ in dataset:
+        copies(dataset).wait()
+    assert len(stored(tmp_path / "cache")) == 2
+    assert not [*objects.rglob("model")]
+    with borrowed_copy(model):
+        assert len(stored(tmp_path / "cache")) == 1
 
 
 def test_rows_in_random_order_do_not_download_whole_parts_that_do_not_fit_together(
@@ -306,7 +338,7 @@ def test_a_trainer_announces_its_rows(packed: Path, memory: str, tmp_path: Path,
 def test_a_full_disk_is_no_error(
     packed: Path, memory: str, tmp_path: Path, downloads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part_cache, "_SPARE", 1 << 62)
+    monkeypatch.setattr(part_copies, "_SPARE", 1 << 62)
     dataset = PackedDataset(memory, cache=tmp_path / "cache")
     assert ids(dataset) == ids(PackedDataset(packed))
     copies(dataset).wait()

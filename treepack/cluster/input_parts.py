@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.files.address import AnyPath, RemotePath, as_path, as_remote_path, is_address
-from treepack.files.remote import object_store
+from treepack.files.remote.address import as_path, is_address
 from treepack.files.remote.cache import borrowed_copy
+from treepack.files.remote.range_reading import range_reader
+from treepack.files.remote.stored_files import object_info
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files import ranges
 from treepack.ingest.readers.files.byte_streams import COMPRESSION, RecordLimits
@@ -113,7 +114,7 @@ class InputPart:
             TreepackError: bad input; or an object was replaced after the survey.
         """
         for address, version in self.versions.items():
-            entry = object_store.info(as_remote_path(address))
+            entry = object_info(as_path(address))
             if entry is None or entry.version != version:
                 raise TreepackError(f"{address}: was replaced while it was read; run the command again")
         for block in self.blocks:
@@ -139,11 +140,10 @@ def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
         TreepackError: the file cannot be read, is damaged, is not seen by this machine, or has no known format and was
             named by the caller.
     """
-    index = as_path(file.path)
-    entry = object_store.info(index) if isinstance(index, RemotePath) else None
+    entry = object_info(as_path(file.path)) if is_address(file.path) else None
     size = _local_size(file) if entry is None else entry.size
     whole = SurveyedFile(file, [(WholeFile(file, size), size)], size)
-    if size < ranges.MIN_FILE or not _may_have_ranges(index, how):
+    if size < ranges.MIN_FILE or not _may_have_ranges(file.path, how):
         return whole
     digest = InputHash()
     parts, unknown = _parts_of(file, file.path, how, digest, as_ranges=True)
@@ -162,15 +162,16 @@ def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
     return SurveyedFile(file, blocks, size, sha256, version, unknown)
 
 
-def _may_have_ranges(index: AnyPath, how: FileReading) -> bool:
+def _may_have_ranges(path: str, how: FileReading) -> bool:
     """Return False for a file that is never cut, before more than its first line is read."""
-    if isinstance(index, RemotePath):
-        return object_store.read_range(index, 0, 2) not in COMPRESSION
+    if is_address(path):
+        with range_reader(path) as read:
+            return read(0, 2) not in COMPRESSION
     handling = RecordLimits(how.options.max_record_size, how.options.skip_bad)
     try:
-        return ranges.plan_ranges(str(index), handling, None) is not None
+        return ranges.plan_ranges(path, handling, None) is not None
     except OSError as error:
-        raise unreadable(displayed(str(index)), error) from error
+        raise unreadable(displayed(path), error) from error
 
 
 def _local_size(file: InputFile) -> int:
