@@ -146,7 +146,7 @@ def test_without_stop_tokens_the_end_of_sequence_of_the_server_counts() -> None:
 @pytest.mark.parametrize("api", APIS)
 def test_log_probabilities_of_another_temperature_are_refused(api: str) -> None:
     text = message(EngineServer(api=api, raw=True), sampling=Sampling(0.7))
-    assert "those of temperature 1 and not of 0.7" in text
+    assert "belong to temperature 1 and not to 0.7" in text
     assert ("SGLANG_RETURN_ORIGINAL_LOGPROB" if api == "sglang" else "--logprobs-mode processed_logprobs") in text
     # At temperature 1 both are the same.
     assert len(use(EngineServer(api=api, raw=True), ask)) == 2
