@@ -23,7 +23,6 @@ import json
 import math
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +31,7 @@ from typing import Any
 
 import torch
 from candidates import CANDIDATES, Candidate, Case, Heads
+from measure import commit, product_rate
 from torch import Tensor
 from workloads import WORKLOADS, Workload, agent_tree, caterpillar, chains, make_workload, packed_workloads, star
 
@@ -276,22 +276,6 @@ def print_summary(records: list[dict[str, Any]]) -> None:
                 print(f"| {name} | {other} | {mean:.3f} | {worst[key]:.3f} | {worst['workload']} | {len(mine)} |")
 
 
-def matmul_rate(device: torch.device) -> float:
-    """Return the TFLOP/s of a matrix product of random bfloat16: 8192 cubed, median of 20."""
-    size = 8192 if device.type == "cuda" else 128
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(3):
-        a @ b
-    times = []
-    for _ in range(20):
-        begin = mark(device)
-        a @ b
-        end = mark(device)
-        synchronize(device)
-        times.append(between(begin, end))
-    return 2 * size**3 / statistics.median(times) / 1e9
-
-
 def median_ms(run: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
     """Return the median wall-clock milliseconds of a call, including the kernels that it launches."""
     times = []
@@ -365,12 +349,11 @@ def main() -> None:
     for directory in options.packed:
         workloads += packed_workloads(directory, options.rows)
     shapes = options.shapes.split(",")
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    matmul = matmul_rate(device)
+    matmul = product_rate(device) / 1e12
     about: dict[str, Any] = {
         "device": platform.processor() if options.dry_run else torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "shapes": options.shapes,
         "dtype": options.dtype,
         "layout": options.layout,

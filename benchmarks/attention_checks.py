@@ -27,7 +27,7 @@ from candidates import portable_kernels
 from torch import Tensor
 from workloads import agent_tree, chains, star
 
-from treepack.attention import Reach, first_visible, reference_attention, tree_attention
+from treepack.attention import KeyReach, first_visible, reference_attention, tree_attention
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 KERNEL_FLOAT32 = 1e-5
@@ -57,7 +57,7 @@ LAYOUTS: tuple[tuple[Layout, torch.dtype, bool], ...] = (
 
 # Head dimensions of the Hopper kernels.
 HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
-REACHES = (None, *(Reach("window", size) for size in (1, 31, 128, 1000)), Reach("chunk", 100))
+REACHES = (None, *(KeyReach("window", size) for size in (1, 31, 128, 1000)), KeyReach("chunk", 100))
 
 Inputs = tuple[Tensor, ...]  # q, k, v, and sinks if the layer has them
 Outputs = tuple[Tensor, ...]

@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 from workloads import Workload
 
 from treepack.attention import (
-    Reach,
+    KeyReach,
     build_block_mask,
     first_visible,
     prepare,
@@ -96,7 +96,7 @@ class Case:
         device: torch.device,
         *,
         tokens_first: bool,
-        reach: Reach | None = None,
+        reach: KeyReach | None = None,
         has_sinks: bool = False,
     ) -> None:
         """Draw query, key, value and the gradient of the output, tokens before heads in memory if `tokens_first`."""

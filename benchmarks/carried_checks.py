@@ -6,9 +6,9 @@
 
 A tree runs through a small model in pieces, with everything on the GPU, and with some or all of it in host memory.
 Losses and gradients must be equal in every bit, or, if torch's own sums differ from run to run, at most twice as far as
-two plain runs. One case is compared with a bound on rounding, and its label says so: outputs that are computed again in
+two plain runs. One case has a bound on rounding and a label with a mark: outputs that are computed again in
 a compiled model, because torch.compile fuses the second computation in another way. Every copy starts late, and memory
-that nobody may read is NaN, as in `offload_checks`. Gradients of pieces are also compared with those of the whole row.
+that no kernel may read is NaN, as in `offload_checks`. Gradients of pieces are also compared with the whole row's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AGAIN = "outputs computed again"
 
 
 def check_carried(name: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
-    """Compare losses and gradients of a row in pieces for several budgets; up to rounding where the header says so."""
+    """Compare losses and gradients of a row in pieces for several budgets; up to rounding as the header describes."""
     loaded, row, limit = small_model(device), _row(12 if quick else 1500), 16 if quick else 512
     compiled = name.endswith("compiled") and device.type == "cuda"
     adapt_layers(loaded.causal, checkpointing=True, compiled=compiled)

@@ -15,8 +15,8 @@ from compilations import made_on
 from treepack.carry.limit import USABLE
 from treepack.costs.model_cost import PRESETS
 from treepack.memory.budget import available_memory
-from treepack.memory.offload import Offload
-from treepack.model.layer_memory import update_bytes
+from treepack.memory.device_memory import update_bytes
+from treepack.memory.offload import LayerOffload
 from treepack.model.layers import adapt_layers, adapted_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
@@ -43,7 +43,7 @@ class Bench:
         return self.loaded.device
 
     def free_bytes(self) -> int:
-        """Return what gradients, the optimiser's states and activations may still take on the GPU."""
+        """Return the bytes that gradients, the optimiser's states and activations may still take."""
         torch.cuda.empty_cache()
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         free = self.unreserved_bytes() + unused
@@ -71,7 +71,7 @@ def num_layers(loaded: LoadedModel) -> int:
     return len(adapted.modules)
 
 
-def set_layers(loaded: LoadedModel, recomputed: int, offload: Offload | None) -> None:
+def set_layers(loaded: LoadedModel, recomputed: int, offload: LayerOffload | None) -> None:
     """Recompute the first layers from now on, with their inputs in host memory or not."""
     adapted = adapted_layers(loaded.causal)
     assert adapted is not None

@@ -113,7 +113,7 @@ WORKLOADS: dict[str, Callable[[str], Workload]] = {
 
 
 def whole_rows(source: str, vocabulary: int) -> list[Batch]:
-    """Return the rows of a workload with random tokens, or those of a file of `training_rows.py`.
+    """Return the rows of a workload with random tokens, or the rows of a file of `training_rows.py`.
 
     Ids of a file that are beyond the vocabulary become others: 7 of 5 words -> 2.
     """
@@ -130,7 +130,7 @@ def row_of_columns(number: int, ids: Int64, subtree_end: Int64, ends: Int64, tra
     """Return a row whose `trained` tokens, roots excepted, have one unit of weight for each trajectory through them."""
     position = depths(subtree_end) - 1
     parent = _parents(subtree_end)
-    # Trajectories that end before token i: ends 1 3 of 4 tokens -> 0 0 1 1 2; through token i: those in its subtree
+    # Trajectories that end before token i: ends 1 3 of 4 tokens -> 0 0 1 1 2; through token i: the ends in its subtree
     before = np.concatenate([[0], np.cumsum(np.bincount(ends, minlength=len(ids)))])
     scale = before[subtree_end] - before[:-1]
     weights = torch.from_numpy(np.where(trained & (parent >= 0), scale, 0)).double()
@@ -256,7 +256,7 @@ def _pieces(number: int, row: Batch, capacity: int, known: Iterator[Int64], plan
             tree = _plan_tree(row, first)
             plan = contiguous(tree, RowLimits(capacity), SearchOptions()).row_of_leaf
             plan = anneal(tree, RowLimits(capacity), plan, steps_per_leaf=STEPS_PER_LEAF)
-        assert len(plan) == len(mine), "the plan is one of another tree; delete its file"
+        assert len(plan) == len(mine), "the plan belongs to a different tree; delete its file"
         plans.append(plan)
         for each in range(int(plan.max()) + 1):
             chosen = mine[plan == each]
@@ -283,7 +283,7 @@ def _plan_tree(row: Batch, first: int) -> PlanTree:
 
 def _tokens_above(end: Int64, leaves: Int64) -> Int64:
     """Return the tokens on the paths to `leaves`, ascending."""
-    # A token is on such a path if one of the leaves lies in its subtree.
+    # A token is on such a path if its subtree contains one of the leaves.
     before = np.concatenate([[0], np.cumsum(np.bincount(leaves, minlength=len(end)))])
     found: Int64 = np.flatnonzero(before[end] > before[:-1])
     return found

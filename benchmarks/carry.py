@@ -15,7 +15,7 @@ one of these, with the tokens of its rows, or of its pieces:
     carry         whole trees in pieces of so many tokens; auto chooses them by memory (--carry)
 
 Each turn times one optimiser step of each way, with learning rate 0, and prints a line of JSON at once. All losses must
-agree, or the run fails. `gain` is the median over turns of the seconds of the first way over those of this way. GiB are
+agree, or the run fails. `gain` is the median over turns of the seconds of the first way over this way's. GiB are
 the peak of torch's allocator, and host memory that is pinned. `forward` and `backward` count tokens that run through
 the layers, without recomputation. `compiled` counts graphs and kernels that compiled inside the timed steps: a time is
 one of the step only if both are 0. Needs torch, triton, numpy and transformers.
@@ -43,7 +43,6 @@ import argparse
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -54,7 +53,7 @@ import torch
 from carried_model import STATE_BYTES, Bench, load, num_layers, set_layers
 from carried_rows import WORKLOADS, planned_rows, whole_rows
 from compilations import Compilations, count_compilations
-from experts import seconds_of
+from measure import commit, device_name, seconds_of
 from step_profile import gaps_of, kernels_of, kinds_of, largest
 
 from treepack.carry.backward import CarryOptions, backward_row
@@ -62,12 +61,12 @@ from treepack.carry.limit import CarryCosts, CarryPlan, choose_limit, measure_co
 from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
-from treepack.memory.offload import Offload
+from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import is_memory_error
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.head.token_loss import CHUNK
-from treepack.model.layer_memory import fewest_recomputed, head_bytes, host_pages, measure_layers
+from treepack.train.setup.layer_memory import fewest_recomputed, head_bytes, host_pages, measure_layers
 
 WAYS = "recomputed:65536,offload:262144,auto:65536,carry:auto"
 # bfloat16 rounds a logit by 0.4 %, and a loss is a mean over many.
@@ -87,7 +86,7 @@ class Way:
     name: str
     rows: list[Batch]
     recomputed: int
-    offload: Offload | None = None
+    offload: LayerOffload | None = None
     carry: CarryOptions | None = None
     note: str = ""
     obstacle: str | None = None
@@ -108,7 +107,7 @@ class Way:
 
 
 def make_way(bench: Bench, source: str, text: str, rows: list[Batch]) -> Way:
-    """Return the way that `text` names, such as carry:8192, for the rows of a source."""
+    """Return the way that `text` names, such as carry:8192, with the rows of a source."""
     kind, size, *rest = text.split(":")
     layers = num_layers(bench.loaded)
     if kind == "carry":
@@ -122,7 +121,7 @@ def make_way(bench: Bench, source: str, text: str, rows: list[Batch]) -> Way:
         return Way(f"carry:{plan.limit}", rows, 0, carry=carry, note=note, pages=pages)
     cut = planned_rows(bench.options.plans, source, int(size), rows)
     if kind == "offload":
-        return Way(text, cut, layers, offload=Offload(bench.device))
+        return Way(text, cut, layers, offload=LayerOffload(bench.device))
     if kind == "recomputed":
         count = int(rest[0]) if rest else layers
         assert count <= layers, f"{text}: the model has {layers} layers"
@@ -296,7 +295,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("sources", nargs="*", help=f"{', '.join(WORKLOADS)}, or files of training_rows.py")
     parser.add_argument("--ways", default=WAYS, help=f"comma separated; default {WAYS}")
     parser.add_argument("--model", default="qwen3-1.7b", help=f"{', '.join(PRESETS)}, or a config.json")
-    parser.add_argument("--layers", type=int, help="number of layers; default those of the model")
+    parser.add_argument("--layers", type=int, help="number of layers; default: all")
     parser.add_argument("--divide", type=int, default=1, help="divide layers and words of the model by this number")
     parser.add_argument("--optimizer", default="adamw", choices=list(STATE_BYTES))
     parser.add_argument("--repeats", type=int, default=3)
@@ -341,10 +340,9 @@ def run(options: argparse.Namespace) -> list[str]:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (options.gpu_gb or 1e9) * 1e9 / total))
     bench = load(options, device)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    where = "CPU" if options.dry_run else torch.cuda.get_device_name()
+    where = device_name(dry=options.dry_run)
     vocabulary = bench.loaded.causal.config.vocab_size
-    print(f"{where}, torch {torch.__version__}, commit {commit.stdout.strip()}: {options.model}, "
+    print(f"{where}, torch {torch.__version__}, commit {commit()}: {options.model}, "
           f"{num_layers(bench.loaded)} layers, {vocabulary:,} words, {bench.loaded.attention} attention, "
           f"{options.optimizer}; {time.perf_counter() - STARTED:.0f} s since the start", flush=True)  # fmt: skip
     lines = []
@@ -378,7 +376,7 @@ def warm_up(bench: Bench, ways: list[Way]) -> None:
     limit = rows[0].num_tokens // 6
     for way in ways:
         began, before = time.perf_counter(), count_compilations()
-        if way.offload is not None:  # a run pins its pages once, for all steps
+        if way.offload is not None:  # a run pins its pages once
             longest = max(row.num_tokens for row in way.rows)
             way.offload.pages.reserve(host_pages(bench.loaded, longest, recomputed=way.recomputed, lower=True))
         if way.carry is not None and way.carry.memory is not None:

@@ -42,7 +42,7 @@ from recurrent_checks import RECURRENT_CHECKS
 from treepack.attention.flex import BLOCK
 from treepack.data.batch import Batch, make_batch
 from treepack.model.head.head_chunks import ChunkTargets
-from treepack.model.head.logit_map import LogitMap, Slopes
+from treepack.model.head.logit_map import LogitMap, TargetSlopes
 from treepack.model.head.token_statistics import torch_gradients, torch_statistics
 from treepack.model.load import load_model
 from treepack.model.verify.gradients import verify_gradients
@@ -157,11 +157,11 @@ def check_statistics(device: torch.device, *, quick: bool) -> list[Result]:
             case_map, outputs = LogitMap(1.0, cap), []
             logits = x.clone()
             found = fused_statistics(logits, targets, case_map)
-            fused_gradients(logits, targets, case_map, found, Slopes(slopes, slopes))
+            fused_gradients(logits, targets, case_map, found, TargetSlopes(slopes, slopes))
             outputs.append((found.logprobs, found.entropies, logits))
             logits = x.double()
             found = torch_statistics(logits, targets, case_map, with_entropies=True)
-            torch_gradients(logits, targets, case_map, found, Slopes(slopes.double(), slopes.double()))
+            torch_gradients(logits, targets, case_map, found, TargetSlopes(slopes.double(), slopes.double()))
             outputs.append((found.logprobs, found.entropies, logits))
             errors = tuple(
                 float((ours.double() - exact).abs().max() / exact.abs().max())

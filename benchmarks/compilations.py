@@ -1,10 +1,10 @@
-"""Counts of what compiles while a benchmark measures, and random models made on the GPU.
+"""Counts of compilations during a measurement, and random models made on the GPU.
 
     before = count_compilations()
     ...                                     a timed step
     count_compilations() - before           Compilations(graphs=0, kernels=0) if its time has no compilation inside
 
-`graphs` are those that torch.compile made; `kernels` are versions of this package's own Triton kernels that were
+`graphs` were made by torch.compile; `kernels` are versions of this package's own Triton kernels that were
 compiled, or read from the disk.
 """
 

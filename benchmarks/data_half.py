@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from measure import commit
 
 from treepack.columns import collect
 from treepack.pack.plan.check import check_plan
@@ -50,7 +51,7 @@ def median_seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def trie_speed(sequences: list[Int32]) -> None:
-    """Print tokens per second of build_trie and of the dictionary oracle, and what each plan repeats."""
+    """Print tokens per second of build_trie and of the dictionary oracle, and the repeated tokens of each plan."""
     one = np.ones(1)
     rollouts = [
         Trajectory(f"t{i}", f"made:{i}", Tokens(ids, np.array([1], np.int32), np.array([len(ids)], np.int32), one))
@@ -118,8 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", type=int, default=8)
     scale = parser.parse_args().scale
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    print(f"$ python benchmarks/data_half.py --scale {scale}   commit {commit.stdout.strip()}")
+    print(f"$ python benchmarks/data_half.py --scale {scale}   commit {commit()}")
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, one core")
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     trie_speed(random_sequences(seed=0))

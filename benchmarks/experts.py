@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measure import seconds_of
 from torch import Tensor
 from torch.nn.functional import silu
 from workloads import Workload, make_workload, star
@@ -133,16 +134,6 @@ def forward_and_backward(loaded: LoadedModel, row: Batch, way: Way) -> float:
     return float(loss.detach())
 
 
-def seconds_of(device: torch.device, run: Callable[[], Any]) -> float:
-    """Return the seconds of one call; the device is idle before and after it."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else int
-    wait()
-    began = time.perf_counter()
-    run()
-    wait()
-    return time.perf_counter() - began
-
-
 def measure(way: Way, config: dict[str, Any], row: Batch, work: float, arguments: argparse.Namespace) -> str:
     """Return one line of the table; with --profile, print the kernels of a step."""
     device = row.input_ids.device
@@ -184,7 +175,7 @@ def print_profile(name: str, run: Callable[[], Any], count: int) -> None:
 
 
 class Experts(torch.nn.Module):
-    """Gated experts as transformers stores them, for the checks."""
+    """Gated experts as transformers stores them."""
 
     def __init__(self, count: int, size: int, width: int, device: torch.device) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import torch
+from measure import commit
 
 COMMAND = "import treepack_cli; treepack_cli.main()"
 # Beginning of the line of each part, and its name in the table.
@@ -83,9 +84,7 @@ def main() -> None:
         words = ["train", arguments.packed, "--model", model, "--out", str(out), *options]
         columns[name] = times([sys.executable, "-c", COMMAND, *words], environment)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout
-    print(f"{device}, torch {torch.__version__}, commit {commit.strip() or 'unknown'}: train {' '.join(options)}\n")
+    print(f"{device}, torch {torch.__version__}, commit {commit()}: train {' '.join(options)}\n")
     print("| part | " + " | ".join(columns) + " |\n|---|" + "---|" * len(columns))
     for part in [*PARTS.values(), "total"]:
         print(f"| {part} | " + " | ".join(f"{column.get(part, 0.0):.1f}" for column in columns.values()) + " |")

@@ -29,10 +29,10 @@ from torch.compiler import disable
 from torch.nn.functional import scaled_dot_product_attention
 
 from treepack.attention import dispatch
-from treepack.attention.chains import Chains
+from treepack.attention.chains import ChainRows
 from treepack.data.batch import Batch
 from treepack.model.head.output_head import head_replaced
-from treepack.model.head.token_loss import CHUNK
+from treepack.model.head.token_loss import CHUNK, weighted_nll
 from treepack.model.loaded import LoadedModel
 
 ATTENTION = "flat_sequences"  # its name in transformers
@@ -83,7 +83,7 @@ def refusal_lifted(wanted: bool) -> Iterator[None]:
 def fewer_shapes(most: int) -> int:
     """Leave each kernel of flash-linear-attention at most `most` of the shapes that it tries; return their number.
 
-    A kernel with more of them keeps those of 4 warps, Triton's own choice, and of many those at even distances.
+    A kernel with more of them keeps the shapes of 4 warps, Triton's own choice, and of many the ones at even distances.
     """
     from triton.runtime.autotuner import Autotuner
 
@@ -116,7 +116,7 @@ def flash_attention_4() -> Iterator[bool]:
         yield False
         return
 
-    def run(query: Tensor, key: Tensor, value: Tensor, chains: Chains, *, scale: float | None = None) -> Tensor:
+    def run(query: Tensor, key: Tensor, value: Tensor, chains: ChainRows, *, scale: float | None = None) -> Tensor:
         sequences = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
         limits = {"cu_seqlens_q": chains.offsets, "cu_seqlens_k": chains.offsets,
                   "max_seqlen_q": chains.longest, "max_seqlen_k": chains.longest}  # fmt: skip
@@ -179,7 +179,7 @@ class FlatModel:
         self._bounds = torch.tensor(bounds, device=row.input_ids.device)
         offsets = self._bounds.to(torch.int32)
         with head_replaced(
-            self.loaded.causal, lambda states, layer: layer.nll(states, row.targets, chunk=CHUNK)
+            self.loaded.causal, lambda states, layer: weighted_nll(states, layer, row.targets, chunk=CHUNK)
         ) as call:
             self.loaded.model(
                 input_ids=row.input_ids[None],
@@ -203,7 +203,7 @@ class FlatModel:
         scale, offsets = options.get("scaling"), options["cu_seq_lens_q"]
         if kind == "cuda":
             attention: Any = dispatch  # whose function `flash_attention_4` may have replaced
-            chains = Chains(1, query.shape[2], offsets, options["max_length_q"])
+            chains = ChainRows(1, query.shape[2], offsets, options["max_length_q"])
             out = attention.chain_attention(query, key, value, chains, scale=scale)
         else:
             causal: Any = functools.partial(scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=True)

@@ -14,12 +14,12 @@ ideal        floating-point operations of the model on the row, flat over tree (
 efficiency   measured speed-up over the ideal one
 MFU          operations of forward and backward, nothing recomputed counted, per second of the step, over the measured
              rate of 8192 x 8192 x 8192 bfloat16 products
-compiled     graphs and kernels that compiled inside the timed steps, tree / flat; times are of steps if all are 0
+compiled     graphs and kernels that compiled inside the timed steps, tree / flat; without any, times are clean
 parts        milliseconds of GPU kernels by kind, of the first row of each way under the profiler, multiplied by the
-             score pairs of all rows over those of this row for attention, and by tokens for the rest; `ideal` there
+             score pairs of all rows over this row's for attention, and by tokens for the rest; `ideal` there
              is the ratio of these counts
 
-A line of JSON follows each step, so that a run which is stopped has said what it measured. flash-linear-attention tunes
+A line of JSON follows each step, so that a run which is stopped has printed its figures. flash-linear-attention tunes
 its kernels at their first call, for about two minutes; `--fla-shapes N` leaves it N shapes for each kernel.
 
 Needs torch, triton, numpy, transformers and flash-linear-attention, nothing else. On Hopper, flash-linear-attention
@@ -33,7 +33,6 @@ import json
 import math
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -43,13 +42,12 @@ from typing import Any, NamedTuple
 
 import torch
 from compilations import Compilations, count_compilations, made_on
-from experts import seconds_of
 from flat_sequences import FlatModel, fewer_shapes, flash_attention_4, refusal_lifted
+from measure import commit, device_name, product_rate, seconds_of
 from torch import Tensor
 from training_rows import count_work, flat_rows, load_rows, tree_rows
 from workloads import WORKLOADS, make_workload, star
 
-from attention import matmul_rate
 from treepack.costs.model_cost import PRESETS, ModelShape, operations, shape_of
 from treepack.data.batch import Batch
 from treepack.model.forward import prepare_batch, row_loss
@@ -204,7 +202,7 @@ def measure(
 def compare_gradients(loaded: LoadedModel, optimiser: torch.optim.Optimizer, ways: dict[str, Way]) -> float:
     """Return the RMS difference of the gradients of both ways, over the RMS of the flat ones.
 
-    On the CPU both are in float32, so that a dry run tells a wrong state from rounding.
+    On the CPU both are in float32, so that a dry run distinguishes a wrong state from rounding.
     """
     autocast = loaded.device.type == "cuda"
     make_step(loaded, optimiser, ways["flat"], autocast=autocast)
@@ -220,7 +218,7 @@ def compare_gradients(loaded: LoadedModel, optimiser: torch.optim.Optimizer, way
 
 
 def row_parts(loaded: LoadedModel, optimiser: torch.optim.Optimizer, way: Way) -> dict[str, float]:
-    """Return the milliseconds of GPU kernels of a way by part, from those of its first row."""
+    """Return the milliseconds of GPU kernels of a way by part, from its first row."""
     first = way._replace(rows=way.rows[:1])
     parts = profile_parts(loaded.device, lambda: make_step(loaded, optimiser, first))
     work, whole = count_work(first.rows), count_work(way.rows)
@@ -353,13 +351,12 @@ def main(arguments: list[str] | None = None) -> None:
         assert set(chosen) <= set(WORKLOADS), f"workloads are {', '.join(WORKLOADS)}"
         cases = {each: tree_rows(make_workload(each), config["vocab_size"]) for each in chosen}
     cases |= {path.stem: load_rows(path) for path in options.rows}
-    rate = 1e12 * matmul_rate(device)
+    rate = product_rate(device)
     with checked_fla(options) as remark, flash_attention_4() as fa4:
         loaded = load(config, options, device)
-        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
         print(
-            f"{'CPU' if options.dry_run else torch.cuda.get_device_name()}, torch {torch.__version__}, commit "
-            f"{commit.stdout.strip()}: {options.model}, {config['num_hidden_layers']} layers; tree through "
+            f"{device_name(dry=options.dry_run)}, torch {torch.__version__}, commit "
+            f"{commit()}: {options.model}, {config['num_hidden_layers']} layers; tree through "
             f"{loaded.attention} attention and {options.implementation} recurrent layers, flat through {remark} and "
             f"{'FlashAttention-4' if fa4 else 'FlashAttention of torch'}; {rate / 1e12:.0f} TFLOP/s of products",
             flush=True,

@@ -1,4 +1,4 @@
-"""Sizes of recurrent layers of real models, for the benchmarks of layers and of kernels."""
+"""Sizes of recurrent layers of real models in the benchmarks of layers and of kernels."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from measure import commit
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -51,8 +51,7 @@ def main() -> None:
     for name, default in (("machines", 4), ("local", 2), ("parts", 32), ("part-tokens", 1 << 19), ("row-tokens", 4096)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    print(f"commit {commit.strip()}, python {' '.join(sys.argv)}\n\n{_HEAD}")
+    print(f"commit {commit()}, python {' '.join(sys.argv)}\n\n{_HEAD}")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     patch = pytest.MonkeyPatch()
     with tempfile.TemporaryDirectory() as folder:

@@ -43,6 +43,7 @@ from treepack.pack.packing import plan_packing
 from treepack.trie.builders.in_memory import build_trie
 
 SIZE = 16  # tokens of windows and chunks
+LARGE_ERROR = 1e-12  # of gradients in float64; larger ones are named
 LONGEST = 66  # tokens of the longest trajectory
 
 
@@ -69,7 +70,7 @@ def batches() -> list[Batch]:
 
 
 def fields_of(kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the options of a type to try, those with most kinds of layers first; the last are its own defaults."""
+    """Yield the options of a type to try, most kinds of layers first; the last are its own defaults."""
     config = family_config(kind)
     full = type(config)().layer_types if getattr(config, "layer_types", None) else []
     fields: dict[str, Any] = {}
@@ -88,7 +89,7 @@ def fields_of(kind: str) -> Iterator[dict[str, Any]]:
 
 
 def examine(kind: str, rows: list[Batch]) -> Outcome:
-    """Make a model of the type, and compare its gradients on `rows` with those of the trajectories alone."""
+    """Make a model of the type, and compare its gradients on `rows` with the trajectories alone."""
     problem = "no configuration"
     try:
         tried = list(fields_of(kind))
@@ -161,9 +162,9 @@ def main() -> int:
 
 
 def tables(exact: list[tuple[str, str, str]], others: dict[str, Outcome]) -> list[str]:
-    """Return the lines of two tables: exact types with variants and error; the other types by outcome and reason."""
-    lines = ["", "| exact type | windows and more | largest error |", "|---|---|---|"]
-    lines += [f"| `{kind}` | {names} | {error} |" for kind, names, error in exact]
+    """Return a sentence with the exact types, and a table of the other types by outcome and reason."""
+    names = [f"`{kind}`" + (f" ({error})" if float(error) > LARGE_ERROR else "") for kind, _, error in exact]
+    lines = ["", f"Exact, with the largest error beside those above {LARGE_ERROR:g}: {', '.join(names)}."]
     lines += ["", "| outcome | reason | types |", "|---|---|---|"]
     groups: dict[tuple[str, str], list[str]] = {}
     for kind, (word, detail, _) in others.items():

@@ -3,7 +3,7 @@
     OFFLOAD_CHECKS[name](name, device, quick=...)  ->  Result, ...      as the checks of `attention_checks`
 
 Rows of several lengths run through a small model, with all or some layers recomputed and offloaded. Losses and
-gradients must be those of the same rows without offloading: equal in every bit, or, if torch's own sums differ from
+gradients must equal the same rows without offloading: equal in every bit, or, if torch's own sums differ from
 run to run, at most twice as far as two plain runs. Two traps make a race visible: every copy starts some milliseconds
 late, so that work which does not wait for it reads or overwrites too early, and pages that were given back become NaN.
 The last check measures layers, as `train --checkpoint-layers auto` does.
@@ -23,13 +23,13 @@ from torch import Tensor
 from training_rows import make_row
 
 from treepack.data.batch import Batch
-from treepack.memory.host_pages import HostCopies, Pages, StreamCopies
-from treepack.memory.offload import Offload
+from treepack.memory.host_pages import HostCopies, PagePool, StreamCopies
+from treepack.memory.offload import LayerOffload
 from treepack.model.forward import prepare_batch, row_loss
-from treepack.model.layer_memory import measure_layers
 from treepack.model.layers import adapt_layers, adapted_layers, set_recomputed
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
+from treepack.train.setup.layer_memory import measure_layers
 
 LAYERS, VOCABULARY = 5, 320
 CONFIG: dict[str, Any] = {
@@ -60,7 +60,7 @@ class LateCopies(StreamCopies):
                 page.copy_(torch.full_like(page, 255, device=self._device), non_blocking=True)
 
 
-class PoisonedPages(Pages):
+class PoisonedPages(PagePool):
     """Pages that become NaN when they are given back."""
 
     def __init__(self, copies: LateCopies | HostCopies) -> None:
@@ -76,10 +76,10 @@ class PoisonedPages(Pages):
 
 
 def check_offload(name: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
-    """Compare losses and gradients with and without offloading, for every bit."""
+    """Compare losses and gradients with and without offloading, bit by bit."""
     loaded = small_model(device)
     copies = LateCopies(device) if device.type == "cuda" else HostCopies()
-    offload = Offload(device, pages=PoisonedPages(copies), copies=copies)
+    offload = LayerOffload(device, pages=PoisonedPages(copies), copies=copies)
     compiled = name.endswith("compiled") and device.type == "cuda"
     adapt_layers(loaded.causal, checkpointing=True, compiled=compiled, offload=offload)
     adapted = adapted_layers(loaded.causal)

@@ -74,7 +74,7 @@ def make_samples(prompts: int, *, turns: bool) -> Samples:
                 ends = [end for end in ends if end <= at] or [at]
             length = max(int(rng.normal(7800, 1200)), len(base) + 200)
             new = rng.integers(0, VOCABULARY, length - len(base)).astype(np.int32)
-            # Turns of equal length after those that the rollout has in common with the earlier one.
+            # Turns of equal length after the turns that the rollout has in common with the earlier one.
             step = max((7800 - len(text)) // TURNS, 1)
             later = [*range(ends[-1] + step, length - step // 2, step), length]
             group.append((np.concatenate([base, new]), [*ends, *later]))

@@ -2,8 +2,8 @@
 
     OPTION_CHECKS[name](name, device, quick=...)  ->  Result, ...      as the checks of `attention_checks`
 
-The portable kernels serve these layers. Errors and bounds are those of `attention_checks`, with the sinks' gradient as
-the fifth error, and two runs must agree in every bit. Inputs are views into buffers of NaN.
+The portable kernels serve these layers. Errors and bounds are defined as in `attention_checks`, and the sinks' gradient
+is the fifth error. Two runs must agree in every bit. Inputs are views into buffers of NaN.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from attention_checks import random_forest_ends as forest
 from candidates import portable_kernels
 from torch import Tensor
 
-from treepack.attention import Reach, first_visible, reference_attention, tree_attention
+from treepack.attention import KeyReach, first_visible, reference_attention, tree_attention
 
 
 class Option(NamedTuple):
     """The options of a layer beside plain attention: window or chunk, sinks, and a cap of scores."""
 
-    reach: Reach | None = None
+    reach: KeyReach | None = None
     sinks: bool = False
     softcap: float | None = None
 
@@ -36,8 +36,8 @@ class Option(NamedTuple):
 
 
 PLAIN, CAP = Option(), Option(softcap=5.0)
-WINDOW, SHORT, CHUNK = Option(Reach("window", 128)), Option(Reach("window", 1)), Option(Reach("chunk", 100))
-ALL = Option(Reach("window", 100), sinks=True, softcap=5.0)
+WINDOW, SHORT, CHUNK = Option(KeyReach("window", 128)), Option(KeyReach("window", 1)), Option(KeyReach("chunk", 100))
+ALL = Option(KeyReach("window", 100), sinks=True, softcap=5.0)
 
 # Query heads, key heads, head dimensions (of q and k, of v) and scale; dtype; options.
 LAYERS: tuple[tuple[Layout, torch.dtype, tuple[Option, ...]], ...] = (

@@ -3,7 +3,7 @@
     python benchmarks/out_of_core.py [--tokens 100_000_000,1_000_000_000] [--kind little] [--memory 4G] [--folder DIR]
     python benchmarks/out_of_core.py --control-group /sys/fs/cgroup/memory/NAME      also let the system enforce it
 
-Makes JSONL as `benchmarks/reading.py` does, with at least so many tokens, and runs each command on it. `--steps`
+Makes JSONL as `benchmarks/made_rollouts.py` does, with at least so many tokens, and runs each command on it. `--steps`
 chooses commands, `--method` that of pack.
 
 Memory is the peak of the resident memory of the process and its workers, every 50 ms; "of its own" leaves out pages of
@@ -25,7 +25,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from reading import FORKS, INTERVAL, in_memory, write_rollouts
+from made_rollouts import FORKS, write_rollouts
+from measure import commit
 
 from treepack.files.manifest import read_manifest
 
@@ -41,6 +42,27 @@ class Cost:
     resident: int = 0
     private: int = 0
     disk: int = 0
+
+
+INTERVAL = 0.05  # seconds between two readings of memory
+
+
+def in_memory(pid: int) -> tuple[int, int]:
+    """Bytes in memory of a process and all its descendants, and the bytes without pages of files."""
+    whole = private = 0
+    waiting = [pid]
+    while waiting:
+        folder = Path("/proc", str(waiting.pop()))
+        try:
+            status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+            for task in (folder / "task").iterdir():
+                waiting += map(int, (task / "children").read_text().split())
+        except OSError:  # it has ended
+            continue
+        kilobytes = {name: int(status[name].split()[0]) for name in ("VmRSS", "RssAnon") if name in status}
+        whole += kilobytes.get("VmRSS", 0) << 10
+        private += kilobytes.get("RssAnon", 0) << 10
+    return whole, private
 
 
 def limit(group: Path, memory: int) -> None:
@@ -87,8 +109,7 @@ def main() -> None:
     memory = int(parsed.memory[:-1]) * _UNITS[parsed.memory[-1]]
     if parsed.control_group is not None:
         limit(parsed.control_group, memory + memory // 20)
-    version = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    print(f"commit {version.stdout.strip()}, {os.cpu_count()} cores, --memory {parsed.memory} --method {parsed.method}")
+    print(f"commit {commit()}, {os.cpu_count()} cores, --memory {parsed.memory} --method {parsed.method}")
     print("| tokens of the tries | step | s | M tree tokens/s | memory, GB | of its own, GB | disk, GB |", flush=True)
     print("|---|---|---|---|---|---|---|")
     for tokens in map(int, parsed.tokens.split(",")):

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from experts import seconds_of
+from measure import seconds_of
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from treepack.model.experts.weights import cast_once
 from treepack.model.head.head_chunks import split_targets
 from treepack.model.head.head_gradients import adds_in_float32
-from treepack.model.head.logit_map import LogitMap, Slopes
+from treepack.model.head.logit_map import LogitMap, OutputLayer, TargetSlopes
 from treepack.model.head.token_loss import tree_logprobs, weighted_nll
 from treepack.model.head.token_statistics import token_statistics, turn_into_gradients
 
@@ -52,20 +52,20 @@ class Statistics(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         targets, found = ctx.rest
         grad = x.clone()
-        turn_into_gradients(grad, targets, LogitMap(), found, Slopes(slopes, None))
+        turn_into_gradients(grad, targets, LogitMap(), found, TargetSlopes(slopes, None))
         return grad, None
 
 
 def priced(hidden: Tensor, weight: Tensor, targets: Targets, chunk: int) -> Tensor:
     """Gradients in the forward pass."""
-    return weighted_nll(hidden, weight, targets, chunk=chunk)
+    return weighted_nll(hidden, OutputLayer(weight), targets, chunk=chunk)
 
 
 def twice(hidden: Tensor, weight: Tensor, targets: Targets, chunk: int) -> Tensor:
     """Logits again in the backward pass."""
     input_ids, parent, weights = targets
-    tokens = weights.nonzero().squeeze(-1)
-    logprobs, _ = tree_logprobs(hidden, weight, tokens, input_ids, parent, with_entropies=False, chunk=chunk)
+    tokens, layer = weights.nonzero().squeeze(-1), OutputLayer(weight)
+    logprobs, _ = tree_logprobs(hidden, layer, (tokens, input_ids, parent), with_entropies=False, chunk=chunk)
     return -(logprobs.double() * weights[tokens]).sum()
 
 

@@ -31,8 +31,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from experts import Way, load, seconds_of
+from experts import Way, load
 from flat_sequences import flash_attention_4
+from measure import seconds_of
 from passes import joined, step
 from step_profile import TINY
 from train_step import as_chains, counted_rows
@@ -49,7 +50,7 @@ PAPER = {"whole": "5.7", "cut": "4.5 to 5.3", "real": "3.9"}
 
 
 def shared_depths(share: float, leaves: int, length: int) -> Int64:
-    """Return the tokens that each trajectory shares with the one before it, for a POR of `share` in all."""
+    """Return the tokens that each trajectory shares with the one before it, so that the POR is `share`."""
     mean = share * leaves * length / (leaves - 1)
     spread = 0.5 * min(mean, length - 1 - mean)
     noise = np.random.default_rng(0).uniform(-spread, spread, leaves - 1)

@@ -22,7 +22,6 @@ import argparse
 import os
 import platform
 import resource
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -33,6 +32,7 @@ from pathlib import Path
 import families as made
 import numpy as np
 from made_tries import forest_of_trees, trie_of
+from measure import commit
 
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.options import EFFORTS
@@ -263,7 +263,7 @@ def solve_large(
 def print_large(options: argparse.Namespace, search: SearchOptions) -> None:
     """Print the table of large problems. The peak memory includes the problem and the check of its plan."""
     print_header(options.methods)
-    # A new process for every job, so that the peak memory is of this job alone.
+    # A new process for every job, so that the peak memory belongs to this job alone.
     pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
     for name in LARGE:
         for size in options.sizes:
@@ -337,8 +337,7 @@ def main() -> None:
         method for method in ALL if method != "exact" or not (options.large or options.real)
     ]
     search = SearchOptions(options.effort, time_limit=EXACT_SECONDS)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    print(f"{os.cpu_count()} cores, Python {platform.python_version()}, commit {commit.stdout.strip()}\n")
+    print(f"{os.cpu_count()} cores, Python {platform.python_version()}, commit {commit()}\n")
     if options.large:
         print_large(options, search)
         return

@@ -41,7 +41,7 @@ Choice = Callable[[QueryCounts, int], Int64]
 
 
 def pool(num_original: int, num_queries: int) -> QueryCounts:
-    """A state of queries that nobody tried, the augmented ones spread evenly over the original ones."""
+    """A state of untried queries, the augmented ones spread evenly over the original ones."""
     originals = [f"q{i:07d}" for i in range(num_original)]
     parents = [originals[i % num_original] for i in range(num_queries - num_original)]
     derived = [f"{parent}~{i:07d}" for i, parent in enumerate(parents)]

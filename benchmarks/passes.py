@@ -29,8 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from experts import Way, load, seconds_of
+from experts import Way, load
 from flat_sequences import flash_attention_4
+from measure import seconds_of
 from step_profile import TINY
 from train_step import as_chains, counted_rows
 from training_rows import flat_rows, make_row

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from measure import commit
 
 from treepack.cluster.ray import RayScheduler, connected_cluster
 from treepack.trajectory import Int64
@@ -75,7 +75,7 @@ def seconds_of(scheduler: RayScheduler, exchange: Callable[[], list[Any]], num_r
         tables = exchange()
         rows = list(scheduler.run(rows_of, [(table, num_ranges) for table in tables]))
         seconds = time.perf_counter() - start
-        assert all(ranges <= {i} for i, (ranges, _) in enumerate(rows)), "rows of another range"
+        assert all(ranges <= {i} for i, (ranges, _) in enumerate(rows)), "rows of a different range"
         assert sum(number for _, number in rows) == num_rows, "lost rows"
         del tables
     return seconds
@@ -88,8 +88,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=400)
     parser.add_argument("--ranges", type=int, default=8)
     parsed = parser.parse_args()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    print(f"commit {commit.stdout.strip()}, {platform.machine()}, {os.cpu_count()} cores; {' '.join(sys.argv)}\n")
+    print(f"commit {commit()}, {platform.machine()}, {os.cpu_count()} cores; {' '.join(sys.argv)}\n")
     print("| exchange | s |\n|---|---|")
     number, num_rows = parsed.ranges, parsed.tables * parsed.rows
     with connected_cluster("local", workers=2) as scheduler:

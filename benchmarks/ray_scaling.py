@@ -2,7 +2,7 @@
 
     .venv-ray/bin/python benchmarks/ray_scaling.py [--tokens 80_000_000] [--kind heavy] [--folder DIR]
 
-Makes JSONL as `benchmarks/reading.py` does, in 16 files, and builds and packs it in one process, with one Ray worker
+Makes JSONL by `made_rollouts.py`, in 16 files, and builds and packs it in one process, with one Ray worker
 and with two, in 16 parts and 8 ranges or slices. All runs give the same N_tree. Prints seconds by the clock, which
 other work on the machine lengthens, and processor seconds, which it lengthens less: of the tasks by their function, and
 of the process of the command, which is the serial part.
@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +33,8 @@ from typing import Any
 import numpy as np
 import orjson
 import pyarrow as pa
-from reading import FORKS, token_groups
+from made_rollouts import FORKS, token_groups
+from measure import commit
 
 from treepack import build_trie_directory, pack_trie
 from treepack.cluster.build import PART_BYTES, RANGE_BYTES, build_trie_on
@@ -216,8 +216,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=[*FORKS], default="heavy")
     parser.add_argument("--folder", help="where the files are made and removed; default: that of temporary files")
     parsed = parser.parse_args()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    print(f"commit {commit.stdout.strip()}, {platform.machine()}, {os.cpu_count()} cores; {' '.join(sys.argv)}")
+    print(f"commit {commit()}, {platform.machine()}, {os.cpu_count()} cores; {' '.join(sys.argv)}")
     with tempfile.TemporaryDirectory(dir=parsed.folder) as temporary:
         folder = Path(temporary)
         flat = write_rollouts(folder / "rollouts", parsed.kind, parsed.tokens)

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from measure import commit
+
 from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Chat, Trajectory
 
@@ -138,8 +140,7 @@ def main() -> None:
     options = parser.parse_args()
     options.tools = dict(item.split("=", 1) for item in options.tools)
     sources = dict(item.split("=", 1) for item in options.source)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    print(f"{os.cpu_count()} cores, Python {platform.python_version()}, commit {commit.stdout.strip()}\n")
+    print(f"{os.cpu_count()} cores, Python {platform.python_version()}, commit {commit()}\n")
     header = ["source", "samples", "N_flat", "POR", "capacity", "truncated", "N_pack/N_tree", "ERR", "gap"]
     header += ["build-trie tokens/s", "pack tokens/s", "check tokens/s", f"loss in {options.steps} steps"]
     print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")

@@ -3,9 +3,9 @@
     RECTANGLE_CHECKS[name](name, device, quick=...)  ->  Result, ...      as the checks of `attention_checks`
 
 Rows begin their queries at token 0, at block edges, inside a block, and after keys that no query sees, with windows,
-chunks and sinks. Errors and bounds are those of `attention_checks`, with the sinks' gradient as the fifth error. Two
-runs must agree in every bit, and the output must have the bits of the same rows of the square. Inputs are views into
-buffers of NaN, so a query that is read before the first one shows.
+chunks and sinks. Errors and bounds are defined as in `attention_checks`, and the sinks' gradient is the fifth error.
+Two runs must agree in every bit, and the output must have the bits of the same rows of the square. Inputs are views
+into buffers of NaN, so a query that is read before the first one shows.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from candidates import portable_kernels
 from option_checks import CHUNK, PLAIN, Option
 from torch import Tensor
 
-from treepack.attention import Reach, first_visible, reference_attention, tree_attention
+from treepack.attention import KeyReach, first_visible, reference_attention, tree_attention
 
-OPTIONS = (PLAIN, CHUNK, Option(Reach("window", 128), sinks=True))
+OPTIONS = (PLAIN, CHUNK, Option(KeyReach("window", 128), sinks=True))
 
 # Query heads, key heads, head dimensions (of q and k, of v) and scale; dtype; whether flex runs as well.
 LAYERS: tuple[tuple[Layout, torch.dtype, bool], ...] = (

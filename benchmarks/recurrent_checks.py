@@ -2,7 +2,7 @@
 
     RECURRENT_CHECKS[name](name, device, quick=...)  ->  Result, ...      as the checks of `attention_checks`
 
-Errors are those of output, dq, dk, dv and the larger one of the decays' and beta's gradients, each relative in RMS to
+Errors are given for output, dq, dk, dv and the larger one of the decays' and beta's gradients, each relative in RMS to
 plain torch in float64 on the same rounded inputs. The bound is 8 rounding units of the dtype. In float32
 flash-linear-attention multiplies in tf32, which rounds like float16. Two runs must agree in every bit.
 """
@@ -18,7 +18,7 @@ from attention_checks import KERNEL_FLOAT32, ROUNDING, Result, poison
 from attention_checks import random_forest_ends as forest
 from torch import Tensor
 
-from treepack.attention import Schedules
+from treepack.attention import BatchSchedules
 from treepack.recurrent import dispatch, twin
 from treepack.recurrent.chunks import build_chunks
 
@@ -72,7 +72,7 @@ def _compare(check: str, sizes: Sizes, dtype: torch.dtype, end: Tensor, device: 
         for _ in range(2):
             poison(weight)
             with dispatch.use_implementation(name):
-                scan = partial(dispatch.scan, schedules=Schedules(end, device=device))
+                scan = partial(dispatch.scan, schedules=BatchSchedules(end, device=device))
                 runs.append(_run(scan, arguments, weight))
         equal = all(torch.equal(first, again) for first, again in zip(*runs, strict=True))
         errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(runs[0], expected, strict=True)]
@@ -92,7 +92,7 @@ def _draw(sizes: Sizes, dtype: torch.dtype, end: Tensor, device: torch.device) -
 
     q, k = (torch.nn.functional.normalize(draw(sizes.key_heads, sizes.keys), dim=-1) for _ in range(2))
     v, weight = draw(sizes.heads, sizes.values), draw(sizes.heads, sizes.values)
-    # Decays of some tokens forget all, those of most hardly anything.
+    # Decays of some tokens forget all, most of them hardly anything.
     g = -draw(sizes.heads, *([sizes.keys] if sizes.rule == "kda" else [])).exp() / 8
     columns = [q.to(dtype), k.to(dtype), v.to(dtype), g]
     if sizes.rule != "mamba2":

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +34,13 @@ import torch
 from candidates import mend_interpreter
 from flat_sequences import fewer_shapes, fla_convolve, fla_scan, refusal_lifted
 from layer_sizes import LAYERS, Layer
+from measure import commit, device_name
 from torch import Tensor
 from training_rows import load_rows, parents_of
 from workloads import Workload, agent_tree, make_workload, star
 
 from attention import between, mark, synchronize
-from treepack.attention import Schedules
+from treepack.attention import BatchSchedules
 from treepack.recurrent import dispatch
 from treepack.recurrent.dispatch import use_implementation
 from treepack.recurrent.interface import convolution, gated_delta_rule
@@ -121,7 +121,7 @@ class Functions(NamedTuple):
 
 def tree_functions(end: Tensor, device: torch.device) -> Functions:
     """Return the functions of treepack for subtree_end [T] on the CPU; `use_implementation` chooses their code."""
-    schedules = Schedules(end[None], device=device)
+    schedules = BatchSchedules(end[None], device=device)
     options: Any = {"subtree_end": end[None].to(device), "schedule": schedules}
 
     def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -361,12 +361,11 @@ def main(arguments: list[str] | None = None) -> None:
         if not options.unchecked_fla:
             raise SystemExit(f"flash-linear-attention {reason}; or pass --unchecked-fla to take its times only")
         implementations = [name for name in implementations if name != "fla"]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    name = "CPU" if options.dry_run else torch.cuda.get_device_name()
+    name = device_name(dry=options.dry_run)
     remark = f"; flash-linear-attention {reason}: times without errors" if reason else ""
     if options.fla_shapes is not None and not options.dry_run:
         remark += f"; flash-linear-attention tries {fewer_shapes(options.fla_shapes)} shapes of each kernel"
-    print(f"{name}, torch {torch.__version__}, commit {commit.stdout.strip()}{remark}\n", flush=True)
+    print(f"{name}, torch {torch.__version__}, commit {commit()}{remark}\n", flush=True)
     layers, tree, workloads = read_cases(options)
     for layer_name, layer in layers.items():
         errors = dict(measure_errors(layer, tree, implementations, device, alone=reason is None))

@@ -13,13 +13,13 @@ import argparse
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+from measure import commit
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from treepack.costs.model_cost import read_shape
@@ -109,8 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--groups", type=int, default=6250)
     groups = parser.parse_args().groups
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
-    print(f"commit {commit.strip()}, {platform.machine()}, {os.cpu_count()} cores")
+    print(f"commit {commit()}, {platform.machine()}, {os.cpu_count()} cores")
     tokenizer = load_tokenizer(str(ROOT / "sample_data" / "tokenizer"))
     text = (ROOT / "sample_data" / "chat.jsonl").read_text()
     corpus = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)

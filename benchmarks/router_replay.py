@@ -3,7 +3,7 @@
     python benchmarks/router_replay.py [--layers 4] [--repeats 5]
     python benchmarks/router_replay.py --dry-run       tiny sizes on the CPU
 
-Model and row are those of `experts.py`. All ways recompute their layers.
+Model and row come from `experts.py`. All ways recompute their layers.
 
     free       the routers choose
     own        the experts that the routers chose in `free`, replayed: loss and gradients must have the same bits
@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from experts import TINY, WAYS, Way, forward_and_backward, load, make_row, seconds_of
+from experts import TINY, WAYS, Way, forward_and_backward, load, make_row
+from measure import seconds_of
 from torch import Tensor
 from workloads import make_workload, star
 

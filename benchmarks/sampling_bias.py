@@ -1,4 +1,4 @@
-"""Bias and cost of tree sampling, for an engine whose mean length and pass rate are exact numbers.
+"""Bias and cost of tree sampling, with an engine whose mean length and pass rate are exact numbers.
 
     python benchmarks/sampling_bias.py [--queries 1200] [--seed 0] [--only 1500]
 

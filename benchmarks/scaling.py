@@ -126,7 +126,7 @@ def write_config(path: Path, config: dict[str, Any]) -> Path:
 
 
 def keep(arguments: argparse.Namespace, size: int, name: str, record: Any) -> None:
-    """Leave a record for the first process, and say so."""
+    """Leave a record for the first process, and print it."""
     print(f"{size} GPUs, {name}: {record}", file=sys.stderr, flush=True)
     (arguments.folder / f"{size}-{name}.json").write_text(json.dumps(record))
 

@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experts import Way, load, seconds_of
+from experts import Way, load
+from measure import product_rate, seconds_of
 from torch import Tensor
 from training_rows import count_work, tree_rows
 from workloads import make_workload, star
@@ -42,7 +43,8 @@ from treepack.costs.model_cost import PRESETS, operations, shape_of
 from treepack.data.batch import Batch
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, run_with_head
-from treepack.model.head.output_head import OutputLayer
+from treepack.model.head.logit_map import OutputLayer
+from treepack.model.head.token_loss import weighted_nll
 from treepack.model.layers import set_recomputed
 from treepack.model.loaded import LoadedModel
 
@@ -142,7 +144,7 @@ class Step:
 
         def head(states: Tensor, layer: OutputLayer) -> Tensor:
             mark(device)
-            loss = layer.nll(states, row.targets, chunk=self.chunk) / row.total_weight
+            loss = weighted_nll(states, layer, row.targets, chunk=self.chunk) / row.total_weight
             mark(device)
             return loss
 
@@ -155,15 +157,6 @@ class Step:
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimiser.step()
         return float(loss.detach())
-
-
-def product_rate(device: torch.device) -> float:
-    """Return the operations per second of a large product of bfloat16 numbers."""
-    size = 8192 if device.type == "cuda" else 128
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    times = [seconds_of(device, lambda: a @ b) for _ in range(13)][3:]
-    rate: float = 2 * size**3 / statistics.median(times)
-    return rate
 
 
 def kernels_of(device: torch.device, call: Callable[[], Any]) -> list[Kernel]:

@@ -33,6 +33,12 @@ MESSAGES = 64  # of a conversation at most: rendering every turn is quadratic in
 COLUMNS = "| template | append-only | rewritten | skipped | stops | because |\n|---|---|---|---|---|---|"
 INTRODUCTION = """# Chat templates
 
+```sh
+treepack stats rollouts/ --tokenizer MODEL                           # which conversations are split or refused?
+treepack show rollouts/ --tokenizer MODEL --text --trajectory ID     # is the template right?
+treepack build-trie rollouts/ --tokenizer MODEL --chat-template FILE --out trie
+```
+
 A template renders a conversation again at every turn. If it only appends, a conversation becomes one sample. If it
 rewrites its earlier text, for example drops the reasoning of earlier turns, a new sample starts there: each turn
 is trained as its sampler saw it. If it leaves out text that the model wrote, the conversation is skipped and counted.
@@ -45,7 +51,7 @@ the end of the turn, and belong to no other message (`tests/ingest/template/test
 
 The column stops has the token by which a trained answer stops a sampler, and after a comma that of a turn with calls if
 it is another one. Where a template prints no end token, as GLM-4.5's, the marker of the next role is the stop token: it
-is trained, also at the end of a conversation. Where no special token ends a turn, the column says none, and a note of
+is trained, also at the end of a conversation. Where no special token ends a turn, the column has none, and a note of
 the command names the template.
 """
 
@@ -88,11 +94,14 @@ def outcome(name: str, limit: int | None) -> tuple[str, Counter[str], Counter[st
     return name, outcomes, reasons, stops(tokenizer)
 
 
-def line(name: str, outcomes: Counter[str], reasons: Counter[str], ends: str) -> str:
-    """Return a row of the table."""
-    because = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(2))
-    cells = [f"`{name}`", *(f"{outcomes[key]:,}" for key in ("append-only", "rewritten", "skipped")), ends, because]
-    return f"| {' | '.join(cells)} |"
+def table(rows: list[tuple[str, Counter[str], Counter[str], str]]) -> str:
+    """Return the table; templates with equal outcomes share a line."""
+    names: dict[str, list[str]] = {}
+    for name, outcomes, reasons, ends in rows:
+        because = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(2))
+        cells = [*(f"{outcomes[key]:,}" for key in ("append-only", "rewritten", "skipped")), ends, because]
+        names.setdefault(" | ".join(cells), []).append(f"`{name}`")
+    return "\n".join([COLUMNS, *(f"| {', '.join(each)} | {cells} |" for cells, each in names.items())])
 
 
 def main() -> None:
@@ -109,10 +118,11 @@ def main() -> None:
     real = [f"{sources[name]} of {name}" for name in SOURCES if sources[name]]
     samples = sum(count for name, count in sources.items() if name not in SOURCES)
     text = f"{samples} conversations of the samples of all formats" + "".join(f", {part}" for part in real)
-    table = "\n".join([COLUMNS, *(line(*row) for row in rows)])
     page = INTRODUCTION.format(conversations=text, trl=version("trl"))
-    paragraphs = [paragraph if paragraph.startswith("#") else fill(paragraph, 120) for paragraph in page.split("\n\n")]
-    arguments.out.write_text("\n\n".join([*paragraphs, table]) + "\n", encoding="utf-8")
+    paragraphs = [
+        paragraph if paragraph.startswith(("#", "```")) else fill(paragraph, 120) for paragraph in page.split("\n\n")
+    ]
+    arguments.out.write_text("\n\n".join([*paragraphs, table(rows)]) + "\n", encoding="utf-8")
     print(f"{arguments.out}: {len(rows)} templates, {sum(sources.values())} conversations")
 
 

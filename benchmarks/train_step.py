@@ -23,7 +23,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,11 +31,12 @@ from typing import Any
 import numpy as np
 import torch
 from flat_sequences import flash_attention_4
+from measure import product_rate, seconds_of
 from training_rows import flat_rows, make_row, tree_rows
 from workloads import WORKLOADS, chains, make_workload, star
 
 from treepack.analysis.forecast import ForecastLine, row_work
-from treepack.attention.chains import Chains
+from treepack.attention.chains import ChainRows
 from treepack.costs.model_cost import PRESETS, FlopCount, ModelShape, operations, shape_of
 from treepack.data.batch import Batch
 from treepack.data.dataset import PackedDataset
@@ -76,7 +76,7 @@ class Result:
 
 
 def packed_rows(path: Path, count: int, shape: ModelShape) -> tuple[list[Batch], ForecastLine]:
-    """Rows of a packed directory, spread evenly over what each of them gains, and a forecast's work of all of them."""
+    """Rows of a packed directory, spread evenly over the gains of rows, and a forecast's work of all of them."""
     dataset = PackedDataset(path)
     rows = [dataset[i] for i in range(len(dataset))]
     counted = counted_rows(rows, read_manifest(path)["totals"]["tokens_trained"])
@@ -106,33 +106,13 @@ def counted_rows(rows: list[Batch], tokens_trained: int | None = None) -> Foreca
 def as_chains(loaded: LoadedModel, row: Batch) -> Batch:
     """A flat row on the device, scheduled as sequences for varlen attention."""
     offsets = torch.tensor([0, *(row.trajectory_ends + 1).tolist()], dtype=torch.int32, device=loaded.device)
-    schedule = Chains(1, row.num_tokens, offsets, int(offsets.diff().max()))
+    schedule = ChainRows(1, row.num_tokens, offsets, int(offsets.diff().max()))
     return replace(row.to(loaded.device), schedule=schedule)
 
 
 def work_of(rows: list[Batch]) -> FlopCount:
     """The work of rows of trees or of separate sequences."""
     return counted_rows(rows).packed
-
-
-def matmul_rate(device: torch.device) -> float:
-    """Operations per second of 8192 x 8192 x 8192 bfloat16 products of random numbers."""
-    size = 8192 if device.type == "cuda" else 256
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    times = [timed(device, lambda: a @ b) for _ in range(13)][3:]
-    rate: float = 2 * size**3 / statistics.median(times)
-    return rate
-
-
-def timed(device: torch.device, run: Callable[[], Any]) -> float:
-    """Seconds of one call, the device idle before and after."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 def step(
@@ -176,7 +156,7 @@ def measure(
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             values: list[float] = []
-            seconds = timed(device, lambda run=run, values=values: values.append(run()))  # type: ignore[misc]
+            seconds = seconds_of(device, lambda run=run, values=values: values.append(run()))  # type: ignore[misc]
             losses[way] = values[0]
             memory[way] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
             if turn:  # the first turn compiles
@@ -243,7 +223,7 @@ def main() -> None:
         DRY_RUN_MODEL if arguments.dry_run else PRESETS.get(name) or json.loads(Path(name).read_text(encoding="utf-8"))
     )
     shape = shape_of(config, name=name)
-    arguments.rate = matmul_rate(device)
+    arguments.rate = product_rate(device)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "config.json"
         source.write_text(json.dumps({**config, **POSITIONS}))

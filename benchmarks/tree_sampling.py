@@ -7,7 +7,7 @@ The model has the shape of Qwen3-0.6B and random weights in bfloat16, so its res
 around the engine draws from a log-normal law whether and where each continuation ends, given the length of its path,
 and requests exactly that many tokens. So every arm samples responses of one law, forks share their past, and the
 engine decodes real tokens. A path has at most 7168 tokens after a prompt of 256. All arms have the same number of
-leaves for each query, except the one without a fallback. --scale 4 divides these lengths and those of the segments by
+leaves for each query, except the one without a fallback. --scale 4 divides these lengths and the segments' by
 4, so that the machine is busy in spite of the few longest paths.
 
 First it checks the engine's log-probabilities against a forward pass of the same weights: float32 within 1e-5 and
@@ -60,7 +60,7 @@ SHAPE: dict[str, Any] = {
 
 
 class LawLengths:
-    """An engine whose continuations end where a law of lengths says, instead of at a stop token."""
+    """An engine whose continuations end as a law of lengths demands, instead of at a stop token."""
 
     def __init__(self, engine: Engine, law: LengthLaw) -> None:
         self.engine = engine

@@ -2,7 +2,7 @@
 
     python benchmarks/trie_builders.py [--tokens 10_000_000,100_000_000] [--memory 256M] [--workers 1,2] [--folder DIR]
 
-Makes JSONL as `benchmarks/reading.py` does, and builds its trie with `treepack build-trie --memory` (runs) and with
+Makes JSONL as `made_rollouts.py` does, and builds its trie with `treepack build-trie --memory` (runs) and with
 `build_trie_on` and a `MapScheduler` of as many processes, whose ranges have the size of a run (ranges). Prints seconds,
 those of all processors, the peak of memory of all processes without pages of files, the largest drop of free disk
 space, and if both outputs have equal columns and equal files. Other programs must not use this disk meanwhile.
@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
-from reading import INTERVAL, in_memory, write_rollouts
+from made_rollouts import write_rollouts
+from out_of_core import INTERVAL, in_memory
 
 from treepack.cluster.build import build_trie_on
 from treepack.cluster.map_scheduler import MapScheduler

@@ -5,7 +5,7 @@
     python benchmarks/wide_rows.py --dry-run      a tiny model and a tiny tree on the CPU
 
 The wide row has several copies of one tree side by side, which do not see each other: its loss is that many times the
-loss of the tree, and its score pairs per token are those of the tree. Times are those of forward and backward, without
+loss of the tree, and its score pairs per token equal the tree's. Times are for forward and backward, without
 the update, medians over the repeats, in turns. Layers are compiled, under autocast in bfloat16.
 
 checkpointed   the tree, all layers recomputed (train --gradient-checkpointing)
@@ -31,21 +31,22 @@ from typing import Any
 import numpy as np
 import torch
 from compilations import made_on
-from train_step import DRY_RUN_MODEL, POSITIONS, timed
+from measure import seconds_of
+from train_step import DRY_RUN_MODEL, POSITIONS
 from training_rows import tree_rows
 from workloads import Workload, make_workload, row_of_ends, star
 
 from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
 from treepack.memory.host_pages import PAGE
-from treepack.memory.offload import Offload
+from treepack.memory.offload import LayerOffload
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.head.token_loss import CHUNK
-from treepack.model.layer_memory import fewest_recomputed, host_pages, measure_layers
 from treepack.model.layers import AdaptedLayers, adapt_layers, adapted_layers, recomputed_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.train.layer_choice import describe_layers, layer_room
+from treepack.train.setup.layer_choice import describe_layers, layer_room
+from treepack.train.setup.layer_memory import fewest_recomputed, host_pages, measure_layers
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def measure(loaded: LoadedModel, adapted: AdaptedLayers, ways: list[Way], repeat
                 torch.cuda.reset_peak_memory_stats()
             values: list[float] = []
             with recomputed_layers(loaded.causal, way.recomputed):
-                seconds = timed(loaded.device, lambda row=way.row, values=values: values.append(pass_over(loaded, row)))  # type: ignore[misc]
+                seconds = seconds_of(loaded.device, lambda: values.append(pass_over(loaded, way.row)))  # noqa: B023
             losses[way.name] = values[0]
             peaks[way.name] = torch.cuda.max_memory_allocated() if on_gpu else 0
             if turn:
@@ -199,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         source.write_text(json.dumps({**config, **POSITIONS}))
         with made_on(device):
             loaded = load_model(source, attention="auto", dtype=torch.float32, autocast=torch.bfloat16, device=device)
-    offload = Offload(device)
+    offload = LayerOffload(device)
     adapt_layers(
         loaded.causal, checkpointing=True, compiled=not (options.no_compile or options.dry_run), offload=offload
     )
@@ -216,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     adapted.offload = offload
     pages = host_pages(loaded, wide.num_tokens, recomputed=count, lower=not options.dry_run)
     if not options.dry_run:
-        seconds = timed(device, lambda: offload.pages.reserve(pages))
+        seconds = seconds_of(device, lambda: offload.pages.reserve(pages))
         print(f"{options.model}, {loaded.attention}: pinned {pages * PAGE / 2**30:.1f} GiB in {seconds:.1f} s")
     ways = [
         Way("checkpointed", row, count, False),

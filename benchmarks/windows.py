@@ -13,15 +13,15 @@ only. Schedules and masks are made before. A last line gives the time of the sch
 from __future__ import annotations
 
 import argparse
-import subprocess
 from functools import partial
 
 import torch
 from candidates import CANDIDATES, Case, Heads
+from measure import commit, device_name
 from workloads import Workload, make_workload
 
 from attention import measure_times, median_ms, run_once, tiny_workloads
-from treepack.attention import Reach, first_visible
+from treepack.attention import KeyReach, first_visible
 from treepack.attention.build_schedule import build_schedule
 
 LAYERS = "full,full+sinks,window-128,window-128+sinks,window-1024,chunk-8192"
@@ -35,10 +35,10 @@ def parse_heads(text: str) -> Heads:
     return Heads(int(query), int(key), int(size), int(size))
 
 
-def parse_reach(layer: str) -> Reach | None:
+def parse_reach(layer: str) -> KeyReach | None:
     """Return the reach of a layer: window-128+sinks -> a window of 128, full -> None."""
     kind, _, size = layer.partition("+")[0].partition("-")
-    return Reach(kind, int(size)) if size else None
+    return KeyReach(kind, int(size)) if size else None
 
 
 def measure(workload: Workload, heads: Heads, layer: str, options: argparse.Namespace) -> Times:
@@ -99,9 +99,8 @@ def main() -> None:
         options.layers = "full,full+sinks,window-16,chunk-32"
     workload = tiny_workloads()[0] if options.dry_run else make_workload(options.workload)
     layers, names = options.layers.split(","), options.impls.split(",")
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    device = "CPU" if options.dry_run else torch.cuda.get_device_name()
-    about = f"{device}, torch {torch.__version__}, commit {commit.stdout.strip()}"
+    device = device_name(dry=options.dry_run)
+    about = f"{device}, torch {torch.__version__}, commit {commit()}"
     print(f"{about}: {workload.name}, {workload.tokens:,} tokens, bfloat16")
     columns = [f"{name} {which}" for name in names for which in ("forward", "backward")]
     columns = ["heads", "layer", *columns, *(f"over {name}" for name in names[1:])]

@@ -2,8 +2,8 @@
 
 A command's file is imported when the command runs, and its functions import slow modules in their bodies, so
 `treepack --help` starts quickly. Results go to stdout, progress and notes to stderr. The exit status is 0, 1 for an
-error in the input, and 2 for wrong usage. `streams` guards stdout and stderr, and `faults` reports exceptions that
-nobody foresaw.
+error in the input, and 2 for wrong usage. `streams` guards stdout and stderr, and `faults` reports unexpected
+exceptions.
 """
 
 from __future__ import annotations

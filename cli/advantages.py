@@ -5,22 +5,35 @@ The computation is `treepack.rl.advantages.estimate`. This file reads options, w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from treepack.rl.advantages.advantage_options import ESTIMATORS, AdvantageOptions
+
+from .option_groups import field_options, option_group
 from .output import percent, show
 from .paths import READ, WRITE
 
 if TYPE_CHECKING:
     from treepack.files.manifest import Manifest
     from treepack.files.remote.address import AnyPath
+    from treepack.rl.advantages.advantage_options import AdvantageOptions
     from treepack.rl.advantages.directory import AdvantagesSummary
-    from treepack.rl.advantages.estimate import AdvantageOptions
     from treepack.trajectory import Float64
 
-# A copy of the library's tuple, because a help page must not import numpy; a test compares the two.
-ESTIMATORS = ("grpo", "dr-grpo", "rloo", "reinforce++", "treepo", "treerpo", "tree-grpo", "treerl", "gae")
+_variant_options = option_group(
+    "variants",
+    field_options(
+        AdvantageOptions,
+        segment={"metavar": "auto|recorded|turn|node|N"},
+        min_depth={"type": click.IntRange(min=0)},
+        lam={"name": "lambda"},
+        truncated={"metavar": "FIELD|none"},
+        reject_equal={"name": "reject-equal/--keep-equal", "type": bool},
+    ),
+    dict,
+)
 
 
 def _distribution(values: Float64) -> dict[str, float | str]:
@@ -70,117 +83,13 @@ def _warn_of_skipped(manifest: Manifest, trie: AnyPath) -> None:
     help="treepo and the next three use the tree; gae uses the values of treepack critic.",
 )
 @click.option("--out", type=WRITE, required=True, help="Trie directory to write.")
-@click.option(
-    "--segment",
-    metavar="auto|recorded|turn|node|N",
-    default="auto",
-    show_default=True,
-    help="Where the nodes of the tree start. recorded: token offsets in the metadata; turn: runs of trained tokens; "
-    "node: branches of the trie; N: every N tokens; auto: recorded if there are offsets, else node. Within the prompt "
-    "of a continuation, turn and N cut as in the rollout that it continues.",
-)
-@click.option(
-    "--min-depth",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Number of tokens after the root in which no segment starts.",
-)
-@click.option(
-    "--std",
-    type=click.Choice(["group", "batch"]),
-    default="group",
-    show_default=True,
-    help="grpo, treepo: standard deviation over the group, or over all groups of the training step.",
-)
-@click.option("--size-weighted", is_flag=True, help="treepo: weight subgroups by their size (equation 6).")
-@click.option("--reject-subgroups", is_flag=True, help="treepo: omit subgroups of equal rewards (equation 7).")
-@click.option("--without-root", is_flag=True, help="treepo: omit the group itself.")
-@click.option("--per-segment", is_flag=True, help="tree-grpo: compare each segment with its siblings.")
-@click.option(
-    "--leaf-scaled", is_flag=True, help="treerl: divide by the square root of a segment's number of trajectories."
-)
-@click.option(
-    "--edges",
-    is_flag=True,
-    help="treerpo, treerl, tree-grpo --per-segment: also write the factors that train --denominator edge needs.",
-)
-@click.option(
-    "--values",
-    type=click.Choice(["column", "zero"]),
-    default="column",
-    show_default=True,
-    help="gae: values of treepack critic, or 0 everywhere, for the returns that a first critic is trained with.",
-)
-@click.option("--gamma", type=float, default=1.0, show_default=True, help="gae: discount per trained token.")
-@click.option(
-    "--lambda",
-    "lam",
-    type=float,
-    default=0.95,
-    show_default=True,
-    help="gae: share of later differences; 1 gives the discounted reward minus the value.",
-)
-@click.option(
-    "--whiten",
-    type=click.Choice(["none", "group", "batch"]),
-    default="none",
-    show_default=True,
-    help="gae: standardise the advantages, not the returns, over the group or the training step.",
-)
-@click.option(
-    "--truncated",
-    metavar="FIELD|none",
-    default="finish",
-    show_default=True,
-    help="gae: field of a record or its metadata that is true, or the name of a limit such as length, if a limit cut "
-    "off the rollout; the value after its last token is then added.",
-)
-@click.option(
-    "--reject-equal/--keep-equal",
-    default=None,
-    help="Reject or keep groups whose rewards are all equal; default: treepo rejects them, the others give them 0.",
-)
-@click.option(
-    "--rejected",
-    type=click.Choice(["drop", "zero"]),
-    default="drop",
-    show_default=True,
-    help="Drop the trajectories of rejected groups, or keep them with an advantage of 0.",
-)
-@click.option(
-    "--leaf-weights",
-    is_flag=True,
-    help="Weigh means and deviations by the leaf weights of sampled trees, which removes their bias.",
-)
-@click.option(
-    "--fallback-leaves", is_flag=True, help="With --leaf-weights: count the leaves that a fallback added, too."
-)
-@click.option("--epsilon", type=float, default=1e-6, show_default=True, help="Added to standard deviations.")
+@_variant_options
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 def advantages(
     trie: AnyPath,
     estimator: str,
     out: AnyPath,
-    segment: str,
-    min_depth: int,
-    std: str,
-    size_weighted: bool,
-    reject_subgroups: bool,
-    without_root: bool,
-    per_segment: bool,
-    leaf_scaled: bool,
-    edges: bool,
-    values: str,
-    gamma: float,
-    lam: float,
-    whiten: str,
-    truncated: str,
-    reject_equal: bool | None,
-    rejected: str,
-    leaf_weights: bool,
-    fallback_leaves: bool,
-    epsilon: float,
+    variants: dict[str, Any],
     overwrite: bool,
 ) -> None:
     """Compute advantages from the rewards of a trie's trajectories and write them into a copy of the trie.
@@ -190,31 +99,10 @@ def advantages(
     group with a missing reward, or with a single rollout to compare, is rejected as a whole and counted. Pack the
     result, and train with --loss grpo or a similar loss.
     """
+    from treepack.rl.advantages.advantage_options import AdvantageOptions
     from treepack.rl.advantages.directory import write_advantages
-    from treepack.rl.advantages.estimate import AdvantageOptions
 
-    options = AdvantageOptions(
-        estimator,
-        segment=segment,
-        min_depth=min_depth,
-        std=std,
-        size_weighted=size_weighted,
-        reject_subgroups=reject_subgroups,
-        without_root=without_root,
-        per_segment=per_segment,
-        leaf_scaled=leaf_scaled,
-        edges=edges,
-        values=values,
-        gamma=gamma,
-        lam=lam,
-        whiten=whiten,
-        truncated=truncated,
-        reject_equal=reject_equal,
-        rejected=rejected,
-        epsilon=epsilon,
-        leaf_weights=leaf_weights,
-        fallback_leaves=fallback_leaves,
-    )
+    options = AdvantageOptions(estimator, **variants)
     summary = write_advantages(trie, out, options, overwrite=overwrite)
     show_advantages(trie, summary, options)
 

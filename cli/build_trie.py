@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from treepack.ingest.options import ROUTE_CONFLICTS
+from treepack.ingest.options import BuildOptions
 
-from .option_groups import as_usage
+from .option_groups import as_usage, field_options, option_group
 from .output import say, show_figures, show_notes
 from .paths import WRITE
 from .progress import progress_bars, quiet_option
 from .ray_options import ray_cluster, ray_options
-from .reading import USUAL, reading_options
+from .reading import reading_options
 from .sizes import memory_option
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
-    from treepack.ingest.options import BuildOptions
     from treepack.trie.directory import TrieSummary
+
+
+route_options = option_group("routes", field_options(BuildOptions, "keep_routes route_conflicts"), dict)
 
 
 @click.command()
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @click.option("--out", type=WRITE, required=True, help="Directory to write.")
 @reading_options
-@click.option(
-    "--keep-routes",
-    is_flag=True,
-    help="Keep the experts that a mixture's routers chose at sampling; train and logprobs then use the same ones.",
-)
-@click.option(
-    "--route-conflicts",
-    type=click.Choice(ROUTE_CONFLICTS),
-    default=USUAL.route_conflicts,
-    show_default=True,
-    help="Where a shared prefix has other experts: split it, which is exact, or share it with the first experts.",
-)
+@route_options
 @memory_option
 @ray_options("With --ray: divide the sorted rollouts into N ranges; by default 512 MB each.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
@@ -48,8 +39,7 @@ def build_trie(
     inputs: tuple[str, ...],
     out: AnyPath,
     build: BuildOptions,
-    keep_routes: bool,
-    route_conflicts: str,
+    routes: dict[str, Any],
     memory: int | None,
     ray: str | None,
     partitions: int | None,
@@ -61,7 +51,7 @@ def build_trie(
     conversations were read, how many samples they became and why, the rollouts that were skipped, N_flat (tokens of all
     samples), N_tree (tokens of the tries) and POR, the potential overlap ratio 1 - N_tree / N_flat.
     """
-    build = as_usage(replace)(build, keep_routes=keep_routes, route_conflicts=route_conflicts)
+    build = as_usage(replace)(build, **routes)
     if ray is None:
         from treepack.trie.directory import build_trie_directory
 

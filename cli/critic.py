@@ -6,55 +6,22 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .compute_options import attention_option, device_option, dtype_option, pass_tokens_option
-from .option_groups import option_group
+from treepack.train.scoring_options import CriticOptions
+
+from .option_groups import field_options, option_group
 from .output import show
 from .paths import READ, WRITE
 from .progress import progress_bars, quiet_option
-from .sizes import PieceSize, TokenCount
 from .training import stage_lines
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
-    from treepack.train.critic import CriticOptions
-
-
-def _make_options(**options: str | int | None) -> CriticOptions:
-    from treepack.train.critic import CriticOptions
-
-    return CriticOptions(**options)  # type: ignore[arg-type]
 
 
 _critic_options = option_group(
     "options",
-    [
-        click.option(
-            "--capacity",
-            type=TokenCount(),
-            help="Maximum number of tokens in a row; larger trees take several rows. By default as in treepack pack.",
-        ),
-        click.option(
-            "--carry",
-            type=PieceSize(),
-            default="off",
-            show_default=True,
-            metavar="N|auto|off",
-            help="Put each tree into one row, and run a row of more than N tokens in pieces of at most N, so that each "
-            "tree token runs once; auto is 8192, and off runs every row as a whole.",
-        ),
-        pass_tokens_option,
-        click.option(
-            "--routes",
-            type=click.Choice(["replay", "ignore"]),
-            default="replay",
-            show_default=True,
-            help="As in treepack train.",
-        ),
-        dtype_option("As in treepack train; the value head computes in fp32."),
-        attention_option,
-        device_option,
-    ],
-    _make_options,
+    field_options(CriticOptions, carry={"default": "off", "show_default": True}),
+    CriticOptions,
 )
 
 

@@ -1,11 +1,11 @@
-"""The last net of the command line: an exception that nobody foresaw becomes one sentence and a file to report.
+"""The last net of the command line: an unexpected exception becomes one sentence and a file to report.
 
     treepack: stopped by a fault of its own (ZeroDivisionError: division by zero, in treepack/pack/row.py:84); please
     report it with /tmp/treepack-fault-k3x9.txt, which has the traceback
 
-The file has versions, the command and the traceback. Nothing here raises: without room for the file, the sentence says
-so. With TREEPACK_TRACEBACK in the environment the traceback is also printed, for machines whose files do not outlive a
-job.
+The file has versions, the command and the traceback. Nothing here raises: without room for the file, the sentence
+contains the reason. With TREEPACK_TRACEBACK in the environment the traceback is also printed, for machines whose files
+do not outlive a job.
 """
 
 from __future__ import annotations

@@ -6,78 +6,26 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .compute_options import attention_option, device_option, dtype_option, pass_tokens_option
-from .lora import quantize_option
-from .option_groups import option_group
+from treepack.train.scoring_options import ScoreOptions
+
+from .option_groups import field_options, option_group
 from .output import reserve_directory, show
 from .paths import READ, WRITE
 from .progress import progress, quiet_option
-from .sizes import PieceSize
 from .training import stage_lines
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
-    from treepack.train.logprobs import ScoreOptions
-
-
-def _make_score_options(**options: str | bool | int | None) -> ScoreOptions:
-    from treepack.train.logprobs import ScoreOptions
-
-    return ScoreOptions(**options)  # type: ignore[arg-type]
 
 
 _score_options = option_group(
     "options",
-    [
-        click.option(
-            "--column",
-            type=click.Choice(["old", "ref"]),
-            default="old",
-            show_default=True,
-            help="old: the policy before training, the denominator of ratios. ref: the reference of KL and dpo.",
-        ),
-        quantize_option,
-        click.option("--entropies", is_flag=True, help="Also write the entropy of the distribution of each token."),
-        click.option(
-            "--temperature",
-            type=click.FloatRange(min=0),
-            help="As in treepack train: the sampler's temperature, if the data does not have it.",
-        ),
-        click.option(
-            "--ignore-temperature", is_flag=True, help="Compute at the temperature 1, which dpo needs, for all data."
-        ),
-        click.option(
-            "--carry",
-            type=PieceSize(),
-            default="off",
-            show_default=True,
-            metavar="N|auto|off",
-            help="Run a row of more than N tokens in pieces of at most N, so that memory limits the piece and not the "
-            "row; auto is 8192, and off runs every row as a whole.",
-        ),
-        pass_tokens_option,
-        click.option(
-            "--routes",
-            type=click.Choice(["replay", "ignore"]),
-            default="replay",
-            show_default=True,
-            help="As in treepack train.",
-        ),
-        dtype_option("As in treepack train."),
-        attention_option,
-        click.option(
-            "--loss-chunk",
-            type=click.IntRange(min=1),
-            default=2048,
-            show_default=True,
-            help="Tokens per chunk of logits; a smaller chunk needs less memory.",
-        ),
-        device_option,
-        click.option(
-            "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of random weights."
-        ),
-    ],
-    _make_score_options,
+    field_options(
+        ScoreOptions,
+        temperature={"type": click.FloatRange(min=0)},
+        carry={"default": "off", "show_default": True},
+    ),
+    ScoreOptions,
 )
 
 

@@ -1,15 +1,24 @@
-"""Options that several commands share, passed to each as one value."""
+"""Options of commands, made from the fields of option classes, and groups of them that are passed as one value.
+
+workers: int = option(1, "Processes that plan.", minimum=1)      a field of PackOptions
+field_options(PackOptions, "workers")                             [--workers INTEGER RANGE  Processes that plan.]
+option_group("options", ..., PackOptions)                         the command gets options: PackOptions
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field
 from typing import Any, ParamSpec, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from treepack.errors import TreepackError
+from treepack.option_fields import OptionText, option_texts
+
+from .sizes import KINDS
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -41,6 +50,42 @@ def option_group(name: str, options: Sequence[Option[Any]], make: Callable[..., 
         return decorated  # type: ignore[no-any-return]
 
     return decorate
+
+
+def field_options(owner: type, names: str | None = None, **changes: Mapping[str, Any]) -> list[Option[Any]]:
+    """Return click options for fields of an option class.
+
+    Args:
+        owner: the class.
+        names: of the fields, in the order of the page, separated by spaces; by default all that are options.
+        changes: arguments of `click.option` by the name of a field; `name` renames the option.
+    """
+    known = {each.name: (each, text) for each, text in option_texts(owner)}
+    chosen = list(known) if names is None else names.split()
+    return [_field_option(*known[name], **changes.get(name, {})) for name in chosen]
+
+
+def _field_option(field: Field[Any], text: OptionText, *, name: str | None = None, **changes: Any) -> Option[Any]:
+    given: dict[str, Any] = {"help": text.help, "default": field.default, "show_default": field.default is not None}
+    if field.default is False:
+        given = {"help": text.help, "is_flag": True}
+    elif field.name in KINDS:
+        given |= {"type": KINDS[field.name], "metavar": KINDS[field.name].name}
+    elif "type" not in changes:
+        given["type"] = _click_type(str(field.type), text)
+    return click.option(f"--{name or field.name.replace('_', '-')}", field.name, **(given | changes))
+
+
+def _click_type(annotation: str, text: OptionText) -> Any:
+    """Return the type of a field's values: "int | None" with a minimum of 1 -> IntRange(min=1)."""
+    if text.choices is not None:
+        return click.Choice(text.choices)
+    kind = annotation.split(" ")[0]
+    if text.minimum is None:
+        return {"int": int, "float": float, "str": str}[kind]
+    if kind == "float":
+        return click.FloatRange(text.minimum, text.maximum)
+    return click.IntRange(int(text.minimum), None if text.maximum is None else int(text.maximum))
 
 
 def as_usage(make: Callable[P, T]) -> Callable[P, T]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--save-plan", type=WRITE, help="Also write the plan, as --plan reads it.")
 @memory_option
 @ray_options(
-    "Pack N parts of the trie by themselves, one after the other or with --ray side by side; the rows and their number "
+    "Pack N parts of the trie alone, one after the other or with --ray side by side; the rows and their number "
     "may differ a little. With --ray by default 64M tokens each."
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
@@ -126,7 +126,7 @@ def show_packing(summary: PackSummary, *, verbose: bool = False) -> None:
 
 
 def _partition_notes(manifest: Manifest) -> list[str]:
-    """Return the cost of packing parts of the trie by themselves, if there are several."""
+    """Return a note about the cost of packing parts of the trie alone, if there are several."""
     partitions = manifest["options"].get("partitions")
     if partitions is None:
         return []

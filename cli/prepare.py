@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .advantages import ESTIMATORS, show_advantages
+from treepack.rl.advantages.advantage_options import ESTIMATORS, AdvantageOptions
+
+from .advantages import show_advantages
 from .build_trie import show_build
 from .output import lock_until_end
 from .pack import show_packing
@@ -67,7 +69,6 @@ def prepare(
     from treepack.files.directory import refuse_existing
     from treepack.pack.directory import pack_trie
     from treepack.rl.advantages.directory import write_advantages
-    from treepack.rl.advantages.estimate import AdvantageOptions
     from treepack.trie.directory import build_trie_directory
 
     trie, packed = out / "trie", out / "packed"

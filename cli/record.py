@@ -53,7 +53,7 @@ def _print(use: RecordUse) -> None:
     click.echo()
     for note in use.notes:
         click.echo(printable(f"- {note}"))
-    # The order of the formats decides among those that are equally close.
+    # The order of the formats decides among formats that are equally close.
     close = [name for name, _ in sorted(use.close.items(), key=lambda item: -item[1])][:CLOSEST]
     for name in close:
         click.echo(printable(f"not {name}: {use.others[name]}"))

@@ -164,7 +164,7 @@ def _queries(path: AnyPath, prompt: PromptOptions, world: WorldOptions, tokenize
             "writes; give --sampler independent"
         )
     if sampler == "treepo" and queries.kind == PREFIXES:
-        raise TreepackError(f"{path}: has prefixes to continue, each one by itself; give --sampler prefixes")
+        raise TreepackError(f"{path}: has prefixes to continue, each one alone; give --sampler prefixes")
     if not queries.queries:
         raise TreepackError(f"{path}: asks for no rollout, because all its numbers are 0; allocate a larger budget")
     is_given = click.get_current_context().get_parameter_source("width") is click.core.ParameterSource.COMMANDLINE

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .option_groups import option_group
+from treepack.train.options import TrainOptions
+
+from .option_groups import field_options, option_group
 from .paths import READ
-from .reading import CHAT_TEMPLATE, TOOLS
+from .reading import TEMPLATE_OPTIONS
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
@@ -103,18 +105,11 @@ engine_options = option_group(
             metavar="N",
             help="With --keep-routes and SGLang: layers of the model, which SGLang does not send.",
         ),
-        click.option(
-            "--dtype",
-            type=click.Choice(["auto", "fp32", "bf16"]),
-            default="auto",
-            show_default=True,
-            help="Of a model in this process; auto is bf16 on a GPU that has it.",
-        ),
-        click.option(
-            "--device",
-            default="auto",
-            show_default=True,
-            help="Of a model in this process: cpu, cuda or cuda:N; auto is a GPU if there is one.",
+        *field_options(
+            TrainOptions,
+            "dtype device",
+            dtype={"help": "Of a model in this process; auto is bf16 on a GPU that has it."},
+            device={"help": "Of a model in this process: cpu, cuda or cuda:N; auto is a GPU if there is one."},
         ),
     ],
     EngineOptions,
@@ -135,8 +130,7 @@ prompt_options = option_group(
             metavar="NAME_OR_DIR",
             help="Tokenizer of the model, for prompts in text, rewards of text and --answer; default: that of MODEL.",
         ),
-        CHAT_TEMPLATE,
-        TOOLS,
+        *TEMPLATE_OPTIONS,
         click.option("--step", type=int, help="Training step of the rollouts, if PROMPTS has none."),
     ],
     PromptOptions,

@@ -1,6 +1,7 @@
 """Options of `treepack rollout` in groups: the shape of trees, the distribution, the limits of a run.
 
-Values are copies of the library's defaults, because a help page must not import numpy; a test compares them.
+The values of sampling and of a run are copies of the library's defaults, because a help page must not import numpy; a
+test compares them.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from .option_groups import as_usage, option_group
+from treepack.rollout.options import TreeOptions, independent
+
+from .option_groups import as_usage, field_options, option_group
 
 if TYPE_CHECKING:
     from treepack.rollout.engine import Sampling
-    from treepack.rollout.options import TreeOptions
     from treepack.rollout.run import RolloutOptions
 
 SAMPLERS = ("independent", "treepo", "prefixes")
-BRANCHING = ("even", "likely", "unlikely")
-FALLBACK = ("random", "none")
 # Options of trees, which sampling without forks does not have.
 _OF_TREES = ("segment", "first_forks", "branches", "branching", "branching_temperature", "fallback")
 
@@ -65,8 +65,6 @@ def _make_tree(sampler: str, **values: Any) -> tuple[str, TreeOptions]:
         UsageError: an option that the sampler does not have.
         TreepackError: a value that makes no sense.
     """
-    from treepack.rollout.options import TreeOptions, independent
-
     context = click.get_current_context()
     repeats = values.pop("max_repeats")
     if sampler == "treepo":
@@ -91,66 +89,14 @@ tree_options = option_group(
             help="independent: rollouts one by one. treepo: trees of segments. prefixes: continuations of the prompts "
             "and prefixes that treepack allocate, augment and select write.",
         ),
-        click.option(
-            "--width",
-            type=click.IntRange(min=1),
-            default=16,
-            show_default=True,
-            help="Rollouts of each query, if PROMPTS has no numbers of rollouts.",
-        ),
-        click.option(
-            "--max-tokens",
-            type=click.IntRange(min=1),
-            default=7168,
-            show_default=True,
-            help="Maximum tokens of a rollout after its prompt, observations included.",
-        ),
-        click.option(
-            "--depth", type=click.IntRange(min=1), help="Maximum segments of a rollout; without trees, maximum turns."
-        ),
-        click.option(
-            "--segment", type=_Segment(), default=512, show_default=True, help="Tokens of a segment, or whole turns."
-        ),
-        click.option(
-            "--first-forks",
-            type=_Bounds(int),
-            default="2",
-            show_default=True,
-            help="Continuations of the prompt; with bounds, a number drawn for each query.",
-        ),
-        click.option(
-            "--branches",
-            type=click.IntRange(min=1),
-            default=2,
-            show_default=True,
-            help="Continuations of each later path, to which the forks of ended paths are added.",
-        ),
-        click.option(
-            "--branching",
-            type=click.Choice(BRANCHING),
-            default="even",
-            show_default=True,
-            help="Divide the forks of a level evenly, or more of them to paths of likely or of unlikely segments.",
-        ),
-        click.option(
-            "--branching-temperature",
-            type=_Bounds(float),
-            default="2",
-            show_default=True,
-            help="Temperature of this division; with bounds, at the first and the last level.",
-        ),
-        click.option(
-            "--fallback",
-            type=click.Choice(FALLBACK),
-            default="random",
-            show_default=True,
-            help="random: return to random segments until --width is reached.",
-        ),
-        click.option(
-            "--max-repeats",
-            type=click.IntRange(min=0),
-            show_default="8 for treepo, else 0",
-            help="Repetitions of the same tokens that end a rollout; 0 for no check.",
+        *field_options(
+            TreeOptions,
+            "width max_tokens depth segment first_forks branches branching branching_temperature fallback max_repeats",
+            segment={"type": _Segment()},
+            depth={"default": None, "show_default": False},
+            first_forks={"type": _Bounds(int), "default": "2"},
+            branching_temperature={"type": _Bounds(float), "default": "2"},
+            max_repeats={"type": click.IntRange(min=0), "default": None, "show_default": "8 for treepo, else 0"},
         ),
     ],
     as_usage(_make_tree),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Select(click.Group):
-    """A group that runs `nearest` if the first argument is no subcommand: `treepack select STATE --k K`."""
+    """A group that runs `nearest` if the first argument is not a subcommand: `treepack select STATE --k K`."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -210,7 +210,7 @@ def update(
     if add_groups:
         known = {*read.query_id.to_pylist(), *(name for name, _ in added)}
         added += [(name, parent) for name, parent in groups if name not in known]
-        # A parent without rollouts in this trie is an original query that nobody has added yet.
+        # A parent without rollouts in this trie is an original query that was not added yet.
         parents = {parent for _, parent in added if parent is not None} - known - {name for name, _ in added}
         added += [(parent, None) for parent in sorted(parents)]
     read, num_added = selection.with_queries(read, [name for name, _ in added], [parent for _, parent in added])
@@ -251,8 +251,8 @@ def _refuse_other_steps(trie: Trie, step: int, path: str) -> None:
     if known not in ([], [step]):
         listed = ", ".join(map(str, known[:5])) + (", ..." if len(known) > 5 else "")
         raise TreepackError(
-            f"{path}: its rollouts are of the training step {listed} and --step is {step}; give the trie of one step, "
-            "and its number"
+            f"{path}: its rollouts belong to the training step {listed} and --step is {step}; give the trie of one "
+            "step, and its number"
         )
 
 
@@ -329,7 +329,7 @@ def _count_rollouts(
     read = selection.forget_and_add(
         read, query[usable], success, step=trie.step_rank[usable], weight=weight, forgetting=forgetting
     )
-    # A rollout without a reward is no failure: it is counted apart and changes no pass rate.
+    # A rollout without a reward is not a failure: it has a count of its own and changes no pass rate.
     counts: dict[str, Any] = {"rollouts": int(usable.sum()), "rollouts successful": int(success.sum())}
     if weight is not None:
         counts["effective rollouts"] = float(weight.sum())

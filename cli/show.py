@@ -58,7 +58,7 @@ def show(
     """
     if sum(choice is not None for choice in (trajectory, group, row)) > 1:
         raise click.UsageError("--trajectory, --group and --row each select something; give one of them.")
-    chosen = _find(paths, build, _Wanted(trajectory, group, row), text=text)
+    chosen = _find(paths, build, _ShowRequest(trajectory, group, row), text=text)
     if as_json:
         _print_json(chosen)
     else:
@@ -66,7 +66,7 @@ def show(
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _ShowRequest:
     """The selection of the user; at most one of them is set."""
 
     trajectory: str | None
@@ -75,7 +75,7 @@ class _Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class _ShownViews:
     """The views to print, the groups to choose from if the user chose none, and the decoder of ids to text."""
 
     views: Iterator[ForestView]
@@ -83,7 +83,7 @@ class _Chosen:
     decoder: TokenDecoder | None
 
 
-def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *, text: bool) -> _Chosen:
+def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowRequest, *, text: bool) -> _ShownViews:
     from treepack.analysis.origin import local_paths, manifest_of
     from treepack.analysis.show import selection
 
@@ -92,7 +92,7 @@ def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *, text:
     if manifest and selection.is_packed(manifest):
         if wanted.group is not None:
             raise TreepackError(f"{directory}: is packed; give --row or --trajectory, or --group with its trie")
-        return _Chosen(
+        return _ShownViews(
             _of_packed(directory, manifest, wanted), [], _decoder(directory, manifest, build.tokenizer, text=text)
         )
     if wanted.row is not None:
@@ -105,7 +105,7 @@ def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *, text:
     return _of_rollouts(paths, build, wanted, text=text)
 
 
-def _of_packed(directory: Path, manifest: Manifest, wanted: _Wanted) -> Iterator[ForestView]:
+def _of_packed(directory: Path, manifest: Manifest, wanted: _ShowRequest) -> Iterator[ForestView]:
     from treepack.analysis.show import selection, views
 
     if wanted.trajectory is not None:
@@ -114,17 +114,17 @@ def _of_packed(directory: Path, manifest: Manifest, wanted: _Wanted) -> Iterator
         yield views.row_view(selection.read_row(directory, manifest, wanted.row or 0), manifest)
 
 
-def _of_trie(trie: Trie, wanted: _Wanted, decoder: TokenDecoder | None, *, where: str) -> _Chosen:
+def _of_trie(trie: Trie, wanted: _ShowRequest, decoder: TokenDecoder | None, *, where: str) -> _ShownViews:
     from treepack.analysis.show import selection, views
 
     if wanted.trajectory is not None:
-        return _Chosen(views.trajectory_views(trie, wanted.trajectory, where=where), [], decoder)
+        return _ShownViews(views.trajectory_views(trie, wanted.trajectory, where=where), [], decoder)
     groups = [] if wanted.group is not None else selection.groups(trie)
     chosen = groups[0].group_id if wanted.group is None else wanted.group
-    return _Chosen(iter([views.group_view(trie, chosen, where=where)]), groups, decoder)
+    return _ShownViews(iter([views.group_view(trie, chosen, where=where)]), groups, decoder)
 
 
-def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *, text: bool) -> _Chosen:
+def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowRequest, *, text: bool) -> _ShownViews:
     """Read rollouts until the wanted one is there, or all of them into a trie."""
     from collections import Counter
 
@@ -145,7 +145,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *
     if wanted.trajectory is not None:
         rollouts = list(selection.first_named(stream, wanted.trajectory, where=where, skipped=counts))
         del stream  # ends the progress bar before anything is printed
-        return _Chosen((views.rollout_view(rollout) for rollout in rollouts), [], decoder)
+        return _ShownViews((views.rollout_view(rollout) for rollout in rollouts), [], decoder)
 
     from treepack.columns import collect
     from treepack.trie.builders.in_memory import build_trie
@@ -182,7 +182,7 @@ def _no_tokenizer(where: str) -> TreepackError:
     return TreepackError(f"{where}: no tokenizer is known, and text needs one; give --tokenizer")
 
 
-def _print_json(chosen: _Chosen) -> None:
+def _print_json(chosen: _ShownViews) -> None:
     """Print one object; it lists several samples of a conversation under `samples`."""
     import json
 
@@ -193,7 +193,7 @@ def _print_json(chosen: _Chosen) -> None:
     click.echo(json.dumps(objects[0] if len(objects) == 1 else {"kind": "samples", "samples": objects}))
 
 
-def _lines(chosen: _Chosen, *, full: bool) -> Iterator[Text]:
+def _lines(chosen: _ShownViews, *, full: bool) -> Iterator[Text]:
     from shutil import get_terminal_size
 
     from rich.text import Text

@@ -30,7 +30,7 @@ class TokenCount(click.ParamType[int]):
     name = "N"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse `value`; wrong usage if it is no number of tokens."""
+        """Parse `value`; wrong usage if it is not a number of tokens."""
         number = value if isinstance(value, int) else _count(str(value))
         if number is None:
             self.fail(f"{value!r} is not a number of tokens such as 8192 or 8k", param, ctx)
@@ -45,36 +45,25 @@ class TokenCounts(click.ParamType[tuple[int, ...]]):
     name = "N,N,..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Parse `value`; wrong usage if any part is no number of tokens."""
+        """Parse `value`; wrong usage if any part is not a number of tokens."""
         return tuple(TokenCount().convert(part, param, ctx) for part in str(value).split(","))
 
 
-class PieceSize(click.ParamType[Any]):
-    """The tokens of a piece of a row, `auto`, or `off` for rows as a whole, which becomes None."""
+class TokensOrWord(click.ParamType[Any]):
+    """A number of tokens, or one of some words, each of which has a value."""
 
-    name = "N|auto|off"
+    def __init__(self, example: str, **words: str | None) -> None:
+        self.example, self.words = example, words
+        self.name = "|".join(["N", *words])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str | None:
         """Parse `value`; wrong usage if it is neither a word nor a number of tokens."""
-        if value in ("auto", "off"):
-            return None if value == "off" else "auto"
+        if value in self.words:
+            return self.words[value]
         if not isinstance(value, int) and _count(str(value)) is None:
-            self.fail(f"{value!r} is neither a number of tokens such as 8192 or 8k, nor auto or off", param, ctx)
+            words = " or ".join(self.words)
+            self.fail(f"{value!r} is neither a number of tokens such as {self.example}, nor {words}", param, ctx)
         return TokenCount().convert(value, param, ctx)
-
-
-class PassSize(click.ParamType[Any]):
-    """The tokens of a pass of joined rows, or `auto`."""
-
-    name = "N|auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Parse `value`; wrong usage if it is neither the word nor a number of tokens."""
-        if value == "auto":
-            return "auto"
-        if not isinstance(value, int) and _count(str(value)) is None:
-            self.fail(f"{value!r} is neither a number of tokens such as 32768 or 32k, nor auto", param, ctx)
-        return int(TokenCount().convert(value, param, ctx))
 
 
 class LayerCount(click.ParamType[Any]):
@@ -108,7 +97,7 @@ class Size(click.ParamType[int]):
 
 def _positive(context: click.Context, option: click.Parameter, value: int | None) -> int | None:
     if value is not None and value < 1:
-        raise click.BadParameter(f"{value} is no memory; give for example 4G", context, option)
+        raise click.BadParameter(f"{value} is not a size of memory; give for example 4G", context, option)
     return value
 
 
@@ -120,3 +109,13 @@ memory_option = click.option(
     "same. Default: half of the memory of the machine or container; suffixes K, M and G.",
 )
 """Adds --memory to a command, which receives `memory: int | None`, in bytes."""
+
+
+KINDS: dict[str, click.ParamType[Any]] = {
+    "capacity": TokenCount(),
+    "carry": TokensOrWord("8192 or 8k", auto="auto", off=None),
+    "pass_tokens": TokensOrWord("32768 or 32k", auto="auto"),
+    "checkpoint_layers": LayerCount(),
+    "max_record_size": Size(),
+}
+"""Types of the fields of option classes that are more than a number or a word, by the names of the fields."""

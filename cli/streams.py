@@ -5,7 +5,7 @@
     closed by the caller              as if they led to /dev/null
     stdout cannot be written          TreepackError, for example on a full disk
     stderr cannot be written          ignored: there is no other place for a message
-    control characters                written as escapes: all of those in lines on stderr, and most of the others
+    control characters                written as escapes: all in lines on stderr, and most elsewhere
 
 A file of rollouts, a template or a server decides what names and messages contain, and an escape sequence in them could
 change the title of the terminal, its clipboard, or lines that are already there.
@@ -113,7 +113,7 @@ def _escaped_controls(text: str) -> str:
 
 
 def _escaped_line(text: str) -> str:
-    """Return what is written to stderr, escaped: a line has no colours, but a bar, which is no line, may have them."""
+    """Return text for stderr, escaped: a line has no colours, but a bar, which does not end a line, may have them."""
     # "note: a\x1b[31m\n" -> "note: a\\x1b[31m\n"     "\r 12%|###  |" and "\x1b[A" stay
     if not text.endswith("\n"):
         return _escaped_controls(text)

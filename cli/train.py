@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from treepack.files.remote.address import AnyPath
+from treepack.train.options import TrainOptions
 
-from .compute_options import ATTENTION, device_option
 from .lora import lora_options
 from .objective import objective_options
-from .optimiser import OptimiserOptions, optimiser_options
+from .option_groups import field_options, option_group
 from .output import show
 from .paths import WRITE
 from .progress import quiet_option
 from .run_options import RunOptions, run_options
 from .sections import SectionedCommand
-from .training import stage_lines, train_model, use_cache
+from .training import import_torch, stage_lines, train_model, use_cache
 
 if TYPE_CHECKING:
     from treepack.data.batch import Batch
-    from treepack.model.adapters.adapter import LoraOptions
+    from treepack.model.adapters.lora_options import LoraOptions
     from treepack.model.objectives.objective import Objective
-    from treepack.train.options import TrainOptions
 
 
 def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...] | None:
     try:
         return None if value is None else tuple(float(share) for share in value.split(","))
     except ValueError as error:
-        raise click.BadParameter(f"{value!r} is no list of numbers such as 0.7,0.3", param=parameter) from error
+        raise click.BadParameter(f"{value!r} is not a list of numbers such as 0.7,0.3", param=parameter) from error
 
 
 _SECTIONS = {
@@ -51,98 +49,35 @@ _SECTIONS = {
 }
 
 
+_training_options = option_group(
+    "training",
+    field_options(
+        TrainOptions,
+        mix={"type": str, "metavar": "SHARE,SHARE", "callback": _parse_mix},
+        init_from={"metavar": "RUN|CHECKPOINT|MODEL"},
+        min_lr_ratio={"type": click.FloatRange(0, 1)},
+        router_aux={"metavar": "COEF"},
+        carry={"default": "off", "show_default": True},
+    ),
+    dict,
+)
+
+
 @click.command(cls=SectionedCommand, sections=_SECTIONS)
 # Not a Path, which would make "s3://bucket/rows" "s3:/bucket/rows".
 @click.argument("packed", nargs=-1, required=True)
-@click.option(
-    "--mix",
-    metavar="SHARE,SHARE",
-    callback=_parse_mix,
-    help="Share of the rows for each PACKED, in their order, such as 0.7,0.3; by default every row of each of them "
-    "comes once per epoch.",
-)
-@click.option(
-    "--blocks",
-    type=click.IntRange(min=1),
-    help="Divide the rows of each training step into this number of blocks of neighbouring rows, so that each machine "
-    "downloads only its own; by default the number of machines if PACKED is remote, else 1.",
-)
 @click.option(
     "--model",
     required=True,
     metavar="DIR|NAME|JSON",
     help="Causal LM directory, its address, hub name, or config file (random weights); or an adapter of PEFT.",
 )
-@click.option(
-    "--init-from",
-    metavar="RUN|CHECKPOINT|MODEL",
-    help="Start with the weights of another run, of one of its checkpoints, or of a model of the same shapes.",
-)
 # Required, except with --verify; checked in the command.
 @click.option("--out", type=WRITE, help="Directory to write the trained model to, or its address in s3:// or gs://.")
 @objective_options
+@_training_options
 @run_options
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    help="Optimiser steps; overrides --epochs. With --resume and a larger number, training continues.",
-)
-@optimiser_options(epochs=1, lr=1e-5)
-@click.option(
-    "--optimizer",
-    type=click.Choice(["adamw", "adamw-8bit"]),
-    default="adamw",
-    show_default=True,
-    help="adamw-8bit keeps the states of AdamW in 8 bits (needs bitsandbytes; one process).",
-)
-@click.option(
-    "--router-aux",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    metavar="COEF",
-    help="Coefficient of the load-balancing loss of a mixture's routers, with --loss sft; 0 leaves it out.",
-)
-@click.option(
-    "--routes",
-    type=click.Choice(["replay", "ignore"]),
-    default="replay",
-    show_default=True,
-    help="replay: send each token to the experts that the sampler chose, if build-trie kept them; ignore: do not.",
-)
 @lora_options
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "fp32", "bf16"]),
-    default="auto",
-    show_default=True,
-    help="bf16 keeps fp32 weights and computes under autocast; auto is bf16 on a GPU that has it, else fp32."
-    " --verify always computes in fp64 or fp32.",
-)
-@click.option("--compile", "compiled", is_flag=True, help="Fuse all of a layer except attention by torch.compile.")
-@click.option(
-    "--attention",
-    type=click.Choice(ATTENTION),
-    default="auto",
-    show_default=True,
-    help="reference runs anywhere; flex is FlexAttention, flash its FlashAttention-4 backend, triton treepack's own "
-    "kernel; auto is the first of triton, flash and flex that can run on the GPU, else reference.",
-)
-@click.option(
-    "--loss-chunk",
-    type=click.IntRange(min=1),
-    default=2048,
-    show_default=True,
-    help="Targets per chunk of logits; a smaller chunk needs less memory.",
-)
-@device_option
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**63 - 1),
-    default=0,
-    show_default=True,
-    help="Seed of row order and random weights.",
-)
 @click.option(
     "--verify",
     is_flag=True,
@@ -171,25 +106,12 @@ _SECTIONS = {
 @quiet_option
 def train(
     packed: tuple[str, ...],
-    mix: tuple[float, ...] | None,
-    blocks: int | None,
     model: str,
-    init_from: str | None,
     out: AnyPath | None,
     objective: Objective,
+    training: dict[str, Any],
     run: RunOptions,
-    steps: int | None,
-    optimiser: OptimiserOptions,
-    optimizer: str,
-    router_aux: float,
-    routes: str,
     lora: LoraOptions | None,
-    dtype: str,
-    compiled: bool,
-    attention: str,
-    loss_chunk: int,
-    device: str,
-    seed: int,
     verify: bool,
     verify_rows: int,
     overwrite: bool,
@@ -207,40 +129,9 @@ def train(
     --steps or --epochs also a run that is finished. On several GPUs: torchrun --nproc-per-node 8 --no-python treepack
     train ...
     """
-    from treepack.train.options import TrainOptions
-
     use_cache(cache, cache_size)
-    # `resume`, trackers and `plot` of `run` are for the command and not part of the options that are stored.
-    options = TrainOptions(
-        steps=steps,
-        mix=mix,
-        blocks=blocks,
-        init_from=init_from,
-        **asdict(optimiser),
-        optimizer=optimizer,
-        router_aux=router_aux,
-        routes=routes,
-        lora=lora,
-        dtype=dtype,
-        compile=compiled,
-        attention=attention,
-        loss_chunk=loss_chunk,
-        device=device,
-        seed=seed,
-        objective=objective,
-        gather_dtype=run.gather_dtype,
-        cpu_offload=run.cpu_offload,
-        checkpoint_layers=run.checkpoint_layers,
-        offload_checkpoints=run.offload_checkpoints,
-        carry=run.carry,
-        pass_tokens=run.pass_tokens,
-        checkpoint_every=run.checkpoint_every,
-        keep=run.keep,
-        max_skipped=run.max_skipped,
-        eval_every=run.eval_every,
-        patience=run.patience,
-    )
-    if run.patience and run.held_out is None:
+    options = TrainOptions(**training, objective=objective, lora=lora)
+    if options.patience and run.held_out is None:
         raise click.UsageError("--patience counts evaluations; give held-out rows with --eval.")
     if verify:
         _verify(packed, model, options, verify_rows)
@@ -258,6 +149,7 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     Raises:
         TreepackError: they differ by more than the tolerance.
     """
+    import_torch()
     from treepack.carry.verify import in_pieces
     from treepack.errors import TreepackError
     from treepack.model.verify.verify_rows import verify_rows
@@ -325,5 +217,5 @@ def _count_cut(batches: Sequence[Batch], limit: int | None) -> int:
 
 
 def _part(count: int, total: int) -> str:
-    # 7 of 16 -> "7 of 16, as many as memory and some minutes allow"; 16 of 16 -> "16"
-    return f"{count:,}" if count == total else f"{count:,} of {total:,}, as many as memory and some minutes allow"
+    # 7 of 16 -> "7 of 16, limited by memory and some minutes"; 16 of 16 -> "16"
+    return f"{count:,}" if count == total else f"{count:,} of {total:,}, limited by memory and some minutes"

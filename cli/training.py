@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,12 +80,18 @@ def stage_lines(first: str | None = None, *, shown: bool = True) -> Iterator[Non
             logger.setLevel(level)
 
 
+def import_torch() -> None:
+    """Import the trainer, with a line for the seconds that this takes."""
+    with stage_lines("importing torch"):
+        import_module("treepack.train.setup.opening")
+
+
 def keep_compiled_code() -> None:
     """Make torch.compile keep its results in the home directory, unless the environment names another place.
 
     By default they are in the temporary directory, which many machines empty between two jobs.
     """
-    # Triton keeps the kernels of attention in the home directory by itself.
+    # Triton keeps the kernels of attention in the home directory by default.
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     with suppress(OSError):
         folder = root / "treepack" / "compiled"
@@ -95,10 +101,10 @@ def keep_compiled_code() -> None:
 
 
 def use_cache(folder: Path | None, size: str | None) -> None:
-    """Choose the folder and the limit of copies of remote files, for this command and its workers.
+    """Choose the folder and the limit of copies of remote files; the workers of the command use them too.
 
     Raises:
-        TreepackError: `size` is no number of bytes.
+        TreepackError: `size` is not a number of bytes.
     """
     from treepack.files.remote.cache_room import cache_limit
 
@@ -123,6 +129,7 @@ def train_model(
     Raises:
         TreepackError: an option, the data, the model or `out` cannot be used, or training fails.
     """
+    import_torch()
     from treepack.train.ranks import find_device, join_ranks, leave_ranks
     from treepack.train.saving.place import open_place
     from treepack.train.saving.run_directory import check_out
@@ -155,43 +162,25 @@ def _train_in(
     overwrite: bool,
 ) -> dict[str, Any]:
     """Train in `place`, draw the curves, and return the summary."""
-    from treepack.train.division import recorded_blocks
-    from treepack.train.saving.choices import with_recorded
-    from treepack.train.setup.opening import open_run
+    from treepack.train.loop import already_finished
+    from treepack.train.saving.run_directory import num_finished
+    from treepack.train.setup.opening import open_run, resume_run
 
-    if run_options.resume and options.blocks is None:
-        # The order of the run that is continued, also on another number of machines.
-        options = replace(options, blocks=recorded_blocks(place.out, ranks))
+    held_out = run_options.held_out
     if run_options.resume:
-        options = with_recorded(options, place.out, ranks)
-    if run_options.resume and _is_finished(packed, model, options, place.out, ranks):
+        run = resume_run(packed, model, options, place.out, ranks, held_out=held_out)
+    else:
+        run = open_run(packed, model, options, ranks, held_out=held_out)
+    if run is None:
+        _note(ranks, already_finished(place.out, num_finished(place.out) or 0))
         if run_options.plot:
             ranks.lead(place.claim)  # for the metrics, which the curves are drawn from
         return {"steps": 0, "saved": str(place.out), **_draw(place, run_options, ranks)}
-    run = open_run(packed, model, options, ranks, held_out=run_options.held_out)
     for note in run.notes:
         _note(ranks, note)
     with _catch_sigterm() as stop:
         steps = _run_steps(run, place, stop, run_options, overwrite=overwrite)
     return _summary(run, place.out, steps) | _draw(place, run_options, ranks)
-
-
-def _is_finished(packed: tuple[str, ...], model: str, options: TrainOptions, out: AnyPath, ranks: Ranks) -> bool:
-    """Return True if the run in `out` needs no step, and print a note; the model is not loaded for this."""
-    from treepack.train.loop import already_finished
-    from treepack.train.ranks import find_device
-    from treepack.train.saving.run_directory import is_finished, is_same_finished_run
-    from treepack.train.setup.opening import count_steps
-
-    if not is_finished(out):
-        return False
-    options = options.with_dtype(find_device(options.device))
-    num_steps = count_steps(packed, options)
-    # If anything differs, the run is opened, and `train` extends it or names the difference.
-    if not is_same_finished_run(out, packed, model, options, num_steps):
-        return False
-    _note(ranks, already_finished(out, num_steps))
-    return True
 
 
 def _run_steps(

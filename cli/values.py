@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .compute_options import attention_option, device_option
-from .optimiser import OptimiserOptions, optimiser_options
-from .option_groups import option_group
+from treepack.train.options import TrainOptions
+
+from .option_groups import field_options, option_group
 from .output import reserve_directory, reserve_table, show
 from .paths import READ, WRITE
 from .progress import INTERVAL, quiet_option, step_progress
@@ -32,18 +32,29 @@ class ComputeOptions:
 
 _compute_options = option_group(
     "compute",
-    [
-        click.option(
-            "--dtype",
-            type=click.Choice(["fp32", "bf16"]),
-            default="fp32",
-            show_default=True,
-            help="bf16 keeps fp32 weights and computes the backbone under autocast.",
-        ),
-        attention_option,
-        device_option,
-    ],
+    field_options(
+        TrainOptions,
+        "dtype attention device",
+        dtype={
+            "type": click.Choice(["fp32", "bf16"]),
+            "default": "fp32",
+            "help": "bf16 keeps fp32 weights and computes the backbone under autocast.",
+        },
+        attention={"help": "As in treepack train."},
+    ),
     ComputeOptions,
+)
+_optimiser_options = option_group(
+    "training",
+    field_options(
+        TrainOptions,
+        "epochs rows_per_step lr min_lr_ratio warmup_steps weight_decay clip gradient_checkpointing seed",
+        epochs={"default": 2},
+        lr={"default": 3e-5},
+        min_lr_ratio={"type": click.FloatRange(0, 1)},
+        seed={"help": "Seed of the drawn prefixes, row order and random weights."},
+    ),
+    dict,
 )
 # Not one of the group: it is about the output, and not part of the computation.
 _overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
@@ -80,14 +91,7 @@ def values() -> None:
 )
 @click.option("--capacity", type=TokenCount(), default=8192, show_default=True, help="Maximum tokens of a row.")
 @click.option("--freeze", is_flag=True, help="Fit only the head; the backbone runs once per row.")
-@optimiser_options(epochs=2, lr=3e-5)
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**63 - 1),
-    default=0,
-    show_default=True,
-    help="Seed of the drawn prefixes, row order and random weights.",
-)
+@_optimiser_options
 @_compute_options
 @_overwrite_option
 @quiet_option
@@ -99,8 +103,7 @@ def fit(
     segment: str,
     capacity: int,
     freeze: bool,
-    optimiser: OptimiserOptions,
-    seed: int,
+    training: dict[str, Any],
     compute: ComputeOptions,
     overwrite: bool,
 ) -> None:
@@ -112,13 +115,12 @@ def fit(
     from treepack.files.remote.cache import local_copy
     from treepack.research.predictor.fit import FitOptions, open_fit
     from treepack.research.predictor.fit import fit as fit_steps
-    from treepack.train.options import TrainOptions
     from treepack.train.ranks import refuse_ranks
 
     # All checks that do not need the model come first, because a large model takes minutes to load.
     refuse_ranks("treepack values fit")
     options = FitOptions(
-        train=TrainOptions(**asdict(optimiser), **asdict(compute), seed=seed),
+        train=TrainOptions(**training, **asdict(compute)),
         capacity=capacity,
         segment=segment,
         prefix_share=prefix_share,

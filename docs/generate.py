@@ -18,6 +18,7 @@ import textwrap
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -61,25 +62,34 @@ def cli_page() -> str:
 def api_page() -> str:
     """Return signature and docstring of every name that `treepack` offers, as a Markdown page."""
     parts = [
-        "# API\n\nWritten by `make docs` from the docstrings. Every name is imported as `from treepack import NAME`. "
-        "All other names are imported from their rooms.\n"
+        "# API\n\nWritten by `make docs` from the docstrings, without the errors that a function raises. Every name is "
+        "imported as `from treepack import NAME`, all other names from their rooms.\n"
     ]
     for name in sorted(treepack.__all__, key=str.casefold):
-        value = getattr(treepack, name)
-        if name == "__version__":
-            continue
-        kind = "class" if inspect.isclass(value) else "def"
-        # The generated __init__ of a dataclass has no annotations that help; its fields are in the docstring.
-        is_error = inspect.isclass(value) and issubclass(value, Exception)
-        signature = "" if is_error else str(inspect.signature(value))
-        # Annotations are strings: "share: 'str' = 'all'" -> "share: str = 'all'"; the quotes of defaults stay.
-        signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)
-        signature = signature.replace("<factory>", "...").removesuffix(" -> None")
-        lines = textwrap.wrap(f"{kind} {name}{signature}", 116, subsequent_indent="    ", break_long_words=False)
-        text = inspect.cleandoc(value.__doc__ or "")
-        home = value.__module__
-        parts.append(f"## {name}\n\n`{home}`\n\n```text\n" + "\n".join(lines) + f"\n\n{text}\n```\n")
+        if name != "__version__":
+            value = getattr(treepack, name)
+            text = _without_errors(inspect.cleandoc(value.__doc__ or ""))
+            parts.append(f"## {name}\n\n`{value.__module__}`\n\n```text\n{_signature(name, value)}\n\n{text}\n```\n")
     return "\n".join(parts)
+
+
+def _signature(name: str, value: Any) -> str:
+    """Return the signature of a class or function in lines of a page."""
+    kind = "class" if inspect.isclass(value) else "def"
+    is_error = inspect.isclass(value) and issubclass(value, Exception)
+    signature = "" if is_error else str(inspect.signature(value))
+    # Annotations are strings: "share: 'str' = 'all'" -> "share: str = 'all'"; the quotes of defaults stay.
+    signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)
+    # "options: OnlineOptions = OnlineOptions(capacity=None, ...)" -> "options=OnlineOptions()", "n: int = 0" -> "n=0"
+    signature = re.sub(r": (\w+) = \1\([^()]*\)", r"=\1()", signature)
+    signature = re.sub(r": (?:str|int|float|bool) = ", "=", signature)
+    signature = signature.replace("<factory>", "...").removesuffix(" -> None")
+    return "\n".join(textwrap.wrap(f"{kind} {name}{signature}", 116, subsequent_indent="    ", break_long_words=False))
+
+
+def _without_errors(text: str) -> str:
+    """Return a docstring without its section "Raises", which ends at the next line that is not indented."""
+    return re.sub(r"\n\nRaises:\n(?: .*\n?|\n(?= ))*", "\n\n", text).strip()
 
 
 def _help_of_all(command: click.Command, parent: click.Context, path: str) -> list[str]:

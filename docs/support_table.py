@@ -27,17 +27,15 @@ _LABELS = {"hopper": "Hopper", "portable": "Triton"}
 
 
 def accepted() -> str:
-    """Return the table of accepted families in Markdown."""
-    lines = [
-        "| family | example | type | head dimensions | attention | kernels | recurrent layers | note |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """Return the table of accepted families in Markdown; families with equal attention share a line."""
+    lines = ["| head dimensions | attention | kernels | beside it | families |", "|---|---|---|---|---|"]
+    families: dict[str, list[str]] = {}
     for family in ACCEPTED:
         kinds = family.attention
-        cells = (family.name, f"`{family.example}`", f"`{family.kind}`", _unique(map(_dims, kinds)))
-        lines.append(
-            f"| {' | '.join(cells)} | {_variants(kinds)} | {_kernels(kinds)} | {family.recurrent} | {family.note} |"
-        )
+        beside = ", ".join(filter(None, (family.recurrent, family.note)))
+        cells = f"{_unique(map(_dims, kinds))} | {_variants(kinds)} | {_kernels(kinds)} | {beside}"
+        families.setdefault(cells, []).append(f"{family.name} (`{family.example}`, `{family.kind}`)")
+    lines += [f"| {cells} | {', '.join(names)} |" for cells, names in families.items()]
     return "\n".join(lines) + "\n"
 
 

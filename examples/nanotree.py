@@ -154,7 +154,7 @@ def gradients(model: Transformer, losses: list[Tensor]) -> list[Tensor]:
 
 
 def sample_rollouts(seed: int, vocabulary: int) -> list[Rollout]:
-    """Return rollouts of two prompts that fork at random tokens; one is a prefix of another, and one is there twice."""
+    """Return rollouts of two prompts that fork at random tokens; one continues a second one, and one is there twice."""
     rng = np.random.default_rng(seed)
     rollouts: list[Rollout] = []
     for prompt in (rng.integers(vocabulary, size=6).tolist(), rng.integers(vocabulary, size=4).tolist()):

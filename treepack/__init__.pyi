@@ -11,7 +11,7 @@ from treepack.data.dataset import PackedDataset as PackedDataset
 from treepack.errors import TreepackError as TreepackError
 from treepack.ingest.array_rollouts import trajectories_from_arrays as trajectories_from_arrays
 from treepack.ingest.options import BuildOptions as BuildOptions
-from treepack.model.adapters.adapter import LoraOptions as LoraOptions
+from treepack.model.adapters.lora_options import LoraOptions as LoraOptions
 from treepack.model.forward import row_loss as row_loss
 from treepack.model.load import load_model as load_model
 from treepack.online.batch import OnlineBatch as OnlineBatch
@@ -24,8 +24,8 @@ from treepack.pack.options import PackOptions as PackOptions
 from treepack.pack.packing import plan_packing as plan_packing
 from treepack.processes import Progress as Progress
 from treepack.report.write import write_report as write_report
+from treepack.rl.advantages.advantage_options import AdvantageOptions as AdvantageOptions
 from treepack.rl.advantages.directory import write_advantages as write_advantages
-from treepack.rl.advantages.estimate import AdvantageOptions as AdvantageOptions
 from treepack.rollout.options import TreeOptions as TreeOptions
 from treepack.rollout.run import RolloutOptions as RolloutOptions
 from treepack.rollout.run import sample_rollouts as sample_rollouts

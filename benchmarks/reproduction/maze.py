@@ -36,7 +36,7 @@ STOP_TOKENS = tuple(ID[action] for action in ACTIONS)
 MOVES = {"north": (0, -1), "east": (1, 0), "south": (0, 1), "west": (-1, 0)}
 WALL, FLOOR, PIT = 0, 1, 2
 
-Place = tuple[int, int]
+Cell = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +55,24 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Maze:
-    """A maze. `cells` are rows of WALL, FLOOR and PIT; the door is a wall, and start and key are on the floor.
+    """A maze. `grid` has rows of WALL, FLOOR and PIT; the door is a wall, and start and key are on the floor.
 
-    `to_key` and `to_door` are the numbers of moves from a place to the key, and to the next place beside the door;
-    places from which there is no way are missing.
+    `to_key` and `to_door` are the numbers of moves from a cell to the key, and to the next cell beside the door;
+    cells from which there is no way are missing.
     """
 
     size: int
-    cells: tuple[tuple[int, ...], ...]
-    start: Place
-    key: Place
-    door: Place
-    to_key: dict[Place, int] = field(repr=False)
-    to_door: dict[Place, int] = field(repr=False)
+    grid: tuple[tuple[int, ...], ...]
+    start: Cell
+    key: Cell
+    door: Cell
+    to_key: dict[Cell, int] = field(repr=False)
+    to_door: dict[Cell, int] = field(repr=False)
 
-    def cell(self, place: Place) -> int:
-        """Return the cell at a place; outside there are walls."""
-        x, y = place
-        return self.cells[y][x] if 0 <= x < self.size and 0 <= y < self.size else WALL
+    def kind(self, cell: Cell) -> int:
+        """Return the kind of a cell; outside there are walls."""
+        x, y = cell
+        return self.grid[y][x] if 0 <= x < self.size and 0 <= y < self.size else WALL
 
     def shortest(self) -> int:
         """Return the number of turns of the best path: the ways to the key and from there to the door, and 2."""
@@ -84,48 +84,48 @@ class State:
     """The world after some turns. `outcome` is None while the episode continues, else the reward."""
 
     maze: Maze
-    place: Place
+    cell: Cell
     has_key: bool = False
     turns: int = 0
     outcome: float | None = None
 
     def after(self, action: str) -> State:
         """Return the state after an action."""
-        maze, place, has_key = self.maze, self.place, self.has_key
+        maze, cell, has_key = self.maze, self.cell, self.has_key
         outcome = None
         if action in MOVES:
-            target = _beside(place, action)
-            if maze.cell(target) != WALL:
-                place = target
-            if maze.cell(place) == PIT:
+            target = _beside(cell, action)
+            if maze.kind(target) != WALL:
+                cell = target
+            if maze.kind(cell) == PIT:
                 outcome = 0.0
         elif action == "take":
-            has_key = has_key or place == maze.key
-        elif has_key and any(_beside(place, move) == maze.door for move in MOVES):
+            has_key = has_key or cell == maze.key
+        elif has_key and any(_beside(cell, move) == maze.door for move in MOVES):
             outcome = 1.0
         turns = self.turns + 1
         if outcome is None and turns == MAX_TURNS:
             outcome = 0.0
-        return replace(self, place=place, has_key=has_key, turns=turns, outcome=outcome)
+        return replace(self, cell=cell, has_key=has_key, turns=turns, outcome=outcome)
 
     def observation(self) -> str:
         """Return the words that the policy sees."""
-        around = [self._word(_beside(self.place, move)) for move in MOVES]
-        return f"{'key' if self.has_key else 'empty'} {self.place[0]} {self.place[1]} {' '.join(around)}"
+        around = [self._word(_beside(self.cell, move)) for move in MOVES]
+        return f"{'key' if self.has_key else 'empty'} {self.cell[0]} {self.cell[1]} {' '.join(around)}"
 
-    def _word(self, place: Place) -> str:
-        if place == self.maze.door:
+    def _word(self, cell: Cell) -> str:
+        if cell == self.maze.door:
             return "door"
-        if place == self.maze.key and not self.has_key:
+        if cell == self.maze.key and not self.has_key:
             return "key"
-        return ("wall", "floor", "pit")[self.maze.cell(place)]
+        return ("wall", "floor", "pit")[self.maze.kind(cell)]
 
     def best_action(self) -> str:
         """Return the first action of a best path from here."""
         distances = self.maze.to_door if self.has_key else self.maze.to_key
-        if distances[self.place] == 0:
+        if distances[self.cell] == 0:
             return "open" if self.has_key else "take"
-        return min(MOVES, key=lambda move: distances.get(_beside(self.place, move), MAX_TURNS**2))
+        return min(MOVES, key=lambda move: distances.get(_beside(self.cell, move), MAX_TURNS**2))
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -134,34 +134,34 @@ def make_maze(seed: int, size: int, dial: Dial) -> Maze:
     rng = np.random.default_rng([seed, size, 3])
     while True:
         kinds = rng.choice([WALL, PIT, FLOOR], (size, size), p=[dial.walls, dial.pits, 1 - dial.walls - dial.pits])
-        places = rng.choice(size * size, 3, replace=False).tolist()
-        start, key, door = ((place % size, place // size) for place in places)
+        cells = rng.choice(size * size, 3, replace=False).tolist()
+        start, key, door = ((cell % size, cell // size) for cell in cells)
         kinds[start[1], start[0]] = kinds[key[1], key[0]] = FLOOR
         kinds[door[1], door[0]] = WALL
         maze = Maze(size, tuple(map(tuple, kinds.tolist())), start, key, door, {}, {})
-        beside_door = [place for move in MOVES if maze.cell(place := _beside(door, move)) == FLOOR]
+        beside_door = [cell for move in MOVES if maze.kind(cell := _beside(door, move)) == FLOOR]
         maze = replace(maze, to_key=_distances(maze, [key]), to_door=_distances(maze, beside_door))
         if start in maze.to_key and key in maze.to_door and maze.shortest() <= dial.longest:
             return maze
 
 
-def _distances(maze: Maze, goals: Sequence[Place]) -> dict[Place, int]:
-    """Return the number of moves over the floor from each place to the nearest goal."""
+def _distances(maze: Maze, goals: Sequence[Cell]) -> dict[Cell, int]:
+    """Return the number of moves over the floor from each cell to the nearest goal."""
     distances = dict.fromkeys(goals, 0)
     waiting = deque(goals)
     while waiting:
-        place = waiting.popleft()
+        cell = waiting.popleft()
         for move in MOVES:
-            new = _beside(place, move)
-            if new not in distances and maze.cell(new) == FLOOR:
-                distances[new] = distances[place] + 1
+            new = _beside(cell, move)
+            if new not in distances and maze.kind(new) == FLOOR:
+                distances[new] = distances[cell] + 1
                 waiting.append(new)
     return distances
 
 
-def _beside(place: Place, move: str) -> Place:
+def _beside(cell: Cell, move: str) -> Cell:
     step = MOVES[move]
-    return place[0] + step[0], place[1] + step[1]
+    return cell[0] + step[0], cell[1] + step[1]
 
 
 def prompt_ids(maze: Maze) -> Int32:
@@ -220,15 +220,6 @@ async def start(query: Query, dial: Dial) -> tuple[Int32, Episode]:
         return MazeEnvironment(make_maze(int(fields["maze_seed"]), int(fields["level"]), dial))
 
     return await start_episode(environment, query, stop_token_ids=STOP_TOKENS)
-
-
-def reward(ids: Int32, maze: Maze) -> float:
-    """Return the reward of a whole path, replayed from its token ids alone."""
-    state = State(maze, maze.start)
-    for token in ids.tolist():
-        if token in STOP_TOKENS and state.outcome is None:
-            state = state.after(ACTIONS[STOP_TOKENS.index(token)])
-    return state.outcome or 0.0
 
 
 def examples(num: int, *, seed: int, dial: Dial, levels: Sequence[int] = LEVELS) -> list[tuple[Int32, Int32]]:

@@ -1,33 +1,26 @@
 """PROS and its baselines: GRPO on queries of a fixed pool, which start at a prompt or at a reused prefix.
 
-    QueryCounts --pros_arm(...)--> (decoded tokens, figures)   arms of curves.py; pros_tables.py makes the table
-
-    pool-grpo      random originals
-    pool-dynamic   random originals until enough groups have both outcomes; all their tokens count (DAPO)
-    pool-random    random originals and augmented queries: the paper's ablation
-    pros           originals and augmented queries, those with the estimated pass rate nearest to 0.5
-
-    python benchmarks/reproduction/curves.py --policy STEPS --out FOLDER --arms pool-grpo pool-dynamic pool-random pros
-    python benchmarks/reproduction/pros_tables.py FOLDER
+    GRPO               random originals
+    dynamic sampling   random originals until enough groups have both outcomes; all their tokens count (DAPO)
+    random queries     random originals and augmented queries: the paper's ablation
+    PROS               originals and augmented queries, the ones with the estimated pass rate nearest to 0.5
 
 Augmented queries are cut before the token of highest entropy of successful rollouts (PROS, section 3). Critic values
 are not used: the arms have no critic. Every arm keeps the counts of its queries, so that the error of the estimated
-pass rates can be compared. All runs are evaluated on held-out original prompts.
-
-Expected minutes on one H200, for counts and not measured: as curves.py with the same number of runs, 4 arms of 5 seeds
-in two batches of ten, about 10 minutes; pool-dynamic decodes up to four batches in a step and takes fewer steps.
+pass rates can be compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from curves_arms import Arm, State, sampled_figures
-from learner import Learner, is_mixed, learn, publish, trajectories_of
-from tasks import sample_trees
+from arms import State, sampled_figures
+from learner import CAPACITY, Learner, learn, trajectories_of
+from tasks import has_both_outcomes, rewards_of, sample_trees
 
 import treepack
 from treepack.columns import SpanView
@@ -38,7 +31,7 @@ from treepack.research.pros.pass_rates import GibbsLength, LogOdds, estimate
 from treepack.research.pros.signals import entropies_of_terms
 from treepack.rollout.query import Query
 from treepack.rollout.tree import Tree
-from treepack.trajectory import Float64, Int32, Trajectory
+from treepack.trajectory import Float64, Int32
 from treepack.trie.trie import Trie
 
 POOL_SEED = 2_000_000  # of the original prompts, equal in all runs
@@ -67,15 +60,13 @@ class Pool:
         names: list[str] = self.counts.query_id.to_pylist()
         return names
 
+    def indices(self, trees: Sequence[Tree]) -> list[int]:
+        """Return the position of the query of each tree among the counts."""
+        index = {name: i for i, name in enumerate(self.names())}
+        return [index[tree.query.key] for tree in trees]
+
 
 Choose = Callable[[Pool, LogOdds, int, int], list[str]]
-
-
-def start_pool(state: State) -> Pool:
-    """Return the pool of original prompts; they are the same in all runs, and none is held out."""
-    pool = Pool({}, selection.empty_state())
-    pool.add(state.learner.task.queries(POOL_GROUPS * state.sizes.prompts, seed=POOL_SEED))
-    return pool
 
 
 def random_originals(pool: Pool, log_odds: LogOdds, num: int, seed: int) -> list[str]:
@@ -100,35 +91,36 @@ def _draw(names: Sequence[str], num: int, seed: int) -> list[str]:
     return [names[i] for i in chosen.tolist()]
 
 
-def pros_arm(choose: Choose, *, is_augmented: bool, max_batches: int = 1) -> Arm:
-    """Return an arm that chooses its queries by `choose`, and adds augmented ones to its pool if `is_augmented`."""
+@dataclass(frozen=True, slots=True)
+class PoolArm:
+    """Queries of a pool that is the same in all runs at their start."""
 
-    def step(state: State) -> tuple[int, dict[str, float]]:
+    choose: Choose
+    augmented: bool = False  # adds augmented queries to the pool
+    max_batches: int = 1  # above 1: samples batches until enough groups have both outcomes, and trains those
+
+    def step(self, state: State) -> tuple[int, dict[str, Any]]:
+        """Train on the groups of the chosen queries."""
         learner, num = state.learner, state.sizes.prompts
-        pool: Pool = state.memory.setdefault("pool", None) or start_pool(state)
-        state.memory["pool"] = pool
+        if "pool" not in state.memory:
+            state.memory["pool"] = Pool({}, selection.empty_state())
+            state.memory["pool"].add(learner.task.queries(POOL_GROUPS * num, seed=POOL_SEED))
+        pool: Pool = state.memory["pool"]
         counts, sampling = pool.counts, GibbsLength(SWEEPS, BURN_IN, state.step_seed("estimate"))
         log_odds = estimate(counts.parent, counts.passed, counts.tried, sampling=sampling)
-        names = choose(pool, log_odds, num * max_batches, state.step_seed("choice"))
-        trees: list[Tree] = []
-        useful: list[Tree] = []
-        # Dynamic sampling stops as soon as enough groups have both outcomes; with one batch, all groups are kept.
+        names = self.choose(pool, log_odds, num * self.max_batches, state.step_seed("choice"))
+        trees, useful = list[Tree](), list[Tree]()
         for begin in range(0, len(names), num):
-            queries = [pool.queries[name] for name in names[begin : begin + num]]
-            trees += sample_queries(state, queries)
-            useful = [tree for tree in trees if max_batches == 1 or is_mixed(rewards_of(tree))][:num]
+            trees += sample_queries(state, [pool.queries[name] for name in names[begin : begin + num]])
+            useful = [tree for tree in trees if self.max_batches == 1 or has_both_outcomes([tree])][:num]
             if len(useful) == num:
                 break
         figures = sampled_figures(trees) | query_figures(pool, log_odds, trees)
         count_rollouts(pool, trees)
-        rollouts = trajectories_of(useful)
-        if is_augmented:
-            pool.add(augmented_queries(learner, pool, rollouts))
-        figures |= {"pool": len(pool.queries), **learn(learner, rollouts, "grpo")}
-        publish(learner, state.step)
+        if self.augmented:
+            pool.add(augmented_queries(learner, pool, useful))
+        figures |= {"pool": len(pool.queries), **learn(learner, useful, "grpo", version=state.step)}
         return sum(tree.usage.decoded for tree in trees), figures
-
-    return step
 
 
 def sample_queries(state: State, queries: Sequence[Query]) -> list[Tree]:
@@ -139,24 +131,17 @@ def sample_queries(state: State, queries: Sequence[Query]) -> list[Tree]:
     return sample_trees(task, queries, state.learner.engine, options, seed=state.step_seed("rollouts"))
 
 
-def rewards_of(tree: Tree) -> list[float]:
-    """Return the rewards of the rollouts of a query."""
-    return [leaf.reward or 0.0 for leaf in tree.leaves]
-
-
 def query_figures(pool: Pool, log_odds: LogOdds, trees: Sequence[Tree]) -> dict[str, float]:
     """Return shares of the step's groups, and the error of the pass rates that were estimated before it.
 
     `rate_error` is the mean distance of estimated and observed rates, which contains the noise of the observed ones.
     `rate_square` is an unbiased estimate of the mean squared distance to the true rates.
     """
-    index = {name: i for i, name in enumerate(pool.names())}
-    estimated = np.array([log_odds.pass_rate[index[tree.query.key]] for tree in trees])
+    estimated = log_odds.pass_rate[pool.indices(trees)]
     observed = np.array([np.mean(rewards_of(tree)) for tree in trees])
     width = np.array([len(tree.leaves) for tree in trees])
     return {
         "groups": len(trees),
-        "both_outcomes": float(np.mean((observed > 0) & (observed < 1))),
         "augmented": float(np.mean([tree.query.untrained_prefix is not None for tree in trees])),
         "rate_error": float(np.mean(np.abs(estimated - observed))),
         "rate_square": float(np.mean(squared_errors(estimated, observed, width))),
@@ -171,27 +156,25 @@ def squared_errors(estimated: Float64, observed: Float64, width: np.ndarray) -> 
 
 
 def count_rollouts(pool: Pool, trees: Sequence[Tree]) -> None:
-    """Forget a part of the counts of all queries, and add the rollouts of a step."""
-    index = {name: i for i, name in enumerate(pool.names())}
-    query = np.repeat([index[tree.query.key] for tree in trees], [len(tree.leaves) for tree in trees])
+    """Forget a share of the counts of all queries, and add the rollouts of a step."""
+    query = np.repeat(pool.indices(trees), [len(tree.leaves) for tree in trees])
     success = np.concatenate([np.array(rewards_of(tree)) > 0 for tree in trees])
     pool.counts = selection.forget_and_add(pool.counts, query, success, forgetting=FORGETTING)
 
 
-def augmented_queries(learner: Learner, pool: Pool, rollouts: Sequence[Trajectory]) -> list[Query]:
+def augmented_queries(learner: Learner, pool: Pool, trees: Sequence[Tree]) -> list[Query]:
     """Return the augmented query of every successful rollout; the policy must be the one that sampled them."""
-    successful = [rollout for rollout in rollouts if (rollout.reward or 0.0) > 0]
+    successful = [rollout for rollout in trajectories_of(trees) if (rollout.reward or 0.0) > 0]
     if not successful:
         return []
     trie = treepack.build_trie(successful)
-    # In the maze a cut lies between turns, because the environment replays whole turns.
-    boundary = "turn" if learner.task.max_turns > 1 else "token"
-    made = augment(trie, entropies_of(learner, trie), boundary=boundary).queries
+    # In the maze a cut is between turns, because the environment replays whole turns.
+    boundary = "turn" if learner.task.segment == "turn" else "token"
     spans = SpanView.of(trie.trajectories)
     index = {name: i for i, name in enumerate(trie.trajectories["trajectory_id"].to_pylist())}
     groups = trie.trajectories["group_id"].to_pylist()
     queries = []
-    for each in made:
+    for each in augment(trie, entropies_of(learner, trie), boundary=boundary).queries:
         i, size = index[each.parent_trajectory], len(each.prompt_token_ids)
         source, (starts, ends, _) = pool.queries[groups[i]], spans[i]
         own = [(a, min(b, size)) for a, b in zip(starts.tolist(), ends.tolist(), strict=True) if a < size]
@@ -213,18 +196,19 @@ def augmented_queries(learner: Learner, pool: Pool, rollouts: Sequence[Trajector
 def entropies_of(learner: Learner, trie: Trie) -> list[Float64 | None]:
     """Return the entropies of the distributions of the trained tokens of each trajectory of `trie`."""
     scored: list[tuple[list[str], Int32, np.ndarray]] = []
-    for row in treepack.plan_packing(trie, treepack.PackOptions(capacity=learner.capacity)):
-        batch = treepack.make_batch(row).to(learner.policy.device)
+    policy = learner.policy
+    for row in treepack.plan_packing(trie, treepack.PackOptions(capacity=CAPACITY[policy.device.type])):
+        batch = treepack.make_batch(row).to(policy.device)
         assert batch.terms is not None
         assert row.terms is not None
-        _, entropies = row_logprobs(learner.policy, batch, batch.terms.tokens)
+        _, entropies = row_logprobs(policy, batch, batch.terms.tokens)
         scored.append((row.trajectory_ids, row.terms.trajectory, entropies[batch.terms.index].cpu().numpy()))
     return entropies_of_terms(trie, scored)
 
 
-ARMS: dict[str, Arm] = {
-    "pool-grpo": pros_arm(random_originals, is_augmented=False),
-    "pool-dynamic": pros_arm(random_originals, is_augmented=False, max_batches=MAX_BATCHES),
-    "pool-random": pros_arm(random_queries, is_augmented=True),
-    "pros": pros_arm(nearest_queries, is_augmented=True),
+ARMS = {
+    "pool-grpo": PoolArm(random_originals),
+    "pool-dynamic": PoolArm(random_originals, max_batches=MAX_BATCHES),
+    "pool-random": PoolArm(random_queries, augmented=True),
+    "pros": PoolArm(nearest_queries, augmented=True),
 }

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from words import ID, LABELS, STOP, decode, encode
+from words import ID, LABELS, STOP, encode
 
 from treepack.rollout.episode import Episode, SingleTurn
 from treepack.rollout.query import Query
@@ -80,13 +80,6 @@ def draw(rng: np.random.Generator, level: int, dial: Dial) -> Problem:
     return Problem(int(rng.integers(dial.modulus)), tuple(zip(signs, operands, strict=True)), dial.modulus)
 
 
-def parse(prompt: Int32, modulus: int) -> Problem:
-    """Return the problem of a prompt, the inverse of `Problem.prompt`."""
-    words = decode(prompt.tolist()).split()
-    # <steps> 17 a: + 5 b: * 3 ?  ->  first 17, signs + *, operands 5 3
-    return Problem(int(words[1]), tuple(zip(words[3:-1:3], map(int, words[4:-1:3]), strict=True)), modulus)
-
-
 def queries(num: int, *, seed: int, dial: Dial, levels: Sequence[int] = LEVELS) -> list[Query]:
     """Return `num` random prompts whose levels take turns. Fields: `answer`, and `level`."""
     rng = np.random.default_rng([seed, 1])
@@ -104,7 +97,7 @@ async def start(query: Query) -> tuple[Int32, Episode]:
     """Return the prompt of a query and its episode."""
 
     async def score(response: Int32) -> float:
-        # A prefix of a rollout may contain a part of the answer.
+        # A prefix of a rollout may end within the answer.
         return reward(np.concatenate([query.prompt, response]), int(query.fields["answer"]))
 
     return query.prompt, SingleTurn(score)

@@ -1,9 +1,8 @@
-"""The two tasks as values with the same functions, and trees and pass rates sampled from them.
+"""The three tasks as values with the same functions, and trees and pass rates sampled from them.
 
 task = make_task("steps", error=0.2)
-engine = DecodeEngine(policy, task.sampling)
 trees = sample_trees(task, task.queries(64, seed=1), engine, task.independent(8), seed=5)
-tree_rewards(trees[0]), weights_of_leaves(trees[0])[1]
+pass_rates(trees)
 """
 
 from __future__ import annotations
@@ -11,16 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import maze
 import numpy as np
 import steps
+import sums
 from words import STOP
 
-from treepack.errors import TreepackError
 from treepack.rollout.engine import Engine, Sampling
 from treepack.rollout.episode import Episode
 from treepack.rollout.options import TreeOptions, independent
@@ -30,72 +30,72 @@ from treepack.rollout.sampler import sample_tree
 from treepack.rollout.tree import Tree, weights_of_leaves
 from treepack.trajectory import Float64, Int32
 
-TASKS = ("steps", "maze")
+TASKS = ("steps", "maze", "sums")
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task with a difficulty dial.
+    """A task with a difficulty dial."""
 
-    Attributes:
-        name: "steps" or "maze".
-        dial: difficulty of all prompts besides their level.
-        levels: levels of its prompts.
-        sampling: temperature 1, and the tokens that end a turn.
-        max_tokens: maximum number of tokens after the prompt, observations included.
-        max_turns: maximum number of turns of the policy.
-        queries: `queries(num, seed=..., levels=...)` returns random prompts whose field `level` is the level.
-        start: returns the prompt of a query and its episode, as `sample_rollouts` calls it.
-        examples: `examples(num, seed=..., levels=...)` returns samples of the warm-up: token ids, and 1 for each token
-            to train.
-    """
+    name: str  # one of TASKS
+    dial: Any  # difficulty of all prompts besides their level
+    sampling: Sampling  # temperature 1, and the tokens that end a turn
+    max_tokens: int  # maximum number of tokens after the prompt, observations included
+    tokens_of_segment: int | None  # between two forks of a tree; None for a task of turns, whose trees fork after them
+    tree_share: float  # length of a leaf of TreePO's trees over an independent rollout, before the training
+    queries: Callable[..., list[Query]]  # queries(num, seed=...): random prompts
+    start: Callable[[Query], Awaitable[tuple[Int32, Episode]]]  # the prompt of a query and its episode
+    examples: Callable[..., list[tuple[Int32, Int32]]]  # examples(num, seed=...): ids and masks of the warm-up
 
-    name: str
-    dial: Any
-    levels: Sequence[int]
-    sampling: Sampling
-    max_tokens: int
-    max_turns: int
-    queries: Callable[..., list[Query]]
-    start: Callable[[Query], Awaitable[tuple[Int32, Episode]]]
-    examples: Callable[..., list[tuple[Int32, Int32]]]
+    @property
+    def segment(self) -> str:
+        """Segments of a rollout for credit: turns, or a number of tokens."""
+        return "turn" if self.tokens_of_segment is None else str(self.tokens_of_segment)
 
     def independent(self, width: int) -> TreeOptions:
         """Return the options of `width` independent rollouts of each prompt."""
         return independent(width=width, max_tokens=self.max_tokens)
 
+    def tree(self, width: int) -> TreeOptions:
+        """Return the options of TreePO's trees: two branches at each segment until there are `width` paths."""
+        segment = self.tokens_of_segment
+        return TreeOptions(width=width, max_tokens=self.max_tokens, segment=segment, depth=None, max_repeats=0)
 
-def make_task(name: str, *, levels: Sequence[int] | None = None, **dial: float) -> Task:
+
+def make_task(name: str, *, levels: Sequence[int] | None = None, model: Path | None = None, **dial: float) -> Task:
     """Return a task.
 
     Args:
-        name: "steps" or "maze".
+        name: one of `TASKS`.
         levels: levels of its prompts; None for all.
-        dial: fields of `steps.Dial` or `maze.Dial`; the others have their defaults.
-
-    Raises:
-        TreepackError: there is no such task, level or field.
+        model: the model's folder, whose tokenizer the task sums uses.
+        dial: fields of the task's `Dial`; the others have their defaults.
     """
-    if name not in TASKS:
-        raise TreepackError(f"task is {name!r}; expected one of {', '.join(TASKS)}")
-    module: Any = {"steps": steps, "maze": maze}[name]
-    known = [each.name for each in fields(module.Dial)]
-    for unknown in dial.keys() - known:
-        raise TreepackError(f"the dial of {name} has no {unknown}; it has {', '.join(known)}")
-    chosen = tuple(module.LEVELS if levels is None else levels)
-    if not chosen or not set(chosen) <= set(module.LEVELS):
-        raise TreepackError(f"levels are {list(chosen)}; expected some of {list(module.LEVELS)}")
-    setting = module.Dial(**dial)
+    module: Any = {"steps": steps, "maze": maze, "sums": sums}[name]
+    more = {"dial": module.Dial(**dial), "levels": tuple(levels or module.LEVELS)}
+    stop: tuple[int, ...]
+    segment: int | None
+    start: Callable[[Query], Awaitable[tuple[Int32, Episode]]]
+    if name == "steps":
+        stop, segment, tree_share, start = (STOP,), 6, 9 / 16, steps.start  # a line has 6 tokens
+    elif name == "maze":
+        stop, segment, tree_share, start = maze.STOP_TOKENS, None, 10 / 16, partial(maze.start, dial=more["dial"])
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = more["tokenizer"] = AutoTokenizer.from_pretrained(model)
+        stop, segment, tree_share = (tokenizer.eos_token_id,), 8, 12 / 16
+        start = partial(sums.start, tokenizer=tokenizer)
     return Task(
         name=name,
-        dial=setting,
-        levels=chosen,
-        sampling=Sampling(stop_token_ids=(STOP,) if name == "steps" else maze.STOP_TOKENS),
+        dial=more["dial"],
+        sampling=Sampling(stop_token_ids=stop),
         max_tokens=module.MAX_TOKENS,
-        max_turns=1 if name == "steps" else maze.MAX_TURNS,
-        queries=partial(module.queries, dial=setting, levels=chosen),
-        start=steps.start if name == "steps" else partial(maze.start, dial=setting),
-        examples=partial(module.examples, dial=setting, levels=chosen),
+        tokens_of_segment=segment,
+        tree_share=tree_share,
+        queries=partial(module.queries, **more),
+        start=start,
+        examples=partial(module.examples, **more),
     )
 
 
@@ -104,7 +104,7 @@ def sample_trees(
 ) -> list[Tree]:
     """Return a tree for each query, in order. All grow at the same time; call it outside of an event loop.
 
-    `options` are those of all trees, or one for each query.
+    `options` belong to all trees, or there is one for each query.
     """
     shapes = [options] * len(queries) if isinstance(options, TreeOptions) else options
 
@@ -122,19 +122,16 @@ def sample_trees(
     return asyncio.run(grow_all())
 
 
-def tree_rewards(tree: Tree) -> Float64:
-    """Return the reward of each leaf of a tree, float64 [num_leaves]."""
-    return np.array([leaf.reward for leaf in tree.leaves], np.float64)
+def rewards_of(tree: Tree) -> list[float]:
+    """Return the reward of each leaf of a tree."""
+    return [leaf.reward or 0.0 for leaf in tree.leaves]
 
 
 def pass_rates(trees: Sequence[Tree]) -> Float64:
     """Return the mean reward of an independent rollout of each tree's query, float64 [num_trees], without bias."""
-    return np.array([tree_rewards(tree) @ weights_of_leaves(tree)[1] for tree in trees])
+    return np.array([np.array(rewards_of(tree)) @ weights_of_leaves(tree)[1] for tree in trees])
 
 
-def level_rates(task: Task, engine: Engine, *, num: int, width: int, seed: int) -> dict[int, float]:
-    """Return the pass rate of each level by `width` independent rollouts of about `num` prompts in total."""
-    queries = task.queries(num, seed=seed)
-    rates = pass_rates(sample_trees(task, queries, engine, task.independent(width), seed=seed))
-    levels = np.array([query.fields["level"] for query in queries])
-    return {level: float(rates[levels == level].mean()) for level in np.unique(levels).tolist()}
+def has_both_outcomes(trees: Sequence[Tree]) -> bool:
+    """Return True if some rollouts of a group, which may have several trees, succeed and others fail."""
+    return len({reward > 0 for tree in trees for reward in rewards_of(tree)}) == 2

@@ -1,13 +1,11 @@
 """The made-up vocabulary of both tasks: 131 words, one token each, so that no tokenizer is needed.
 
-    encode("<steps> 17 a: + 5 ?")  ->  [2, 22, 102, 114, 10, 4]  ->  decode  ->  the same text
+    encode("<steps> 17 a: + 5 ?")  ->  [2, 22, 102, 114, 10, 4]
 
 Numbers from 0 to 96 are one word each. Token 0 only fills batches up.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -26,7 +24,6 @@ WORDS = (
 )
 ID = {word: number for number, word in enumerate(WORDS)}
 PAD, STOP = ID["<pad>"], ID["<stop>"]
-FIRST_NUMBER = ID["0"]
 
 
 def encode(text: str) -> Int32:
@@ -36,8 +33,3 @@ def encode(text: str) -> Int32:
         KeyError: a word that is not in the vocabulary.
     """
     return np.array([ID[word] for word in text.split()], np.int32)
-
-
-def decode(ids: Iterable[int]) -> str:
-    """Return the words of token ids, with spaces between them."""
-    return " ".join(WORDS[token] for token in ids)

@@ -28,8 +28,8 @@ def test_characters_split_over_tokens_are_whole_wherever_a_run_begins(tokenizer:
     ids = tokenizer.encode(f"<|im_start|>{text}", add_special_tokens=False)
     # A cut inside a character leaves a replacement character before it, and the whole character after it.
     for cut in range(1, len(ids) + 1):
-        first = "".join(piece.text for piece in decoder.pieces(ids[:cut], []))
-        second = "".join(piece.text for piece in decoder.pieces(ids[cut:], ids[:cut]))
+        first = "".join(token.text for token in decoder.decode(ids[:cut], []))
+        second = "".join(token.text for token in decoder.decode(ids[cut:], ids[:cut]))
         assert first.rstrip("\ufffd") + second == f"<|im_start|>{text}"
 
 
@@ -41,28 +41,28 @@ def test_blanks_that_belong_to_words_are_kept_after_special_tokens() -> None:
     bpe.decoder = decoders.Sequence(steps)
     decoder = TokenDecoder(PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>"))
     euro = [4 + byte for byte in "\u20ac".encode()]
-    assert [(piece.index, piece.text) for piece in decoder.pieces([0, 2, *euro, 3], [])] == [
+    assert [(token.index, token.text) for token in decoder.decode([0, 2, *euro, 3], [])] == [
         (0, "<s>"),
         (1, " Hi"),
         (4, "\u20ac"),
         (5, " you"),
     ]
-    assert [piece.text for piece in decoder.pieces([2, 3], [])] == ["Hi", " you"]
-    assert [piece.text for piece in decoder.pieces([3], [0, 2])] == [" you"]
+    assert [token.text for token in decoder.decode([2, 3], [])] == ["Hi", " you"]
+    assert [token.text for token in decoder.decode([3], [0, 2])] == [" you"]
 
 
 def test_ids_without_text_are_named(tokenizer: Any) -> None:
-    pieces = list(TokenDecoder(tokenizer).pieces([70, 99_999, 71], []))
-    assert [piece.unknown for piece in pieces] == [False, True, False]
-    assert "99999" in pieces[1].text
+    texts = list(TokenDecoder(tokenizer).decode([70, 99_999, 71], []))
+    assert [token.unknown for token in texts] == [False, True, False]
+    assert "99999" in texts[1].text
 
 
 def test_bytes_that_are_no_character_do_not_delay_the_rest(tokenizer: Any) -> None:
     # The first of three bytes of a character, a thousand times: no text is ever complete.
     lone = tokenizer.encode("\u4f60", add_special_tokens=False)[0]
-    pieces = list(TokenDecoder(tokenizer).pieces([lone] * 1000, []))
-    assert len(pieces) > 50  # at most 8 tokens wait, so at least 1000 / 9 pieces come
-    assert set("".join(piece.text for piece in pieces)) == {"\ufffd"}
+    texts = list(TokenDecoder(tokenizer).decode([lone] * 1000, []))
+    assert len(texts) > 50  # at most 8 tokens wait, so at least 1000 / 9 texts come
+    assert set("".join(token.text for token in texts)) == {"\ufffd"}
 
 
 @given(st.lists(st.text(max_size=12), max_size=8), st.integers(24, 60))

@@ -21,7 +21,7 @@ from support import interpreter  # noqa: F401
 from support.attention_trees import comb, random_tree
 from treepack.attention import prepare, reference_attention, resolve, takes_chains, tree_attention
 from treepack.attention.autograd import has_hopper
-from treepack.attention.chains import Chains, chain_attention, find_chains
+from treepack.attention.chains import ChainRows, chain_attention, find_chains
 from treepack.attention.dispatch import _shared_memory, choose, obstacle
 from treepack.attention.flash import has_flash_attention_4
 from treepack.errors import TreepackError
@@ -179,7 +179,7 @@ def test_a_schedule_of_other_rows_is_refused(impl: str, end: Tensor) -> None:
 
 
 class GpuProperties(NamedTuple):
-    """What torch says of a GPU."""
+    """The properties of a GPU, as torch returns them."""
 
     shared_memory_per_block_optin: int
 
@@ -320,9 +320,9 @@ def test_auto_gives_rows_without_branches_to_varlen_where_that_can_run_and_is_fa
     has_hopper.cache_clear()
     assert takes_chains(GPU, torch.bfloat16, (128, 128))
     assert not takes_chains(CPU, torch.bfloat16, (128, 128))
-    assert isinstance(prepare(torch.full((9,), 9), "triton", varlen=True), Chains)
-    assert not isinstance(prepare(torch.full((9,), 9), "triton"), Chains)
-    assert not isinstance(prepare(comb(3, 2, 2), "triton", varlen=True), Chains)
+    assert isinstance(prepare(torch.full((9,), 9), "triton", varlen=True), ChainRows)
+    assert not isinstance(prepare(torch.full((9,), 9), "triton"), ChainRows)
+    assert not isinstance(prepare(comb(3, 2, 2), "triton", varlen=True), ChainRows)
 
 
 def test_chain_attention_hands_varlen_what_it_expects() -> None:

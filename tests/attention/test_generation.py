@@ -90,7 +90,7 @@ def test_generation_equals_that_of_sdpa(kind: str, search: str) -> None:
 def test_the_loss_of_a_plain_batch_equals_that_of_sdpa(kind: str) -> None:
     model, plain = tree_model(kind), tiny_model(kind).eval()
     allow_generation(model)
-    # Two sequences in one row without padding: only their positions say where the second one begins.
+    # Two sequences in one row without padding: only positions show the begin of the second one.
     packed = {"input_ids": PROMPTS[:1], "position_ids": torch.tensor([[0, 1, 2, 0, 1]]), "use_cache": False}
     for batch in ({"input_ids": PROMPTS, "attention_mask": MASK}, packed):
         ours, theirs = (each(**batch, labels=batch["input_ids"]) for each in (model, plain))
@@ -130,7 +130,7 @@ def test_a_mask_beside_subtree_end_is_still_refused() -> None:
     allow_generation(model)
     with pytest.raises(TreepackError, match="attention_mask is given"):
         model(**ROW, attention_mask=torch.ones(1, 4, dtype=torch.long))
-    # The failed call left nothing behind.
+    # The failed call changed nothing.
     assert torch.equal(generate(model, PROMPTS, MASK), generate(tiny_model("qwen3").eval(), PROMPTS, MASK))
 
 
@@ -149,7 +149,7 @@ def test_a_model_that_drops_subtree_end_is_refused() -> None:
     allow_generation(model)
     with pytest.raises(TreepackError, match="subtree_end did not reach this layer"):
         model(**ROW)
-    # Its base model alone: the hooks of its own forward pass tell.
+    # Its base model alone, which has hooks on its own forward pass.
     with pytest.raises(TreepackError, match="subtree_end did not reach this layer"):
         model.model(**ROW)
 

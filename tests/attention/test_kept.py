@@ -17,7 +17,7 @@ from support.oracle_model import Sample, make_row
 pytest.importorskip("triton")
 
 from support import interpreter  # noqa: F401
-from treepack.attention.autograd import Kept, triton_attention
+from treepack.attention.autograd import KeptOutputs, triton_attention
 from treepack.attention.build_schedule import build_schedule
 from treepack.attention.portable import forward as portable
 from treepack.attention.schedule import Schedule
@@ -52,13 +52,13 @@ class Layer(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.inward, self.outward = (nn.Parameter(torch.randn(16, 16, generator=generator)) for _ in range(2))
 
-    def forward(self, x: Tensor, schedule: Schedule, kept: Kept | None) -> Tensor:
+    def forward(self, x: Tensor, schedule: Schedule, kept: KeptOutputs | None) -> Tensor:
         heads = (x @ self.inward)[:, None]
         out = triton_attention(heads, heads, heads, schedule, kept=None if kept is None else (kept, self))
         return x + out[:, 0] @ self.outward
 
 
-def gradients(layers: list[Layer], x: Tensor, schedule: Schedule, kept: Kept | None) -> list[Tensor]:
+def gradients(layers: list[Layer], x: Tensor, schedule: Schedule, kept: KeptOutputs | None) -> list[Tensor]:
     """Return the gradients of the input and of every weight, with each layer under checkpointing."""
     hidden = leaf = x.clone().requires_grad_()
     for layer in layers:
@@ -79,14 +79,14 @@ def test_recomputation_takes_what_the_forward_pass_kept(launches: list[int], sha
     expected = gradients(layers, x, schedule, None)
     assert len(launches) == 4
     launches.clear()
-    results = gradients(layers, x, schedule, Kept())
+    results = gradients(layers, x, schedule, KeptOutputs())
     assert len(launches) == (4 if shared else 2), "a module that occurs twice is computed again"
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 def test_without_a_backward_pass_nothing_is_taken(launches: list[int]) -> None:
     layer, end = Layer(0).to(DEVICE), random_tree(33, seed=1).to(DEVICE)
-    kept, schedule = Kept(), build_schedule(end)
+    kept, schedule = KeptOutputs(), build_schedule(end)
     x = torch.randn(1, 33, 16).to(DEVICE)
     with torch.no_grad():
         assert torch.equal(layer(x, schedule, kept), layer(x, schedule, kept))

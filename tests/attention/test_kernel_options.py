@@ -24,12 +24,12 @@ pytest.importorskip("triton")
 
 from support import interpreter  # noqa: F401
 from treepack.attention import autograd
-from treepack.attention.autograd import Kept, backend, triton_attention
+from treepack.attention.autograd import KeptOutputs, backend, triton_attention
 from treepack.attention.build_schedule import build_schedule
 from treepack.attention.dispatch import tree_attention
 from treepack.attention.portable import forward as portable
-from treepack.attention.portable.forward import Configs, PortableConfig
-from treepack.attention.reach import Reach, first_visible
+from treepack.attention.portable.forward import LoopConfigs, PortableConfig
+from treepack.attention.reach import KeyReach, first_visible
 from treepack.attention.reference import reference_attention
 from treepack.errors import TreepackError
 from treepack.pack.plan.problem import PlanTree
@@ -43,7 +43,7 @@ FOREST = torch.cat([random_tree(210, seed=21), comb(70, 70, 2), torch.arange(1, 
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned_empty())
     if DEVICE == "cpu":
-        monkeypatch.setitem(portable.FLOAT32, 64, Configs(WIDE, WIDE, PortableConfig(128, 64, 8, 1)))
+        monkeypatch.setitem(portable.FLOAT32, 64, LoopConfigs(WIDE, WIDE, PortableConfig(128, 64, 8, 1)))
 
 
 def draw(
@@ -62,7 +62,7 @@ def draw(
 
 def check(
     end: Tensor,
-    reach: Reach | None = None,
+    reach: KeyReach | None = None,
     *,
     sinks: bool = False,
     softcap: float | None = None,
@@ -96,7 +96,7 @@ def check(
 
 
 def yardstick(expected: Tensor, do: Tensor) -> float:
-    """Return the size that errors are relative to; the gradients of q and k may cancel to 0, where `do` does not."""
+    """Return the size that errors are relative to; the gradients of q and k may cancel to 0, and `do` does not."""
     size, incoming = float(expected.norm()), float(do.double().norm())
     return incoming if size < 1e-6 * incoming else max(size, incoming * 1e-2)
 
@@ -117,26 +117,28 @@ def size_of_terms(wide: list[Tensor], products: Tensor, rows: dict[str, Any]) ->
 @pytest.mark.parametrize(
     "reach",
     [
-        Reach("window", 1),
-        Reach("window", 31),
-        Reach("chunk", 50),
-        *(pytest.param(reach, marks=pytest.mark.slow) for reach in (Reach("window", 64), Reach("chunk", 1))),
+        KeyReach("window", 1),
+        KeyReach("window", 31),
+        KeyReach("chunk", 50),
+        *(pytest.param(reach, marks=pytest.mark.slow) for reach in (KeyReach("window", 64), KeyReach("chunk", 1))),
     ],
 )
-def test_windows_and_chunks(reach: Reach) -> None:
+def test_windows_and_chunks(reach: KeyReach) -> None:
     check(FOREST, reach)
 
 
 def test_a_window_that_no_path_exceeds_changes_no_bit() -> None:
     end = random_tree(140, seed=22)
-    assert first_visible(end, Reach("window", 140)) is None
-    for ours, plain in zip(check(end, Reach("window", 140)), check(end), strict=True):
+    assert first_visible(end, KeyReach("window", 140)) is None
+    for ours, plain in zip(check(end, KeyReach("window", 140)), check(end), strict=True):
         assert torch.equal(ours, plain)
 
 
 @pytest.mark.parametrize("end", [chain(300), star(200, 3, 140), star(128, 3, 64), random_tree(129, seed=3)])
-@pytest.mark.parametrize("reach", [Reach("window", 100), pytest.param(Reach("chunk", 64), marks=pytest.mark.slow)])
-def test_windows_that_begin_inside_and_at_the_edges_of_blocks(end: Tensor, reach: Reach) -> None:
+@pytest.mark.parametrize(
+    "reach", [KeyReach("window", 100), pytest.param(KeyReach("chunk", 64), marks=pytest.mark.slow)]
+)
+def test_windows_that_begin_inside_and_at_the_edges_of_blocks(end: Tensor, reach: KeyReach) -> None:
     assert first_visible(end, reach) is not None
     check(end, reach, heads=(1, 1))
 
@@ -149,18 +151,18 @@ def test_windows_in_every_size_of_block_and_tile(
     monkeypatch: pytest.MonkeyPatch, block: int, tile: int, queries: int
 ) -> None:
     config = PortableConfig(block, tile, 4, 1)
-    monkeypatch.setitem(portable.FLOAT32, 64, Configs(config, config, PortableConfig(block, queries, 4, 1)))
-    check(random_tree(150, seed=3), Reach("window", 40), sinks=True)
+    monkeypatch.setitem(portable.FLOAT32, 64, LoopConfigs(config, config, PortableConfig(block, queries, 4, 1)))
+    check(random_tree(150, seed=3), KeyReach("window", 40), sinks=True)
 
 
-@pytest.mark.parametrize("reach", [None, Reach("window", 40)])
+@pytest.mark.parametrize("reach", [None, KeyReach("window", 40)])
 @pytest.mark.parametrize(("sinks", "softcap"), [(True, None), (False, 1.5), (True, 1.5)])
-def test_sinks_and_caps(reach: Reach | None, sinks: bool, softcap: float | None) -> None:
+def test_sinks_and_caps(reach: KeyReach | None, sinks: bool, softcap: float | None) -> None:
     check(random_tree(150, seed=23), reach, sinks=sinks, softcap=softcap)
 
 
 def test_sinks_of_grouped_heads_in_a_batch() -> None:
-    results = check(FOREST[:2], Reach("window", 50), sinks=True, heads=(4, 2))
+    results = check(FOREST[:2], KeyReach("window", 50), sinks=True, heads=(4, 2))
     assert results[4].shape == (4,)
     assert results[4].abs().min() > 0
 
@@ -189,7 +191,7 @@ def test_scores_far_above_the_cap_are_finite() -> None:
     ],
 )
 def test_head_dimensions_of_keys_and_values(dims: tuple[int, int]) -> None:
-    check(comb(20, 10, 3), Reach("window", 25), sinks=True, heads=(1, 1), dims=dims, scale=0.1)
+    check(comb(20, 10, 3), KeyReach("window", 25), sinks=True, heads=(1, 1), dims=dims, scale=0.1)
 
 
 def test_head_dimension_512() -> None:
@@ -199,7 +201,7 @@ def test_head_dimension_512() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
 def test_half_precision_is_as_exact_as_its_rounding(dtype: torch.dtype, tolerance: float) -> None:
     end = comb(20, 15, 3)
-    check(end, Reach("window", 30), sinks=True, softcap=3.0, dims=(24, 16), dtype=dtype, tolerance=tolerance)
+    check(end, KeyReach("window", 30), sinks=True, softcap=3.0, dims=(24, 16), dtype=dtype, tolerance=tolerance)
 
 
 @given(trees(max_leaves=8, max_size=30), st.integers(1, 60), st.sampled_from(["window", "chunk"]), st.booleans())
@@ -208,11 +210,11 @@ def test_any_tree_and_any_reach(tree: PlanTree, size: int, kind: str, special: b
     starts = np.append(0, tree.size.cumsum())
     end = torch.from_numpy(starts[tree.end].repeat(tree.size))[None]
     assume(end.numel() > 32)
-    check(end, Reach(kind, size), sinks=special, softcap=2.0 if special else None, dims=(40, 24))
+    check(end, KeyReach(kind, size), sinks=special, softcap=2.0 if special else None, dims=(40, 24))
 
 
 def test_two_runs_agree_in_every_bit() -> None:
-    runs = [check(random_tree(140, seed=7), Reach("window", 50), sinks=True, softcap=4.0) for _ in range(2)]
+    runs = [check(random_tree(140, seed=7), KeyReach("window", 50), sinks=True, softcap=4.0) for _ in range(2)]
     for first, second in zip(*runs, strict=True):
         assert torch.equal(first, second)
 
@@ -221,7 +223,7 @@ def test_sinks_keep_their_dtype_and_recomputation_skips_the_kernel(monkeypatch: 
     end = random_tree(60, seed=9)
     (q, k, v, sinks), do = draw(end, (2, 1), (16, 16))
     half = sinks.detach().bfloat16().requires_grad_()
-    schedule = build_schedule(end, first_visible(end, Reach("window", 20))).to(DEVICE)
+    schedule = build_schedule(end, first_visible(end, KeyReach("window", 20))).to(DEVICE)
     forward, calls = portable.portable_forward, []
 
     def counted(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -235,7 +237,7 @@ def test_sinks_keep_their_dtype_and_recomputation_skips_the_kernel(monkeypatch: 
     def layer(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         return triton_attention(q, k, v, schedule, sinks=sinks, kept=kept)
 
-    kept = (Kept(), "layer")
+    kept = (KeptOutputs(), "layer")
     out: Any = checkpoint(layer, q, k, v, half, use_reentrant=False)
     again = torch.autograd.grad(out, (q, k, v, half), do)
     assert len(calls) == 2
@@ -245,7 +247,7 @@ def test_sinks_keep_their_dtype_and_recomputation_skips_the_kernel(monkeypatch: 
 def test_options_reach_the_kernels_through_tree_attention() -> None:
     end = random_tree(90, seed=12).to(DEVICE)
     (q, k, v, sinks), _ = draw(end, (2, 1), (24, 16))
-    options: dict[str, Any] = {"start": first_visible(end, Reach("window", 20)), "sinks": sinks, "softcap": 3.0}
+    options: dict[str, Any] = {"start": first_visible(end, KeyReach("window", 20)), "sinks": sinks, "softcap": 3.0}
     ours, theirs = (tree_attention(q, k, v, end, impl=impl, **options) for impl in ("triton", "reference"))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 

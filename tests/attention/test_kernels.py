@@ -25,7 +25,7 @@ from support import interpreter  # noqa: F401
 from treepack.attention.autograd import triton_attention
 from treepack.attention.build_schedule import build_schedule
 from treepack.attention.portable import forward as portable
-from treepack.attention.portable.forward import Configs, PortableConfig
+from treepack.attention.portable.forward import LoopConfigs, PortableConfig
 from treepack.attention.reference import reference_attention
 from treepack.errors import TreepackError
 from treepack.pack.plan.problem import PlanTree
@@ -38,7 +38,7 @@ WIDE = PortableConfig(128, 128, 8, 1)  # few programs and steps, because each co
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned_empty())
     if DEVICE == "cpu":
-        monkeypatch.setitem(portable.FLOAT32, 64, Configs(WIDE, WIDE, PortableConfig(128, 64, 8, 1)))
+        monkeypatch.setitem(portable.FLOAT32, 64, LoopConfigs(WIDE, WIDE, PortableConfig(128, 64, 8, 1)))
 
 
 @dataclass
@@ -108,7 +108,7 @@ def test_half_precision_is_as_exact_as_its_rounding(dtype: torch.dtype, toleranc
 @pytest.mark.parametrize(("block", "tile"), [(32, 64), (64, 32), (64, 128), (128, 32), (128, 64)])
 def test_every_size_of_block_and_tile(monkeypatch: pytest.MonkeyPatch, block: int, tile: int) -> None:
     config = PortableConfig(block, tile, 4, 1)
-    monkeypatch.setitem(portable.FLOAT32, 64, Configs(config, config, PortableConfig(block, min(tile, 64), 4, 1)))
+    monkeypatch.setitem(portable.FLOAT32, 64, LoopConfigs(config, config, PortableConfig(block, min(tile, 64), 4, 1)))
     end = random_tree(150, seed=3)
     check(make_inputs(end), end)
 

@@ -12,7 +12,7 @@ from support.attention_trees import chain, random_tree, star
 from support.kernel_inputs import surrounded
 from treepack.attention.build_schedule import build_schedule
 from treepack.attention.key_shares import MIN_TILES, PARTS_OF_A_ROW
-from treepack.attention.reach import Reach, first_visible
+from treepack.attention.reach import KeyReach, first_visible
 from treepack.attention.schedule import QUERY_TILE, KeyShares, Schedule
 
 
@@ -96,7 +96,7 @@ def test_no_block_of_a_long_chain_is_divided_and_windows_have_no_shares() -> Non
     _, found = shares_of(chain(20_000))
     assert (found.num_sums, len(found.joined)) == (0, 0)
     end = star(128, 40, 128)
-    assert build_schedule(end, first_visible(end, Reach("window", 16))).shares is None
+    assert build_schedule(end, first_visible(end, KeyReach("window", 16))).shares is None
 
 
 @pytest.mark.parametrize("width", [64, 128])

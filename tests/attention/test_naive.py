@@ -11,7 +11,7 @@ from torch import Tensor
 from support.attention_trees import comb, random_tree, star
 from treepack.attention import naive as tiles
 from treepack.attention.build_schedule import build_schedule
-from treepack.attention.reach import Reach, first_visible
+from treepack.attention.reach import KeyReach, first_visible
 from treepack.attention.reference import reference_attention, visible_pairs
 
 
@@ -46,9 +46,9 @@ def test_tiles_are_the_reference_in_output_and_every_gradient(end: Tensor, granu
         assert (ours - theirs).norm() <= 1e-13 * max(float(theirs.norm()), size)
 
 
-@pytest.mark.parametrize("reach", [None, Reach("window", 60), Reach("chunk", 90)])
+@pytest.mark.parametrize("reach", [None, KeyReach("window", 60), KeyReach("chunk", 90)])
 @pytest.mark.parametrize(("sinks", "softcap"), [(True, None), (False, 2.0), (True, 2.0)])
-def test_windows_sinks_caps_and_narrow_values(reach: Reach | None, sinks: bool, softcap: float | None) -> None:
+def test_windows_sinks_caps_and_narrow_values(reach: KeyReach | None, sinks: bool, softcap: float | None) -> None:
     generator = torch.Generator().manual_seed(1)
     end, scale = rows_of(300), 0.4
     start = first_visible(end, reach)

@@ -21,7 +21,7 @@ from treepack.attention import operator
 from treepack.attention.autograd import triton_attention
 from treepack.attention.build_schedule import build_schedule
 from treepack.attention.operator import kernel_attention, pack_schedules
-from treepack.attention.reach import Reach, first_visible
+from treepack.attention.reach import KeyReach, first_visible
 from treepack.attention.schedule import Schedule
 from treepack.data.batch import make_batch
 from treepack.model.forward import row_loss
@@ -33,10 +33,10 @@ SAMPLES = [Sample((1, 2, 3, 4), (0.0, 1.0, 1.0, 1.0)), Sample((1, 2, 5), (0.0, 1
 LONGER = [Sample(tuple(range(1, 12)), (0.0, *[1.0] * 10)), Sample((1, 2, 3, 20, 21), (0.0, 0.0, 1.0, 1.0, 1.0))]
 
 
-def schedules_of(length: int) -> dict[Reach | None, Schedule]:
+def schedules_of(length: int) -> dict[KeyReach | None, Schedule]:
     """Return the schedules of a random tree for layers with and without a window."""
     end = random_tree(length, seed=3).int().to(DEVICE)
-    reach = Reach("window", 7)
+    reach = KeyReach("window", 7)
     start = first_visible(end, reach)
     assert start is not None
     return {None: build_schedule(end), reach: build_schedule(end, start)}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support.tiny_families import tiny_family
-from treepack.attention import Schedules, register, tree_attention
+from treepack.attention import BatchSchedules, register, tree_attention
 from treepack.errors import TreepackError
 
 # 0 - 1 - 2 - 3 - 4 with the branch 5 - 6 after token 1, and rows of other shapes and values
@@ -33,12 +33,12 @@ def test_schedules_of_other_rows_are_refused(impl: str) -> None:
     windows: dict[str, Any] = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
     model = tiny_family("gemma3_text", attention=f"treepack_{impl}", **windows)
     expected = model(**ROW).logits
-    assert torch.equal(model(**ROW, schedule=Schedules(END.clone())).logits, expected)
+    assert torch.equal(model(**ROW, schedule=BatchSchedules(END.clone())).logits, expected)
     for other in OTHERS.values():
         with pytest.raises(
             TreepackError, match=r"made for 1 other rows of \d tokens; pass Schedules|start is \[2, 7\]"
         ):
-            model(**ROW, schedule=Schedules(other))
+            model(**ROW, schedule=BatchSchedules(other))
 
 
 def test_windows_of_other_rows_are_refused() -> None:

@@ -12,13 +12,19 @@ from torch import Tensor
 from support.attention_trees import chain, comb, random_tree, star
 from support.strategies import trees
 from treepack.attention.build_schedule import build_schedule
-from treepack.attention.reach import Reach, depths, first_visible
+from treepack.attention.reach import KeyReach, depths, first_visible
 from treepack.attention.reference import visible_pairs
 from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedule
 from treepack.errors import TreepackError
 from treepack.pack.plan.problem import PlanTree
 
-REACHES = [Reach("window", 1), Reach("window", 31), Reach("window", 128), Reach("chunk", 1), Reach("chunk", 50)]
+REACHES = [
+    KeyReach("window", 1),
+    KeyReach("window", 31),
+    KeyReach("window", 128),
+    KeyReach("chunk", 1),
+    KeyReach("chunk", 50),
+]
 
 
 def paths(end: Tensor) -> list[list[int]]:
@@ -27,7 +33,7 @@ def paths(end: Tensor) -> list[list[int]]:
     return [[k for k in range(q + 1) if ends[k] > q] for q in range(len(ends))]
 
 
-def slow_first_visible(end: Tensor, reach: Reach) -> Tensor:
+def slow_first_visible(end: Tensor, reach: KeyReach) -> Tensor:
     """`first_visible` from its definition, row by row."""
     rows = []
     for row in end:
@@ -49,7 +55,7 @@ def ends_of_tree(tree: PlanTree, stretch: int) -> Tensor:
 @settings(deadline=None)
 @given(trees(), st.integers(1, 9), st.sampled_from(["window", "chunk"]))
 def test_the_first_visible_token_is_an_ancestor_at_the_bound(tree: PlanTree, size: int, kind: str) -> None:
-    end, reach = ends_of_tree(tree, 1), Reach(kind, size)
+    end, reach = ends_of_tree(tree, 1), KeyReach(kind, size)
     assume(end.shape[1] > 0)
     assert depths(end)[0].tolist() == [len(path) - 1 for path in paths(end[0])]
     first = first_visible(end, reach)
@@ -61,21 +67,21 @@ def test_the_first_visible_token_is_an_ancestor_at_the_bound(tree: PlanTree, siz
 
 def test_rows_of_a_batch_and_of_a_reach_that_never_ends() -> None:
     end = torch.cat([random_tree(90, seed=1), random_tree(90, seed=2), torch.arange(1, 91)[None].int()])
-    for reach in (Reach("window", 4), Reach("chunk", 7)):
+    for reach in (KeyReach("window", 4), KeyReach("chunk", 7)):
         first = first_visible(end, reach)
         assert first is not None
         assert torch.equal(first, slow_first_visible(end, reach))
     assert first_visible(end, None) is None
-    assert first_visible(end, Reach("window", 90)) is None
+    assert first_visible(end, KeyReach("window", 90)) is None
 
 
-@pytest.mark.parametrize("reach", [Reach("window", 0), Reach("dilated", 4)])
-def test_another_reach_is_refused(reach: Reach) -> None:
+@pytest.mark.parametrize("reach", [KeyReach("window", 0), KeyReach("dilated", 4)])
+def test_another_reach_is_refused(reach: KeyReach) -> None:
     with pytest.raises(TreepackError, match=f"the reach is a {reach.kind} of {reach.size} tokens; expected a window"):
         first_visible(chain(5), reach)
 
 
-def check_cover(end: Tensor, reach: Reach) -> tuple[int, int]:
+def check_cover(end: Tensor, reach: KeyReach) -> tuple[int, int]:
     """Check that a schedule computes each visible pair once; return granules and tiles in its lists."""
     start = first_visible(end, reach)
     assert start is not None
@@ -132,7 +138,7 @@ def _check_key_lists(schedule: Schedule, row: int, seen: Tensor, length: int) ->
 
 
 @pytest.mark.parametrize("reach", REACHES)
-def test_every_visible_pair_is_in_the_lists_of_both_sides(reach: Reach) -> None:
+def test_every_visible_pair_is_in_the_lists_of_both_sides(reach: KeyReach) -> None:
     for end in (chain(300), star(200, 3, 140), comb(70, 60, 8), random_tree(700, seed=5)):
         check_cover(end, reach)
     check_cover(torch.cat([random_tree(401, seed=1), random_tree(401, seed=2)]), reach)
@@ -141,15 +147,15 @@ def test_every_visible_pair_is_in_the_lists_of_both_sides(reach: Reach) -> None:
 @settings(max_examples=15, deadline=None)
 @given(trees(max_size=4), st.integers(1, 200), st.sampled_from(["window", "chunk"]))
 def test_the_lists_of_random_trees_cover_what_they_must(tree: PlanTree, size: int, kind: str) -> None:
-    end, reach = ends_of_tree(tree, 29), Reach(kind, size)
+    end, reach = ends_of_tree(tree, 29), KeyReach(kind, size)
     if first_visible(end, reach) is not None:
         check_cover(end, reach)
 
 
 def test_a_short_window_lists_a_few_granules_per_block_however_long_the_paths_are() -> None:
-    # Three branches of 2,000 tokens behind 4,000: a block sees itself and the 128 tokens before it on its path.
+    # Three branches of 2,000 tokens after 4,000: a block sees itself and the 128 tokens before it on its path.
     end = star(4000, 3, 2000)
-    granules, tiles = check_cover(end, Reach("window", 128))
+    granules, tiles = check_cover(end, KeyReach("window", 128))
     blocks = end.shape[1] / QUERY_BLOCK
     assert granules <= 9.2 * blocks
     assert tiles <= 5 * blocks

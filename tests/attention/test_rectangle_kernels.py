@@ -20,12 +20,12 @@ from support.kernel_inputs import poisoned_empty, surrounded
 pytest.importorskip("triton")
 
 from support import interpreter  # noqa: F401
-from treepack.attention import Reach, first_visible, prepare, reference_attention, tree_attention
+from treepack.attention import KeyReach, first_visible, prepare, reference_attention, tree_attention
 from treepack.attention.autograd import triton_attention
 from treepack.attention.build_schedule import build_schedule
-from treepack.attention.kernel_launch import Incoming, Inputs
+from treepack.attention.kernel_launch import AttentionInputs, BackwardInputs
 from treepack.attention.portable import forward as portable
-from treepack.attention.portable.forward import Configs, PortableConfig
+from treepack.attention.portable.forward import LoopConfigs, PortableConfig
 from treepack.errors import TreepackError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,13 +36,13 @@ WIDE = PortableConfig(128, 128, 8, 1)  # few programs and steps, because each co
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned_empty())
     if DEVICE == "cpu":
-        monkeypatch.setitem(portable.FLOAT32, 64, Configs(WIDE, WIDE, PortableConfig(128, 64, 8, 1)))
+        monkeypatch.setitem(portable.FLOAT32, 64, LoopConfigs(WIDE, WIDE, PortableConfig(128, 64, 8, 1)))
 
 
 def check(
     end: Tensor,
     first: int,
-    reach: Reach | None = None,
+    reach: KeyReach | None = None,
     *,
     special: bool = False,
     heads: tuple[int, int] = (2, 1),
@@ -85,7 +85,7 @@ def check(
 
 
 ROW = random_tree(300, seed=31)
-WINDOW = Reach("window", 70)
+WINDOW = KeyReach("window", 70)
 
 
 @pytest.mark.parametrize(
@@ -94,19 +94,19 @@ WINDOW = Reach("window", 70)
         (0, WINDOW),
         (128, None),
         (128, WINDOW),
-        (128, Reach("chunk", 50)),
+        (128, KeyReach("chunk", 50)),
         (133, None),
         (299, WINDOW),
         *(pytest.param(first, None, marks=pytest.mark.slow) for first in (0, 299)),
-        *(pytest.param(first, Reach("chunk", 50), marks=pytest.mark.slow) for first in (0, 133, 299)),
+        *(pytest.param(first, KeyReach("chunk", 50), marks=pytest.mark.slow) for first in (0, 133, 299)),
     ],
 )
-def test_a_rectangle_from_any_token(first: int, reach: Reach | None) -> None:
+def test_a_rectangle_from_any_token(first: int, reach: KeyReach | None) -> None:
     check(ROW, first, reach)
 
 
-@pytest.mark.parametrize("reach", [None, Reach("window", 60)])
-def test_several_rows_grouped_heads_and_all_options(reach: Reach | None) -> None:
+@pytest.mark.parametrize("reach", [None, KeyReach("window", 60)])
+def test_several_rows_grouped_heads_and_all_options(reach: KeyReach | None) -> None:
     end = torch.cat([random_tree(210, seed=32), comb(70, 70, 2), torch.arange(1, 211)[None].int()])
     results = check(end, 128, reach, special=True, heads=(4, 2), dims=(24, 16))
     assert results[4].abs().min() > 0
@@ -115,8 +115,8 @@ def test_several_rows_grouped_heads_and_all_options(reach: Reach | None) -> None
 @pytest.mark.parametrize("block", [32, pytest.param(64, marks=pytest.mark.slow)])
 def test_blocks_and_tiles_smaller_than_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     config = PortableConfig(block, 32, 4, 1)
-    monkeypatch.setitem(portable.FLOAT32, 64, Configs(config, config, PortableConfig(block, 16, 4, 1)))
-    check(random_tree(200, seed=33), 128, Reach("window", 60) if block == 32 else None, heads=(1, 1))
+    monkeypatch.setitem(portable.FLOAT32, 64, LoopConfigs(config, config, PortableConfig(block, 16, 4, 1)))
+    check(random_tree(200, seed=33), 128, KeyReach("window", 60) if block == 32 else None, heads=(1, 1))
 
 
 def test_a_carried_key_that_no_query_sees_has_no_gradient() -> None:
@@ -131,7 +131,9 @@ def test_a_carried_key_that_no_query_sees_has_no_gradient() -> None:
 @given(forests(lengths=[1, 30, 64, 90], max_nodes=6), st.data())
 @settings(max_examples=3, deadline=None)
 def test_any_tree_from_any_token(end: Tensor, data: st.DataObject) -> None:
-    check(end, data.draw(st.integers(0, end.shape[1] - 1)), Reach("window", 50) if data.draw(st.booleans()) else None)
+    check(
+        end, data.draw(st.integers(0, end.shape[1] - 1)), KeyReach("window", 50) if data.draw(st.booleans()) else None
+    )
 
 
 def test_two_runs_agree_in_every_bit() -> None:
@@ -142,7 +144,7 @@ def test_two_runs_agree_in_every_bit() -> None:
 
 
 @pytest.mark.parametrize("reach", [None, WINDOW])
-def test_the_output_of_a_rectangle_has_the_bits_of_the_square(reach: Reach | None) -> None:
+def test_the_output_of_a_rectangle_has_the_bits_of_the_square(reach: KeyReach | None) -> None:
     q, k, v = torch.randn(3, 1, 1, 300, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     start = first_visible(ROW.to(DEVICE), reach)
     square = tree_attention(q, k, v, ROW.to(DEVICE), impl="triton", start=start)
@@ -164,7 +166,7 @@ def test_launches_on_hopper_have_programs_for_the_query_blocks_from_the_first_to
     query, out, grad = (torch.zeros(2, 4, 172, d, dtype=torch.bfloat16) for d in (dims[0], dims[1], dims[1]))
     key, value = (torch.zeros(2, 2, 300, d, dtype=torch.bfloat16) for d in dims)
     lse = torch.zeros(2, 4, 256)
-    inputs, incoming = Inputs(query, key, value, schedule, 1.0), Incoming(grad, lse, lse)
+    inputs, incoming = AttentionInputs(query, key, value, schedule, 1.0), BackwardInputs(grad, lse, lse)
     launches = [hopper.hopper_forward_launch(inputs, out, lse), hopper.hopper_query_launch(inputs, incoming, query)]
     assert [launch.programs for launch in launches] == [2 * 4 * 2] * 2
     for launch in (*launches, hopper.hopper_key_launch(inputs, incoming, key, value)):
@@ -176,7 +178,9 @@ def test_hopper_reads_keys_in_a_longer_buffer_without_a_copy() -> None:
     # [1, places, H_kv, D] -> [1, H_kv, T, D], tokens before heads in memory
     key, value = (torch.zeros(1, 400, 2, 128, dtype=torch.bfloat16)[:, :300].transpose(1, 2) for _ in range(2))
     query = torch.zeros(1, 4, 172, 128, dtype=torch.bfloat16)
-    launch = hopper.hopper_forward_launch(Inputs(query, key, value, build_schedule(ROW, first=128), 1.0), query, query)
+    launch = hopper.hopper_forward_launch(
+        AttentionInputs(query, key, value, build_schedule(ROW, first=128), 1.0), query, query
+    )
     for name, tensor in (("k_descriptor", key), ("v_descriptor", value)):
         assert launch.arguments[name].base.data_ptr() == tensor.data_ptr()
         assert launch.arguments[name].shape[0] == 300, "the copy engine reads zeros after the last token"

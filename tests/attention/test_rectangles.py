@@ -13,8 +13,8 @@ from torch import Tensor
 
 from support.attention_trees import comb, forests, random_tree, star
 from treepack.attention import (
-    Reach,
-    Schedules,
+    BatchSchedules,
+    KeyReach,
     build_block_mask,
     first_visible,
     naive,
@@ -27,7 +27,7 @@ from treepack.attention.chains import find_chains
 from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedule
 from treepack.errors import TreepackError
 
-REACHES = [None, Reach("window", 40), Reach("chunk", 90)]
+REACHES = [None, KeyReach("window", 40), KeyReach("chunk", 90)]
 
 
 def draw(end: Tensor, dims: tuple[int, int] = (8, 6)) -> tuple[list[Tensor], Tensor]:
@@ -43,7 +43,7 @@ def draw(end: Tensor, dims: tuple[int, int] = (8, 6)) -> tuple[list[Tensor], Ten
 
 
 def by_square(leaves: list[Tensor], do: Tensor, end: Tensor, first: int, **options: Any) -> list[Tensor]:
-    """Return output and gradients of the square that nothing before `first` has a gradient from, for the queries."""
+    """Return output and gradients of the square, of the queries from `first` on; earlier outputs have no gradient."""
     q, k, v, _ = leaves
     out = tree_attention(q, k, v, end, impl="reference", **options)[:, :, first:]
     dq, *others = torch.autograd.grad(out, leaves if "sinks" in options else leaves[:3], do[:, :, first:])
@@ -72,7 +72,7 @@ ROWS = forests(lengths=[1, 5, 31, 64, 100], max_nodes=7)
 @given(ROWS, st.data(), st.sampled_from(REACHES), st.booleans())
 @settings(max_examples=12, deadline=None)
 def test_a_rectangle_is_the_last_rows_of_the_square(
-    end: Tensor, data: st.DataObject, reach: Reach | None, special: bool
+    end: Tensor, data: st.DataObject, reach: KeyReach | None, special: bool
 ) -> None:
     length = end.shape[1]
     first = data.draw(st.sampled_from([0, length // 2, length - 1, min(128, length - 1)]))
@@ -86,7 +86,7 @@ def test_a_rectangle_is_the_last_rows_of_the_square(
 @pytest.mark.parametrize("impl", ["reference", "flex"])
 @pytest.mark.parametrize("reach", REACHES)
 @pytest.mark.parametrize("first", [100, 128, 133, 299])
-def test_rectangles_with_sinks_from_every_kind_of_token(first: int, reach: Reach | None, impl: str) -> None:
+def test_rectangles_with_sinks_from_every_kind_of_token(first: int, reach: KeyReach | None, impl: str) -> None:
     end = torch.cat([random_tree(300, seed=1), star(200, 2, 50)])
     leaves, do = draw(end, (8, 8))
     options = {"start": first_visible(end, reach), "sinks": leaves[3]}
@@ -95,7 +95,7 @@ def test_rectangles_with_sinks_from_every_kind_of_token(first: int, reach: Reach
 
 
 @pytest.mark.parametrize("reach", REACHES)
-def test_the_blocks_of_flex_are_those_of_the_last_queries_of_the_square(reach: Reach | None) -> None:
+def test_the_blocks_of_flex_are_those_of_the_last_queries_of_the_square(reach: KeyReach | None) -> None:
     end = torch.cat([random_tree(700, seed=2), star(300, 4, 100)])
     start = first_visible(end, reach)
     square, rectangle = (build_block_mask(end, start, first=first) for first in (0, 256))
@@ -120,7 +120,7 @@ def dense_blocks(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
 @pytest.mark.parametrize("reach", REACHES)
 @pytest.mark.parametrize("first", [0, 128, 256])
 def test_the_tiles_of_a_rectangle_are_the_reference_in_output_and_every_gradient(
-    first: int, reach: Reach | None
+    first: int, reach: KeyReach | None
 ) -> None:
     end = torch.cat([random_tree(301, seed=3), comb(61, 40, 6)])
     leaves, do = draw(end)
@@ -168,7 +168,7 @@ def times_listed(schedule: Schedule, row: int) -> tuple[Tensor, Tensor]:
     return queries, keys
 
 
-def check_schedule(end: Tensor, reach: Reach | None, first: int) -> None:
+def check_schedule(end: Tensor, reach: KeyReach | None, first: int) -> None:
     start = first_visible(end, reach)
     square, schedule = build_schedule(end, start), build_schedule(end, start, first=first)
     length, block = end.shape[1], first // QUERY_BLOCK
@@ -184,7 +184,7 @@ def check_schedule(end: Tensor, reach: Reach | None, first: int) -> None:
             assert seen[row][listed < 0].all(), "every pair computed without a mask is visible"
         granules = schedule.key_granules[row]
         assert sorted(granules[granules >= 0].tolist()) == list(range(math.ceil(length / GRANULE)))
-        # The lists are those of the last blocks of the square.
+        # The lists equal the lists of the last blocks of the square.
         begin, last = square.query_offsets[row, [block, -1]].tolist()
         assert torch.equal(schedule.query_offsets[row].diff(), square.query_offsets[row, block:].diff())
         assert torch.equal(schedule.query_partial[row], square.query_partial[row, block:])
@@ -197,7 +197,7 @@ def check_schedule(end: Tensor, reach: Reach | None, first: int) -> None:
 @given(ROWS, st.data(), st.sampled_from(REACHES))
 @settings(max_examples=15, deadline=None)
 def test_the_schedule_of_a_rectangle_covers_every_visible_pair_once(
-    end: Tensor, data: st.DataObject, reach: Reach | None
+    end: Tensor, data: st.DataObject, reach: KeyReach | None
 ) -> None:
     end = end.repeat(2, 1)
     end[1] = torch.arange(1, end.shape[1] + 1)
@@ -206,7 +206,7 @@ def test_the_schedule_of_a_rectangle_covers_every_visible_pair_once(
 
 
 @pytest.mark.parametrize("reach", REACHES)
-def test_keys_that_no_query_sees_have_an_empty_range(reach: Reach | None) -> None:
+def test_keys_that_no_query_sees_have_an_empty_range(reach: KeyReach | None) -> None:
     # Half of the first 256 tokens are dead: 128 branches of one token.
     end = torch.cat([torch.full((128,), 500), torch.arange(129, 257), torch.full((244,), 500)]).int()[None]
     check_schedule(end, reach, 256)
@@ -225,8 +225,8 @@ def test_schedules_of_a_rectangle_serve_every_reach() -> None:
     end = random_tree(300, seed=6)
     leaves, do = draw(end, (8, 8))
     for first in (128, 150):
-        schedules = Schedules(end, first=first, varlen=True)
-        for impl, reach in (("flex", None), ("flex", Reach("window", 40)), ("reference", None)):
+        schedules = BatchSchedules(end, first=first, varlen=True)
+        for impl, reach in (("flex", None), ("flex", KeyReach("window", 40)), ("reference", None)):
             start, schedule = schedules.of(impl, reach, varlen=reach is None)
             options = {"start": start, "schedule": schedule, "impl": impl}
             expected = by_square(leaves, do, end, first, start=start)

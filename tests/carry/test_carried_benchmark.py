@@ -81,7 +81,7 @@ def test_a_dry_run_has_one_line_for_each_way(capsys: pytest.CaptureFixture[str])
     carry.main(["--dry-run", "--ways", "recomputed:50,offload:100,recomputed:50:1,carry:20"])
     text = capsys.readouterr().out.splitlines()
     names = ["recomputed:50", "offload:100", "recomputed:50:1", "carry:20"]
-    # A line as soon as a step ends, so that a run which is stopped has said what it measured.
+    # A line as soon as a step ends, so that a run which is stopped has printed its measurements.
     turns = [json.loads(line) for line in text if line.startswith("{")]
     assert [turn["way"] for turn in turns] == names
     assert all(turn["seconds"] > 0 and turn["compiled"] == [0, 0] for turn in turns)

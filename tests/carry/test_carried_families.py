@@ -1,6 +1,6 @@
 """Every family of docs/models.md has the same gradients from a row in pieces as from the whole row, in float64.
 
-`tests/model/test_supported_models.py` compares the gradients of the whole row with those of the trajectories alone.
+`tests/model/test_supported_models.py` compares the gradients of the whole row with gradients of the trajectories alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PATHS = (
 )
 ROW = make_batch(make_row([Sample(path, (0.0, *[1.0] * (len(path) - 1))) for path in PATHS]), multiple=8)
 
-# Windows with caps, sinks with experts, chunks, an indexer, values of another width than keys, and convolutions.
+# Windows with caps, sinks with experts, chunks, an indexer, values of a different width than keys, and convolutions.
 # `test_carried_states` has the other recurrent layers.
 QUICK = "gemma2 gpt_oss llama4_text deepseek_v32 mimo_v2_flash lfm3".split()
 
@@ -94,7 +94,7 @@ def test_a_row_in_pieces_has_the_gradients_of_the_whole_row(tmp_path: Path, fami
     assert_exact_in_pieces(loaded, [3] if family.kind in QUICK else [3, 7])
 
 
-# Layers that read the keys of an earlier layer, experts beside a dense layer, and an indexer that hands on its keys.
+# Layers that read the keys of an earlier layer, experts beside a dense layer, and an indexer that passes its keys on.
 SHARED: list[tuple[str, dict[str, Any]]] = [
     (
         "gemma3n_text",

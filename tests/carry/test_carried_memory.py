@@ -18,10 +18,10 @@ from treepack.attention import IMPLEMENTATIONS, register
 from treepack.carry.backward import CarryOptions, RowsInPieces, backward_row
 from treepack.carry.offload import CarryBudget, CarryMemory, LayerShape
 from treepack.carry.outputs import PieceOutputs
-from treepack.carry.pieces import Pass, local_ends, plan_row
-from treepack.carry.stack import Stack, num_offloaded
+from treepack.carry.pieces import PiecePass, local_ends, plan_row
+from treepack.carry.stack import CarriedStack, num_offloaded
 from treepack.data.batch import Batch, make_batch
-from treepack.memory.host_pages import Copies, HostCopies, Pages, copy_back, copy_out
+from treepack.memory.host_pages import HostCopies, PageCopies, PagePool, copy_back, copy_out
 from treepack.model.layers import checkpoint_layers
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.row_numbers import RowResult
@@ -72,8 +72,8 @@ def deep_plain() -> Any:
     return tiny_model("qwen3", num_hidden_layers=LAYERS)
 
 
-def memory_of(budget: CarryBudget, copies: Copies, *, page: int = 700) -> CarryMemory:
-    memory = CarryMemory(CPU, budget, pages=Pages(pinned=False, size=page), copies=copies)
+def memory_of(budget: CarryBudget, copies: PageCopies, *, page: int = 700) -> CarryMemory:
+    memory = CarryMemory(CPU, budget, pages=PagePool(pinned=False, size=page), copies=copies)
     memory.poisons = True
     return memory
 
@@ -100,7 +100,7 @@ def forked() -> Batch:
 )
 @pytest.mark.parametrize(("recomputed", "resident"), [(False, 0), (True, 1)], ids=["kept", "recomputed"])
 def test_any_number_of_layers_in_host_memory_gives_equal_bits(
-    copies: Callable[[], Copies], recomputed: bool, resident: int
+    copies: Callable[[], PageCopies], recomputed: bool, resident: int
 ) -> None:
     loaded, batch = deep(recomputed), forked()
     expected, grads = on_the_gpu(recomputed)
@@ -144,7 +144,7 @@ def gradients_of_layers(memory: CarryMemory) -> list[Tensor]:
     inputs = torch.randn(batch.num_tokens, size, generator=generator, dtype=torch.float64)
     for weight in weights:
         weight.requires_grad_()
-    stack = Stack(plan, memory, num_layers=5, with_gradients=True)
+    stack = CarriedStack(plan, memory, num_layers=5, with_gradients=True)
     for each in plan.passes:
         stack.enter(each)
         local = torch.from_numpy(local_ends(ends, plan.order, each))
@@ -166,7 +166,7 @@ def gradients_of_layers(memory: CarryMemory) -> list[Tensor]:
 @pytest.mark.parametrize("copies", [HostCopies, LateCopies], ids=["early", "late"])
 @pytest.mark.parametrize("resident", [0, 2])
 def test_graphs_find_their_keys_after_other_layers_have_used_the_buffer(
-    copies: Callable[[], Copies], resident: int
+    copies: Callable[[], PageCopies], resident: int
 ) -> None:
     everything = memory_of(CarryBudget(), HostCopies())
     expected = gradients_of_layers(everything)
@@ -220,13 +220,13 @@ def test_layers_beyond_the_budget_leave_room_for_two_buffers(budget: int, size: 
 
 
 @pytest.mark.parametrize("copies", [HostCopies, LateCopies], ids=["early", "late"])
-def test_outputs_of_trunk_come_back_from_gpu_or_host_and_else_not_at_all(copies: Callable[[], Copies]) -> None:
+def test_outputs_of_trunk_come_back_from_gpu_or_host_and_else_not_at_all(copies: Callable[[], PageCopies]) -> None:
     layers, heads, width = 3, 2, 4
     size = heads * width * 8
-    # Room on the GPU for the layers of 5 tokens, in host memory for those of 7, and none for the last piece.
+    # Room on the GPU for the layers of 5 tokens, in host memory for the layers of 7, and none for the last piece.
     memory = memory_of(CarryBudget(outputs=5 * layers * size, host_outputs=7 * layers * size), copies())
     outputs = PieceOutputs(memory, layers)
-    pieces = [Pass("push", 0, 5, 0, ()), Pass("push", 5, 12, 128, ()), Pass("push", 12, 14, 256, ())]
+    pieces = [PiecePass("push", 0, 5, 0, ()), PiecePass("push", 5, 12, 128, ()), PiecePass("push", 12, 14, 256, ())]
     values: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     for piece in pieces:
         kept = outputs.push(piece)
@@ -248,5 +248,5 @@ def test_outputs_of_trunk_come_back_from_gpu_or_host_and_else_not_at_all(copies:
             assert result is not None
             for got, expected in zip(result, values[piece.begin, layer], strict=True):
                 assert torch.equal(got, expected)
-        outputs.leave(Pass("pop", piece.begin, piece.end, piece.first, ()))
+        outputs.leave(PiecePass("pop", piece.begin, piece.end, piece.first, ()))
     assert outputs.num_bytes.gpu == 0

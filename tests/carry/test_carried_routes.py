@@ -16,8 +16,8 @@ from support.hybrid_models import write_config
 from support.oracle_model import Sample, gradients, make_row
 from support.tiny_families import spread_weights, tiny_family
 from treepack.carry.backward import CarryOptions, backward_row
-from treepack.carry.pieces import Pass, RowPlan
-from treepack.carry.routes import Routes
+from treepack.carry.pieces import PiecePass, RowPlan
+from treepack.carry.routes import CarriedRoutes
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.model.experts.routers import follow_routers
@@ -25,7 +25,7 @@ from treepack.model.layers import checkpoint_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 
-PUSH, POP = (Pass(kind, 0, 6, 0, ()) for kind in ("push", "pop"))
+PUSH, POP = (PiecePass(kind, 0, 6, 0, ()) for kind in ("push", "pop"))
 PLAN = RowPlan((PUSH, POP), np.arange(6), 128, 128)
 TRUNK = tuple(range(1, 10))
 ROW = make_batch(make_row([Sample((*TRUNK, *tail), (0.0, *[1.0] * 11)) for tail in ((20, 21, 22), (30, 31, 32))]))
@@ -51,9 +51,9 @@ class Mixture(nn.Module):
         self.base_model = nn.ModuleList(routers)
 
 
-def pushed(router: nn.Module, states: Tensor) -> Routes:
+def pushed(router: nn.Module, states: Tensor) -> CarriedRoutes:
     """Routes of a row whose only push has run."""
-    routes = Routes(Mixture(router), PLAN)
+    routes = CarriedRoutes(Mixture(router), PLAN)
     with routes.running(PUSH), torch.no_grad():
         router(states)
     return routes
@@ -127,7 +127,7 @@ def test_choices_take_as_few_bytes_as_the_experts_need(num_experts: int, size: i
 
 def test_a_router_that_runs_twice_in_a_push_is_refused_by_name() -> None:
     router, states = TopTwo(), torch.randn(6, 4, dtype=torch.float64)
-    routes = Routes(Mixture(router), PLAN)
+    routes = CarriedRoutes(Mixture(router), PLAN)
     with routes.running(PUSH):
         router(states)
         with pytest.raises(TreepackError, match="TopTwo runs twice in one forward pass"):

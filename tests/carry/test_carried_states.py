@@ -16,7 +16,7 @@ from treepack.attention import TreePass
 from treepack.carry.limit import CarryCosts, CarryPlan, plan_with_states
 from treepack.carry.offload import CarryBudget
 from treepack.carry.pieces import plan_row
-from treepack.carry.states import States, follow_layers, most_states
+from treepack.carry.states import CarriedStates, follow_layers, most_states
 from treepack.data.batch import make_batch
 from treepack.memory.host_pages import CarriedBytes
 from treepack.recurrent.interface import convolution as causal_conv1d_fn
@@ -62,7 +62,7 @@ class Layer(nn.Module):
 class Carry:
     """The part of `stack.Stack` that a recurrent layer calls."""
 
-    states: States
+    states: CarriedStates
 
 
 def forest(steps: list[int]) -> tuple[Int64, Int64]:
@@ -81,7 +81,7 @@ def in_pieces(layer: Layer, x: Tensor, slopes: Tensor, end: Int64, parent: Int64
     """Outputs and gradients of x and the parameters, piece by piece; checks that freed states are gone."""
     layer.zero_grad()
     plan = plan_row(end, parent, limit, chains=True)
-    states, outputs = States(layer, plan, end, parent), torch.zeros_like(slopes)
+    states, outputs = CarriedStates(layer, plan, end, parent), torch.zeros_like(slopes)
     x = x.clone().requires_grad_()
     for each in plan.passes:
         own = slice(each.begin, each.end)
@@ -125,7 +125,7 @@ def test_a_state_is_kept_for_each_branch_point_until_its_piece_is_popped() -> No
     end, parent = np.array([7, 7, 5, 5, 5, 6, 7]), np.array([-1, 0, 1, 2, 3, 1, 1])
     plan = plan_row(end, parent, 2, chains=True)
     layer = Layer(has_key_decays=False)
-    states = States(layer, plan, end, parent)
+    states = CarriedStates(layer, plan, end, parent)
     per_exit = 2 * 8 * (HEADS * KEYS * VALUES + 2 * (TAPS - 1) * 4)  # float64, each with its sum
     found = []
     for each in plan.passes:

@@ -47,7 +47,7 @@ def test_a_plan_fits_and_a_refusal_says_how_much_is_needed(
         assert 1024 <= plan.limit <= 65_536
     else:
         assert plan.limit == limit
-    if row > plan.limit:  # the stack offloads as many layers as the plan says
+    if row > plan.limit:  # the stack offloads the planned number of layers
         carried, own = -(-path // 128) * 128, -(-plan.limit // 128) * 128
         size = (carried + own) * QWEN.keys_values + carried * QWEN.sums
         assert num_offloaded(plan.budget.stack, size, 28) == 28 - plan.resident_layers

@@ -21,7 +21,7 @@ from treepack.carry.backward import CarryOptions, RowsInPieces, backward_row
 from treepack.carry.verify import in_pieces
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
-from treepack.model.adapters.adapter import LoraOptions
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.forward import row_logprobs
 from treepack.model.layers import adapt_layers
 from treepack.model.loaded import LoadedModel
@@ -175,7 +175,7 @@ def test_arguments_without_meaning_are_refused(tmp_path: Path) -> None:
     for size in (0, -1, "auto", None):
         with pytest.raises(TreepackError, match=r"^limit is .*; expected a number of tokens of at least 1"):
             CarryOptions(size)
-    with pytest.raises(TreepackError, match="factors of the loss gspo are missing; pass those of step_factors"):
+    with pytest.raises(TreepackError, match="factors of the loss gspo are missing; pass the factors of step_factors"):
         backward_row(loaded, batch, CarryOptions(5), objective=choose_objective("gspo"))
     with pytest.raises(TreepackError, match="factors of the loss sft have no use; pass none"):
         LossPart(factors=torch.ones(10))

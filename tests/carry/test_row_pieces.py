@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treepack.carry import pieces
-from treepack.carry.pieces import ALIGNMENT, Pass, RowPiece, cut_row, local_ends, plan_row
+from treepack.carry.pieces import ALIGNMENT, PiecePass, RowPiece, cut_row, local_ends, plan_row
 from treepack.trajectory import Int64
 
 # Parents of a forest in depth-first order: each token hangs on the path of the one before it, or is a root.
@@ -16,7 +16,7 @@ FOREST = st.lists(st.integers(0, 12), min_size=1, max_size=60)
 
 
 def forest(steps: list[int]) -> tuple[Int64, Int64]:
-    """subtree_end and parent of a row in which token i leaves `steps[i]` tokens of the path behind, if it has them."""
+    """subtree_end and parent of a row in which token i begins `steps[i]` tokens higher on the path, if it can."""
     parent, path = [], []  # type: ignore[var-annotated]
     end = np.arange(1, len(steps) + 1)
     for token, step in enumerate(steps):
@@ -122,7 +122,7 @@ def test_every_token_sees_its_ancestors_and_nothing_else(steps: list[int], limit
             assert [places[key] for key in seen] == path[::-1]
 
 
-def places_of(each: Pass, order: Int64) -> dict[int, int]:
+def places_of(each: PiecePass, order: Int64) -> dict[int, int]:
     """The row token at each place of a pass."""
     ranges = (*each.stack, (each.begin, each.end, each.first))
     return {at + number - begin: int(order[number]) for begin, end, at in ranges for number in range(begin, end)}

@@ -1,4 +1,4 @@
-"""An exception that nobody foresaw is one sentence with a file to report; standard streams may be closed or full."""
+"""An unexpected exception is one sentence with a file to report; standard streams may be closed or full."""
 
 from __future__ import annotations
 

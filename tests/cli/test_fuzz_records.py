@@ -1,6 +1,6 @@
 """Odd values in each field of the files that users write: records, plans, predictions, tools, prompts, configurations.
 
-Each file is read or refused in one sentence, and what was read is packed and measured. The commands run below the net
+Each file is read or refused in one sentence, and its rollouts are packed and measured. The commands run below the net
 that reports unforeseen exceptions, so such an exception fails the test.
 """
 

@@ -18,7 +18,7 @@ progress = import_module("treepack_cli.progress")
 
 
 class Terminal(io.StringIO):
-    """A stderr that says that it is a terminal."""
+    """A stderr that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True

@@ -28,7 +28,7 @@ def test_a_list_of_numbers_is_split_at_commas() -> None:
 
 
 def test_sizes_of_pieces_and_numbers_of_layers_have_words() -> None:
-    pieces, layers = sizes.PieceSize(), sizes.LayerCount()
+    pieces, layers = sizes.KINDS["carry"], sizes.KINDS["checkpoint_layers"]
     assert [pieces.convert(text, None, None) for text in ("8k", "auto", "off")] == [8192, "auto", None]
     assert [layers.convert(text, None, None) for text in ("0", "28", "auto")] == [0, 28, "auto"]
 
@@ -36,6 +36,6 @@ def test_sizes_of_pieces_and_numbers_of_layers_have_words() -> None:
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "Auto", "\u0663"])
 def test_other_words_are_wrong_usage_that_names_the_known_ones(text: str) -> None:
     with pytest.raises(click.BadParameter, match="a number of tokens such as 8192 or 8k, nor auto or off"):
-        sizes.PieceSize().convert(text, None, None)
+        sizes.KINDS["carry"].convert(text, None, None)
     with pytest.raises(click.BadParameter, match="neither a number of layers nor auto"):
-        sizes.LayerCount().convert(text, None, None)
+        sizes.KINDS["checkpoint_layers"].convert(text, None, None)

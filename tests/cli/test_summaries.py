@@ -1,4 +1,4 @@
-"""Summaries of build-trie, pack and stats: the same names everywhere, what was read first, notes that wrap."""
+"""Summaries of build-trie, pack and stats: the same names everywhere, the input first, notes that wrap."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ streams = import_module("treepack_cli.streams")
 
 EVIL = "\x1b]0;pwn\x07\x9b8m"
 ESCAPED = r"\x1b]0;pwn\x07\x9b8m"
-# Bars go to the beginning of their line and up; colours are those of tables and `show`.
+# Bars go to the beginning of their line and up; colours come from tables and `show`.
 ALLOWED = re.compile(r"\r|\x1b\[[0-9;]*m|\x1b\[[AK]")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

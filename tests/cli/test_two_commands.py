@@ -69,7 +69,7 @@ def test_a_killed_command_can_be_run_again_at_once(treepack: Run, tmp_path: Path
 
 
 def test_a_trie_may_be_written_into_the_folder_of_its_rollouts(treepack: Run, tmp_path: Path) -> None:
-    # Neither the lock nor the unfinished trie of another command is an input.
+    # Neither the lock nor the unfinished trie of a different command is an input.
     folder = tmp_path / "rollouts"
     folder.mkdir()
     write_rollouts(folder / "a.jsonl")

@@ -14,8 +14,7 @@ from torch import Tensor
 from support.oracle_model import Sample, make_row, sample_sets
 from treepack.attention.reference import visible_pairs
 from treepack.data.batch import Batch, TermTensors, make_batch
-from treepack.data.joined import check_pass_tokens, consecutive, join_rows, terms_of_row
-from treepack.errors import TreepackError
+from treepack.data.joined import consecutive, join_rows, terms_of_row
 
 
 def with_terms(batch: Batch, seed: int) -> Batch:
@@ -121,9 +120,3 @@ def test_consecutive_rows_fill_a_pass_and_keep_their_order(sizes: list[int], lim
     totals = [sum(size for _, size in each) for each in passes]
     assert all(total <= limit or len(each) == 1 for total, each in zip(totals, passes, strict=True))
     assert all(total + following[0][1] > limit for total, following in zip(totals, passes[1:], strict=False))
-
-
-@pytest.mark.parametrize("value", [0, -1, "many", 1.5])
-def test_another_number_of_tokens_is_refused(value: Any) -> None:
-    with pytest.raises(TreepackError, match=r"^pass_tokens is .*; expected a number of tokens of at least 1, or auto$"):
-        check_pass_tokens(value)

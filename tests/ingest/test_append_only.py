@@ -1,4 +1,4 @@
-"""Append-only sequences: their text and their sums are those of conversations put together by hand."""
+"""Append-only sequences: their text and their sums equal the ones of conversations put together by hand."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_template_that_prints_results_inside_the_turn_of_their_call_has_no_seq
     ]
     samples = samples_of(messages, tokenizer, "turns")
     sums = samples[0].totals
-    # The longest sample stands for the sequence, and is counted.
+    # The longest sample is counted for the sequence.
     assert (sums["append_only_sequences"], sums["append_only_absent"]) == (1, 1)
     assert sums["append_only_tokens"] == max(len(tokens_of(sample).tokens) for sample in samples)
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from support.byte_tokenizer import PLAIN, save
+from support.tokenised_chats import assistant, samples, text, trained_texts, user
 from treepack.errors import TreepackError
 from treepack.ingest.readers.reading import read_trajectories
 from treepack.ingest.tokenization import load_tokenizer, tokenize
-from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
+from treepack.trajectory import Chat, Skipped, Trajectory
 
 
 @pytest.fixture(scope="session")
@@ -27,34 +28,9 @@ def with_template(tokenizer: Any, template: Any) -> Any:
     return changed
 
 
-def user(content: str) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
-
-
 def chat(messages: list[dict[str, Any]], **more: Any) -> Trajectory:
     weights = [float(message["role"] == "assistant") for message in messages]
     return Trajectory("t", "r.jsonl:1", Chat(messages, weights, **more))
-
-
-def samples(item: Trajectory, tokenizer: Any, **options: Any) -> list[Trajectory]:
-    items = list(tokenize([item], tokenizer=tokenizer, **options))
-    assert all(isinstance(one, Trajectory) for one in items)
-    return items  # type: ignore[return-value]
-
-
-def trained_texts(item: Trajectory, tokenizer: Any) -> list[str]:
-    assert isinstance(item.content, Tokens)
-    spans = zip(item.content.starts.tolist(), item.content.ends.tolist(), strict=True)
-    return [tokenizer.decode(item.content.tokens[start:end]) for start, end in spans]
-
-
-def text(item: Trajectory, tokenizer: Any) -> str:
-    assert isinstance(item.content, Tokens)
-    return str(tokenizer.decode(item.content.tokens))
 
 
 def refusal(item: Trajectory, tokenizer: Any) -> str:

@@ -1,4 +1,4 @@
-"""Tokenizers read from files equal those of transformers, or are left to it."""
+"""Tokenizers read from files equal the ones of transformers, or transformers reads them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def texts() -> list[str]:
 
 @cache
 def byte_model(digits: bool = False) -> str:
-    """A tokenizer.json on bytes, whose steps are those of no class of transformers."""
+    """A tokenizer.json on bytes, whose steps no class of transformers has."""
     backend = Tokenizer(models.BPE(ignore_merges=digits))
     steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
@@ -90,7 +90,7 @@ def write(folder: Path, settings: dict[str, Any], tokenizer: str, **files: Any) 
 
 
 def differences(folder: Path) -> list[Any]:
-    """Return what differs between the tokenizers that this module and transformers read in `folder`."""
+    """Return the differences between the tokenizers that this module and transformers read in `folder`."""
     full, own = load_tokenizer(str(folder)), read_folder(folder, str(folder))
     assert own is not None
     names = "name_or_path all_special_tokens special_tokens_map eos_token eos_token_id bos_token_id chat_template"
@@ -323,7 +323,7 @@ def test_a_model_of_the_hub_is_read_from_the_cache(tmp_path: Path, monkeypatch: 
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The part of the Hugging Face hub that the client calls; `files` are those of the model owner/name."""
+    """The part of the Hugging Face hub that the client calls; `files` are the files of the model owner/name."""
 
     files: ClassVar[dict[str, bytes]] = {}
     asked: ClassVar[list[str]] = []

@@ -41,7 +41,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def read_damaged(seed: int, folder: Path, tokenizer: Any) -> str:
     """Damage one sample and read it; return "read" or "refused".
 
-    An exception that is no TreepackError, such as a KeyError of a reader, fails the test with the seed.
+    An exception that is not a TreepackError, such as a KeyError of a reader, fails the test with the seed.
     """
     rng = random.Random(seed)
     name = NAMES[seed % len(NAMES)]
@@ -88,7 +88,7 @@ def test_a_damaged_file_is_read_or_refused_in_one_sentence(seeds: range, tmp_pat
 
 
 def test_every_sample_is_read_before_it_is_damaged(tmp_path: Path, tokenizer: Any) -> None:
-    """Only a file that is read with another one, or that no format knows, has no rollout of its own."""
+    """Only a file that is read with another one, or that no format matches, has no rollout of its own."""
     refused = []
     for name in NAMES:
         path = write_samples(FILES, name, tmp_path / name)

@@ -76,7 +76,7 @@ def parquet(rollouts: Rollouts) -> bytes:
 
 
 def columns(inputs: Sequence[str], options: BuildOptions) -> tuple[Sequences, ReadLog, InputHash]:
-    """What `TrieBuilder` collects, in the order of arrival."""
+    """The sequences that `TrieBuilder` collects, in the order of arrival."""
     log, digest, batches = ReadLog(), InputHash(), list[Sequences]()
     parts, job = parts_and_job(inputs, options, None, digest, as_ranges=options.workers > 1)
     with ProcessTeam(ColumnsWork, [job] * options.workers) as team:

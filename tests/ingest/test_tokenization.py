@@ -16,17 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from support.byte_tokenizer import MARKED, PLAIN, STRIPPING, save
 from support.paths import REAL
+from support.readings import tokens_of
+from support.tokenised_chats import assistant, samples, text, trained_texts, user
 from treepack.errors import TreepackError
 from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Chat, Int64, PromptCompletion, Skipped, Tokens, Trajectory, derived_group, positions
-
-
-def user(content: str) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
 
 
 @pytest.fixture(scope="session")
@@ -46,36 +40,15 @@ def chat(messages: list[dict[str, Any]], **more: Any) -> Trajectory:
     return Trajectory("t", "r.jsonl:1", Chat(messages, weights, more.pop("tools", None)), **more)
 
 
-def samples(item: Trajectory, tokenizer: Any, **options: Any) -> list[Trajectory]:
-    items = list(tokenize([item], tokenizer=tokenizer, **options))
-    assert all(isinstance(one, Trajectory) for one in items)
-    return items  # type: ignore[return-value]
-
-
-def tokens(item: Trajectory) -> Tokens:
-    assert isinstance(item.content, Tokens)
-    return item.content
-
-
 def trained_of(item: Trajectory) -> Int64:
-    return positions(tokens(item).starts, tokens(item).ends)
-
-
-def trained_texts(item: Trajectory, tokenizer: Any) -> list[str]:
-    content = tokens(item)
-    spans = zip(content.starts.tolist(), content.ends.tolist(), strict=True)
-    return [tokenizer.decode(content.tokens[start:end]) for start, end in spans]
-
-
-def text(item: Trajectory, tokenizer: Any) -> str:
-    return str(tokenizer.decode(tokens(item).tokens))
+    return positions(tokens_of(item).starts, tokens_of(item).ends)
 
 
 def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> list[int]:
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools, return_dict=False))
 
 
-# Letters of special tokens (<|), characters of several bytes, and a line separator that is no newline.
+# Letters of special tokens (<|), characters of several bytes, and a line separator that is not a newline.
 words = st.text(st.sampled_from("ab \n.<|>é\u2028日"), max_size=8)
 
 
@@ -108,7 +81,7 @@ def test_every_turn_follows_the_prompt_that_its_sampler_saw(
     indices = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
     assert len(turns) == len(indices)
     for sample, k in zip(turns, indices, strict=True):
-        content = tokens(sample)
+        content = tokens_of(sample)
         (start,), (end,) = content.starts.tolist(), content.ends.tolist()
         assert content.tokens[:start].tolist() == prompt_ids(tokenizer, messages[:k], tools)
         rendered = tokenizer.apply_chat_template(messages[: k + 1], tools=tools, tokenize=False)
@@ -144,7 +117,7 @@ def test_marks_and_differences_agree(tokenizers: dict[str, Any], messages: list[
         plain = samples(chat(messages), tokenizers["stripping"], expand=expand)
         for one, other in zip(marked, plain, strict=True):
             assert one.trajectory_id == other.trajectory_id
-            np.testing.assert_array_equal(tokens(one).tokens, tokens(other).tokens)
+            np.testing.assert_array_equal(tokens_of(one).tokens, tokens_of(other).tokens)
             np.testing.assert_array_equal(trained_of(one), trained_of(other))
 
 
@@ -170,7 +143,7 @@ def test_a_sample_ends_where_the_template_rewrites_earlier_turns(tokenizers: dic
     assert "r1" not in text(second, tokenizer)
     assert (first.notes, second.notes) == (("split where the template rewrites earlier turns",), ())
     (kept,) = samples(chat(THINKING), tokenizers["plain"])
-    assert (kept.trajectory_id, kept.notes, len(tokens(kept).starts)) == ("t", (), 3)
+    assert (kept.trajectory_id, kept.notes, len(tokens_of(kept).starts)) == ("t", (), 3)
 
 
 def test_turns_are_named_by_assistant_message_and_keep_all_fields(tokenizers: dict[str, Any]) -> None:
@@ -178,7 +151,7 @@ def test_turns_are_named_by_assistant_message_and_keep_all_fields(tokenizers: di
     turns = samples(item, tokenizers["stripping"], expand="turns")
     # The first assistant message (turn 0) has weight 0 and gives no sample.
     assert [turn.trajectory_id for turn in turns] == ["t/turn-1", "t/turn-2"]
-    assert [tokens(turn).span_weights.tolist() for turn in turns] == [[0.5], [2.0]]
+    assert [tokens_of(turn).span_weights.tolist() for turn in turns] == [[0.5], [2.0]]
     for turn in turns:
         assert (turn.step, turn.reward, turn.advantage, turn.weight) == (4, 1.0, -1.0, 3.0)
         assert turn.group_id == turns[0].group_id
@@ -226,7 +199,7 @@ def test_text_is_prompt_completion_and_the_end_token_once(tokenizers: dict[str, 
         assert trained_texts(sample, tokenizer) == ["over the lazy dog.<|endoftext|>"]
     # Without a prompt the completion starts at position 0, which is not trained.
     (sample,) = samples(Trajectory("t", "s", PromptCompletion("", "fox")), tokenizer)
-    assert tokens(sample).starts.tolist() == [1]
+    assert tokens_of(sample).starts.tolist() == [1]
     assert sample.notes == ("the first token is not trained, because no token predicts it",)
 
 
@@ -284,7 +257,7 @@ def test_several_workers_give_what_one_gives(names: dict[str, str]) -> None:
         else:
             assert isinstance(second, Trajectory)
             assert (first.group_id, first.source) == (second.group_id, second.source)
-            np.testing.assert_array_equal(tokens(first).tokens, tokens(second).tokens)
+            np.testing.assert_array_equal(tokens_of(first).tokens, tokens_of(second).tokens)
 
 
 def test_an_error_in_a_worker_is_the_error_here(names: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""LoRA: gradients of adapters equal those of trajectories alone; adapters are found, read and refused by name."""
+"""LoRA: gradients of adapters equal gradients of trajectories alone; adapters are found, read and refused by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from support.oracle_model import Sample, alone, gradients, keep_norms, make_row,
 from treepack import TreepackError
 from treepack.data.batch import Batch, make_batch
 from treepack.model.adapters.adapter import (
-    LoraOptions,
     assign,
     check_trainable,
     find_adapter,
@@ -23,6 +22,7 @@ from treepack.model.adapters.adapter import (
     save_adapter,
 )
 from treepack.model.adapters.four_bits import num_weights
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.forward import row_logprobs, row_loss
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_merged, load_model

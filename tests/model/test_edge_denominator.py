@@ -36,7 +36,8 @@ from treepack.pack.options import PackOptions
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
-from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages, with_advantages
+from treepack.rl.advantages.advantage_options import AdvantageOptions
+from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
 from treepack.trajectory import Tokens, Trajectory, positions
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, trajectories_of

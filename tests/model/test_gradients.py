@@ -42,7 +42,7 @@ from treepack.trie.builders.in_memory import build_trie
 
 KINDS = sorted(CONFIGS)
 ATTENTIONS = ["reference", "flex"]
-# The others are of the slow tests.
+# The others belong to the slow tests.
 SOME_KINDS = [pytest.param(k, marks=[] if k == "qwen3" else [pytest.mark.slow]) for k in KINDS]
 
 

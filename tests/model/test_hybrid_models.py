@@ -26,7 +26,8 @@ from treepack.attention import register
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import check_model, use_tree_attention
 from treepack.model.accept.compatibility import check_config
-from treepack.model.adapters.adapter import LoraOptions, assign, initial_weights
+from treepack.model.adapters.adapter import assign, initial_weights
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.collation import batch_loss, collate
 from treepack.model.forward import row_loss
 from treepack.model.layers import adapt_layers
@@ -109,7 +110,7 @@ def test_compiled_layers_have_the_same_gradients(
 
 
 TARGETS = {
-    # PEFT would take names of the shared expert for those of the experts.
+    # PEFT would take names of the shared expert for names of the experts.
     "qwen3_next": "in_proj_ba in_proj_qkvz k_proj o_proj out_proj q_proj v_proj",
     # PEFT puts no adapters on the out_proj of this type, because a fused kernel of mamba-ssm reads its weights.
     "falcon_h1": "down_proj gate_proj in_proj k_proj o_proj q_proj up_proj v_proj",

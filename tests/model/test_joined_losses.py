@@ -1,4 +1,4 @@
-"""Losses, sums and gradients of joined rows are those of the rows alone, for every loss and every way of joining.
+"""Losses, sums and gradients of joined rows equal the sums over rows alone, with every loss and every way of joining.
 
 In float64 they agree to a relative 1e-9: the total, the part of each row, and the gradient of every parameter.
 """

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from support.oracle_model import VOCABULARY, Sample, make_row, sample_sets
 from treepack.data.batch import make_batch
-from treepack.model.head.logit_map import LogitMap
+from treepack.model.head.logit_map import LogitMap, OutputLayer
 from treepack.model.head.token_loss import tree_logprobs, weighted_nll
 
 HIDDEN = 8
@@ -41,7 +41,7 @@ def test_weighted_nll_is_the_weighted_sum_over_targets_for_any_chunk(samples: li
             expected = expected + token_weight * cross_entropy(logits, batch.input_ids[j])
     reference = torch.autograd.grad(expected, inputs, allow_unused=True, materialize_grads=True)
     for chunk in (1, 3, 2048):  # each target alone, a last chunk that is shorter, all at once
-        loss = weighted_nll(hidden, weight, batch.targets, bias=bias, chunk=chunk)
+        loss = weighted_nll(hidden, OutputLayer(weight, bias), batch.targets, chunk=chunk)
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
         for ours, theirs in zip(grads, reference, strict=True):
@@ -51,7 +51,7 @@ def test_weighted_nll_is_the_weighted_sum_over_targets_for_any_chunk(samples: li
 def test_the_first_tokens_of_all_branches_are_predicted_from_one_hidden_state() -> None:
     batch = make_batch(make_row([Sample((1, 2), (0.0, 1.0)), Sample((1, 3), (0.0, 2.0))]))
     hidden, weight, _ = random_head(3)
-    loss = weighted_nll(hidden, weight, batch.targets)
+    loss = weighted_nll(hidden, OutputLayer(weight), batch.targets)
     logs = (weight @ hidden[0]).log_softmax(0)  # tokens 2 and 3 both follow token 1, which is row index 0
     torch.testing.assert_close(loss, -logs[2] - 2 * logs[3])
 
@@ -59,7 +59,7 @@ def test_the_first_tokens_of_all_branches_are_predicted_from_one_hidden_state() 
 def test_a_row_without_targets_costs_nothing_and_keeps_its_graph() -> None:
     batch = make_batch(make_row([Sample((1, 2), (0.0, 0.0))]))
     hidden, weight, _ = random_head(2)
-    loss = weighted_nll(hidden, weight, batch.targets)
+    loss = weighted_nll(hidden, OutputLayer(weight), batch.targets)
     assert loss.item() == 0
     assert torch.equal(torch.autograd.grad(loss, hidden)[0], torch.zeros_like(hidden))
 
@@ -69,7 +69,7 @@ def test_weight_at_a_root_is_an_error_and_not_the_last_token() -> None:
     targets = (torch.tensor([1, 2]), torch.tensor([-1, 0]), torch.tensor([1.0, 1.0]))
     hidden, weight, _ = random_head(2)
     with pytest.raises((IndexError, RuntimeError)):
-        weighted_nll(hidden, weight, targets)
+        weighted_nll(hidden, OutputLayer(weight), targets)
 
 
 def test_bfloat16_hidden_states_get_a_float32_softmax() -> None:
@@ -77,7 +77,7 @@ def test_bfloat16_hidden_states_get_a_float32_softmax() -> None:
     hidden, weight, _ = (x.detach() for x in random_head(30, dtype=torch.bfloat16))
     logits = (hidden @ weight.T)[:-1].float()
     expected = cross_entropy(logits, batch.input_ids[1:], reduction="sum").double()
-    torch.testing.assert_close(weighted_nll(hidden, weight, batch.targets), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(weighted_nll(hidden, OutputLayer(weight), batch.targets), expected, rtol=1e-6, atol=0)
 
 
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ def test_no_logits_beyond_a_chunk_exist_in_forward_or_backward(chunk: int) -> No
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), LargestTensor() as largest:
-        torch.autograd.backward(weighted_nll(hidden, weight, batch.targets, chunk=chunk))
+        torch.autograd.backward(weighted_nll(hidden, OutputLayer(weight), batch.targets, chunk=chunk))
     whole = (length - 1) * VOCABULARY
     if chunk < length:
         assert largest.numel <= max(chunk * VOCABULARY, length * HIDDEN) < whole
@@ -128,7 +128,8 @@ def test_logprobs_and_entropies_are_those_of_the_softmax_for_any_chunk(samples: 
     expected = (logs[range(len(tokens)), batch.input_ids[tokens]], -(logs.exp() * logs).sum(-1))
     factors = torch.linspace(-1, 2, len(tokens), dtype=torch.float64)
     for chunk in (1, 3, 2048):
-        results = tree_logprobs(hidden, weight, tokens, batch.input_ids, batch.parent, bias=bias, chunk=chunk)
+        targets = tokens, batch.input_ids, batch.parent
+        results = tree_logprobs(hidden, OutputLayer(weight, bias), targets, chunk=chunk)
         for outputs in ([0], [1], [0, 1]):  # gradients of either alone, and of both
             grads = []
             for values in (results, expected):
@@ -165,8 +166,9 @@ def test_logprobs_and_entropies_are_those_of_the_tempered_distribution(
     divisor = temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature
     logs = (logits / divisor).log_softmax(-1)
     expected = (logs[range(len(tokens)), batch.input_ids[tokens]], -(logs.exp() * logs).sum(-1))
-    options: Any = {"temperature": temperature, "logit_map": logit_map, "bias": bias, "chunk": 3}
-    results = tree_logprobs(hidden, weight, tokens, batch.input_ids, batch.parent, **options)
+    targets = tokens, batch.input_ids, batch.parent
+    layer = OutputLayer(weight, bias, logit_map)
+    results = tree_logprobs(hidden, layer, targets, temperature=temperature, chunk=3)
     grads = []
     for values in (results, expected):
         for ours, theirs in zip(values, expected, strict=True):
@@ -187,7 +189,7 @@ def test_the_cross_entropy_is_that_of_the_mapped_logits(logit_map: LogitMap) -> 
     logits = logit_map(hidden[batch.parent[tokens]] @ weight.T + bias)
     nll = -logits.log_softmax(-1)[range(len(tokens)), batch.input_ids[tokens]]
     expected = (nll * batch.loss_weight[tokens]).sum()
-    loss = weighted_nll(hidden, weight, batch.targets, bias=bias, logit_map=logit_map, chunk=2)
+    loss = weighted_nll(hidden, OutputLayer(weight, bias, logit_map), batch.targets, chunk=2)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     for ours, theirs in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
@@ -197,7 +199,7 @@ def test_entropies_that_are_not_wanted_are_not_computed() -> None:
     batch = make_batch(make_row([Sample((1, 2, 3), (0.0, 1.0, 1.0))]))
     hidden, weight, _ = random_head(3)
     tokens = torch.tensor([1, 2])
-    arguments = hidden, weight, tokens, batch.input_ids, batch.parent
+    arguments = hidden, OutputLayer(weight), (tokens, batch.input_ids, batch.parent)
     logprobs, entropies = tree_logprobs(*arguments, with_entropies=False)
     assert bool(entropies.isnan().all())
     expected = tree_logprobs(*arguments)[0]
@@ -210,7 +212,7 @@ def test_no_chosen_token_gives_nothing_and_keeps_the_graph() -> None:
     batch = make_batch(make_row([Sample((1, 2), (0.0, 0.0))]))
     hidden, weight, _ = random_head(2)
     none = torch.zeros(0, dtype=torch.int64)
-    logprobs, entropies = tree_logprobs(hidden, weight, none, batch.input_ids, batch.parent)
+    logprobs, entropies = tree_logprobs(hidden, OutputLayer(weight), (none, batch.input_ids, batch.parent))
     assert (logprobs.shape, entropies.shape) == ((0,), (0,))
     assert torch.equal(torch.autograd.grad(logprobs.sum(), hidden)[0], torch.zeros_like(hidden))
 
@@ -220,8 +222,8 @@ def test_logprobs_of_a_chunk_are_the_only_ones_whose_logits_exist() -> None:
     tokens = tuple(i % VOCABULARY for i in range(length))
     batch = make_batch(make_row([Sample(tokens, (0.0, *[1.0] * (length - 1)))]))
     hidden, weight, _ = random_head(length)
-    chosen = torch.arange(1, length)
+    chosen = torch.arange(1, length), batch.input_ids, batch.parent
     with LargestTensor() as largest:
-        results = tree_logprobs(hidden, weight, chosen, batch.input_ids, batch.parent, chunk=chunk)
+        results = tree_logprobs(hidden, OutputLayer(weight), chosen, chunk=chunk)
         torch.autograd.backward(torch.stack(results).sum())
     assert largest.numel <= max(chunk * VOCABULARY, length * HIDDEN)

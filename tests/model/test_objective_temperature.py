@@ -1,4 +1,4 @@
-"""Objectives at the sampler's temperature equal those of trajectories run alone, also if tokens have several ones."""
+"""Objectives at one or several temperatures of the sampler equal objectives of trajectories run alone."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_dpo_and_sft_ignore_the_temperatures_of_the_data(tmp_path: Path) -> None
     dataset = opened(tmp_path / "packed", samples, [0] * 10)
     assert_step(dataset, choose_objective("dpo"), without_temperatures(samples))
     for name in ("sft", "dpo"):
-        with pytest.raises(TreepackError, match=f"temperature is no option of the loss {name}"):
+        with pytest.raises(TreepackError, match=f"temperature is not an option of the loss {name}"):
             choose_objective(name, temperature=T)
         check_columns(dataset, choose_objective(name))
 

@@ -369,9 +369,9 @@ def test_weights_that_were_normalised_are_not_normalised_again(tmp_path: Path) -
     ("name", "options", "message"),
     [
         ("rlhf", {}, "loss is 'rlhf'; expected one of sft, ppo, grpo, dapo"),
-        ("sft", {"kl": 0.1}, "kl is no option of the loss sft; it has no options"),
-        ("dpo", {"clip_low": 0.1}, "clip_low is no option of the loss dpo; it has beta"),
-        ("cispo", {"dual_clip": 3.0}, "dual_clip is no option of the loss cispo"),
+        ("sft", {"kl": 0.1}, "kl is not an option of the loss sft; it has no options"),
+        ("dpo", {"clip_low": 0.1}, "clip_low is not an option of the loss dpo; it has beta"),
+        ("cispo", {"dual_clip": 3.0}, "dual_clip is not an option of the loss cispo"),
         ("grpo", {"dual_clip": 0.5}, "dual_clip is 0.5; expected a finite number of at least 1"),
         ("grpo", {"kl": -1.0}, "kl is -1.0; expected"),
         ("grpo", {"denominator": "mean"}, "denominator is 'mean'; expected one of token, trajectory, group, global"),

@@ -1,4 +1,4 @@
-"""Recomputed layers whose inputs wait in host memory: gradients equal in every bit, and pages that nobody else uses."""
+"""Recomputed layers whose inputs wait in host memory: gradients equal in every bit, and pages that are not shared."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from support.oracle_model import Sample, make_row, tiny_config
 pytest.importorskip("triton")
 
 from support import interpreter  # noqa: F401
-from treepack.attention import Kept, TreePass
+from treepack.attention import KeptOutputs, TreePass
 from treepack.attention.autograd import triton_attention
 from treepack.attention.build_schedule import build_schedule
 from treepack.attention.schedule import Schedule
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
-from treepack.memory.host_pages import Pages, copy_back, copy_out
-from treepack.memory.offload import Offload
-from treepack.model.adapters.adapter import LoraOptions
+from treepack.memory.host_pages import PagePool, copy_back, copy_out
+from treepack.memory.offload import LayerOffload
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.forward import row_loss
 from treepack.model.layers import (
     AdaptedLayers,
@@ -81,7 +81,7 @@ class LateCopies:
                 copy_back(pages, flat)
 
 
-class WatchedPages(Pages):
+class WatchedPages(PagePool):
     """Pages that are NaN after they were given back, and of which none is handed out twice."""
 
     def __init__(self, copies: LateCopies, *, size: int = 64) -> None:
@@ -118,10 +118,10 @@ class Layer(nn.Module):
         return x + out[:, 0].to(x.dtype) @ self.outward
 
 
-def late_offload(*, size: int = 64) -> tuple[Offload, WatchedPages]:
+def late_offload(*, size: int = 64) -> tuple[LayerOffload, WatchedPages]:
     copies = LateCopies()
     pages = WatchedPages(copies, size=size)
-    return Offload(CPU, pages=pages, copies=copies), pages
+    return LayerOffload(CPU, pages=pages, copies=copies), pages
 
 
 def strided(seed: int, *, dtype: torch.dtype, shape: tuple[int, ...], order: list[int]) -> Tensor:
@@ -244,11 +244,11 @@ def test_outputs_of_attention_wait_in_host_memory_too(dtype: torch.dtype) -> Non
     x = torch.randn(1, 70, 16, generator=torch.Generator().manual_seed(5))
     schedule = build_schedule(end)
 
-    def gradients(offload: Offload | None) -> list[Tensor]:
+    def gradients(offload: LayerOffload | None) -> list[Tensor]:
         model = nn.ModuleList(layers)
         for layer in model:
             vars(layer).pop("forward", None)
-        kept = Kept()
+        kept = KeptOutputs()
         adapted = AdaptedLayers(tuple(layers), 2, offload)
         for number, layer in enumerate(layers):
             layer.forward = adapted_forward(layer, number, adapted)  # type: ignore[method-assign]
@@ -282,7 +282,7 @@ def test_only_the_newest_layers_tensors_stay_on_the_device(tmp_path: Path) -> No
 
 
 def test_evaluation_keeps_no_outputs_of_attention() -> None:
-    layer, kept = Layer(0), Kept()
+    layer, kept = Layer(0), KeptOutputs()
     offload, pages = late_offload()
     forward = adapted_forward(layer, 0, AdaptedLayers((layer,), 1, offload))
     schedule = build_schedule(random_tree(20, seed=3))

@@ -18,8 +18,7 @@ from treepack.data.batch import TermTensors
 from treepack.errors import TreepackError
 from treepack.model.experts.weights import cast_once
 from treepack.model.head.head_chunks import invert, split_targets
-from treepack.model.head.logit_map import LogitMap
-from treepack.model.head.output_head import OutputLayer
+from treepack.model.head.logit_map import LogitMap, OutputLayer
 from treepack.model.head.token_loss import priced_terms, tree_logprobs, weighted_nll
 from treepack.model.objectives.losses import name_sums, objective_loss, weigh_terms
 from treepack.model.objectives.objective import Objective, choose_objective
@@ -88,19 +87,19 @@ def test_gradients_of_the_forward_pass_are_those_of_the_loss_through_log_probabi
     terms = random_terms(generator, torch.arange(1, length), tempered=tempered, with_old=with_old)
     factors = torch.rand(5, generator=generator, dtype=torch.float64)
     temperature = 1.0 if terms.temperature is None else terms.temperature
-    options: Any = {"bias": bias, "temperature": temperature, "logit_map": logit_map}
-    scores = tree_logprobs(hidden, weight, terms.tokens, input_ids, parent, **options)
+    layer, targets = OutputLayer(weight, bias, logit_map), (terms.tokens, input_ids, parent)
+    scores = tree_logprobs(hidden, layer, targets, temperature=temperature)
     expected, expected_sums = objective_loss(*scores, terms, factors, objective)
     exact = torch.autograd.grad(expected, inputs)
 
     weighed = weigh_terms(terms, objective)
     loss, numbers = priced_terms(
         hidden,
-        weight,
-        (terms.tokens, input_ids, parent),
+        layer,
+        targets,
         lambda order: prices_of_terms(weighed, factors, objective, order, chunk=chunk, term_chunk=5),
+        temperature=temperature,
         chunk=chunk,
-        **options,
     )
     sums = name_sums(weighed, numbers[:-1], objective)
     torch.testing.assert_close(numbers[-1], expected, rtol=1e-9, atol=1e-9)
@@ -127,12 +126,12 @@ def test_every_target_is_in_one_chunk_with_the_state_that_predicts_it(sources: l
         assert each.temperature.equal(each.labels * 0.5)
 
 
-def small_loss(**changes: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+def small_loss() -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = random_head(generator, 9)
     targets = torch.randint(VOCABULARY, (9,), generator=generator), random_tree(generator, 9), torch.ones(9).double()
     targets[2][0] = 0
-    return weighted_nll(hidden, weight, targets, bias=bias, chunk=4, **changes), (hidden, weight, bias)
+    return weighted_nll(hidden, OutputLayer(weight, bias), targets, chunk=4), (hidden, weight, bias)
 
 
 def test_a_factor_behind_the_loss_scales_its_gradients() -> None:
@@ -155,7 +154,8 @@ def test_second_derivatives_are_refused() -> None:
     with pytest.raises(TreepackError, match="create_graph"):
         torch.autograd.grad(loss, inputs, create_graph=True)
     hidden, weight, _ = inputs
-    logprobs, entropies = tree_logprobs(hidden, weight, torch.tensor([1, 2]), torch.arange(9), torch.arange(9) - 1)
+    targets = torch.tensor([1, 2]), torch.arange(9), torch.arange(9) - 1
+    logprobs, entropies = tree_logprobs(hidden, OutputLayer(weight), targets)
     with pytest.raises(TreepackError, match="create_graph"):
         torch.autograd.grad((logprobs + entropies).sum(), inputs[:2], create_graph=True)
 
@@ -163,7 +163,8 @@ def test_second_derivatives_are_refused() -> None:
 def test_a_row_without_targets_has_gradients_of_0_for_states_weight_and_bias() -> None:
     inputs = random_head(torch.Generator().manual_seed(0), 3)
     hidden, weight, bias = inputs
-    loss = weighted_nll(hidden, weight, (torch.arange(3), torch.arange(3) - 1, torch.zeros(3)), bias=bias)
+    targets = torch.arange(3), torch.arange(3) - 1, torch.zeros(3)
+    loss = weighted_nll(hidden, OutputLayer(weight, bias), targets)
     assert loss.item() == 0
     for gradient, tensor in zip(torch.autograd.grad(loss, inputs), inputs, strict=True):
         assert gradient.equal(torch.zeros_like(tensor))
@@ -173,7 +174,7 @@ def test_a_weight_that_requires_a_gradient_is_refused() -> None:
     hidden, weight, _ = random_head(torch.Generator().manual_seed(0), 3)
     ids, parent = torch.arange(3), torch.arange(3) - 1
     with pytest.raises(TreepackError, match="detach it"):
-        weighted_nll(hidden, weight, (ids, parent, torch.tensor([0.0, 1.0, 1.0], requires_grad=True)))
+        weighted_nll(hidden, OutputLayer(weight), (ids, parent, torch.tensor([0.0, 1.0, 1.0], requires_grad=True)))
 
 
 def test_a_frozen_output_layer_gets_no_gradient_and_no_product() -> None:
@@ -181,9 +182,9 @@ def test_a_frozen_output_layer_gets_no_gradient_and_no_product() -> None:
     hidden, weight, _ = random_head(generator, 9)
     targets = torch.randint(VOCABULARY, (9,), generator=generator), random_tree(generator, 9), torch.ones(9).double()
     targets[2][0] = 0
-    (exact,) = torch.autograd.grad(weighted_nll(hidden, weight, targets), hidden)
+    (exact,) = torch.autograd.grad(weighted_nll(hidden, OutputLayer(weight), targets), hidden)
     with Peak() as peak:
-        (ours,) = torch.autograd.grad(weighted_nll(hidden, weight.detach(), targets), hidden)
+        (ours,) = torch.autograd.grad(weighted_nll(hidden, OutputLayer(weight.detach()), targets), hidden)
     torch.testing.assert_close(ours, exact)
     assert peak.products == 2
 
@@ -192,7 +193,7 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 
 
 class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count matrix products, casts of large tensors, and the most bytes of tensors that lived at the same time."""
+    """Count matrix products, casts of large tensors, and the maximum bytes of tensors that lived at the same time."""
 
     def __init__(self, large: int = 1 << 60) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -221,7 +222,7 @@ def test_logits_are_computed_once_and_the_weight_is_cast_once_for_all_chunks_and
     with Peak(large=words * HIDDEN) as peak, cast_once():
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
-                loss = weighted_nll(hidden, weight, targets, chunk=chunk)
+                loss = weighted_nll(hidden, OutputLayer(weight), targets, chunk=chunk)
             torch.autograd.backward(loss)
     assert peak.products == 2 * 3 * math.ceil((length - 1) / chunk)
     # The weight to bfloat16. The rest are chunks of logits, to float32, and products that are added to the sum.
@@ -237,7 +238,7 @@ def test_a_chunk_needs_the_memory_of_its_logits_once_beside_one_sum_of_the_weigh
     targets = torch.randint(words, (length,), generator=generator), torch.arange(length) - 1, torch.ones(length)
     targets[2][0] = 0
     with Peak() as peak:
-        torch.autograd.backward(weighted_nll(hidden, weight, targets, chunk=chunk))
+        torch.autograd.backward(weighted_nll(hidden, OutputLayer(weight), targets, chunk=chunk))
     logits, layer = 4 * chunk * words, 4 * words * size
     # The weight, its gradient, and the logits of a chunk; states and numbers of tokens are far smaller than these.
     assert 2 * layer + logits < peak.bytes < 2 * layer + logits + logits / 4

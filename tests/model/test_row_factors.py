@@ -1,4 +1,4 @@
-"""The factors of rows in memory equal those of the same rows in a packed directory."""
+"""The factors of rows in memory equal the factors of the same rows in a packed directory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_factors_equal_those_of_a_directory(denominator: str, seed: int, tmp_pat
     expected = step_factors(trajectory_table(dataset, objective), every, objective)
     rows = list(read_rows(tmp_path / "packed"))
     assert [each.tolist() for each in row_factors(rows, objective)] == [each.tolist() for each in expected]
-    # In any order of the rows, whose factors are those of the whole step; their weights add up in another order.
+    # In any order of the rows, because factors belong to the whole step; their weights add up in a different order.
     for one, other in zip(row_factors(rows[::-1], objective)[::-1], expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-14)
 

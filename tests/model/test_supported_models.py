@@ -1,4 +1,4 @@
-"""Every family of docs/models.md is exact on trees, with windows shorter than its paths, or refused as it says."""
+"""Every family of docs/models.md is exact on trees, with windows shorter than its paths, or refused as described."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from treepack.model.head.head_chunks import ChunkTargets
-from treepack.model.head.logit_map import LogitMap, Slopes
+from treepack.model.head.logit_map import LogitMap, TargetSlopes
 from treepack.model.head.token_statistics import token_statistics, torch_gradients, torch_statistics
 
 fused = pytest.importorskip("treepack.model.head.fused_statistics", reason="needs triton")
@@ -60,10 +60,10 @@ def in_torch(x: Tensor, targets: ChunkTargets, logit_map: LogitMap, used: tuple[
     return [found.logprobs, found.entropies, x]
 
 
-def slopes(dtype: torch.dtype, used: tuple[int, ...]) -> Slopes:
+def slopes(dtype: torch.dtype, used: tuple[int, ...]) -> TargetSlopes:
     """Return slopes of six targets; different ones, so that they cannot cancel or be swapped."""
     both = [torch.linspace(-1, 2, 6, dtype=dtype), torch.linspace(3, -1, 6, dtype=dtype)]
-    return Slopes(*(each if i in used else None for i, each in enumerate(both)))
+    return TargetSlopes(*(each if i in used else None for i, each in enumerate(both)))
 
 
 @pytest.mark.parametrize("targets_of", [plain, shared])

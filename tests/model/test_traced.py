@@ -1,4 +1,4 @@
-"""Traced tensors: the pieces they record put any cut and join of tensors together again, whole and in parts."""
+"""Traced tensors: the boxes they record put any cut and join of tensors together again, whole and in parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from treepack.model.weights.traced import Traced
+from treepack.model.weights.traced import TracedTensor
 
 SHAPE = (4, 6, 2)
 
@@ -19,12 +19,12 @@ def stored() -> dict[str, Tensor]:
     return {name: torch.arange(48).reshape(SHAPE) + start for name, start in (("a", 0), ("b", 100))}
 
 
-def rebuilt(traced: Traced, tensors: dict[str, Tensor]) -> Tensor:
-    """Return the tensor that the pieces describe; -1 where there is none."""
-    assert traced.pieces is not None
+def rebuilt(traced: TracedTensor, tensors: dict[str, Tensor]) -> Tensor:
+    """Return the tensor that the boxes describe; -1 for elements without a box."""
+    assert traced.boxes is not None
     result = torch.full(tuple(traced.shape), -1)
-    for piece in traced.pieces:
-        piece.put(tensors[piece.name], result)
+    for box in traced.boxes:
+        box.put(tensors[box.name], result)
     return result
 
 
@@ -57,29 +57,29 @@ def change(tensor: Any, kind: str, at: float) -> Any:
 
 
 @given(changes=steps(), window=st.floats(0, 0.999))
-def test_pieces_give_the_elements_of_the_same_steps_on_real_tensors(
+def test_boxes_give_the_elements_of_the_same_steps_on_real_tensors(
     changes: list[tuple[str, float]], window: float
 ) -> None:
     tensors = stored()
     real = torch.cat([tensors["a"], tensors["b"]], 1)
-    traced: Any = torch.cat([Traced.whole(name, SHAPE, torch.int64) for name in "ab"], 1)
+    traced: Any = torch.cat([TracedTensor.whole(name, SHAPE, torch.int64) for name in "ab"], 1)
     for kind, at in changes:
         real, traced = change(real, kind, at), change(traced, kind, at)
     assert traced.is_known
     assert torch.equal(rebuilt(traced, tensors), real)
-    # Any box of it alone, as a rank reads it: here rows from `first` on.
+    # Any window of it alone, as a rank reads it: here rows from `first` on.
     first = int(window * len(real))
-    box = ((first, len(real)), *((0, size) for size in real.shape[1:]))
+    inner = ((first, len(real)), *((0, size) for size in real.shape[1:]))
     part = torch.full((len(real) - first, *real.shape[1:]), -1)
-    for piece in traced.pieces:
-        if (inside := piece.within(box)) is not None:
+    for box in traced.boxes:
+        if (inside := box.within(inner)) is not None:
             inside.put(tensors[inside.name], part)
     assert torch.equal(part, real[first:])
 
 
 @pytest.mark.parametrize("kind", ["product", "reshape", "step", "narrower dtype", "in place", "of an unknown one"])
-def test_what_computes_with_elements_has_no_pieces(kind: str) -> None:
-    traced = Traced.whole("a", SHAPE, torch.float32)
+def test_what_computes_with_elements_has_no_boxes(kind: str) -> None:
+    traced = TracedTensor.whole("a", SHAPE, torch.float32)
     results: dict[str, Any] = {
         "product": lambda: traced * 2,
         "reshape": lambda: traced.reshape(24, 2),
@@ -89,11 +89,11 @@ def test_what_computes_with_elements_has_no_pieces(kind: str) -> None:
         "of an unknown one": lambda: torch.cat([traced, traced.exp()])[:4],
     }
     result = results[kind]()
-    assert isinstance(result, Traced)
+    assert isinstance(result, TracedTensor)
     assert not result.is_known
 
 
-def test_a_wider_dtype_keeps_the_pieces() -> None:
-    traced: Any = Traced.whole("a", SHAPE, torch.bfloat16).to(torch.float32)
+def test_a_wider_dtype_keeps_the_boxes() -> None:
+    traced: Any = TracedTensor.whole("a", SHAPE, torch.bfloat16).to(torch.float32)
     assert traced.is_known
     assert traced.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Gradients of steps of sampled trees, packed with leaf weights, are those of independent rollouts on average.
+"""Gradients of steps of sampled trees, packed with leaf weights, equal those of independent rollouts on average.
 
 The law is a table of transitions, so that all of its responses can be listed. The exact mean of the gradient is the
 sum over this list of probability times gradient, each rollout alone (`oracle_objectives`). Rollouts come from an old

@@ -1,4 +1,4 @@
-"""The value loss over packed rows equals that of trajectories run alone, by itself and beside a policy loss.
+"""The value loss over packed rows equals that of trajectories run alone, with and without a policy loss.
 
 Values, losses and gradients of every parameter agree in float64 to a relative 1e-9, for any packing into rows. The
 oracle runs each trajectory as a sequence of its own and reads the last hidden states that transformers returns.
@@ -157,7 +157,7 @@ def test_verification_compares_values_and_finds_a_leak(tmp_path: Path, name: str
         report = verify_gradients(loaded, batches, objective=objective, factors=factors, backward=backward)
         assert report.passed
         assert {"value_head.weight", "value_head.bias"} <= report.errors.keys()
-    # Every token sees all tokens before it, also those of other branches.
+    # Every token sees all tokens before it, even of other branches.
     leaking = [replace(batch, subtree_end=torch.full_like(batch.subtree_end, len(batch.parent))) for batch in batches]
     assert not verify_gradients(loaded, leaking, objective=objective, factors=factors).passed
 

@@ -22,7 +22,7 @@ from support.strategies import make
 from support.tiny_families import HAS_RECURRENT
 from support.tiny_vision import HUB_NAMES, IMAGE_TOKEN, read_weights, save_vision, tiny_vision, vision_config
 from treepack import TreepackError
-from treepack.model.adapters.adapter import LoraOptions
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.load import load_model
 from treepack.model.text_half import choose_config
 from treepack.model.verify.verify_rows import verify_rows

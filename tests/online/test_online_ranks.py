@@ -1,4 +1,4 @@
-"""Batches in memory on two ranks with one and five rows: the gradients are the mean of those of both ranks."""
+"""Batches in memory on two ranks with one and five rows: the gradients are the mean over both ranks."""
 
 from __future__ import annotations
 

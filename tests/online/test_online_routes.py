@@ -1,4 +1,4 @@
-"""A batch in memory with recorded experts gives what each sequence alone gives under its own experts."""
+"""A batch in memory with recorded experts has the values of each sequence alone under its own experts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mixture() -> Any:
 
 
 def alone(model: Any, batch: MemoryBatch, recorded: list[Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Log-probabilities of each sequence by itself, without a tree, and the gradients of their sum."""
+    """Log-probabilities of each sequence alone, without a tree, and the gradients of their sum."""
     model.zero_grad()
     found = []
     for sequence, flags, routes in zip(batch.sequences, batch.scored, recorded, strict=True):

@@ -1,4 +1,4 @@
-"""Values and gradients of a batch in memory are those of every sequence alone, with one row in memory at a time."""
+"""Values and gradients of a batch equal those of every sequence alone, with one row in memory at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes of docs/your-trainer.md for slime and torchtitan do what the page says."""
+"""The recipes of docs/your-trainer.md for slime and torchtitan run as the page describes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from support.hybrid_models import HARD, load_hybrid, write_config
 from support.tiny_families import HAS_RECURRENT, family_config
 from treepack.errors import TreepackError
-from treepack.model.accept.observation import Observation, check_observed_attention, observe
+from treepack.model.accept.observation import ForwardObservation, check_observed_attention, observe
 from treepack.model.load import load_model
 from treepack.model.verify.gradients import verify_gradients
 from treepack.recurrent.entry import enter, model_obstacle
@@ -38,7 +38,7 @@ def scan_inputs() -> list[Tensor]:
 
 
 def faster_package(original: Any, calls: list[str]) -> Any:
-    """Return what transformers' decorator makes of a function if a package that replaces it is installed."""
+    """Return a function after transformers' decorator if a package that replaces it is installed."""
 
     @functools.wraps(original)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -112,7 +112,7 @@ def test_a_layer_that_avoids_the_functions_is_refused_even_without_the_probe(
         load_model(write_config(tmp_path, "lfm2"))
 
 
-def observed(model: Any) -> Observation:
+def observed(model: Any) -> ForwardObservation:
     options: dict[str, Any] = {"subtree_end": HARD.subtree_end[None], "use_cache": False}
     with observe(model) as seen:
         model(input_ids=HARD.input_ids[None], position_ids=HARD.position_ids[None], record=seen.attention, **options)

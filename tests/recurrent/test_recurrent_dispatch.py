@@ -1,4 +1,4 @@
-"""Choice of an implementation for a recurrent layer: what auto takes, what a name refuses, and what the log says."""
+"""Choice of an implementation for a recurrent layer: by auto, by name with its refusals, and in the log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from support import interpreter  # noqa: F401
 from support.attention_trees import star
-from treepack.attention.dispatch import Schedules
+from treepack.attention.dispatch import BatchSchedules
 from treepack.errors import TreepackError
 from treepack.recurrent import dispatch
 from treepack.recurrent.dispatch import LayerProperties, choose_scan, resolve_scan, scan_obstacle, use_implementation
@@ -103,7 +103,7 @@ def test_kernels_take_tensors_on_the_cpu_only_in_the_interpreter(monkeypatch: py
     assert scan_obstacle("triton", layer) == "needs a GPU and the tensors are on cpu; use torch"
     x, weight = torch.zeros(3, 4), torch.zeros(4, 4)
     with use_implementation("triton"), pytest.raises(TreepackError, match="convolution: triton needs a GPU"):
-        dispatch.convolve(x, weight, None, None, Schedules(star(1, 2, 1)))
+        dispatch.convolve(x, weight, None, None, BatchSchedules(star(1, 2, 1)))
 
 
 def test_an_unknown_name_is_refused_in_one_sentence() -> None:
@@ -127,7 +127,7 @@ def test_the_log_names_the_choice_once_and_the_reason(
 
 
 def test_the_backward_pass_uses_what_the_forward_pass_did_also_outside_of_the_block() -> None:
-    leaves, schedules = inputs(torch.float32), Schedules(star(5, 2, 3))
+    leaves, schedules = inputs(torch.float32), BatchSchedules(star(5, 2, 3))
     q, k, v, g, beta = leaves
     with use_implementation("triton"):
         out = dispatch.scan(q, k, v, g, beta, schedules)
@@ -140,7 +140,7 @@ def test_the_backward_pass_uses_what_the_forward_pass_did_also_outside_of_the_bl
 
 
 def test_the_kernels_and_plain_torch_agree_on_a_layer() -> None:
-    (q, k, v, g, beta), schedules = inputs(torch.float32), Schedules(star(5, 2, 3))
+    (q, k, v, g, beta), schedules = inputs(torch.float32), BatchSchedules(star(5, 2, 3))
     found = {}
     for name in ("torch", "triton"):
         with use_implementation(name):

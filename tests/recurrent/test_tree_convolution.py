@@ -16,7 +16,7 @@ import support.interpreter  # noqa: F401
 from support.attention_trees import ends_of, random_tree, star
 from support.kernel_inputs import poisoned_empty
 from support.recurrent_ahead_of_time import compiled
-from treepack.attention.dispatch import Schedules
+from treepack.attention.dispatch import BatchSchedules
 from treepack.errors import TreepackError
 from treepack.recurrent import dispatch
 from treepack.recurrent.chunks import find_parents, flatten_ends
@@ -213,7 +213,7 @@ def test_other_activations_are_refused(function: Convolve) -> None:
 def test_the_chosen_implementation_computes_the_convolutions_of_models() -> None:
     end = star(4, 2, 3)
     x, weight, bias, activation, _ = make_inputs(end, 4, "silu", dtype=torch.float32)
-    schedules, taps = Schedules(end), build_taps(end, 4)
+    schedules, taps = BatchSchedules(end), build_taps(end, 4)
     assert torch.equal(
         dispatch.convolve(x, weight, bias, activation, schedules), convolve_plainly(x, weight, bias, activation, taps)
     )

@@ -19,13 +19,8 @@ from support.paths import ROOT
 from support.strategies import make, trajectories
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
-from treepack.rl.advantages.estimate import (
-    ESTIMATORS,
-    AdvantageEstimates,
-    AdvantageOptions,
-    estimate_advantages,
-    with_advantages,
-)
+from treepack.rl.advantages.advantage_options import ESTIMATORS, AdvantageOptions
+from treepack.rl.advantages.estimate import AdvantageEstimates, estimate_advantages, with_advantages
 from treepack.rl.advantages.flat import dr_grpo, grpo, rloo
 from treepack.rl.advantages.tree import tree_grpo_segments, treerpo
 from treepack.rl.group_tree import group_codes

@@ -21,9 +21,10 @@ from support.trie_files import saved
 from treepack.analysis.check import check
 from treepack.files.manifest import read_manifest
 from treepack.pack.files import read_rows
+from treepack.rl.advantages.advantage_options import TRUNCATED_KEY, AdvantageOptions
 from treepack.rl.advantages.directory import write_advantages
-from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages, with_advantages
-from treepack.rl.advantages.gae import LIMITS, TRUNCATED_KEY
+from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
+from treepack.rl.advantages.gae import LIMITS
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.records import tree_trajectories
 from treepack.rollout.simulated import MarkovLaw

@@ -32,7 +32,8 @@ from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.research.pros.augmentation import augment
 from treepack.research.trace.targets import anchors
-from treepack.rl.advantages.estimate import FLAT, TREE, AdvantageOptions, estimate_advantages, with_advantages
+from treepack.rl.advantages.advantage_options import FLAT, TREE, AdvantageOptions
+from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
 from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.rl.rollouts import rollouts_of
 from treepack.trajectory import Tokens, Trajectory, positions
@@ -267,7 +268,7 @@ def test_the_check_of_packed_rows_compares_rollouts(treepack: Run, tmp_path: Pat
     assert recorded in ([0, 0, 2], [0, 1, 0], [0, 1, 1])
     (row,) = read_rows(tmp_path / "packed")
     trie, manifest = read_trie(tmp_path / "trie"), read_manifest(tmp_path / "packed", PACKED_FORMAT)
-    for wrong, message in (([0, 1, 2], "is of another rollout than in the trie"), ([1, 1, 2], "is impossible")):
+    for wrong, message in (([0, 1, 2], "belongs to another rollout than in the trie"), ([1, 1, 2], "is impossible")):
         assert row.terms is not None
         terms = replace(row.terms, trajectory_rollouts=np.array(wrong, np.int32))
         with pytest.raises(TreepackError, match=message):

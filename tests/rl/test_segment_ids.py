@@ -81,8 +81,8 @@ def test_ids_of_64_bits_are_told_apart() -> None:
     ("ids", "message"),
     [
         ([1], "made:b: 'segment_ids' has 1 numbers for 2 segments"),
-        ("1, 2", "made:b: 'segment_ids' is no list of integers"),
-        ([1, True], "made:b: 'segment_ids' is no list of integers"),
+        ("1, 2", "made:b: 'segment_ids' is not a list of integers"),
+        ([1, True], "made:b: 'segment_ids' is not a list of integers"),
         (None, "of the rollouts of its group, some have 'segment_ids' and others do not"),
     ],
 )

@@ -18,9 +18,10 @@ from support.strategies import make
 from treepack import PackOptions, plan_packing
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
+from treepack.rl.advantages.advantage_options import EPSILON, AdvantageOptions
 from treepack.rl.advantages.directory import write_advantages
-from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages
-from treepack.rl.advantages.flat import EPSILON, grpo, rloo
+from treepack.rl.advantages.estimate import estimate_advantages
+from treepack.rl.advantages.flat import grpo, rloo
 from treepack.rl.advantages.tree import tree_grpo_segments, treerl, treerpo
 from treepack.rl.leaf_weights import LeafWeights, leaf_weights
 from treepack.rl.segments import SegmentTree

@@ -191,7 +191,7 @@ def test_an_answer_of_another_form_is_one_sentence(api: str, change: Change) -> 
 )
 def test_an_answer_that_is_no_json_has_its_own_remedy(body: bytes) -> None:
     text = refusal(lambda answer: body)
-    assert ": the answer is no JSON, in which NaN and Infinity are not allowed either (" in text
+    assert ": the answer is not JSON, in which NaN and Infinity are not allowed either (" in text
     assert text.endswith("; check the server's log, and a proxy before it")
 
 

@@ -313,7 +313,7 @@ def test_an_address_is_refused() -> None:
 
 
 def test_two_queries_with_one_key_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TreepackError, match="a query: has the key q0 of another query; give it its own"):
+    with pytest.raises(TreepackError, match="a query: has the key q0, which an earlier query has too; give it its own"):
         sample(tmp_path / "rollouts.jsonl", [QUERIES[0], Query("q0", "q0", np.array([2], np.int32))])
 
 

@@ -167,7 +167,7 @@ def test_an_unreachable_server_is_one_sentence_with_its_address() -> None:
 
 
 def test_an_address_without_a_server_in_it_is_refused() -> None:
-    with pytest.raises(TreepackError, match=r"^htp://x: is no address of a server"):
+    with pytest.raises(TreepackError, match=r"^htp://x: is not the address of a server"):
         asyncio.run(connect("htp://x", SAMPLING))
 
 

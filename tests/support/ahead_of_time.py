@@ -106,8 +106,8 @@ def source(which: str, table: str, dtype: str, dims: tuple[int, int]) -> tuple[A
 def launches(table: str, dtype: str, dims: tuple[int, int]) -> dict[str, Any]:
     """Return the `Launch` of each pass over one row of one key head."""
     from treepack.attention.build_schedule import build_schedule
-    from treepack.attention.kernel_launch import Incoming, Inputs
-    from treepack.attention.reach import Reach, first_visible
+    from treepack.attention.kernel_launch import AttentionInputs, BackwardInputs
+    from treepack.attention.reach import KeyReach, first_visible
 
     width, width_v = dims
     query, dq = (torch.empty(1, GROUP, LENGTH, width, dtype=DTYPES[dtype]) for _ in range(2))
@@ -117,10 +117,10 @@ def launches(table: str, dtype: str, dims: tuple[int, int]) -> dict[str, Any]:
     lse, delta = torch.empty(2, 1, GROUP, LENGTH)
     end = torch.full((1, LENGTH), LENGTH)
     has_window = table.endswith("+window")
-    start = first_visible(end, Reach("window", 16)) if has_window else None
+    start = first_visible(end, KeyReach("window", 16)) if has_window else None
     sinks = torch.empty(GROUP) if has_window else None
-    inputs = Inputs(query, key, value, build_schedule(end, start), scale=1.0, sinks=sinks)
-    incoming = Incoming(grad, lse, delta)
+    inputs = AttentionInputs(query, key, value, build_schedule(end, start), scale=1.0, sinks=sinks)
+    incoming = BackwardInputs(grad, lse, delta)
     if table.startswith("hopper"):
         from treepack.attention.hopper import launch as hopper
 

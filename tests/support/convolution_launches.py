@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from support.attention_trees import star
-from treepack.attention.kernel_launch import Launch
+from treepack.attention.kernel_launch import KernelLaunch
 from treepack.recurrent.convolution import build_taps
 from treepack.recurrent.kernels.convolution import (
     ConvolutionGradients,
@@ -18,7 +18,7 @@ from treepack.recurrent.kernels.convolution import (
 )
 
 
-def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, Launch]:
+def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, KernelLaunch]:
     """Return the launches of a convolution with silu and bias over a prompt and two answers."""
     taps = build_taps(star(8, 2, 8), keys)
     count = taps.ancestors.shape[1]

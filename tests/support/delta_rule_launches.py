@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from support.attention_trees import chain
-from treepack.attention.kernel_launch import Launch
+from treepack.attention.kernel_launch import KernelLaunch
 from treepack.recurrent.chunks import build_chunks
 from treepack.recurrent.kernels.delta_rule import (
     FLOAT32,
@@ -21,12 +21,12 @@ from treepack.recurrent.kernels.delta_rule import (
 HEADS, GROUP = 4, 2
 
 
-def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, Launch]:
+def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, KernelLaunch]:
     """Return the launches of one layer on Hopper."""
     return build(dtype, keys, values, FLOAT32 if dtype == torch.float32 else HOPPER)
 
 
-def build(dtype: torch.dtype, keys: int, values: int, configs: DeltaRuleConfigs) -> dict[str, Launch]:
+def build(dtype: torch.dtype, keys: int, values: int, configs: DeltaRuleConfigs) -> dict[str, KernelLaunch]:
     """Return the launches in the shapes `configs`."""
     chunks = build_chunks(chain(70))
     count = len(chunks.end)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treepack.attention.interface import AttentionKind
-from treepack.attention.reach import Reach
+from treepack.attention.reach import KeyReach
 
 # Windows and chunks of the tiny configurations, in tokens: shorter than the paths of the test.
 SIZE = 4
@@ -52,7 +52,7 @@ def full(width: int, value: int | None = None, **options: Any) -> AttentionKind:
 
 def window(width: int, value: int | None = None, **options: Any) -> AttentionKind:
     """Layers with a window; its size makes no difference to the kernels, so it is that of the tiny configurations."""
-    return full(width, value, reach=Reach("window", SIZE), **options)
+    return full(width, value, reach=KeyReach("window", SIZE), **options)
 
 
 _WINDOW = {"sliding_window": SIZE}
@@ -90,7 +90,7 @@ ACCEPTED = (
         "Llama 4",
         "meta-llama/Llama-4-Scout-17B-16E",
         "llama4_text",
-        (full(128), full(128, reach=Reach("chunk", SIZE))),
+        (full(128), full(128, reach=KeyReach("chunk", SIZE))),
         _CHUNKS,
     ),
     Family("Mistral 7B v0.1", "mistralai/Mistral-7B-v0.1", "mistral", (window(128),), _WINDOW),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from treepack.attention.kernel_launch import Launch
+from treepack.attention.kernel_launch import KernelLaunch
 from treepack.recurrent.chunks import build_chunks
 from treepack.recurrent.kernels.outputs import (
     FLOAT32,
@@ -19,12 +19,12 @@ from treepack.recurrent.kernels.outputs import (
 TOKENS, KEY_HEADS, HEADS = 128, 2, 4
 
 
-def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, Launch]:
+def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, KernelLaunch]:
     """Return the launches of all kernels."""
     return build(dtype, keys, values, FLOAT32 if dtype == torch.float32 else HOPPER)
 
 
-def build(dtype: torch.dtype, keys: int, values: int, configs: OutputConfigs) -> dict[str, Launch]:
+def build(dtype: torch.dtype, keys: int, values: int, configs: OutputConfigs) -> dict[str, KernelLaunch]:
     """Return the launches of all kernels in the shapes `configs`; that of `products` with and without delta rule."""
     chunks = build_chunks(torch.full((1, TOKENS), TOKENS))
     key = torch.empty(TOKENS, KEY_HEADS, keys, dtype=dtype)

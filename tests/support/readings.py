@@ -57,7 +57,7 @@ def read_whole(name: str, *values: dict[str, Any], path: str = "r.jsonl", **opti
 def refusal_as(name: str, *values: dict[str, Any], **options: Any) -> str:
     """The error of the format `name` about the first of `values`, without the place of the record."""
     with pytest.raises(TreepackError) as caught:
-        read_whole(name, *values, **options)
+        read_as(name, *values, **options)
     where, _, message = str(caught.value).partition(": ")
     assert where == "r.jsonl:1"
     return message
@@ -69,9 +69,10 @@ def trajectories(items: Iterable[Trajectory | Skipped]) -> list[Trajectory]:
 
 
 def only(items: Iterable[Trajectory | Skipped]) -> Trajectory:
-    """The only trajectory among `items`."""
-    (trajectory,) = trajectories(items)
-    return trajectory
+    """The only one of `items`, a trajectory."""
+    (item,) = items
+    assert isinstance(item, Trajectory)
+    return item
 
 
 def chats(items: Iterable[Trajectory | Skipped]) -> list[tuple[Trajectory, Chat]]:
@@ -93,9 +94,9 @@ def tokens_of(item: Trajectory | Skipped) -> Tokens:
 
 
 def only_chat(items: Iterable[Trajectory | Skipped]) -> tuple[Trajectory, Chat]:
-    """The only trajectory among `items`, and its conversation."""
-    trajectory = only(items)
-    return trajectory, chat_of(trajectory)
+    """The only trajectory among `items`, beside skipped ones, and its conversation."""
+    (pair,) = chats(trajectories(items))
+    return pair
 
 
 def reasons(items: Iterable[Trajectory | Skipped]) -> list[str]:

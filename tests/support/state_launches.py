@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from support.attention_trees import ends_of
-from treepack.attention.kernel_launch import Launch
+from treepack.attention.kernel_launch import KernelLaunch
 from treepack.recurrent.chunks import build_chunks
 from treepack.recurrent.kernels import decays, states
 from treepack.recurrent.kernels.state_shapes import state_configs
@@ -13,7 +13,7 @@ from treepack.recurrent.kernels.state_shapes import state_configs
 HEADS, GROUP = 4, 2
 
 
-def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, Launch]:
+def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, KernelLaunch]:
     """Return the launches of one layer with the delta rule, and of the forward and the backward of one without."""
     chunks = build_chunks(ends_of((70, -1), (3, 0), (5, 0)), order="levels")
     count, stage = len(chunks.end), chunks.stages[1]

@@ -32,7 +32,7 @@ TIMES = ("seconds", "wait_seconds", "tokens_per_second", "tokens_flat_per_second
 
 
 def rollouts(seed: int = 0, count: int = 9) -> list[Trajectory]:
-    """Return trajectories of 19 tokens in groups of three, with what every objective needs."""
+    """Return trajectories of 19 tokens in groups of three, with the columns of every objective."""
     generator = np.random.default_rng(seed)
     return [
         make(

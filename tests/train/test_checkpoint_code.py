@@ -146,7 +146,7 @@ def test_a_hostile_checkpoint_runs_nothing_when_its_run_is_resumed(
 def test_a_weight_that_is_no_tensor_is_refused(folder: Path) -> None:
     step = folder / "run" / "checkpoints" / STEP
     code_in("model.model.norm.weight")(step, folder / "flag")
-    with pytest.raises(TreepackError, match=r"model\.norm\.weight is no tensor in the checkpoint"):
+    with pytest.raises(TreepackError, match=r"model\.norm\.weight is not a tensor in the checkpoint"):
         run_on(folder, folder / "new", init_from=step)
     assert not (folder / "flag").exists()
 
@@ -199,7 +199,7 @@ def test_a_table_of_contents_of_another_kind_is_one_sentence(folder: Path, conte
     step = folder / "run" / "checkpoints" / STEP
     (step / ".metadata").write_bytes(content)
     seal(step)
-    with pytest.raises(TreepackError, match=r"\.metadata: is no table of contents of a checkpoint; take another"):
+    with pytest.raises(TreepackError, match=r"\.metadata: is not a table of contents of a checkpoint; take another"):
         run_on(folder, folder / "run")
 
 
@@ -209,5 +209,5 @@ def test_data_outside_of_the_checkpoint_is_not_read(folder: Path) -> None:
     next(iter(metadata.storage_data.values())).relative_path = "../step-00000001/__0_0.distcp"
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
     seal(step)
-    with pytest.raises(TreepackError, match=r"\.metadata: is no table of contents"):
+    with pytest.raises(TreepackError, match=r"\.metadata: is not a table of contents"):
         run_on(folder, folder / "run")

@@ -25,7 +25,8 @@ from treepack.files.manifest import Provenance
 from treepack.model.head.value_head import add_value_head, value_head_of, write_value_head
 from treepack.model.loaded import LoadedModel
 from treepack.pack.plan.planning import plan_rows
-from treepack.train.critic import Critic, CriticOptions, critic_values, write_values
+from treepack.train.critic import Critic, critic_values, write_values
+from treepack.train.scoring_options import CriticOptions
 from treepack.trajectory import Float64
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.nodes import paths
@@ -46,7 +47,7 @@ def trie_of(sequences: list[list[int]]) -> Trie:
 
 
 def values_alone(trie: Trie) -> Float64:
-    """The value after each tree token, from the plain model run on each trajectory by itself."""
+    """The value after each tree token, from the plain model run on each trajectory alone."""
     values, head = np.full(trie.tokens_tree, np.nan), value_head_of(plain("qwen3"))
     assert head is not None
     for path in paths(trie.end_node, trie.node_start, trie.depth):
@@ -135,7 +136,7 @@ def test_a_model_without_a_head_and_options_that_exclude_each_other_are_refused(
     assert done.err.splitlines()[-1].endswith("with carry each tree is one row; give one of them")
     (model / "value_head.safetensors").unlink()
     done = treepack("critic", directory, "--model", model, "--device", "cpu", "--out", tmp_path / "a")
-    assert (done.status, "has no value_head.safetensors, so it is no critic" in done.err) == (1, True)
+    assert (done.status, "has no value_head.safetensors, so it is not a critic" in done.err) == (1, True)
 
 
 def test_recorded_experts_are_replayed_and_a_model_without_routers_refuses_them() -> None:

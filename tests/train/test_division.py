@@ -22,10 +22,11 @@ from treepack.data.epochs import block_of_rows
 from treepack.data.mixture import open_packed
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest, write_manifest
-from treepack.train.division import Division, choose_blocks, divide_rows, recorded_blocks
+from treepack.train.division import Division, choose_blocks, divide_rows
 from treepack.train.options import TrainOptions
 from treepack.train.passes import deal
 from treepack.train.ranks import Ranks, num_machines
+from treepack.train.saving.choices import with_recorded
 from treepack.train.schedule import plan_steps
 
 OPTIONS = TrainOptions(rows_per_step=4, epochs=2)
@@ -60,7 +61,7 @@ def test_a_machine_computes_rows_of_its_blocks_in_as_many_micro_batches_as_witho
             for rank, share in enumerate(shares):
                 own = [row for each in share for row in each]
                 seen += own
-                # The machine reads no row of another block.
+                # The machine reads no row of a different block.
                 assert set(own) <= set(division.rows_of(rank // local).tolist())
     assert sorted(seen) == rows.tolist()
 
@@ -190,10 +191,10 @@ def test_a_resumed_run_keeps_its_blocks(treepack: Run, tmp_path: Path, packed: P
     config, out = tiny_config(tmp_path / "tiny.json"), tmp_path / "out"
     arguments = ["train", str(packed), "--model", str(config), "--rows-per-step", "4", "--min-lr-ratio", "1"]
     arguments += ["--lr", "0.01", "--device", "cpu", "--quiet"]
-    assert recorded_blocks(out, Ranks()) is None
+    assert with_recorded(OPTIONS, out, Ranks()).blocks is None
     done = treepack(*arguments, "--blocks", "3", "--steps", "2", "--out", str(out))
     assert done.status == 0, done.err
-    assert recorded_blocks(out, Ranks()) == 3
+    assert with_recorded(OPTIONS, out, Ranks()).blocks == 3
     assert json.loads((out / "run.json").read_text())["options"]["blocks"] == 3
     done = treepack(*arguments, "--resume", "--blocks", "2", "--steps", "4", "--out", str(out))
     assert done.status == 1

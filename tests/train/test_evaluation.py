@@ -16,7 +16,7 @@ from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.model.objectives.objective import choose_objective
-from treepack.train.evaluation import Score, evaluate
+from treepack.train.evaluation import HeldOutScore, evaluate
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun
@@ -27,7 +27,7 @@ OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, steps=6, eval_eve
 
 
 def rollouts(seed: int, count: int) -> list[Trajectory]:
-    """Return trajectories of 19 tokens in groups of three, with what every objective needs."""
+    """Return trajectories of 19 tokens in groups of three, with the columns of every objective."""
     generator = np.random.default_rng(seed)
     return [
         make(
@@ -90,14 +90,14 @@ def test_an_evaluation_changes_neither_the_weights_nor_the_other_metrics(folder:
 
 
 def test_patience_counts_evaluations_without_a_lower_loss() -> None:
-    score = Score()
+    score = HeldOutScore()
     for step, loss in ((2, 1.0), (4, 0.5), (6, 0.5), (8, math.nan)):
         assert not score.is_over(2)
         score = score.after(step, loss)
     assert (score.best_loss, score.best_step, score.stale) == (0.5, 4, 2)
     assert score.is_over(2)
     assert not score.is_over(0)
-    assert Score(**json.loads(json.dumps(score.as_record()))) == score
+    assert HeldOutScore(**json.loads(json.dumps(score.as_record()))) == score
 
 
 def test_a_run_without_improvement_ends_early_with_its_best_model(folder: Path) -> None:

@@ -20,7 +20,7 @@ from treepack import TreepackError
 from treepack.model.load import build_empty, build_model, load_model, read_config
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import find_plan, read_part
-from treepack.model.weights.traced import Traced
+from treepack.model.weights.traced import TracedTensor
 from treepack.model.weights.writing import save_settings, saved_weights
 
 # One tensor per expert; all experts in one tensor; the same with other names; dense; dense without a prefix.
@@ -50,7 +50,7 @@ def contents(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def plan_of(source: Path) -> tuple[Any, dict[str, Traced], dict[str, Path]]:
+def plan_of(source: Path) -> tuple[Any, dict[str, TracedTensor], dict[str, Path]]:
     config, _ = read_config(source)
     files = weight_files(source)
     assert files is not None
@@ -65,7 +65,7 @@ def test_parts_of_three_ranks_are_the_tensors_that_transformers_loads(kind: str,
     source = make(tmp_path, kind)
     _, plan, files = plan_of(source)
     expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
-    assert (kind in MERGED) == any(len(traced.pieces or ()) > 1 for traced in plan.values())
+    assert (kind in MERGED) == any(len(traced.boxes or ()) > 1 for traced in plan.values())
     for name, traced in plan.items():
         length = -(-len(traced) // 3)
         parts = []

@@ -1,4 +1,4 @@
-"""A run that starts with the weights of another run's checkpoint or model."""
+"""A run that starts with the weights of a checkpoint or model of a different run."""
 
 from __future__ import annotations
 

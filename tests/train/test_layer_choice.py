@@ -20,19 +20,13 @@ from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import MemoryMeter
-from treepack.model.layer_memory import (
-    LayerBytes,
-    fewest_recomputed,
-    first_tokens,
-    host_pages,
-    measure_layers,
-)
 from treepack.model.layers import adapted_layers
-from treepack.train import layer_choice
-from treepack.train.layer_choice import check_host
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun
+from treepack.train.setup import layer_choice
+from treepack.train.setup.layer_choice import check_host
+from treepack.train.setup.layer_memory import LayerBytes, fewest_recomputed, first_tokens, host_pages, measure_layers
 from treepack.train.setup.opening import open_run
 
 LAYERS = 3

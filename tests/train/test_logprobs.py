@@ -19,7 +19,8 @@ from support.written_rollouts import write_rollouts
 from treepack.errors import TreepackError
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
-from treepack.train.logprobs import ScoreOptions, open_scoring, scored_rows, term_scores
+from treepack.train.logprobs import open_scoring, scored_rows, term_scores
+from treepack.train.scoring_options import ScoreOptions
 
 # The row of each of the ten rollouts: all in one row, two rows, and a row each.
 PACKINGS = [[0] * 10, [i % 2 for i in range(10)], list(range(10))]

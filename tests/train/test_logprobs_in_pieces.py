@@ -18,7 +18,8 @@ from support.packed_objectives import as_trajectories, packed_model, plain, roll
 from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.errors import TreepackError
 from treepack.pack.files import read_rows
-from treepack.train.logprobs import AUTO_PIECE, ScoreOptions, term_scores
+from treepack.train.logprobs import term_scores
+from treepack.train.scoring_options import AUTO_PIECE, ScoreOptions
 
 ONE, TWO = [0] * 10, [i % 2 for i in range(10)]  # the row of each of the ten rollouts
 

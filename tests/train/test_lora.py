@@ -1,4 +1,4 @@
-"""Training of LoRA adapters: what is written, resumed and merged; over several ranks; `--verify` and `logprobs`."""
+"""Training of LoRA adapters: written, resumed and merged; over several ranks; `--verify` and `logprobs`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.oracle_model import packed_directory, tiny_config, tiny_model
 from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack import TreepackError
-from treepack.model.adapters.adapter import LoraOptions
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.load import load_model
 from treepack.research.predictor.model import start_values
 from treepack.train.loop import train

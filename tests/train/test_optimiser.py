@@ -1,4 +1,4 @@
-"""AdamW of a run is one kernel for all parameters, and its updates are those of the formula."""
+"""AdamW of a run is one kernel for all parameters, and its updates follow the formula."""
 
 from __future__ import annotations
 

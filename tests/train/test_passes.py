@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.passes import rows_alone
+from treepack.errors import TreepackError
+from treepack.train.options import check_tokens
 from treepack.train.passes import Joining, Pass, deal, plan_passes
 
 
@@ -75,3 +79,9 @@ def test_many_rows_are_planned_in_moderate_time(size: int) -> None:
     passes = plan_passes(range(5000), tokens.astype(float), joining, ranks=size)
     check_passes(passes, [*range(5000)], joining)
     assert len(passes) <= 1.02 * tokens.sum() / 32_768 + size
+
+
+@pytest.mark.parametrize("value", [0, -1, "many", 1.5])
+def test_another_number_of_tokens_is_refused(value: Any) -> None:
+    with pytest.raises(TreepackError, match=r"^pass_tokens is .*; expected a number of tokens of at least 1, or auto$"):
+        check_tokens(None, value)

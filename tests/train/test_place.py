@@ -1,4 +1,4 @@
-"""The place of a run in a store: one owner, uploads of what has changed, and files that could not be uploaded stay."""
+"""The place of a run in a store: one owner, uploads of changed files, and files that could not be uploaded stay."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def labels(panel: Spec) -> list[str]:
 def test_a_run_has_four_panels_over_the_same_steps_and_each_other_mean_one_more(tmp_path: Path) -> None:
     plain = panels(curves_spec(write_log(tmp_path / "a", *(record(step) for step in (1, 2, 3)))))
     assert list(plain) == BASE
-    # A column without a finite number, and one that is no number, have no panel.
+    # A column without a finite number, and one that is not a number, have no panel.
     more = {"old_kl": 0.1, "truncated": 0.2, "mean_turns": 4, "always_nan": math.nan, "note": "x"}
     rich = panels(curves_spec(write_log(tmp_path / "b", *(record(step, **more) for step in (1, 2, 3)))))
     assert list(rich) == [*BASE, "KL from the old policy", "Truncated", "Mean turns"]

@@ -31,7 +31,8 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import verify_gradients
 from treepack.model.verify.verify_subset import RowPart, restrict_row
 from treepack.pack.files import read_rows
-from treepack.train.logprobs import ScoreOptions, open_scoring, scored_rows
+from treepack.train.logprobs import open_scoring, scored_rows
+from treepack.train.scoring_options import ScoreOptions
 from treepack.train.setup.opening import open_run
 from treepack.trajectory import Routes, Tokens, Trajectory
 

@@ -34,7 +34,7 @@ def at(temperature: float) -> Record:
 
 
 def nucleus(mass: float) -> Record:
-    """Log-probabilities after top-p: those of the most probable tokens that have `mass` together, renormalised."""
+    """Log-probabilities after top-p: of the most probable tokens that have `mass` together, renormalised."""
 
     def record(logits: Tensor) -> Tensor:
         probabilities, order = logits.softmax(-1).sort(-1, descending=True)
@@ -46,7 +46,7 @@ def nucleus(mass: float) -> Record:
 
 @functools.cache
 def peaked() -> Any:
-    """A model as peaked as a trained one, with an entropy of about 1 nat: logits 16 times those of `tiny_model`."""
+    """A model as peaked as a trained one, with an entropy of about 1 nat: 16 times the logits of `tiny_model`."""
     model = tiny_model("qwen3", dtype=torch.float32).eval()
     model.lm_head.weight.data *= 16
     return model
@@ -111,7 +111,7 @@ def test_the_right_temperature_has_no_remark(tmp_path: Path, model: Path, temper
         assert found is not None
         assert found.num_terms == 8 * (LENGTH - 1)
         assert found.gap < 1e-5
-        # The rounding of a sampler in low precision is no reason for a remark either.
+        # The rounding of a sampler in low precision does not cause a remark either.
     noise = np.random.default_rng(0).normal(0, 0.02, recorded.shape)
     noisy = packed_rollouts(tmp_path / "noisy", tokens, recorded + noise, temperature=temperature)
     assert compare_sampling(opened(noisy, model)) is None
@@ -137,7 +137,7 @@ def test_values_recorded_before_the_temperature_are_named(tmp_path: Path, model:
 def test_wrong_temperatures_of_the_data_are_named(tmp_path: Path, model: Path) -> None:
     tokens, recorded = sample(at(0.7), at(0.7))
     found = sentence(opened(packed_rollouts(tmp_path / "packed", tokens, recorded, temperature=1.5), model))
-    assert "at the temperature 0.7: the temperatures of the data are not those of the sampler" in found
+    assert "at the temperature 0.7: the temperatures of the data are not the sampler's" in found
 
 
 def test_truncated_distributions_are_named(tmp_path: Path, model: Path) -> None:
@@ -160,7 +160,7 @@ def test_another_policy_is_named(tmp_path: Path, model: Path) -> None:
     tokens, recorded = sample(at(1.0), at(1.0))
     other = np.random.default_rng(0).permutation(VOCABULARY)[tokens]  # as if another tokenizer had made the ids
     found = sentence(opened(packed_rollouts(tmp_path / "packed", other, recorded), model))
-    assert "they are of another policy, or the tokenizer or chat template" in found
+    assert "they come from a different policy, or the tokenizer or chat template" in found
 
 
 def test_a_policy_some_updates_ahead_has_no_remark(tmp_path: Path, model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Trackers get the finite numbers of every step; one that fails is left out, and training goes on."""
+"""Trackers get the finite numbers of every step; one that fails is left out, and training continues."""
 
 from __future__ import annotations
 

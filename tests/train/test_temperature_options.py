@@ -18,7 +18,8 @@ from support.oracle_objectives import own_logprobs
 from support.packed_objectives import as_trajectories, packed_model, plain, rollouts
 from treepack.errors import TreepackError
 from treepack.pack.files import read_rows
-from treepack.train.logprobs import ScoreOptions, term_scores
+from treepack.train.logprobs import term_scores
+from treepack.train.scoring_options import ScoreOptions
 
 T = float(np.float32(0.7))
 ROWS = [i % 2 for i in range(10)]  # the two groups in a row each
@@ -89,7 +90,7 @@ def test_columns_fit_the_loss_or_are_refused(treepack: Command, tmp_path: Path) 
     assert run("train", tmp_path / "old", "--loss", "grpo", "--out", tmp_path / "grpo")[0] == 0
     (line,) = (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["ratio"] == pytest.approx(1, abs=1e-6)
-    # The same temperature as an option is no contradiction, another one is.
+    # The same temperature as an option does not contradict the data, another one is.
     assert run("train", packed, "--loss", "grpo", "--temperature", 0.7, "--out", tmp_path / "same")[0] == 0
     status, error = run("train", packed, "--loss", "grpo", "--temperature", 1, "--out", tmp_path / "other")
     assert (status, "temperature is 1, but the data has 0.7" in error) == (1, True)
@@ -129,5 +130,5 @@ def test_without_temperatures_nothing_about_them_is_recorded(treepack: Command, 
     done = treepack("train", *common, "--temperature", 0.7, "--out", tmp_path / "sft")
     assert (done.status, last_line(done.err)) == (
         1,
-        "treepack: temperature is no option of the loss sft; it has no options",
+        "treepack: temperature is not an option of the loss sft; it has no options",
     )

@@ -80,7 +80,7 @@ def test_held_out_rows_are_in_the_line_of_their_step_and_in_the_summary(
     ("options", "complaint"),
     [
         (["--patience", "3"], "--patience counts evaluations; give held-out rows with --eval"),
-        (["--mix", "0.5,half"], "'0.5,half' is no list of numbers such as 0.7,0.3"),
+        (["--mix", "0.5,half"], "'0.5,half' is not a list of numbers such as 0.7,0.3"),
     ],
 )
 def test_options_of_mixtures_and_evaluations_that_mean_nothing_are_wrong_usage(

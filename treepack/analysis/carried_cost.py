@@ -1,7 +1,7 @@
 """Trunk tokens and operations of rows that run in pieces, as `train --carry N` runs them.
 
     Trie | plan | packed rows, sizes of pieces --trie_trunks, plan_trunks, TrunkCounter--> TrunkTokens of each size
-    ModelShape, FlopCount --executed_in_rows, executed_in_pieces--> operations, including those that run twice
+    ModelShape, FlopCount --executed_in_rows, executed_in_pieces--> operations; recomputed ones count again
 
 A token is trunk if more than N tokens, itself included, are in its subtree: `subtree_end[i] - i > N`. Keys and values
 of the trunk of one path are carried from piece to piece. A trunk token runs forward twice, every other token once.
@@ -70,7 +70,7 @@ def plan_trunks(trie: Trie, row_of: Int64, pieces: Sequence[int]) -> tuple[Trunk
     order = np.argsort(row_of, kind="stable")
     shared = shared_in_rows(shared_in_order(trie), row_of, order)
     # The trajectories of a row in the order of the trie are a trie of their own, and the first one shares nothing with
-    # the row before: lengths [4, 5, 3] of one row and [4] of another, shared [0, 4, 2] and [0] -> two trees.
+    # the row before: lengths [4, 5, 3] of one row and [4] of the next, shared [0, 4, 2] and [0] -> two trees.
     forest = forest_of(array("q", shared.tobytes()), array("q", trie.lengths[order].tobytes()))
     return trie_trunks(forest, pieces)
 

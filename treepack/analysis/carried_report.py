@@ -79,8 +79,8 @@ def sizes_of_pieces(carry: int | None) -> tuple[int, ...]:
 def rows_of_plans(
     trie: Trie, planned: Sequence[PlannedCapacity], lines: Sequence[ForecastLine], pieces: Sequence[int]
 ) -> list[RowsToCarry]:
-    """Return the rows of whole trees, and of each plan; `lines` are those of `capacities.forecast_lines`."""
-    # The first lines are those of the samples of `trie`: without a capacity, and then one for each plan.
+    """Return the rows of whole trees, and of each plan; `lines` are from `capacities.forecast_lines`."""
+    # The first lines belong to the samples of `trie`: without a capacity, and then one for each plan.
     whole, *others = lines[: 1 + len(planned)]
     starts = trie.node_start[:-1][trie.parent < 0]
     largest = int(np.diff(np.append(starts, trie.tokens_tree)).max())

@@ -24,7 +24,7 @@ FIRST_DEPTH = 256
 
 
 def describe_trie(trie: Trie, *, kind: str = "trie") -> Report:
-    """Return the totals and distributions of a trie; `kind` names what was read."""
+    """Return the totals and distributions of a trie; `kind` names the kind of input."""
     # Children of each node: parent [-1, 0, 0, 2] -> [2, 0, 1, 0].
     num_children = np.bincount(trie.parent[trie.parent >= 0], minlength=trie.num_nodes)
     groups = trie.trajectories.select(["step", "group_id"]).group_by(["step", "group_id"])

@@ -170,7 +170,7 @@ def whole_work(trie: Trie, trained: TrainedTokens) -> FlopCount:
     They train every trained token on their path.
     """
     new = trained.in_nodes()
-    # Nodes up to each one, without those whose subtree ended before it, are its path. New tokens [3, 1, 2] of a root
+    # Nodes up to each one, without nodes whose subtree ended before it, are its path. New tokens [3, 1, 2] of a root
     # and its children: [3, 4, 6] up to each; node 1 ends before node 2 -> [3, 4, 5].
     ended = np.bincount(trie.node_end, weights=new, minlength=trie.num_nodes + 1).astype(np.int64)
     on_path = np.cumsum(new) - np.cumsum(ended)[:-1]

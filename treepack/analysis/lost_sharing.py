@@ -8,7 +8,7 @@ tokens sum up to N_tree. The order is by group, rollout and call, so the traject
 comes before it:
 
     first call of the group's first rollout    adds all its tokens
-    first call of another rollout              should share its prompt with that first rollout
+    first call of a later rollout              should share its prompt with that first rollout
     later call of a rollout                    should begin with the prompt and the answer of the call before it
 
     group's first     P P P P a a a
@@ -329,7 +329,7 @@ def _differences(trie: Trie, tokens: AddedTokens, partings: list[int], decode: D
     whole: list[bool] = []
     for i in partings:
         other, at = int(tokens.expected[i]), int(tokens.common[i])
-        # Two windows a parting: the other trajectory up to where it should be shared, and the prompt of this one.
+        # Two windows a parting: the other trajectory up to the end of the shared part, and the prompt of this one.
         for which, limit in ((other, (end if tokens.is_call[i] else begin)[other]), (i, begin[i])):
             stop = min(int(limit), at + WINDOW)
             windows.append(path_tokens(trie, int(trie.end_node[which]), max(0, at - CONTEXT), stop))

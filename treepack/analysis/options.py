@@ -14,47 +14,34 @@ from treepack.pack.options import PackOptions
 
 @dataclass(frozen=True, slots=True)
 class StatsOptions:
-    """Options of `treepack stats`.
+    """Options of `treepack stats`."""
 
-    Attributes:
-        build: how raw rollouts are read.
-        capacities: capacities to plan rows and forecast for; empty for a quick forecast at usual ones.
-        pack: method, effort and time limit of the plans for `capacities`; its other fields are not used.
-        model: model of the forecast: a preset or a config.json.
-        device: device of the forecast: a name or a rate in TFLOP/s.
-        carry: tokens of a piece of the forecast for `train --carry`; None for the largest power of two that fits.
-        check: verify hashes, every invariant, and that rows contain all of their trie.
-        trie: trie to check a packed directory against; None for the one it was packed from.
-    """
-
-    build: BuildOptions = field(default_factory=BuildOptions)
+    build: BuildOptions = field(default_factory=BuildOptions)  # how raw rollouts are read
+    # Capacities to plan rows and forecast for; empty for a quick forecast at usual ones.
     capacities: tuple[int, ...] = ()
+    # Method, effort and time limit of the plans for `capacities`; its other fields are not used.
     pack: PackOptions = field(default_factory=lambda: PackOptions(effort="low"))
-    model: str = "qwen3-8b"
-    device: str = "h200"
+    model: str = "qwen3-8b"  # model of the forecast: a preset or a config.json
+    device: str = "h200"  # device of the forecast: a name or a rate in TFLOP/s
+    # Tokens of a piece of the forecast for `train --carry`; None for the largest power of two that fits.
     carry: int | None = None
-    check: bool = False
-    trie: AnyPath | None = None
+    check: bool = False  # verify hashes, every invariant, and that rows contain all of their trie
+    trie: AnyPath | None = None  # trie to check a packed directory against; None for the one it was packed from
 
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """Options of `treepack report`.
+    """Options of `treepack report`."""
 
-    Attributes:
-        build: how raw rollouts are read; its tokenizer also decodes token ids.
-        capacities: capacities at which ERR is compared with POR; empty for powers of two that every rollout fits.
-        pack: method, effort and time limit of the plans; its other fields are not used.
-        model: model of the forecast: a preset or a config.json.
-        trie: trie of a packed directory; None for the one it was packed from, or else one rebuilt from its rows.
-        text: put the text of the rollouts into the page.
-        text_limit: maximum number of tokens shown as text; every node shows the same number of its first tokens.
-    """
-
+    # How raw rollouts are read; its tokenizer also decodes token ids.
     build: BuildOptions = field(default_factory=BuildOptions)
+    # Capacities at which ERR is compared with POR; empty for powers of two that every rollout fits.
     capacities: tuple[int, ...] = ()
+    # Method, effort and time limit of the plans; its other fields are not used.
     pack: PackOptions = field(default_factory=lambda: PackOptions(effort="low"))
-    model: str = "qwen3-8b"
+    model: str = "qwen3-8b"  # model of the forecast: a preset or a config.json
+    # Trie of a packed directory; None for the one it was packed from, or else one rebuilt from its rows.
     trie: AnyPath | None = None
-    text: bool = True
+    text: bool = True  # put the text of the rollouts into the page
+    # Maximum number of tokens shown as text; every node shows the same number of its first tokens.
     text_limit: int = 8_000_000

@@ -39,7 +39,7 @@ def summary_of_manifest(manifest: Mapping[str, Any]) -> str:
 
 
 def summary_of_routes(routes: Mapping[str, Any]) -> str:
-    """Return the sentence for the entry `routes` of a trie's manifest: what was kept, and what conflicts cost."""
+    """Return the sentence for the entry `routes` of a trie's manifest: kept routes, and the cost of conflicts."""
     recorded, differing = quantity(routes["recorded"], "token"), quantity(routes["differing"], "token")
     added = routes["tokens_split"] - routes["tokens_shared"]
     text = (

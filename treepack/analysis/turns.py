@@ -94,49 +94,64 @@ def cut_to_turns(trie: Trie, turns: SortedTurns, *, only_sizes: bool = False) ->
         return trie
     kept = np.flatnonzero(last)
     last = last[kept]
-    (node, stop), place = _segments(trie, nodes_at(trie, trie.end_node[kept], last), last)
-    # Segments are pieces of old nodes: node [0, 0, 2], of depths 0 and 3, stop [2, 3, 5]
-    # -> first [1, 0, 1], start [0, 2, 3]
-    first = np.diff(node, prepend=-1) > 0
-    start = np.where(first, trie.depth[node], np.concatenate([[0], stop[:-1]]))
-    begin = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int64)
-    source = trie.node_start[node] + start - trie.depth[node]  # of the first token of each segment, in the old tokens
-    latest = np.zeros(trie.num_nodes, np.int64)
-    latest[node] = np.arange(len(node))  # the last segment of each node is the parent of the node's children
-    up = trie.parent[node]
-    parent = np.where(first, np.where(up < 0, -1, latest[up]), np.arange(len(node)) - 1)
-    heads, merged = _merge_chains(parent, place)
-    parent = np.where(parent[heads] < 0, -1, merged[parent[heads]])
-    place = merged[place]
-    order = np.argsort(place, kind="stable")
+    segments, end_of = _segments(trie, nodes_at(trie, trie.end_node[kept], last), last)
+    parent = _parents(trie, segments)
+    heads, merged = _merge_chains(parent, end_of)
+    parent, end_of = np.where(parent[heads] < 0, -1, merged[parent[heads]]), merged[end_of]
+    order = np.argsort(end_of, kind="stable")
     # A segment is on the path of all that follow it in its old node and below. Old nodes [0, 0, 2] whose subtrees end
     # at node 3 -> the subtrees of the segments end at segment 3; with heads [0, 2] -> new nodes end at [2, 2].
-    node_end = np.searchsorted(heads, np.searchsorted(node, trie.node_end[node]))[heads]
+    node_end = np.searchsorted(heads, np.searchsorted(segments.node, trie.node_end[segments.node]))[heads]
     # Trajectories that end before each node: the difference between the end and the start of a subtree passes through.
-    ends = np.concatenate([[0], np.cumsum(np.bincount(place, minlength=len(heads)))])
-    passing = ends[node_end] - ends[:-1]
+    ends = np.concatenate([[0], np.cumsum(np.bincount(end_of, minlength=len(heads)))])
+    begin = np.concatenate([[0], np.cumsum(segments.stop - segments.start)]).astype(np.int64)
     tokens, storage = (np.broadcast_to(np.int32(0), int(begin[-1])), trie.storage)
     if not only_sizes:
-        tokens, storage = _gather_tokens(trie, source, begin)
+        tokens, storage = _gather_tokens(trie, segments, begin)
     return Trie(
         tokens=tokens,
         node_start=np.append(begin[heads], begin[-1]),
         node_end=node_end.astype(np.int32),
         parent=parent.astype(np.int32),
-        depth=start[heads],
-        num_passing=passing.astype(np.int32),
-        end_node=place[order].astype(np.int32),
-        trajectories=_cut_table(trie, kept[order], last[order], place[order], parent, only_sizes=only_sizes),
+        depth=segments.start[heads],
+        num_passing=(ends[node_end] - ends[:-1]).astype(np.int32),
+        end_node=end_of[order].astype(np.int32),
+        trajectories=_cut_table(trie, kept[order], last[order], end_of[order], parent, only_sizes=only_sizes),
         share=trie.share,
         storage=storage,
     )
 
 
-def _gather_tokens(trie: Trie, source: Int64, begin: Int64) -> tuple[Int32, ArrayStorage]:
-    """Return the tokens of segments whose first token is number `source` of `trie`, and the storage with their map.
+@dataclass(frozen=True, slots=True)
+class _NodeSegments:
+    """Segments of the old nodes, depth-first: tokens `start .. stop - 1` of the path to the end of the old `node`.
+
+    All are int64 [segments]. A node of 5 tokens with a cut after 3 of them has two segments.
+    """
+
+    node: Int64
+    start: Int64
+    stop: Int64
+
+
+def _parents(trie: Trie, segments: _NodeSegments) -> Int64:
+    """Return the segment above each segment, -1 for roots."""
+    # node [0, 0, 2]: segment 1 is below 0, in the same node, and segment 2 below the last one of its parent node.
+    num = len(segments.node)
+    last_of = np.zeros(trie.num_nodes, np.int64)
+    last_of[segments.node] = np.arange(num)
+    up = trie.parent[segments.node]
+    is_first = np.diff(segments.node, prepend=-1) > 0
+    return np.where(is_first, np.where(up < 0, -1, last_of[up]), np.arange(num) - 1)
+
+
+def _gather_tokens(trie: Trie, segments: _NodeSegments, begin: Int64) -> tuple[Int32, ArrayStorage]:
+    """Return the tokens of `segments`, and the storage with their map.
 
     `begin` int64 [segments + 1] are the offsets of the segments among the new tokens.
     """
+    # The first token of each segment among the old tokens.
+    source = trie.node_start[segments.node] + segments.start - trie.depth[segments.node]
     num_tokens = int(begin[-1])
     tokens = trie.storage.growing_array(np.int32, in_file=trie.storage.is_large(4 * num_tokens))
     for a, b in ranges(begin, RANGE_TOKENS):
@@ -148,14 +163,16 @@ def _gather_tokens(trie: Trie, source: Int64, begin: Int64) -> tuple[Int32, Arra
     return tokens.finish()
 
 
-def _merge_chains(parent: Int64, place: Int64) -> tuple[Int64, Int64]:
+def _merge_chains(parent: Int64, end_of: Int64) -> tuple[Int64, Int64]:
     """Merge each segment that has exactly one child and no trajectory end into that child.
+
+    `end_of` are the segments of the ends.
 
     Returns:
         The head segment of every merged node, and the merged node of every segment.
     """
     num_children = np.bincount(parent[parent >= 0], minlength=len(parent))
-    continues = (num_children == 1) & (np.bincount(place, minlength=len(parent)) == 0)
+    continues = (num_children == 1) & (np.bincount(end_of, minlength=len(parent)) == 0)
     # parent [-1, 0, 1, 1], ends at [2, 3] -> continues [1, 0, 0, 0] -> is_head [1, 0, 1, 1] -> merged [0, 0, 1, 2]
     is_head = (parent < 0) | ~continues[parent]
     return np.flatnonzero(is_head), np.cumsum(is_head) - 1
@@ -172,8 +189,11 @@ def nodes_at(trie: Trie, ends: Int32, last: Int64) -> Int64:
     return nodes
 
 
-def _segments(trie: Trie, at: Int64, last: Int64) -> tuple[tuple[Int64, Int64], Int64]:
-    """Return old node and last depth of every segment, depth-first, and the segment in which each trajectory ends."""
+def _segments(trie: Trie, at: Int64, last: Int64) -> tuple[_NodeSegments, Int64]:
+    """Return the segments of the cut trajectories, and the segment with which each trajectory ends.
+
+    Trajectory i ends after `last[i]` tokens, in the old node `at[i]`.
+    """
     # A node with children on cut paths is needed whole; the others are needed up to the cuts in them.
     # Cuts in the nodes before each: cuts in nodes [1, 1, 3] -> [0, 0, 2, 2, 3]. Node 0 with the subtree 0 .. 3 has
     # 3 - 0 cuts below it.
@@ -183,10 +203,13 @@ def _segments(trie: Trie, at: Int64, last: Int64) -> tuple[tuple[Int64, Int64], 
     # (node, depth) as one sorted key. radix 10, cuts at (0, 2) and (2, 5), whole node (0, 3) -> keys [2, 3, 25]
     ends = at * radix + last
     keys = np.unique(np.concatenate([ends, whole * radix + trie.path_length[whole]]))
-    return (keys // radix, keys % radix), np.searchsorted(keys, ends)
+    node, stop = keys // radix, keys % radix
+    # node [0, 0, 2] of depths 0 and 3, stop [2, 3, 5] -> start [0, 2, 3]
+    start = np.where(np.diff(node, prepend=-1) > 0, trie.depth[node], np.concatenate([[0], stop[:-1]]))
+    return _NodeSegments(node, start, stop), np.searchsorted(keys, ends)
 
 
-def _cut_table(trie: Trie, kept: Int64, last: Int64, place: Int64, parent: Int64, *, only_sizes: bool) -> pa.Table:
+def _cut_table(trie: Trie, kept: Int64, last: Int64, end_of: Int64, parent: Int64, *, only_sizes: bool) -> pa.Table:
     """Return the rows `kept` of the table of `trie`, their trained spans cut after `last` tokens."""
     per_token = ["advantages", *LOGPROBS]
     columns = schema.TRAJECTORIES
@@ -201,8 +224,8 @@ def _cut_table(trie: Trie, kept: Int64, last: Int64, place: Int64, parent: Int64
     offsets = np.concatenate([[0], np.cumsum(np.bincount(owner[inside], minlength=len(kept)))]).astype(np.int32)
     parts = [pa.array(values[inside]) for values in (spans.starts, spans.ends, spans.weights)]
     new = {
-        "tree_id": pa.array((np.cumsum(parent < 0) - 1)[place], pa.int32()),
-        "node_id": pa.array(place, pa.int32()),
+        "tree_id": pa.array((np.cumsum(parent < 0) - 1)[end_of], pa.int32()),
+        "node_id": pa.array(end_of, pa.int32()),
         "num_tokens": pa.array(last, pa.int32()),
         "trained": pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(parts, fields=list(schema.SPAN))),
     }

@@ -22,10 +22,10 @@ autograd       forward and backward kernels as one function that torch different
 Triton is imported when a kernel first runs, never before.
 """
 
-from treepack.attention.autograd import Kept
+from treepack.attention.autograd import KeptOutputs
 from treepack.attention.dispatch import (
     NAMES,
-    Schedules,
+    BatchSchedules,
     obstacle,
     prepare,
     resolve,
@@ -36,16 +36,16 @@ from treepack.attention.dispatch import (
 from treepack.attention.flex import build_block_mask, flex_attention
 from treepack.attention.generation import allow_generation
 from treepack.attention.interface import IMPLEMENTATIONS, register
-from treepack.attention.reach import Reach, first_visible
+from treepack.attention.reach import KeyReach, first_visible
 from treepack.attention.reference import reference_attention, visible_pairs
 from treepack.attention.tree_pass import TreePass
 
 __all__ = [
     "IMPLEMENTATIONS",
     "NAMES",
-    "Kept",
-    "Reach",
-    "Schedules",
+    "BatchSchedules",
+    "KeptOutputs",
+    "KeyReach",
     "TreePass",
     "allow_generation",
     "build_block_mask",

@@ -31,7 +31,7 @@ HOPPER_HEAD_DIMS = frozenset({(64, 64), (80, 80), (96, 96), (128, 128), (192, 12
 HOPPER_TRITON = ((3, 6), (3, 9))
 
 
-class Kept:
+class KeptOutputs:
     """Outputs of attention, kept from the forward pass so that recomputation under checkpointing skips the kernel.
 
     A checkpointed layer runs twice: in the forward pass, which stores its output and log-sum-exp here, and inside the
@@ -71,7 +71,7 @@ def _stay(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def is_recomputing() -> bool:
-    """Return whether this code runs inside a backward pass."""
+    """Return True if this code runs inside a backward pass."""
     # The backward pass of autograd has a graph task; outside of one the id is -1.
     return bool(torch._C._current_graph_task_id() >= 0)
 
@@ -86,7 +86,7 @@ def triton_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-    kept: tuple[Kept, Hashable] | None = None,
+    kept: tuple[KeptOutputs, Hashable] | None = None,
 ) -> Tensor:
     """Compute softmax attention over the visible pairs of a schedule's rows.
 
@@ -127,7 +127,7 @@ def triton_attention(
             f"attention: query has {query.shape[2]} tokens, and the schedule has {length - schedule.first}, from "
             f"token {schedule.first} on; pass the queries of these tokens"
         )
-    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+    out: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
         query, key, value, sinks, schedule, scale, softcap, kept
     )
     return out
@@ -139,7 +139,7 @@ def backend(query: Tensor, value: Tensor | None = None, *, capped: bool = False)
     Args:
         query: [B, H, T, D].
         value: [B, H_kv, T, D_v]; if None, D_v is D.
-        capped: whether the layer has a cap of scores, which only the portable kernels compute.
+        capped: True if the layer has a cap of scores, which only the portable kernels compute.
     """
     # Numbers, also while torch.compile traces a layer whose head dimension is a symbol there, which has no hash.
     head_dims = (int(query.shape[-1]), int((query if value is None else value).shape[-1]))
@@ -148,7 +148,7 @@ def backend(query: Tensor, value: Tensor | None = None, *, capped: bool = False)
 
 
 def runs_hopper(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> bool:
-    """Return whether the Hopper kernels take such tensors."""
+    """Return True if the Hopper kernels take such tensors."""
     known = head_dims in HOPPER_HEAD_DIMS
     suits = dtype in (torch.bfloat16, torch.float16) and known and device.type == "cuda"
     return suits and has_hopper(device)
@@ -156,7 +156,7 @@ def runs_hopper(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, 
 
 @functools.cache
 def has_hopper(device: torch.device) -> bool:
-    """Return whether the GPU is a Hopper and this release of Triton compiles its kernels."""
+    """Return True if the GPU is a Hopper and this release of Triton compiles its kernels."""
     import triton
 
     # "3.6.0" -> (3, 6)
@@ -217,7 +217,7 @@ def backward_kernels(
     return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype)
 
 
-class _Attention(torch.autograd.Function):
+class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -228,7 +228,7 @@ class _Attention(torch.autograd.Function):
         schedule: Schedule,
         scale: float,
         softcap: float | None,
-        kept: tuple[Kept, Hashable] | None,
+        kept: tuple[KeptOutputs, Hashable] | None,
     ) -> Tensor:
         query, key, value = (_with_dense_rows(x) for x in (query, key, value))
         result = kept[0].take(kept[1]) if kept is not None else None
@@ -253,7 +253,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _options(sinks: Tensor | None, softcap: float | None) -> dict[str, Any]:
-    """Return the arguments of the kernels for sinks, in float32, and for a cap; only those that the layer has."""
+    """Return the arguments of the kernels for sinks, in float32, and for a cap, if the layer has them."""
     options: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
     return options if sinks is None else options | {"sinks": sinks.detach().float().contiguous()}
 

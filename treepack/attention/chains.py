@@ -21,7 +21,7 @@ _MAX_LAUNCHES_PER_TILE = 4  # a program without work ends at once, so a few of t
 
 
 @dataclass(frozen=True)
-class Chains:
+class ChainRows:
     """B rows of T tokens as sequences, one after another.
 
     rows       B
@@ -35,16 +35,16 @@ class Chains:
     offsets: Tensor
     longest: int
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Chains:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> ChainRows:
         """Return the same chains with their offsets on `device`."""
         return replace(self, offsets=self.offsets.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> Chains:
+    def pin_memory(self) -> ChainRows:
         """Return the same chains in pinned memory, from which `to` does not need to block."""
         return replace(self, offsets=self.offsets.pin_memory())
 
 
-def find_chains(subtree_end: Tensor) -> Chains | None:
+def find_chains(subtree_end: Tensor) -> ChainRows | None:
     """Return the chains of B rows, or None if some token branches or the chain lengths are too uneven for one launch.
 
     Args:
@@ -67,10 +67,12 @@ def find_chains(subtree_end: Tensor) -> Chains | None:
     # For every chain, the kernel launches as many programs as the longest chain has tiles. Programs past the end of a
     # chain return at once, but 10,000 one-token chains beside a long one would launch 10,000 times too many.
     launched, needed = len(lengths) * -(-longest // _TILE), int(((lengths + _TILE - 1) // _TILE).sum())
-    return Chains(rows, length, offsets, longest) if launched <= _MAX_LAUNCHES_PER_TILE * needed else None
+    return ChainRows(rows, length, offsets, longest) if launched <= _MAX_LAUNCHES_PER_TILE * needed else None
 
 
-def chain_attention(query: Tensor, key: Tensor, value: Tensor, chains: Chains, *, scale: float | None = None) -> Tensor:
+def chain_attention(
+    query: Tensor, key: Tensor, value: Tensor, chains: ChainRows, *, scale: float | None = None
+) -> Tensor:
     """Compute causal softmax attention inside every chain: [B, H, T, D], a view of [B, T, H, D] in memory."""
     # [B, H, T, D] -> [B * T, H, D]
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]

@@ -10,7 +10,7 @@ triton            CUDA                              bf16, fp16, fp32     Schedul
 auto              the first implementation in `AUTO` that has no obstacle
 
 A schedule serves every layer of one reach (`reach.Reach`), the backward, and recomputation under checkpointing.
-`Schedules` makes one for each reach of a model whose layers differ. Windows, chunks, sinks, caps of scores and
+`BatchSchedules` makes one for each reach of a model whose layers differ. Windows, chunks, sinks, caps of scores and
 rectangles run on every implementation except flash and chains.
 """
 
@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treepack.attention.autograd import Kept, runs_hopper, triton_attention
-from treepack.attention.chains import Chains, chain_attention
+from treepack.attention.autograd import KeptOutputs, runs_hopper, triton_attention
+from treepack.attention.chains import ChainRows, chain_attention
 from treepack.attention.flash import MAX_HEAD_DIM, flash_attention, has_flash_attention_4
 from treepack.attention.flex import BLOCK, flex_attention
 from treepack.attention.kernel_launch import is_interpreted
 from treepack.attention.reference import check_shapes, reference_attention
 from treepack.attention.schedule import Schedule
-from treepack.attention.schedules import AnySchedule, Schedules, check_schedule, first_of_block, prepare
+from treepack.attention.schedules import AnySchedule, BatchSchedules, check_schedule, first_of_block, prepare
 from treepack.errors import TreepackError, install_hint
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
     "TRITON_MAX_HEAD_DIM",
     "WIDE_SHARED",
     "AnySchedule",
-    "Schedules",
+    "BatchSchedules",
     "choose",
     "obstacle",
     "prepare",
@@ -77,7 +77,7 @@ def tree_attention(
     scale: float | None = None,
     impl: str = "auto",
     schedule: AnySchedule = None,
-    kept: tuple[Kept, Hashable] | None = None,
+    kept: tuple[KeptOutputs, Hashable] | None = None,
     start: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
@@ -126,24 +126,25 @@ def tree_attention(
         schedule = prepare(end, chosen, start=start, varlen=varlen, first=first)
     else:
         check_schedule(schedule, chosen, end, is_plain=is_plain, start=start, first=first)
-    options: Any = {"scale": scale}
-    if not is_plain:
-        options |= {"sinks": sinks, "softcap": softcap}
     with torch.autocast(q.device.type, enabled=False):  # autocast would lower the precision of reference and flex
         if schedule is None:
-            return reference_attention(q, k, v, end, start=start, first=first, **options)
-        if isinstance(schedule, Chains):
+            return reference_attention(
+                q, k, v, end, scale=scale, start=start, sinks=sinks, softcap=softcap, first=first
+            )
+        if isinstance(schedule, ChainRows):
             return chain_attention(q, k, v, schedule, scale=scale)
         # 300 -> 44 queries in front, to a whole block; their outputs are dropped, so they add 0 to every gradient
         begin = first_of_block(first)
         added = first - begin
         q = pad(q, (0, 0, added, 0)) if added else q
         if isinstance(schedule, Schedule):
-            out = triton_attention(q, k, v, schedule, kept=kept, **options)
+            out = triton_attention(q, k, v, schedule, kept=kept, scale=scale, sinks=sinks, softcap=softcap)
         elif chosen == "flash":
-            out = flash_attention(q, k, v, end, block_mask=schedule, **options)
+            out = flash_attention(q, k, v, end, block_mask=schedule, scale=scale)
         else:
-            out = flex_attention(q, k, v, end, block_mask=schedule, first=begin, **options)
+            out = flex_attention(
+                q, k, v, end, block_mask=schedule, scale=scale, sinks=sinks, softcap=softcap, first=begin
+            )
         return out[:, :, added:] if added else out
 
 
@@ -189,7 +190,7 @@ def choose(device: torch.device, dtype: torch.dtype, *head_dims: tuple[int, int]
 
 
 def takes_chains(device: torch.device, dtype: torch.dtype, *head_dims: tuple[int, int]) -> bool:
-    """Return whether `auto` runs varlen FlashAttention on rows in which nothing branches."""
+    """Return True if `auto` runs varlen FlashAttention on rows without a branch."""
     # FlashAttention takes equal head dimensions, multiples of 8 up to 256, on Ampere (8, 0) and later.
     fits = all(d == d_v and d <= 256 and d % 8 == 0 for d, d_v in head_dims)
     capable = device.type == "cuda" and dtype in _HALVES and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -25,7 +25,7 @@ MAX_HEAD_DIM = 128  # of the backward; see the header
 
 @functools.cache
 def has_flash_attention_4() -> bool:
-    """Return whether flash-attn-4 can be imported; an older flash-attn has no `flash_attn.cute`."""
+    """Return True if flash-attn-4 can be imported; an older flash-attn has no `flash_attn.cute`."""
     try:
         return find_spec("flash_attn.cute") is not None
     except ModuleNotFoundError:

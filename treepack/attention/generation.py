@@ -7,8 +7,8 @@
 It is an option, because a training step that forgets `subtree_end` would silently train with plain causal attention.
 For the same reason, a call that records gradients is still refused.
 
-Two places need to know how a model was called. A layer sees `subtree_end`. But masks are built before the first layer
-and from the configuration only, so hooks on the model's forward pass say whether its caller passed `subtree_end`:
+Two steps depend on the arguments of a call. A layer sees `subtree_end`. But masks are built before the first layer
+and from the configuration only, so hooks on the model's forward pass note if its caller passed `subtree_end`:
 
     hook of the model: push "tree" or "plain" -> mask of the implementation -> layers -> hook: pop
 """
@@ -43,8 +43,8 @@ class _AlsoPlain(str):
 def allow_generation(model: nn.Module) -> None:
     """Let `model` run calls without `subtree_end` through sdpa, such as `generate` and evaluation of plain batches.
 
-    Only calls that record no gradients: training without `subtree_end` is refused as before. The results equal those
-    of the same model after `set_attn_implementation("sdpa")`. Setting another attention implementation ends the
+    Only calls that record no gradients: training without `subtree_end` is refused as before. The results are equal to
+    results of the same model after `set_attn_implementation("sdpa")`. Setting another attention implementation ends the
     permission.
 
     Args:
@@ -119,7 +119,7 @@ def plain_attention(
 def _dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
     """Compute attention with sinks, a cap of scores, or selected keys: [B, H, T, D] in, [B, T, H, D_v] out.
 
-    `options` are those of the model: scaling, s_aux [H], softcap, indices [B, T, k] of keys.
+    `options` are the model's: scaling, s_aux [H], softcap, indices [B, T, k] of keys.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

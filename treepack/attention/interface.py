@@ -5,7 +5,7 @@
     model(input_ids, position_ids=..., subtree_end=..., schedule=..., use_cache=False)
 
 A model passes its keyword arguments to the attention function of every layer. Four arguments reach it in this way:
-`subtree_end`, the `schedules.Schedules` made from it, the `tree_pass.TreePass` with what this pass keeps and carries,
+`subtree_end`, the `schedules.BatchSchedules` made from it, the `tree_pass.TreePass` of the kept and carried tensors,
 and the list `record` of a probe. Windows and chunks arrive as masks: a model requests one mask for each kind of layer
 and passes it to these layers. It gets the `reach.Reach` of that kind instead of a mask. Sinks and caps of scores are
 options of the call. Every other request of a model is refused, not ignored, because a missing bias gives a wrong
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import disable, is_compiling
 
-from treepack.attention.dispatch import NAMES, AnySchedule, Schedules, resolve, takes_chains, tree_attention
+from treepack.attention.dispatch import NAMES, AnySchedule, BatchSchedules, resolve, takes_chains, tree_attention
 from treepack.attention.generation import is_plain_call, plain_attention, plain_mask, records_gradients
 from treepack.attention.indexed import AllAncestors, index_top_k
 from treepack.attention.operator import kernel_attention
-from treepack.attention.reach import Reach
+from treepack.attention.reach import KeyReach
 from treepack.attention.tree_pass import TreePass
 from treepack.errors import TreepackError
 
@@ -55,18 +55,18 @@ class AttentionKind(NamedTuple):
 
     head_dims   of query and key, of value
     reach       its window or chunk, None without one
-    has_sinks   whether it has attention sinks
+    has_sinks   True if it has attention sinks
     softcap     the cap of its scores, None without one
     """
 
     head_dims: tuple[int, int]
-    reach: Reach | None = None
+    reach: KeyReach | None = None
     has_sinks: bool = False
     softcap: float | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the layer has neither a window or chunk, nor sinks, nor a cap."""
+        """True if the layer has neither a window or chunk, nor sinks, nor a cap."""
         return self.reach is None and not self.has_sinks and self.softcap is None
 
 
@@ -103,7 +103,7 @@ def register() -> None:
 
 def attention_mask_of(
     *arguments: Any, attention_mask: Tensor | None = None, config: Any = None, **options: Any
-) -> Tensor | Reach | AllAncestors | None:
+) -> Tensor | KeyReach | AllAncestors | None:
     """Return the reach of a kind of layers, instead of the mask that a model requests; None for all ancestors.
 
     A model with indexers gets an `AllAncestors` instead of None, because its code slices the mask.
@@ -122,11 +122,11 @@ def attention_mask_of(
     size = options.get("local_size")
     if size is None:
         return None if index_top_k(config) is None else AllAncestors()
-    return Reach("chunk" if _is_chunked(config, size) else "window", size)
+    return KeyReach("chunk" if _is_chunked(config, size) else "window", size)
 
 
 def _is_chunked(config: Any, size: int) -> bool:
-    """Return whether a mask of `size` tokens divides paths into chunks instead of sliding along them."""
+    """Return True if a mask of `size` tokens divides paths into chunks instead of sliding along them."""
     # transformers calls both masks with the same arguments, but a model has one kind of them.
     kinds = getattr(config, "layer_types", None) or ()
     chunk = getattr(config, "attention_chunk_size", None)
@@ -147,7 +147,7 @@ def _attend(
     packed = tree_pass.packed if isinstance(tree_pass, TreePass) else None
     if packed is None or not is_compiling():
         return launched(module, query, key, value, attention_mask, **options)
-    check_request(module, None if isinstance(attention_mask, Reach) else attention_mask, options)
+    check_request(module, None if isinstance(attention_mask, KeyReach) else attention_mask, options)
     query, key, value = _in_autocast_dtype(query, key, value)
     out = kernel_attention(
         query,
@@ -167,7 +167,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Reach | AllAncestors | None,
+    attention_mask: Tensor | KeyReach | AllAncestors | None,
     *,
     impl: str,
     **options: Any,
@@ -179,10 +179,10 @@ def attention_forward(
     """
     if options.get("subtree_end") is None and is_plain_call(getattr(module, "config", None)):
         _refuse_gradients(module, query, key, value)
-        assert not isinstance(attention_mask, Reach | AllAncestors)
+        assert not isinstance(attention_mask, KeyReach | AllAncestors)
         return plain_attention(module, query, key, value, attention_mask, options)
     reach = _reach_of(attention_mask, options)
-    check_request(module, None if isinstance(attention_mask, Reach | AllAncestors) else attention_mask, options)
+    check_request(module, None if isinstance(attention_mask, KeyReach | AllAncestors) else attention_mask, options)
     query, key, value = _in_autocast_dtype(query, key, value)
     sinks, softcap = options.get("s_aux"), options.get("softcap") or None
     layer = AttentionKind((query.shape[-1], value.shape[-1]), reach, has_sinks=sinks is not None, softcap=softcap)
@@ -192,7 +192,7 @@ def attention_forward(
     carry, first = tree_pass.carry, 0
     joined: AbstractContextManager[tuple[Tensor, Tensor]] = nullcontext((key, value))
     if carry is not None:
-        # The keys and values of the path, then those of the piece; its first query is token `first` of them.
+        # The keys and values of the path, then of the piece; its first query is token `first` of them.
         first, joined = carry.first, carry.joined(module, key, value)
     impl, start, schedule = _schedule_of(layer, query, impl, options, first)
     with joined as (keys, values):
@@ -222,12 +222,12 @@ def _in_autocast_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
     return query.to(lower), key.to(lower), value.to(lower)
 
 
-def _reach_of(attention_mask: Any, options: dict[str, Any]) -> Reach | None:
+def _reach_of(attention_mask: Any, options: dict[str, Any]) -> KeyReach | None:
     """Return the reach of a layer: from the mask that its model gave it, or else from the layer's own option."""
-    if isinstance(attention_mask, Reach):
+    if isinstance(attention_mask, KeyReach):
         return attention_mask
     window = options.get("sliding_window")
-    return None if window is None else Reach("window", window)
+    return None if window is None else KeyReach("window", window)
 
 
 def _schedule_of(
@@ -236,11 +236,11 @@ def _schedule_of(
     """Return implementation, `start` and schedule of one layer."""
     schedules = options.get("schedule")
     if schedules is None:
-        schedules = Schedules(options["subtree_end"], first=first)
-    if not isinstance(schedules, Schedules):  # a schedule of rows without windows, from `dispatch.prepare`
+        schedules = BatchSchedules(options["subtree_end"], first=first)
+    if not isinstance(schedules, BatchSchedules):  # a schedule of rows without windows, from `dispatch.prepare`
         if layer.reach is None:
             return impl, None, schedules
-        schedules = Schedules(options["subtree_end"], first=first)
+        schedules = BatchSchedules(options["subtree_end"], first=first)
     schedules.check(options["subtree_end"], first=first)
     chosen = impl
     if impl == "auto":

@@ -1,9 +1,9 @@
 """Launches of kernels: values that describe one launch completely, and the arguments all backends of attention share.
 
-    Inputs, Incoming  --`portable`, `hopper`-->  Launch  --run-->  the kernel on the current GPU
+    AttentionInputs, BackwardInputs  --`portable`, `hopper`-->  KernelLaunch  --run-->  the kernel on the current GPU
 
-Each backend builds one `Launch` per direction: forward, dq, and dk with dv. Nothing runs until `Launch.run`, so a test
-builds the same descriptions from tensors on the CPU and compiles the kernels for a GPU that it does not have.
+Each backend builds one `KernelLaunch` per direction: forward, dq, and dk with dv. Nothing runs until its method `run`,
+so a test builds the same descriptions from tensors on the CPU and compiles the kernels for a GPU that it does not have.
 
 Arguments are passed by name, so a kernel whose parameters change cannot silently receive the wrong tensor. Triton is
 not imported with this module.
@@ -23,7 +23,7 @@ from treepack.attention.schedule import Schedule
 LOG2E = math.log2(math.e)  # exp(x) = 2**(x * LOG2E), and GPUs compute powers of two
 
 
-class Inputs(NamedTuple):
+class AttentionInputs(NamedTuple):
     """Operands of one attention call, which the forward and the backward read.
 
     query       [B, H, T - first, D], of the tokens from `schedule.first` on
@@ -50,11 +50,11 @@ class Inputs(NamedTuple):
 
     @property
     def is_windowed(self) -> bool:
-        """Whether the layer has windows or chunks; the compile-time parameter WINDOWED of every kernel."""
+        """True if the layer has windows or chunks; the compile-time parameter WINDOWED of every kernel."""
         return self.schedule.start is not None
 
 
-class Incoming(NamedTuple):
+class BackwardInputs(NamedTuple):
     """Tensors that only the backward reads.
 
     grad   [B, H, T - first, D_v], the gradient of the output
@@ -67,7 +67,7 @@ class Incoming(NamedTuple):
     delta: Tensor
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """One launch of a kernel.
 
     kernel     a function under `triton.jit` or `gluon.jit`
@@ -108,12 +108,12 @@ def is_on_hopper(x: Tensor) -> bool:
     return nvidia and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
-def query_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
+def query_arguments(inputs: AttentionInputs, section: int) -> dict[str, Any]:
     """Return the arguments that every kernel over query blocks takes: forward and dq.
 
     Args:
         inputs: the operands.
-        section: query heads that run at one time.
+        section: query heads that run at once.
     """
     schedule = inputs.schedule
     return {
@@ -128,12 +128,12 @@ def query_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
     }
 
 
-def key_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
+def key_arguments(inputs: AttentionInputs, section: int) -> dict[str, Any]:
     """Return the arguments that every kernel over key blocks takes: dk with dv.
 
     Args:
         inputs: the operands.
-        section: key heads that run at one time.
+        section: key heads that run at once.
     """
     schedule = inputs.schedule
     return {
@@ -147,13 +147,13 @@ def key_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
     }
 
 
-def query_window(inputs: Inputs) -> dict[str, Any]:
+def query_window(inputs: AttentionInputs) -> dict[str, Any]:
     """Return the argument that kernels over query blocks read if WINDOWED; without windows it is any int32 tensor."""
     schedule = inputs.schedule
     return {"starts": schedule.end if schedule.start is None else schedule.start}
 
 
-def key_window(inputs: Inputs) -> dict[str, Any]:
+def key_window(inputs: AttentionInputs) -> dict[str, Any]:
     """Return the arguments that kernels over key blocks read if WINDOWED; without windows they are any int32 tensor."""
     schedule = inputs.schedule
     return {"key_tiles": schedule.end if schedule.key_tiles is None else schedule.key_tiles, **query_window(inputs)}
@@ -167,7 +167,7 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, num_queries: int) -
 
     Args:
         sinks: float32 [H].
-        lse, delta: as in `Incoming`.
+        lse, delta: as in `BackwardInputs`.
         num_queries: T - first.
     """
     # [H, 1] - [B, H, T - first] -> [B, H, T - first] -> [H]
@@ -175,7 +175,7 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, num_queries: int) -
     return -(weights * delta[..., :num_queries]).sum((0, 2))
 
 
-def _row_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
+def _row_arguments(inputs: AttentionInputs, section: int) -> dict[str, Any]:
     return {
         "length": inputs.schedule.length,
         # `origin` and `padded` are multiples of 128, so Triton compiles one kernel for all of their values.
@@ -188,7 +188,7 @@ def _row_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
 
 
 def key_heads_per_section(key: Tensor, cache_bytes: int) -> int:
-    """Return how many key heads to run at one time, so that their keys and values stay in the L2 cache.
+    """Return the number of key heads to run at once, so that their keys and values stay in the L2 cache.
 
     Args:
         key: [B, H_kv, T, D].

@@ -183,7 +183,7 @@ def _key_work(schedule: Schedule) -> Iterator[tuple[int, int, list[int]]]:
 
 
 def _query_tiles(schedule: Schedule, ranges: list[int]) -> Iterator[tuple[int, bool]]:
-    """Yield the first token of each query tile in the ranges of a key block, and whether the tile needs no mask."""
+    """Yield the first token of each query tile in the ranges of a key block, and True if the tile needs no mask."""
     first, full_begin, full_end, last = ranges
     if schedule.key_tiles is not None:
         for place, start in enumerate(schedule.key_tiles[first:last].tolist(), first):

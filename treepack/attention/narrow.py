@@ -88,7 +88,7 @@ def _listed_pairs(whole: Schedule, start: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _test_pairs(queries: Tensor, granule: Tensor, end: Tensor, start: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return, for each query tile and granule, whether some of their pairs are visible, and whether all are.
+    """Return two masks of query tiles and granules: some of their pairs are visible, and all of them are.
 
     Args:
         queries: numbers of query tiles, counted over all rows.
@@ -134,7 +134,7 @@ def _sections(owner: Tensor, is_full: Tensor, owners: int, multiple: int) -> tup
     section = owner * 2 + is_full
     counts = torch.bincount(section, minlength=2 * owners)
     begin = _offsets((counts + (multiple - 1)) // multiple * multiple)
-    # The number of earlier entries of the same kind, 0 0 1 1, without those of earlier owners, 0 0 0 1 -> rank 0 0 1 0
+    # The number of earlier entries of the same kind, 0 0 1 1, minus entries of earlier owners, 0 0 0 1 -> rank 0 0 1 0
     by_kind = counts.view(-1, 2)
     earlier = (by_kind.cumsum(0) - by_kind).flatten()
     num_full = is_full.cumsum(0) - is_full.long()

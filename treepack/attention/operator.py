@@ -5,7 +5,7 @@
 
 torch.compile traces tensors and numbers and no `Schedule`, so the lists of all schedules of a pass travel as one
 tensor. The layout is a tensor on the CPU: a list of numbers would compile a layer again for every row. The operator
-returns the log-sum-exp too. Both results are kept for the backward pass, also if the layer is recomputed there
+returns the log-sum-exp too. Both results are kept for the backward pass, even if the layer is recomputed there
 (`keep_attention`), so that no attention runs twice.
 
 Only the project's own kernels are here. A compiled layer breaks its graph at every other implementation.
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from treepack.attention.autograd import backend, backward_kernels, forward_kernels
 from treepack.attention.kernel_launch import token_major
-from treepack.attention.reach import Reach
+from treepack.attention.reach import KeyReach
 from treepack.attention.schedule import QUERY_BLOCK, KeyShares, Schedule
 
 _NUMBERS = itertools.count(1)
@@ -52,7 +52,7 @@ class PackedSchedules:
     reaches: tuple[tuple[str, int] | None, ...]
 
 
-def pack_schedules(schedules: dict[Reach | None, Schedule]) -> PackedSchedules:
+def pack_schedules(schedules: dict[KeyReach | None, Schedule]) -> PackedSchedules:
     """Return the schedules of all kinds of layers of a pass as tensors, on the device of the schedules."""
     found = tuple(schedules.values())
     number = next(_NUMBERS)
@@ -222,7 +222,7 @@ def kernel_attention(
     key: Tensor,
     value: Tensor,
     packed: PackedSchedules,
-    reach: Reach | None,
+    reach: KeyReach | None,
     *,
     scale: float | None,
     sinks: Tensor | None,

@@ -23,7 +23,7 @@ from torch import Tensor
 from treepack.errors import TreepackError
 
 
-class Reach(NamedTuple):
+class KeyReach(NamedTuple):
     """The keys that a query sees on its path.
 
     kind    "window": the query and the `size` - 1 tokens before it. "chunk": the query and the tokens before it in its
@@ -46,7 +46,7 @@ def depths(subtree_end: Tensor) -> Tensor:
     return steps.cumsum(1)[:, :length]
 
 
-def first_visible(subtree_end: Tensor, reach: Reach | None) -> Tensor | None:
+def first_visible(subtree_end: Tensor, reach: KeyReach | None) -> Tensor | None:
     """Return the first token that each token may see, int32 [B, T]; None if a token sees all of its ancestors.
 
     Args:

@@ -133,7 +133,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, subtree_end: Tensor,
         )
     if query.shape[1] % key.shape[1]:
         raise TreepackError(
-            f"attention: {query.shape[1]} query heads are no multiple of {key.shape[1]} key heads; "
+            f"attention: {query.shape[1]} query heads are not a multiple of {key.shape[1]} key heads; "
             "pass the same number of query heads for every key head"
         )
     expected = (query.shape[0], length)

@@ -46,7 +46,7 @@ class Schedule:
 
     length          T
     end             [B, T_pad]    subtree_end of the padded row
-    granules        [entries]     the partial section of each query block, then its full section; -1 is no granule
+    granules        [entries]     the partial section of each query block, then its full section; -1: none
     query_offsets   [B, nq + 1]   index in `granules` of the first entry of each query block, then of the end
     query_partial   [B, nq]       entries of the partial section, which starts with the block's own granules
     query_order     [B, nq]       query blocks, longest list first

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from treepack.attention.build_schedule import build_schedule
-from treepack.attention.chains import Chains, find_chains
+from treepack.attention.chains import ChainRows, find_chains
 from treepack.attention.flash import build_flash_mask
 from treepack.attention.flex import build_block_mask
 from treepack.attention.operator import PackedSchedules, pack_schedules
-from treepack.attention.reach import Reach, first_visible
+from treepack.attention.reach import KeyReach, first_visible
 from treepack.attention.schedule import QUERY_BLOCK, Schedule
 from treepack.errors import TreepackError
 
-AnySchedule = BlockMask | Schedule | Chains | None
+AnySchedule = BlockMask | Schedule | ChainRows | None
 
 
 def first_of_block(first: int) -> int:
@@ -75,12 +75,12 @@ def prepare(
         schedule = build_flash_mask(end.to(target))
     elif schedule is None and impl == "triton":
         schedule = build_schedule(end, start, first=begin)
-    if isinstance(schedule, Schedule | Chains) and end.device.type == "cpu" and target.type == "cuda":
+    if isinstance(schedule, Schedule | ChainRows) and end.device.type == "cpu" and target.type == "cuda":
         return schedule.pin_memory().to(target, non_blocking=True)
-    return schedule.to(target) if isinstance(schedule, Schedule | Chains) else schedule
+    return schedule.to(target) if isinstance(schedule, Schedule | ChainRows) else schedule
 
 
-class Schedules:
+class BatchSchedules:
     """The schedules of one batch of rows, one for each reach of a model's layers, made when they are first asked for.
 
     A model gets the object as its argument `schedule`, and each layer finds its own schedule in it.
@@ -106,12 +106,12 @@ class Schedules:
         self.first = first
         self._end = subtree_end[None] if subtree_end.ndim == 1 else subtree_end
         self._device = self._end.device if device is None else torch.device(device)
-        self._starts: dict[Reach | None, Tensor | None] = {}
-        self._made: dict[tuple[str, Reach | None, bool], tuple[Tensor | None, AnySchedule]] = {}
+        self._starts: dict[KeyReach | None, Tensor | None] = {}
+        self._made: dict[tuple[str, KeyReach | None, bool], tuple[Tensor | None, AnySchedule]] = {}
         self._tables: dict[Hashable, Any] = {}
         self.packed: PackedSchedules | None = None
 
-    def pack(self, made: dict[Reach | None, AnySchedule]) -> None:
+    def pack(self, made: dict[KeyReach | None, AnySchedule]) -> None:
         """Pack the schedules of all kinds of layers for compiled layers, if each is one of the project's kernels.
 
         Args:
@@ -148,8 +148,10 @@ class Schedules:
                 f"pass Schedules(subtree_end, first={first})"
             )
 
-    def of(self, impl: str, reach: Reach | None = None, *, varlen: bool = False) -> tuple[Tensor | None, AnySchedule]:
-        """Return `start` and `schedule` of `tree_attention`, for an implementation and a reach.
+    def of(
+        self, impl: str, reach: KeyReach | None = None, *, varlen: bool = False
+    ) -> tuple[Tensor | None, AnySchedule]:
+        """Return `start` and `schedule` of `tree_attention` for an implementation and a reach.
 
         A reach that no path of the rows exceeds has the results of None.
         """
@@ -166,14 +168,14 @@ class Schedules:
     def table(self, name: Hashable, make: Callable[[Tensor], Any]) -> Any:
         """Return make(subtree_end [B, T]) on the device of the layers, made once under its `name`.
 
-        The result of `make` is a tensor, or has a method `to(device)`. Layers that are no attention need such tables.
+        The result of `make` is a tensor, or has a method `to(device)`. Recurrent layers need such tables.
         """
         if name not in self._tables:
             self._tables[name] = make(self._end).to(self._device)
         return self._tables[name]
 
 
-_EXPECTED = {"reference": (), "flex": (BlockMask,), "flash": (BlockMask,), "triton": (Schedule, Chains)}
+_EXPECTED = {"reference": (), "flex": (BlockMask,), "flash": (BlockMask,), "triton": (Schedule, ChainRows)}
 
 
 def check_schedule(
@@ -194,9 +196,9 @@ def check_schedule(
         expected = (rows, -(-length // block) * block)  # 300 tokens in blocks of 128 -> 384
     elif isinstance(schedule, Schedule):
         size, begin = (len(schedule.end), schedule.length), schedule.first
-    elif isinstance(schedule, Chains):
+    elif isinstance(schedule, ChainRows):
         size = (schedule.rows, schedule.length)
-    if not isinstance(schedule, (*_EXPECTED[impl], *((Chains,) if is_plain else ()))):
+    if not isinstance(schedule, (*_EXPECTED[impl], *((ChainRows,) if is_plain else ()))):
         raise TreepackError(
             f"attention: the schedule is a {type(schedule).__name__}, which {impl} does not take; "
             f"pass prepare(subtree_end, {impl!r})"
@@ -210,7 +212,7 @@ def check_schedule(
             f"attention: the schedule has {size[0]} rows of {size[1]} tokens and q has {rows} of {length}; "
             "pass the schedule of these rows"
         )
-    if begin != first_of_block(first) or (first and isinstance(schedule, Chains)):
+    if begin != first_of_block(first) or (first and isinstance(schedule, ChainRows)):
         raise TreepackError(
             f"attention: the {type(schedule).__name__} has queries from token {begin} on and they begin at {first}; "
             f"pass prepare(subtree_end, {impl!r}, first={first})"

@@ -1,4 +1,4 @@
-"""Run packed rows in pieces: losses, gradients and scores are those of each row as a whole.
+"""Run packed rows in pieces: losses, gradients and scores equal the results of whole rows.
 
     RowsInPieces    the second strategy of `model.forward.RowRunner`; only `backward` computes gradients
     runner_of       the strategy for a row: in pieces if it is longer than a piece, else as a whole
@@ -23,41 +23,35 @@ from torch import Tensor
 
 from treepack.carry.offload import CarryMemory
 from treepack.carry.row import CarriedRow, PieceRow, open_row
-from treepack.carry.terms import SortedTerms, Targets
+from treepack.carry.terms import PieceTargets, SortedTerms
 from treepack.data.batch import Batch
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
 from treepack.model.forward import RowRunner, WholeRows, hidden_states, run_with_head
-from treepack.model.head.output_head import OutputLayer
-from treepack.model.head.token_loss import CHUNK
+from treepack.model.head.logit_map import OutputLayer
+from treepack.model.head.token_loss import CHUNK, weighted_nll
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.losses import objective_loss
 from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.row_numbers import LossPart, Reads, RowResult, Scores
+from treepack.model.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
 from treepack.model.objectives.term_objective import TermObjective, loss_temperature, require_value_head, score
 
 # Returns the scalar of a piece that runs backward, with a graph, and its part of the sums.
 _PieceLoss: TypeAlias = Callable[[PieceRow], tuple[Tensor, dict[str, Tensor]]]
 
-# Losses whose value depends on all tokens of a trajectory, which may lie in several pieces.
+# Losses whose value depends on all tokens of a trajectory, which may be in several pieces.
 TWO_PHASES = ("gspo", "dpo")
 
 
 @dataclass(frozen=True)
 class CarryOptions:
-    """How a row runs in pieces.
+    """Options of rows in pieces."""
 
-    Attributes:
-        limit: tokens of a piece.
-        chunk: tokens whose logits are in memory at a time.
-        memory: the budget of carried tensors, one object for all rows; None keeps all of them on the model's device.
-        autocast: makes the context in which each pass runs forward. Autocast remembers weights that it has cast, also
-            those of a pass without a graph, so each pass needs a context of its own.
-    """
-
-    limit: int
-    chunk: int = CHUNK
-    memory: CarryMemory | None = None
+    limit: int  # tokens of a piece
+    chunk: int = CHUNK  # tokens whose logits are in memory at a time
+    memory: CarryMemory | None = None  # one budget for all rows; None keeps carried tensors on the model's device
+    # Makes the context in which each pass runs forward. Autocast remembers weights that it has cast, even in a pass
+    # without a graph, so each pass needs its own context.
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:
@@ -94,7 +88,7 @@ class RowsInPieces:
         row = self._open(batch, with_gradients=False)
         sums: dict[str, Tensor] = {}
         if part.factors is not None:
-            loss, sums = _objective_of(row, part, _scores(row, self.options, _Wanted.of(row, part.objective)))
+            loss, sums = _objective_of(row, part, _scores(row, self.options, _RowRequest.of(row, part.objective)))
         else:
             piece_loss = _weighted_loss(row, self.options, part.denominator)
             loss = torch.zeros((), dtype=torch.float64, device=self.loaded.device)
@@ -141,23 +135,19 @@ class RowsInPieces:
         self,
         batch: Batch,
         tokens: Tensor,
-        reads: Reads = Reads(),  # noqa: B008
+        reads: ScoreRequest = ScoreRequest(),  # noqa: B008
         *,
         temperature: Tensor | float = 1.0,
-    ) -> Scores:
+    ) -> TokenScores:
         """Return numbers about chosen tokens of a row, without gradients; each token of the row runs once.
 
-        Args:
-            batch: the row.
-            tokens: int64 [n], tokens of the row that have a parent, in any order.
-            reads: the numbers to compute.
-            temperature: divides the logits; a number, or [n] on the model's device.
+        `tokens`, int64 [n] in any order, have a parent; `temperature` is a number, or [n] on the model's device.
 
         Raises:
             TreepackError: as `loss`, and if the model has no value head and values are read.
         """
         row = self._open(batch, with_gradients=False)
-        return _scores(row, self.options, _Wanted(Targets.of(row, tokens), temperature, reads))
+        return _scores(row, self.options, _RowRequest(PieceTargets.of(row, tokens), temperature, reads))
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
@@ -168,7 +158,9 @@ class RowsInPieces:
         """
         require_value_head(self.loaded)
         row = self._open(batch, with_gradients=False)
-        wanted = _Wanted(Targets.of_states(row), 1.0, Reads(logprobs=False, entropies=False, values=True))
+        wanted = _RowRequest(
+            PieceTargets.of_states(row), 1.0, ScoreRequest(logprobs=False, entropies=False, values=True)
+        )
         values = _scores(row, self.options, wanted).values
         assert values is not None
         return values
@@ -189,7 +181,7 @@ def runner_of(
 ) -> RowRunner:
     """Return the runner of a row: in pieces if it has more than `limit` tokens, else as a whole.
 
-    `limit` is None if every row runs as a whole. The other arguments are those of `CarryOptions`.
+    `limit` is None if every row runs as a whole. The other arguments are as in `CarryOptions`.
     """
     if limit is None or batch.num_tokens <= limit:
         return WholeRows(loaded, chunk, autocast)
@@ -207,13 +199,7 @@ def backward_row(
 ) -> RowResult:
     """Add the gradients of a row's part of a step's loss to the parameters' gradients, and return the loss.
 
-    Args:
-        loaded: the model.
-        batch: the row; with its terms for any objective but sft.
-        options: the pieces.
-        objective: the loss.
-        factors: float64 [num_trajectories], from `denominators.step_factors`; None for sft.
-        denominator: total weight of the step's rows, for sft.
+    `batch` is the row, with its terms for any objective but sft. For the last three arguments see `LossPart`.
 
     Raises:
         TreepackError: the objective lacks its factors, or as `RowsInPieces.backward`.
@@ -232,22 +218,22 @@ def _check_autocast(device: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """Numbers about tokens of a row: the tokens, their temperature (one, or [n] in the caller's order), and which."""
+class _RowRequest:
+    """Tokens of a row, their temperature (one, or [n] in the caller's order), and the numbers to compute."""
 
-    targets: Targets
+    targets: PieceTargets
     temperature: Tensor | float
-    reads: Reads
+    reads: ScoreRequest
 
     @classmethod
     def of(cls, row: CarriedRow, objective: Objective) -> Self:
-        """Return what an objective over terms reads of a row."""
+        """Return the request of an objective over terms."""
         terms = row.batch.terms
         assert terms is not None, "open the dataset with terms=True"
-        return cls(Targets.of(row, terms.tokens), loss_temperature(terms, objective), Reads.of(objective))
+        return cls(PieceTargets.of(row, terms.tokens), loss_temperature(terms, objective), ScoreRequest.of(objective))
 
 
-def _scores(row: CarriedRow, options: CarryOptions, wanted: _Wanted) -> Scores:
+def _scores(row: CarriedRow, options: CarryOptions, wanted: _RowRequest) -> TokenScores:
     parts = []
     for each in row.plan.passes:
         if each.kind == "pop":
@@ -257,20 +243,22 @@ def _scores(row: CarriedRow, options: CarryOptions, wanted: _Wanted) -> Scores:
     # Sorted by parent -> the caller's order: order [2 0 1], values [a b c] -> [b c a]
     places = torch.from_numpy(wanted.targets.order).to(row.loaded.device)
     columns = [None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)]
-    return Scores(*(each if each is None else torch.empty_like(each).index_copy_(0, places, each) for each in columns))
+    return TokenScores(
+        *(each if each is None else torch.empty_like(each).index_copy_(0, places, each) for each in columns)
+    )
 
 
-def _piece_scores(piece: PieceRow, loaded: LoadedModel, wanted: _Wanted, options: CarryOptions) -> Scores:
+def _piece_scores(piece: PieceRow, loaded: LoadedModel, wanted: _RowRequest, options: CarryOptions) -> TokenScores:
     """Return the numbers about the targets that a piece predicts, in the order of `wanted.targets`."""
     columns, temperature = _piece_targets(piece, wanted)
 
-    def compute(states: Tensor, layer: OutputLayer) -> Scores:
+    def compute(states: Tensor, layer: OutputLayer) -> TokenScores:
         return score(loaded, wanted.reads, states, layer, columns, temperature=temperature, chunk=options.chunk)
 
     return run_with_head(loaded, piece.batch, compute, **piece.options)
 
 
-def _piece_targets(piece: PieceRow, wanted: _Wanted) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | float]:
+def _piece_targets(piece: PieceRow, wanted: _RowRequest) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | float]:
     """Return the targets that a piece predicts, as `TermObjective` has them, and their temperature."""
     targets, temperature = wanted.targets, wanted.temperature
     span = targets.of_piece(piece)
@@ -286,7 +274,7 @@ def _weighted_loss(row: CarriedRow, options: CarryOptions, denominator: float) -
     # On the CPU, like the parents: then a piece does not wait for the GPU.
     of_tokens = row.batch.loss_weight[: row.batch.num_tokens].cpu()
     tokens = of_tokens.nonzero().squeeze(-1)
-    targets = Targets.of(row, tokens)
+    targets = PieceTargets.of(row, tokens)
     weights = of_tokens[tokens][torch.from_numpy(targets.order)]
 
     def loss(piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
@@ -294,7 +282,7 @@ def _weighted_loss(row: CarriedRow, options: CarryOptions, denominator: float) -
         columns = targets.labels[span], targets.sources[span] - piece.begin, weights[span]
 
         def compute(states: Tensor, layer: OutputLayer) -> Tensor:
-            return layer.nll(states, columns, chunk=options.chunk)
+            return weighted_nll(states, layer, columns, chunk=options.chunk)
 
         return run_with_head(row.loaded, piece.batch, compute, **piece.options) / denominator, {}
 
@@ -303,7 +291,7 @@ def _weighted_loss(row: CarriedRow, options: CarryOptions, denominator: float) -
 
 def _term_loss(row: CarriedRow, options: CarryOptions, objective: Objective, factors: Tensor) -> _PieceLoss:
     """Return the loss of an objective of single tokens: the terms of the tokens that a piece predicts."""
-    wanted = _Wanted.of(row, objective)
+    wanted = _RowRequest.of(row, objective)
     assert row.batch.terms is not None
     terms = SortedTerms.of(row.batch.terms, wanted.targets)
 
@@ -331,7 +319,7 @@ def _two_phases(
     That is the numbers that the objective reads about the tokens of the piece, times their slopes. `forward` is the
     same row without gradients.
     """
-    wanted = _Wanted.of(row, part.objective)
+    wanted = _RowRequest.of(row, part.objective)
     with torch.no_grad():
         scores = _scores(forward, options, wanted)
     read = [each.requires_grad_() for each in scores if each is not None]
@@ -349,7 +337,7 @@ def _two_phases(
     return (total.detach(), sums), loss
 
 
-def _objective_of(row: CarriedRow, part: LossPart, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
+def _objective_of(row: CarriedRow, part: LossPart, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
     terms = row.batch.terms
     assert terms is not None
     assert part.factors is not None

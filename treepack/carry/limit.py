@@ -1,4 +1,4 @@
-"""Choose the size of pieces, and the carried tensors that stay on the GPU, for the free memory.
+"""Choose the size of pieces, and the carried tensors that stay on the GPU, from the free memory.
 
     model, a row --measure_costs--> CarryCosts
     CarryCosts, longest row and path, free bytes --choose_limit--> CarryPlan
@@ -26,9 +26,8 @@ from treepack.carry.states import most_states
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.memory.budget import available_memory
-from treepack.memory.device_memory import MemoryMeter, gpu_meter
+from treepack.memory.device_memory import MemoryMeter, gpu_meter, update_bytes
 from treepack.memory.host_pages import CarriedBytes
-from treepack.model.layer_memory import update_bytes
 from treepack.model.loaded import LoadedModel
 
 SMALLEST, PREFERRED, LARGEST = 1024, 8192, 65_536
@@ -48,7 +47,7 @@ class CarryCosts:
         sums: sums of their gradients for each carried token and layer.
         output: output of attention for each carried token and layer.
         lse: its log-sum-exp for each carried token and layer, which stays on the GPU.
-        state: states of recurrent layers, and sums of their gradients, for each branch point of the path.
+        state: states of recurrent layers and sums of their gradients, per branch point of the path.
     """
 
     num_layers: int
@@ -63,7 +62,7 @@ class CarryCosts:
 
 @dataclass(frozen=True)
 class CarryPlan:
-    """How the rows of a run are carried.
+    """The plan of the carried rows of a run.
 
     Attributes:
         limit: tokens of a piece.

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treepack.carry.pieces import Pass
-from treepack.memory.host_pages import CarriedBytes, Copies, HostRows, Pages, copies_of, raw
+from treepack.carry.pieces import PiecePass
+from treepack.memory.host_pages import CarriedBytes, HostRows, PageCopies, PagePool, copies_of, raw
 
 # Bytes of a page. The last page of a layer's column is partly empty, so these pages are smaller than the pages of
 # checkpoints (`memory.host_pages.PAGE`).
@@ -30,17 +30,11 @@ COLUMN_PAGE = 4 << 20
 
 @dataclass(frozen=True)
 class CarryBudget:
-    """Bytes that carried tensors may have; None is no limit.
+    """Bytes that carried tensors may have; None removes the limit."""
 
-    Attributes:
-        stack: on the GPU, for keys, values and sums of gradients; layers beyond it wait in host memory.
-        outputs: on the GPU, for the outputs of trunk that are kept until the pop.
-        host_outputs: in host memory, for further outputs; outputs beyond it are computed again.
-    """
-
-    stack: int | None = None
-    outputs: int | None = None
-    host_outputs: int | None = None
+    stack: int | None = None  # keys, values and sums of gradients on the GPU; layers beyond it wait in host memory
+    outputs: int | None = None  # outputs of trunk on the GPU, which are kept until the pop
+    host_outputs: int | None = None  # further outputs, in host memory; outputs beyond it are computed again
 
 
 class CarryMemory:
@@ -51,21 +45,17 @@ class CarryMemory:
         device: torch.device,
         budget: CarryBudget = CarryBudget(),
         *,
-        pages: Pages | None = None,
-        copies: Copies | None = None,
+        pages: PagePool | None = None,
+        copies: PageCopies | None = None,
     ) -> None:
         """Start without pages.
 
-        Args:
-            device: device of the layers.
-            budget: the bytes.
-            pages: a pool; by default a new one, pinned if the device is a GPU.
-            copies: by default those of the device.
+        `pages` is by default a new pool, pinned if `device` is a GPU, and `copies` are `copies_of(device)`.
         """
         self.device, self.budget = device, budget
-        self.pages = Pages(pinned=device.type == "cuda", size=COLUMN_PAGE) if pages is None else pages
+        self.pages = PagePool(pinned=device.type == "cuda", size=COLUMN_PAGE) if pages is None else pages
         self.copies = copies or copies_of(device)
-        # Tests set it: memory that nobody may read is filled with NaN.
+        # Tests set it: memory that must not be read is filled with NaN.
         self.poisons = False
 
     @property
@@ -108,7 +98,7 @@ class LayerShape:
         return sum(self.widths) * (places * self.dtype.itemsize + carried * self.sums_dtype.itemsize)
 
 
-class Buffer:
+class LayerBuffer:
     """Keys and values [places, H_kv * D] of one layer, and the sums [carried, H_kv * D] of their gradients.
 
     Tokens are rows of memory, so a part of the stack is one piece of memory. `heads` is the view that attention reads.
@@ -116,7 +106,7 @@ class Buffer:
 
     def __init__(self, shape: LayerShape, places: int, carried: int) -> None:
         """Make a buffer of zeros; without sums if `carried` is 0."""
-        # Zeros, because attention reads places that nobody has written, under a mask.
+        # Zeros, because attention reads places that were never written, under a mask.
         device, types = shape.device, (shape.dtype, shape.sums_dtype)
         self.shape = shape
         self.keys_values = [torch.zeros((places, width), dtype=types[0], device=device) for width in shape.widths]
@@ -160,10 +150,10 @@ class HostLayer:
 
 
 @dataclass
-class Slot:
+class BufferSlot:
     """A buffer, the layer and pass that it serves now, and the last copy that reads or writes it."""
 
-    buffer: Buffer
+    buffer: LayerBuffer
     layer: HostLayer | None = None
     has_piece: bool = False
     has_sums: bool = False
@@ -172,17 +162,17 @@ class Slot:
     event: Any = None
 
 
-class Staging:
+class HostStaging:
     """The layers in host memory, and the buffers on the GPU to which they come in turn."""
 
     def __init__(self, memory: CarryMemory, places: int, carried: int) -> None:
         """Start without layers; `carried` is 0 without gradients."""
         self._memory, self._places, self._carried = memory, places, carried
         self._layers: list[HostLayer] = []
-        self._slots: dict[LayerShape, list[Slot]] = {}
+        self._slots: dict[LayerShape, list[BufferSlot]] = {}
         # The slot that was handed out last: work that reads it may still be on its way.
-        self._current: Slot | None = None
-        self._now: Pass | None = None
+        self._current: BufferSlot | None = None
+        self._now: PiecePass | None = None
 
     @property
     def num_bytes(self) -> CarriedBytes:
@@ -200,7 +190,7 @@ class Staging:
         self._layers.append(HostLayer(len(self._layers), shape, keys_values, sums if self._carried else []))
         return self._layers[-1]
 
-    def enter(self, now: Pass) -> None:
+    def enter(self, now: PiecePass) -> None:
         """Start a pass, and the copies of its first layer."""
         self._now, self._current = now, None
         for slot in self._all_slots():
@@ -211,7 +201,7 @@ class Staging:
         if self._layers and now.first:
             self._fetch(self._layers[0], with_sums=False)
 
-    def open(self, layer: HostLayer, *, in_backward: bool, with_graph: bool = False) -> Slot:
+    def open(self, layer: HostLayer, *, in_backward: bool, with_graph: bool = False) -> BufferSlot:
         """Return the slot with the stack of a layer, and start to fetch the layer that follows.
 
         Args:
@@ -234,14 +224,14 @@ class Staging:
             self._fetch(self._layers[following], with_sums=in_backward)
         return slot
 
-    def write_piece(self, layer: HostLayer, slot: Slot, end: int) -> None:
+    def write_piece(self, layer: HostLayer, slot: BufferSlot, end: int) -> None:
         """Start to copy the places from the piece's first to `end` to host memory."""
         assert self._now is not None
         piece = slice(self._now.first, end)
         for column, rows in zip(layer.keys_values, slot.buffer.keys_values, strict=True):
             slot.event = column.write(raw(rows[piece]), piece.start)
 
-    def write_sums(self, layer: HostLayer, slot: Slot) -> None:
+    def write_sums(self, layer: HostLayer, slot: BufferSlot) -> None:
         """Start to copy the sums of the stack to host memory."""
         assert self._now is not None
         first = self._now.first
@@ -249,7 +239,7 @@ class Staging:
             slot.event = column.write(raw(rows[:first]), 0)
         layer.sums_end = first
 
-    def _fetch(self, layer: HostLayer, *, with_sums: bool) -> Slot:
+    def _fetch(self, layer: HostLayer, *, with_sums: bool) -> BufferSlot:
         """Return the slot of a layer; start the copies that it needs and does not have yet."""
         now = self._now
         assert now is not None, "a layer ran outside of a pass"
@@ -268,7 +258,7 @@ class Staging:
             slot.has_sums, slot.places_to_clear = True, slice(known, end)
         return slot
 
-    def _free_slot(self, shape: LayerShape) -> Slot:
+    def _free_slot(self, shape: LayerShape) -> BufferSlot:
         """Return a slot that no running work reads, with room for a layer of that shape; there are two at most."""
         slots = self._slots.setdefault(shape, [])
         for slot in slots:
@@ -277,15 +267,15 @@ class Staging:
                     self._await(slot)
                     slot.buffer.poison(0)
                 return slot
-        slots.append(Slot(Buffer(shape, self._places, self._carried)))
+        slots.append(BufferSlot(LayerBuffer(shape, self._places, self._carried)))
         return slots[-1]
 
-    def _await(self, slot: Slot) -> None:
+    def _await(self, slot: BufferSlot) -> None:
         if slot.event is not None:
             self._memory.copies.wait(slot.event)
             slot.event = None
 
-    def _all_slots(self) -> list[Slot]:
+    def _all_slots(self) -> list[BufferSlot]:
         return [slot for slots in self._slots.values() for slot in slots]
 
     def __del__(self) -> None:

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from treepack.attention import Kept
+from treepack.attention import KeptOutputs
 from treepack.attention.autograd import is_recomputing
 from treepack.carry.offload import CarryMemory
-from treepack.carry.pieces import Pass
+from treepack.carry.pieces import PiecePass
 from treepack.memory.host_pages import CarriedBytes, HostRows, raw
 
 Location = Literal["gpu", "host", "none"]
@@ -26,7 +26,7 @@ class PieceOutputs:
     """The kept outputs of all trunk pieces on the stack."""
 
     def __init__(self, memory: CarryMemory, num_layers: int) -> None:
-        """Start without outputs, for a model of that many layers with attention."""
+        """Start without outputs; the model has `num_layers` layers with attention."""
         self.memory = memory
         # By layer, one row for each place of the stack.
         self.rows: dict[Hashable, HostRows] = {}
@@ -43,17 +43,17 @@ class PieceOutputs:
         """The bytes of all log-sum-exps, on the GPU."""
         return sum(lse.numel() * lse.element_size() for each in self._pieces.values() for lse in each.lses)
 
-    def push(self, each: Pass) -> Kept:
+    def push(self, each: PiecePass) -> KeptOutputs:
         """Return where attention keeps its outputs in the push of a piece."""
         self._pieces[each.begin] = PushedOutputs(self, each.first)
         return self._pieces[each.begin]
 
-    def pop(self, each: Pass) -> Kept | None:
+    def pop(self, each: PiecePass) -> KeptOutputs | None:
         """Return the kept outputs of a piece; None if its pop computes them again."""
         outputs = self._pieces.get(each.begin)
         return outputs if outputs is not None and outputs.is_full else None
 
-    def leave(self, each: Pass) -> None:
+    def leave(self, each: PiecePass) -> None:
         """End a pass: drop the outputs of a popped piece."""
         outputs = self._pieces.get(each.begin)
         if outputs is not None:
@@ -74,15 +74,15 @@ class PieceOutputs:
         return sum(each.size * self._num_layers for each in self._pieces.values() if each.location == location)
 
 
-class PushedOutputs(Kept):
+class PushedOutputs(KeptOutputs):
     """Outputs and log-sum-exps of one piece by layer.
 
-    Unlike in `Kept`, they may be taken more than once: by the forward pass of the pop, and by a layer that is computed
-    again in its backward pass.
+    Unlike in `KeptOutputs`, they may be taken more than once: by the forward pass of the pop, and by a layer that is
+    computed again in its backward pass.
     """
 
     def __init__(self, pieces: PieceOutputs, first: int) -> None:
-        """Start without outputs, for a piece at place `first` of the stack."""
+        """Start without outputs of the piece at place `first` of the stack."""
         super().__init__()
         self.location: Location | None = None
         self.size = 0

@@ -1,4 +1,4 @@
-r"""The pieces of a row: which tokens run together, in which order, and where their keys and values lie.
+r"""The pieces of a row: groups of tokens that run together, their order, and the places of their keys and values.
 
     subtree_end, parent, limit --cut_row--> pieces --plan_row--> passes, in the order in which they run
 
@@ -20,7 +20,7 @@ a path of the tree.
 No cut into pieces of at most `limit` tokens runs fewer tokens twice: a trunk token has descendants in another piece,
 which need its keys and values before its backward pass.
 
-A trunk piece is a chain up to a fork, a token with two trunk children or more, and small branches of trunk behind it,
+A trunk piece is a chain up to a fork, a token with two trunk children or more, and small branches of trunk after it,
 up to `SPARE` tokens. So when another piece is pushed, all tokens of the stack are its ancestors, except for these few,
 and the stack is hardly longer than the longest path and its gaps: each piece begins at a multiple of `ALIGNMENT`
 places. Without the few, every fork would be a piece, and a pass over three tokens takes as long as one over a thousand.
@@ -29,7 +29,7 @@ places. Without the few, every fork would be a piece, and a pass over three toke
                       \                   trunk piece 0 1 2 10 11 | bundle 3 .. 9 | bundle 12 .. 18
                        10 - 11 - 12 .. 18
 
-A branch lies behind other tokens of the row, so a row in pieces numbers its tokens anew, piece after piece. Within a
+A branch comes after other tokens of the row, so a row in pieces numbers its tokens again, piece after piece. Within a
 piece they keep the order of the row.
 
 Everything here is numpy on columns of one row. Python loops run over pieces and over chains of trunk.
@@ -47,7 +47,7 @@ from treepack.trajectory import Int32, Int64
 
 # Places of the stack at which a piece may begin: multiples of the query blocks of the attention kernels.
 ALIGNMENT = 128
-# Tokens behind forks that may still belong to the trunk piece of the first fork.
+# Tokens after forks that may still belong to the trunk piece of the first fork.
 SPARE = 1024
 
 Kind = Literal["bundle", "push", "pop"]
@@ -62,11 +62,11 @@ class RowPiece:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PiecePass:
     """One run of the model over a piece.
 
     Attributes:
-        kind: what happens to the piece.
+        kind: of the run, see the header.
         begin: the number of its first token.
         end: one past the number of its last token.
         first: the place of its first token among keys and values, a multiple of `ALIGNMENT`.
@@ -96,7 +96,7 @@ class RowPlan:
         carried: the largest number of places of the stack, without the piece that runs.
     """
 
-    passes: tuple[Pass, ...]
+    passes: tuple[PiecePass, ...]
     order: Int64
     places: int
     carried: int
@@ -117,7 +117,7 @@ class RowPlan:
         return any(each.kind == "pop" for each in self.passes)
 
     def without_backward(self) -> RowPlan:
-        """Return the passes that compute every token once, for a forward pass without gradients."""
+        """Return the passes of a forward pass without gradients, which compute every token once."""
         return replace(self, passes=tuple(each for each in self.passes if each.kind != "pop"))
 
 
@@ -166,7 +166,7 @@ def cut_row(subtree_end: Int32 | Int64, parent: Int64, limit: int, *, chains: bo
 
 
 @dataclass(frozen=True)
-class _Runs:
+class _TrunkRuns:
     """Chains of trunk tokens that follow each other in the row, up to a fork.
 
     Attributes:
@@ -180,10 +180,10 @@ class _Runs:
     children: dict[int, list[int]]
 
 
-def _runs_of_trunk(is_trunk: npt.NDArray[np.bool_], parent: Int64) -> _Runs:
+def _runs_of_trunk(is_trunk: npt.NDArray[np.bool_], parent: Int64) -> _TrunkRuns:
     parents = parent[is_trunk]
     forks = np.bincount(parents[parents >= 0], minlength=len(parent)) > 1
-    # A trunk token is no leaf, so the next token is its child.
+    # A trunk token is not a leaf, so the next token is its child.
     # trunk [1 1 1 0 1], fork [0 1 0 0 0] -> begins 0 2 4, ends 2 3 5
     begins = np.flatnonzero(is_trunk & ~np.append(False, is_trunk[:-1] & ~forks[:-1]))
     ends = np.flatnonzero(is_trunk & ~np.append(is_trunk[1:] & ~forks[:-1], False)) + 1
@@ -191,16 +191,16 @@ def _runs_of_trunk(is_trunk: npt.NDArray[np.bool_], parent: Int64) -> _Runs:
     above = np.searchsorted(begins, parent[begins], side="right") - 1  # -1 for a root
     for run, over in enumerate(above.tolist()):
         children.setdefault(over, []).append(run)
-    return _Runs(begins, ends, children)
+    return _TrunkRuns(begins, ends, children)
 
 
-def _grow(runs: _Runs, begin: int, limit: int, *, chains: bool) -> list[tuple[int, int]]:
+def _grow(runs: _TrunkRuns, begin: int, limit: int, *, chains: bool) -> list[tuple[int, int]]:
     """Return the ranges of the trunk piece that starts at `begin`, in a run or at its begin."""
     run = int(np.searchsorted(runs.begins, begin, side="right")) - 1
     end = min(begin + limit, int(runs.ends[run]))
     ranges = [(begin, end)]
     room, waiting = min(SPARE, begin + limit - end), [run] if end == runs.ends[run] else []
-    # The nearest branches first: all that hang on a run before those that hang on them.
+    # The nearest branches first: all branches of a run before the branches of these.
     for above in waiting:
         for child in runs.children.get(above, []):
             first, last = int(runs.begins[child]), int(runs.ends[child])
@@ -212,7 +212,7 @@ def _grow(runs: _Runs, begin: int, limit: int, *, chains: bool) -> list[tuple[in
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ascending ranges with those in one that follow each other."""
+    """Join ascending ranges that follow each other, and return all ranges."""
     # (0 2) (2 3) (5 7) -> (0 3) (5 7)
     joined = ranges[:1]
     for first, last in ranges[1:]:
@@ -225,7 +225,7 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def plan_row(subtree_end: Int32 | Int64, parent: Int64, limit: int, *, chains: bool = False) -> RowPlan:
     """Return the passes of a row in pieces of at most `limit` tokens; arguments as in `cut_row`."""
-    passes, order = list[Pass](), list[Int64]()
+    passes, order = list[PiecePass](), list[Int64]()
     # Of the trunk pieces that wait for their pop: numbers and places, and the first token in the row.
     stack, roots = list[tuple[int, int, int]](), list[int]()
     begin = places = carried = 0
@@ -233,7 +233,7 @@ def plan_row(subtree_end: Int32 | Int64, parent: Int64, limit: int, *, chains: b
         order += [np.arange(*each) for each in piece.ranges]
         end = begin + sum(last - first for first, last in piece.ranges)
         first = _next_place(stack)
-        passes.append(Pass("push" if piece.is_trunk else "bundle", begin, end, first, tuple(stack)))
+        passes.append(PiecePass("push" if piece.is_trunk else "bundle", begin, end, first, tuple(stack)))
         places = max(places, align(first + end - begin))
         if piece.is_trunk:
             stack.append((begin, end, first))
@@ -242,17 +242,17 @@ def plan_row(subtree_end: Int32 | Int64, parent: Int64, limit: int, *, chains: b
         # All tokens of a trunk piece are in the subtree of its first one. A subtree ends with a leaf, in a bundle.
         while not piece.is_trunk and roots and subtree_end[roots[-1]] <= piece.ranges[0][1]:
             roots.pop()
-            passes.append(Pass("pop", *stack.pop(), tuple(stack)))
+            passes.append(PiecePass("pop", *stack.pop(), tuple(stack)))
         begin = end
     assert not stack, "subtree_end ends beyond the row"
     return RowPlan(tuple(passes), np.concatenate(order), places, carried)
 
 
-def local_ends(subtree_end: Int32 | Int64, order: Int64, each: Pass) -> Int32:
+def local_ends(subtree_end: Int32 | Int64, order: Int64, each: PiecePass) -> Int32:
     """Return `subtree_end` of the local row of a pass, int32 [first + size].
 
-    The local row has the stack, and then the tokens of the piece. Gaps between pieces, and places whose tokens are no
-    ancestors of the piece, see only themselves and are seen by nobody.
+    The local row has the stack, and then the tokens of the piece. Gaps between pieces, and places whose tokens are not
+    ancestors of the piece, see only themselves, and no other place sees them.
 
     Args:
         subtree_end: [T] of the row.

@@ -5,11 +5,11 @@
 
 A pop computes the states of its tokens again. If they round in another way, because a graph was compiled with gradients
 and another one without, then a token whose scores are nearly equal moves to another expert. The pieces above have used
-keys and values of the first expert, so the gradients that reach the pop would be those of another function.
+keys and values of the first expert, so the pop would get gradients of a different function.
 
 `model.experts.routers` finds the routers. The choices of a router are the indices of every `topk`, and of every `max`
 along a dimension (PhiMoE), in the order of the calls. They are repeated by a `gather` at the recorded indices, whose
-values and gradients are those of `topk` if nothing moved.
+values and gradients equal `topk`'s if nothing moved.
 
     scores [[.1, .7, .2]], k = 2    push: values [.7, .2], experts [1, 2]
     scores [[.3, .5, .2]]           pop:  values [.5, .2], experts [1, 2] instead of [1, 0]
@@ -28,14 +28,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from treepack.carry.pieces import Pass, RowPlan
+from treepack.carry.pieces import PiecePass, RowPlan
 from treepack.errors import TreepackError
 from treepack.model.experts.routers import TOPK, follow_routers, scores_of
 
 _MAX = (torch.max, Tensor.max)
 
 
-class Routes:
+class CarriedRoutes:
     """The recorded choices of all trunk pieces of one row."""
 
     def __init__(self, causal: Any, plan: RowPlan) -> None:
@@ -56,7 +56,7 @@ class Routes:
         return sum(x.numel() * x.element_size() for choices in routers for x in choices)
 
     @contextmanager
-    def running(self, each: Pass) -> Iterator[None]:
+    def running(self, each: PiecePass) -> Iterator[None]:
         """Record the choices of a push in the block, or repeat them in a pop and its backward."""
         if each.kind == "push":
             recorded: dict[nn.Module, list[Tensor]] | None = self._pieces.setdefault(each.begin, {})
@@ -72,24 +72,24 @@ class Routes:
 
 
 def _mode(
-    router: nn.Module, recorded: dict[nn.Module, list[Tensor]], each: Pass
-) -> Callable[[], _Record] | Callable[[], _Repeat]:
+    router: nn.Module, recorded: dict[nn.Module, list[Tensor]], each: PiecePass
+) -> Callable[[], _RecordMode] | Callable[[], _RepeatMode]:
     """Return the maker of a router's mode in a push or a pop."""
     if each.kind == "pop":
-        return lambda: _Repeat(recorded[router])
+        return lambda: _RepeatMode(recorded[router])
     return lambda: _record_once(router, recorded)
 
 
-def _record_once(router: nn.Module, recorded: dict[nn.Module, list[Tensor]]) -> _Record:
+def _record_once(router: nn.Module, recorded: dict[nn.Module, list[Tensor]]) -> _RecordMode:
     """Return a mode that records the choices of a router, which runs once in a push."""
     if router in recorded:
         raise TreepackError(
             f"carry: {type(router).__name__} runs twice in one forward pass; train this model without --carry"
         )
-    return _Record(recorded.setdefault(router, []))
+    return _RecordMode(recorded.setdefault(router, []))
 
 
-class _Record(TorchFunctionMode):
+class _RecordMode(TorchFunctionMode):
     """Append the indices of each choice in the block to a list."""
 
     hides_choices = False
@@ -110,7 +110,7 @@ class _Record(TorchFunctionMode):
         """Accept any number of choices."""
 
 
-class _Repeat(TorchFunctionMode):
+class _RepeatMode(TorchFunctionMode):
     """Replace each choice in the block by the recorded one."""
 
     hides_choices = True

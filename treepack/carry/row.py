@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from treepack.attention import Kept, Schedules, TreePass
+from treepack.attention import BatchSchedules, KeptOutputs, TreePass
 from treepack.carry.offload import CarryMemory
 from treepack.carry.outputs import PieceOutputs
-from treepack.carry.pieces import Pass, RowPlan, local_ends, plan_row
+from treepack.carry.pieces import PiecePass, RowPlan, local_ends, plan_row
 from treepack.carry.refusal import check_carry
-from treepack.carry.routes import Routes
-from treepack.carry.stack import Stack
-from treepack.carry.states import States, follow_layers
+from treepack.carry.routes import CarriedRoutes
+from treepack.carry.stack import CarriedStack
+from treepack.carry.states import CarriedStates, follow_layers
 from treepack.data.batch import Batch
 from treepack.data.transfers import sent
 from treepack.memory.host_pages import CarriedBytes
@@ -78,16 +78,16 @@ class CarriedRow:
         self._order = sent(torch.from_numpy(plan.order), loaded.device)
         memory = CarryMemory(loaded.device) if memory is None else memory
         num_layers = len(loaded.kinds) or loaded.causal.config.get_text_config().num_hidden_layers
-        self.stack = Stack(self.plan, memory, num_layers=num_layers, with_gradients=with_gradients)
+        self.stack = CarriedStack(self.plan, memory, num_layers=num_layers, with_gradients=with_gradients)
         self.outputs = PieceOutputs(memory, num_layers)
-        self._routes = Routes(loaded.causal, self.plan)
-        self._states = self.stack.states = States(loaded.causal, self.plan, self._ends, self.parent)
+        self._routes = CarriedRoutes(loaded.causal, self.plan)
+        self._states = self.stack.states = CarriedStates(loaded.causal, self.plan, self._ends, self.parent)
 
         # Most bytes of carried keys, values and sums of gradients, and of kept outputs, until now.
         self.most_bytes = CarriedBytes(0, 0)
 
     @contextmanager
-    def running(self, each: Pass) -> Iterator[PieceRow]:
+    def running(self, each: PiecePass) -> Iterator[PieceRow]:
         """Prepare a pass; run the model, and the backward of bundles and pops, inside the block."""
         try:
             self.stack.enter(each)
@@ -102,10 +102,10 @@ class CarriedRow:
             self.stack.leave()
             self.outputs.leave(each)
 
-    def _prepare(self, each: Pass) -> PieceRow:
+    def _prepare(self, each: PiecePass) -> PieceRow:
         loaded, batch, tokens = self.loaded, self.batch, self._order[each.begin : each.end]
         ends = torch.from_numpy(local_ends(self._ends, self.plan.order, each))
-        schedules = Schedules(ends, device=loaded.device, first=each.first)
+        schedules = BatchSchedules(ends, device=loaded.device, first=each.first)
         for kind in set(loaded.kinds):
             schedules.of(loaded.attention, kind.reach)
         piece = replace(
@@ -119,14 +119,14 @@ class CarriedRow:
         )
         return PieceRow(each.begin, each.end, piece, {"tree_pass": TreePass(self._kept(each), self.stack)})
 
-    def _kept(self, each: Pass) -> Kept | None:
+    def _kept(self, each: PiecePass) -> KeptOutputs | None:
         """Return where attention keeps its outputs in a pass: trunk's until the pop, others until recomputation."""
         if each.kind == "push":
             return self.outputs.push(each) if self.plan.has_pops else None
         pushed = self.outputs.pop(each) if each.kind == "pop" else None
         if pushed is not None:
             return pushed
-        return Kept() if recomputes(self.loaded.causal) else None
+        return KeptOutputs() if recomputes(self.loaded.causal) else None
 
 
 def open_row(
@@ -161,7 +161,7 @@ def _uncompiled() -> AbstractContextManager[None]:
     return stance
 
 
-def push(row: CarriedRow, each: Pass) -> None:
+def push(row: CarriedRow, each: PiecePass) -> None:
     """Run the layers over a trunk piece, without a graph, for its keys and values."""
     with row.running(each) as piece, torch.no_grad():
         hidden_states(row.loaded, piece.batch, **piece.options)

@@ -1,6 +1,6 @@
 """Keys and values of a path, carried from piece to piece, and the sums of their gradients.
 
-    a layer's keys and values [1, H_kv, n, D] of the piece --Stack.joined--> those of the stack and the piece
+    a layer's keys and values [1, H_kv, n, D] of the piece --CarriedStack.joined--> of the stack and the piece
 
 One buffer of keys and one of values per layer hold the stack, and the piece that runs after it. A layer writes the
 keys and values of its tokens there and attends to all of them; nothing is concatenated. In the backward pass, the
@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from treepack.attention.autograd import is_recomputing
-from treepack.carry.offload import Buffer, CarryMemory, HostLayer, LayerShape, Slot, Staging
-from treepack.carry.pieces import Pass, RowPlan, align
+from treepack.carry.offload import BufferSlot, CarryMemory, HostLayer, HostStaging, LayerBuffer, LayerShape
+from treepack.carry.pieces import PiecePass, RowPlan, align
 from treepack.errors import TreepackError
 from treepack.memory.host_pages import CarriedBytes
 
 
-class Stack:
+class CarriedStack:
     """The carried tensors of all layers for one row; a model gets it as its argument `carry`.
 
     `enter` a pass, run the model, and `leave` the pass after its backward. A layer is known by its module.
@@ -45,10 +45,10 @@ class Stack:
         """
         self._places, self._carried = plan.places, plan.carried if with_gradients else 0
         self._memory, self._num_layers, self._with_gradients = memory, num_layers, with_gradients
-        self._layers: dict[Hashable, _Resident | _Offloaded] = {}
-        self._staging = Staging(memory, self._places, self._carried)
+        self._layers: dict[Hashable, _ResidentLayer | _OffloadedLayer] = {}
+        self._staging = HostStaging(memory, self._places, self._carried)
         self._seen: set[Hashable] = set()
-        self._now: Pass | None = None
+        self._now: PiecePass | None = None
         # The carried states of recurrent layers, a `states.States`.
         self.states: Any = None
 
@@ -66,11 +66,11 @@ class Stack:
     @property
     def num_bytes(self) -> CarriedBytes:
         """The bytes of all buffers and pages."""
-        resident = sum(x.buffer.num_bytes for x in self._layers.values() if isinstance(x, _Resident))
+        resident = sum(x.buffer.num_bytes for x in self._layers.values() if isinstance(x, _ResidentLayer))
         gpu, host = self._staging.num_bytes
         return CarriedBytes(resident + gpu, host)
 
-    def enter(self, now: Pass) -> None:
+    def enter(self, now: PiecePass) -> None:
         """Start a pass: the layers that run next compute its piece."""
         self._now = now
         self._seen.clear()
@@ -82,11 +82,11 @@ class Stack:
         """End the pass, after its backward if it has one."""
         now, self._now = self._now, None
         for layer in self._layers.values():
-            if self._memory.poisons and now is not None and now.kind != "push" and isinstance(layer, _Resident):
+            if self._memory.poisons and now is not None and now.kind != "push" and isinstance(layer, _ResidentLayer):
                 layer.buffer.poison(now.first)
 
     def joined(self, module: Hashable, key: Tensor, value: Tensor) -> AbstractContextManager[tuple[Tensor, Tensor]]:
-        """Give a block the keys and values of the stack, followed by those of the piece.
+        """Give a block the keys and values of the stack, followed by the keys and values of the piece.
 
         Args:
             module: the attention module of the layer.
@@ -95,7 +95,7 @@ class Stack:
 
         Returns:
             a context of [1, H_kv, first + n, D] and [1, H_kv, first + n, D_v], views of buffers. Functions inside the
-            block may save them for the backward pass; nobody may use them otherwise after it.
+            block may save them for the backward pass; they must not be used otherwise after it.
 
         Raises:
             TreepackError: the layer runs twice in a pass, or the batch has several rows.
@@ -117,14 +117,14 @@ class Stack:
             layer = self._layers[module] = self._make(LayerShape.of(key, value))
         return layer.joined(key, value, now)
 
-    def _make(self, shape: LayerShape) -> _Resident | _Offloaded:
+    def _make(self, shape: LayerShape) -> _ResidentLayer | _OffloadedLayer:
         """Return the next layer of the forward pass, on the GPU or in host memory."""
         budget, size = self._memory.budget.stack, shape.num_bytes(self._places, self._carried)
         number, index = num_offloaded(budget, size, self._num_layers), len(self._layers)
         # Spread evenly, so that as many layers as possible compute during each copy: 2 of 5 -> layers 2 and 4
         if (index + 1) * number // self._num_layers > index * number // self._num_layers:
-            return _Offloaded(self._staging, self._staging.add(shape), with_gradients=self._with_gradients)
-        return _Resident(Buffer(shape, self._places, self._carried))
+            return _OffloadedLayer(self._staging, self._staging.add(shape), with_gradients=self._with_gradients)
+        return _ResidentLayer(LayerBuffer(shape, self._places, self._carried))
 
 
 def num_offloaded(budget: int | None, size: int, num_layers: int) -> int:
@@ -134,40 +134,40 @@ def num_offloaded(budget: int | None, size: int, num_layers: int) -> int:
     return num_layers - max(0, budget // size - 2)
 
 
-class _Resident:
+class _ResidentLayer:
     """A layer whose carried tensors stay on the GPU."""
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: LayerBuffer) -> None:
         self.buffer, self.shape = buffer, buffer.shape
 
-    def enter(self, now: Pass) -> None:
+    def enter(self, now: PiecePass) -> None:
         """Clear the sums of a piece that is pushed."""
         if now.kind == "push":
             for sums in self.buffer.sums:
                 sums[now.first : now.first + now.size] = 0
 
     @contextmanager
-    def joined(self, key: Tensor, value: Tensor, now: Pass) -> Iterator[tuple[Tensor, Tensor]]:
+    def joined(self, key: Tensor, value: Tensor, now: PiecePass) -> Iterator[tuple[Tensor, Tensor]]:
         """Give the keys and values of the stack and the piece."""
         yield _join(key, value, self, self.buffer, now)
 
-    def add(self, now: Pass, add: Callable[[Buffer], None]) -> None:
+    def add(self, now: PiecePass, add: Callable[[LayerBuffer], None]) -> None:
         """Add gradients to the sums."""
         add(self.buffer)
 
 
-class _Offloaded:
+class _OffloadedLayer:
     """A layer whose carried tensors wait in host memory."""
 
-    def __init__(self, staging: Staging, layer: HostLayer, *, with_gradients: bool) -> None:
+    def __init__(self, staging: HostStaging, layer: HostLayer, *, with_gradients: bool) -> None:
         self._staging, self._layer, self._with_gradients = staging, layer, with_gradients
         self.shape = layer.shape
 
-    def enter(self, now: Pass) -> None:
-        """Leave the layer to `Staging.enter`."""
+    def enter(self, now: PiecePass) -> None:
+        """Leave the layer to `HostStaging.enter`."""
 
     @contextmanager
-    def joined(self, key: Tensor, value: Tensor, now: Pass) -> Iterator[tuple[Tensor, Tensor]]:
+    def joined(self, key: Tensor, value: Tensor, now: PiecePass) -> Iterator[tuple[Tensor, Tensor]]:
         """Give the stack and the piece; tensors of the stack that the block saves are fetched again in the backward."""
         with_graph = self._with_gradients and now.kind != "push" and torch.is_grad_enabled()
         slot = self._staging.open(self._layer, in_backward=is_recomputing(), with_graph=with_graph)
@@ -179,16 +179,16 @@ class _Offloaded:
         if not with_graph or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             yield keys, values
             return
-        with saved_tensors_hooks(_Packing(self, slot, (key.detach(), value.detach()), now), _unpack):
+        with saved_tensors_hooks(_PackingHook(self, slot, (key.detach(), value.detach()), now), _unpack):
             yield keys, values
 
-    def add(self, now: Pass, add: Callable[[Buffer], None]) -> None:
+    def add(self, now: PiecePass, add: Callable[[LayerBuffer], None]) -> None:
         """Add gradients to the sums, and send them back."""
         slot = self._staging.open(self._layer, in_backward=True)
         add(slot.buffer)
         self._staging.write_sums(self._layer, slot)
 
-    def restore(self, piece: tuple[Tensor, Tensor], now: Pass) -> Buffer:
+    def restore(self, piece: tuple[Tensor, Tensor], now: PiecePass) -> LayerBuffer:
         """Return a buffer with the stack and `piece`, its keys and values [1, H_kv, n, D], in the backward pass."""
         slot = self._staging.open(self._layer, in_backward=True)
         if not slot.has_piece:
@@ -197,10 +197,10 @@ class _Offloaded:
         return slot.buffer
 
 
-class _Packing:
+class _PackingHook:
     """The hook that replaces tensors in a slot's memory, which other layers will use, by a way to get them again."""
 
-    def __init__(self, layer: _Offloaded, slot: Slot, piece: tuple[Tensor, Tensor], now: Pass) -> None:
+    def __init__(self, layer: _OffloadedLayer, slot: BufferSlot, piece: tuple[Tensor, Tensor], now: PiecePass) -> None:
         self._layer, self._piece, self._now = layer, piece, now
         self._memory = [rows.untyped_storage().data_ptr() for rows in slot.buffer.keys_values]
 
@@ -217,24 +217,29 @@ def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed()
 
 
-def _padded(now: Pass) -> int:
+def _padded(now: PiecePass) -> int:
     """Return the end of the piece's places and of the zeros after them."""
     return align(now.first + now.size)
 
 
 def _join(
-    key: Tensor, value: Tensor, layer: _Resident | _Offloaded, buffer: Buffer, now: Pass
+    key: Tensor, value: Tensor, layer: _ResidentLayer | _OffloadedLayer, buffer: LayerBuffer, now: PiecePass
 ) -> tuple[Tensor, Tensor]:
-    keys, values = _Join.apply(key, value, layer, buffer, now)  # type: ignore[no-untyped-call]
+    keys, values = _JoinKeys.apply(key, value, layer, buffer, now)  # type: ignore[no-untyped-call]
     return keys, values
 
 
-class _Join(torch.autograd.Function):
+class _JoinKeys(torch.autograd.Function):
     """Write keys and values after the stack; in the backward, divide the gradients between the stack and the piece."""
 
     @staticmethod
     def forward(
-        ctx: Any, key: Tensor, value: Tensor, layer: _Resident | _Offloaded, buffer: Buffer, now: Pass
+        ctx: Any,
+        key: Tensor,
+        value: Tensor,
+        layer: _ResidentLayer | _OffloadedLayer,
+        buffer: LayerBuffer,
+        now: PiecePass,
     ) -> tuple[Tensor, Tensor]:
         ctx.layer, ctx.now = layer, now
         buffer.write(key, value, now.first, _padded(now))
@@ -247,7 +252,7 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grads_of_piece: list[Tensor] = []
 
-        def add(buffer: Buffer) -> None:
+        def add(buffer: LayerBuffer) -> None:
             assert len(buffer.sums[0]), "a backward pass ran on a stack without gradients"
             grads_of_piece.extend(
                 _divide(grad, buffer.heads(sums), ctx.now) for grad, sums in zip(grads, buffer.sums, strict=True)
@@ -257,7 +262,7 @@ class _Join(torch.autograd.Function):
         return grads_of_piece[0], grads_of_piece[1], None, None, None
 
 
-def _divide(grad: Tensor, sums: Tensor, now: Pass) -> Tensor:
+def _divide(grad: Tensor, sums: Tensor, now: PiecePass) -> Tensor:
     """Add the carried part of a gradient to its sums; return the part of the piece, with its sums if it is popped."""
     first = now.first
     sums[:, :, :first] += grad[:, :, :first]

@@ -1,11 +1,11 @@
-r"""States and inputs of recurrent layers, carried from piece to piece through tokens that stand for them.
+r"""States and inputs of recurrent layers, carried from piece to piece through additional tokens.
 
     a piece's tokens, and states after the parents of its roots
         --scan, convolve-->  outputs of the tokens; in a push, states after the tokens on which other pieces hang
 
 A recurrent layer starts each node from the state after its parent. If the parent is in another piece, K tokens in front
 of the node write that state [K, V] into it: token i has the i-th unit vector as its key, row i of the state as its
-value, a rate of 1 and no decay. K tokens behind a token of a trunk piece read the state after it: token i has the i-th
+value, a rate of 1 and no decay. K tokens after a token of a trunk piece read the state after it: token i has the i-th
 unit vector as its query and writes nothing. So any implementation of the layer computes pieces, and its backward pass
 gives the gradients of states. A convolution of W taps gets its last W - 1 inputs in the same way.
 
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
-from treepack.attention import Schedules
-from treepack.carry.pieces import Pass, RowPlan
+from treepack.attention import BatchSchedules
+from treepack.carry.pieces import PiecePass, RowPlan
 from treepack.recurrent import dispatch
 from treepack.recurrent.entry import recurrent_modules
 from treepack.trajectory import Int32, Int64
@@ -52,8 +52,8 @@ class PieceTree:
     exits: Int64
 
 
-def piece_tree(subtree_end: Int32 | Int64, parent: Int64, exits: Int64, each: Pass) -> PieceTree:
-    """Return the tree of the piece of a pass; `exits` are those of the row, from `row_exits`."""
+def piece_tree(subtree_end: Int32 | Int64, parent: Int64, exits: Int64, each: PiecePass) -> PieceTree:
+    """Return the tree of the piece of a pass; `exits` are the exits of the row, from `row_exits`."""
     above = parent[each.begin : each.end]
     roots = np.flatnonzero(above < each.begin)
     # parents of the roots [2 2 1] -> entries at the first and the third root
@@ -71,7 +71,7 @@ def row_exits(parent: Int64, plan: RowPlan) -> Int64:
 
 
 def most_states(parent: Int64, plan: RowPlan) -> int:
-    """Return the largest number of tokens whose states are kept at one time."""
+    """Return the largest number of tokens whose states are kept at once."""
     exits, most = row_exits(parent, plan), 0
     for each in plan.passes:
         ranges = np.array([*((begin, end) for begin, end, _ in each.stack), (each.begin, each.end)])
@@ -81,22 +81,22 @@ def most_states(parent: Int64, plan: RowPlan) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The tokens of a piece with W tokens in front of each entry and R tokens behind each exit, M in all.
+class PieceLayout:
+    """The tokens of a piece with W tokens before each entry and R tokens after each exit, M in total.
 
     Attributes:
-        order: int64 [M], what lies at each place: a token, or n + an entry's token, or n + E W + an exit's token.
+        order: int64 [M], the token at each index: a token of the piece, n + an entry's token, or n + E W + an exit's.
         place: int64 [M], the inverse of `order`.
         schedules: tables of the extended row.
     """
 
     order: Tensor
     place: Tensor
-    schedules: Schedules
+    schedules: BatchSchedules
 
 
-def extend_states(tree: PieceTree, writes: int, reads: int, device: torch.device) -> Layout:
-    """Return the extended row of a piece, with `writes` tokens before each entry and `reads` behind each exit."""
+def extend_states(tree: PieceTree, writes: int, reads: int, device: torch.device) -> PieceLayout:
+    """Return the extended row of a piece, with `writes` tokens before each entry and `reads` after each exit."""
     count = len(tree.end)
 
     def moved(boundary: Int64) -> Int64:
@@ -114,11 +114,11 @@ def extend_states(tree: PieceTree, writes: int, reads: int, device: torch.device
     ends = np.concatenate([moved(tree.end), np.repeat(last, writes), np.repeat(own[tree.exits] + 1 + reads, reads)])
     order = np.empty_like(place)
     order[place] = np.arange(len(place))
-    schedules = Schedules(torch.from_numpy(ends[order].astype(np.int32)), device=device)
-    return Layout(torch.from_numpy(order).to(device), torch.from_numpy(place).to(device), schedules)
+    schedules = BatchSchedules(torch.from_numpy(ends[order].astype(np.int32)), device=device)
+    return PieceLayout(torch.from_numpy(order).to(device), torch.from_numpy(place).to(device), schedules)
 
 
-class States:
+class CarriedStates:
     """The carried states of all recurrent layers for one row; `interface` calls it instead of `dispatch`."""
 
     def __init__(self, causal: Any, plan: RowPlan, subtree_end: Int32 | Int64, parent: Int64) -> None:
@@ -133,9 +133,9 @@ class States:
         self._switches = follow_layers(causal)
         self._ends, self._parent, self._has_pops = subtree_end, parent, plan.has_pops
         self._exits = row_exits(parent, plan) if self._switches else np.zeros(0, np.int64)
-        self._kept: dict[Hashable, dict[int, _State]] = {}
-        self._layouts: dict[tuple[int, int], Layout] = {}
-        self._now: Pass | None = None
+        self._kept: dict[Hashable, dict[int, _CarriedState]] = {}
+        self._layouts: dict[tuple[int, int], PieceLayout] = {}
+        self._now: PiecePass | None = None
         self._tree: PieceTree | None = None
         self._module: nn.Module | None = None
         self._calls = 0
@@ -146,7 +146,7 @@ class States:
         kept = (x for states in self._kept.values() for state in states.values() for x in (state.value, state.sum))
         return sum(x.numel() * x.element_size() for x in kept if x is not None)
 
-    def enter(self, now: Pass) -> None:
+    def enter(self, now: PiecePass) -> None:
         """Start a pass: drop the states of pieces that left the stack."""
         if not self._switches:
             return
@@ -166,7 +166,7 @@ class States:
         self._now = None
 
     def start(self, module: nn.Module) -> None:
-        """Note that a recurrent layer starts to run, also if it is computed again."""
+        """Note that a recurrent layer starts to run, for the first time or again."""
         self._module, self._calls = module, 0
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
@@ -215,20 +215,20 @@ class States:
         out = dispatch.convolve(columns, weight, bias, activation, layout.schedules)
         return _permute(out, layout.place, layout.order)[: len(x)]
 
-    def _next_call(self) -> dict[int, _State]:
+    def _next_call(self) -> dict[int, _CarriedState]:
         """Return the states of the call that runs now, by token: a layer may have several convolutions."""
         assert self._module is not None, "a function of a recurrent layer ran outside of its layer"
         place = (self._module, self._calls)
         self._calls += 1
         return self._kept.setdefault(place, {})
 
-    def _shape(self, writes: int, reads: int, device: torch.device) -> tuple[PieceTree, Layout]:
+    def _shape(self, writes: int, reads: int, device: torch.device) -> tuple[PieceTree, PieceLayout]:
         assert self._tree is not None
         if (writes, reads) not in self._layouts:
             self._layouts[writes, reads] = extend_states(self._tree, writes, reads, device)
         return self._tree, self._layouts[writes, reads]
 
-    def _enter(self, states: dict[int, _State], tree: PieceTree, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def _enter(self, states: dict[int, _CarriedState], tree: PieceTree, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return the states [E, *shape] that enter the piece, in the dtype of `like`; 0 before roots of the row."""
         entering = [states[parent] if parent >= 0 else None for parent in tree.parents.tolist()]
         zero = like.new_zeros(shape)
@@ -236,10 +236,10 @@ class States:
         sums = [None if state is None else state.sum for state in entering]
         # A leaf that asks for gradients: the states may need them even if no input of this layer does.
         rows.requires_grad_(torch.is_grad_enabled())
-        entered: Tensor = _Enter.apply(rows, sums)  # type: ignore[no-untyped-call]
+        entered: Tensor = _EnterStates.apply(rows, sums)  # type: ignore[no-untyped-call]
         return entered
 
-    def _exit(self, states: dict[int, _State], tree: PieceTree, out: Tensor, read: Tensor) -> Tensor:
+    def _exit(self, states: dict[int, _CarriedState], tree: PieceTree, out: Tensor, read: Tensor) -> Tensor:
         """Keep the states `read` [X, ...] of a push; in a pop, return `out` with the gradients of these states."""
         assert self._now is not None
         tokens = (tree.exits + self._now.begin).tolist()
@@ -247,25 +247,25 @@ class States:
             precision = torch.promote_types(read.dtype, torch.float32)
             for token, value in zip(tokens, read.detach().unbind(0), strict=True):
                 # A copy, because `read` is a part of all outputs.
-                states[token] = _State(
+                states[token] = _CarriedState(
                     value.clone(), torch.zeros_like(value, dtype=precision) if self._has_pops else None
                 )
             return out
         if not tokens:
             return out
-        joined: Tensor = _Exit.apply(out, read, [states[token].sum for token in tokens])  # type: ignore[no-untyped-call]
+        joined: Tensor = _ExitStates.apply(out, read, [states[token].sum for token in tokens])  # type: ignore[no-untyped-call]
         return joined
 
 
 @dataclass(frozen=True)
-class _State:
+class _CarriedState:
     """A state after a token, and the sum of its gradients; None without backward passes."""
 
     value: Tensor
     sum: Tensor | None
 
 
-class _Enter(torch.autograd.Function):
+class _EnterStates(torch.autograd.Function):
     """Return `rows`; in the backward, add their gradients to `sums`."""
 
     @staticmethod
@@ -282,7 +282,7 @@ class _Enter(torch.autograd.Function):
         return None, None
 
 
-class _Exit(torch.autograd.Function):
+class _ExitStates(torch.autograd.Function):
     """Return `out`; in the backward, give `read` the gradients `sums`."""
 
     @staticmethod
@@ -296,7 +296,7 @@ class _Exit(torch.autograd.Function):
         return grad, torch.stack(ctx.sums).to(ctx.dtype), None
 
 
-class _Permute(torch.autograd.Function):
+class _PermuteRows(torch.autograd.Function):
     """x[order]; its gradient reads each element once, so that nothing is added."""
 
     @staticmethod
@@ -311,15 +311,15 @@ class _Permute(torch.autograd.Function):
 
 
 def _permute(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    permuted: Tensor = _Permute.apply(x, order, place)  # type: ignore[no-untyped-call]
+    permuted: Tensor = _PermuteRows.apply(x, order, place)  # type: ignore[no-untyped-call]
     return permuted
 
 
-class _Switch:
-    """Tells the states of the row that runs now which layer calls them."""
+class _LayerHook:
+    """A hook of a recurrent layer, which announces its start to the states of the row that runs."""
 
     def __init__(self) -> None:
-        self.states: States | None = None
+        self.states: CarriedStates | None = None
 
     @_disable_dynamo
     def __call__(self, module: nn.Module, _: Any) -> None:
@@ -327,14 +327,14 @@ class _Switch:
             self.states.start(module)
 
 
-def follow_layers(causal: Any) -> list[_Switch]:
-    """Let all recurrent layers of a model say when they run; a second call changes nothing."""
-    switches = []
+def follow_layers(causal: Any) -> list[_LayerHook]:
+    """Put a hook on every recurrent layer of a model, in order, and return the hooks; a second call adds none."""
+    hooks = []
     for module in recurrent_modules(causal):
-        hooks: list[Callable[..., Any]] = list(module._forward_pre_hooks.values())
-        there = [hook for hook in hooks if isinstance(hook, _Switch)]
-        if not there:
-            there = [_Switch()]
-            module.register_forward_pre_hook(there[0])
-        switches.append(there[0])
-    return switches
+        known: list[Callable[..., Any]] = list(module._forward_pre_hooks.values())
+        hook = next((each for each in known if isinstance(each, _LayerHook)), None)
+        if hook is None:
+            hook = _LayerHook()
+            module.register_forward_pre_hook(hook)
+        hooks.append(hook)
+    return hooks

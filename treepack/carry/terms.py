@@ -15,7 +15,7 @@ from treepack.trajectory import Int64
 
 
 @dataclass(frozen=True)
-class Targets:
+class PieceTargets:
     """Tokens of a row whose log-probabilities are computed, in the order of the pieces that predict them.
 
     Attributes:
@@ -31,19 +31,19 @@ class Targets:
     sources: Tensor
 
     @classmethod
-    def of(cls, row: CarriedRow, tokens: Tensor) -> Targets:
+    def of(cls, row: CarriedRow, tokens: Tensor) -> PieceTargets:
         """Return the targets `tokens`, int64 [n], row indices without roots, in any order."""
         above = row.parent[tokens.cpu().numpy()]
         assert (above >= 0).all(), "a root has no token that predicts it"
         return cls._sorted(row, tokens, row.numbers[above])
 
     @classmethod
-    def of_states(cls, row: CarriedRow) -> Targets:
+    def of_states(cls, row: CarriedRow) -> PieceTargets:
         """Return targets whose parents are all tokens of the row: for values of the states after them."""
         return cls._sorted(row, torch.arange(row.batch.num_tokens), row.numbers)
 
     @classmethod
-    def _sorted(cls, row: CarriedRow, tokens: Tensor, parent: Int64) -> Targets:
+    def _sorted(cls, row: CarriedRow, tokens: Tensor, parent: Int64) -> PieceTargets:
         # parents [0 2 0] -> order [0 2 1], sorted [0 0 2]
         order = np.argsort(parent, kind="stable")
         device = row.batch.input_ids.device
@@ -70,7 +70,7 @@ class SortedTerms:
     parents: Int64
 
     @classmethod
-    def of(cls, terms: TermTensors, targets: Targets) -> SortedTerms:
+    def of(cls, terms: TermTensors, targets: PieceTargets) -> SortedTerms:
         """Sort terms, on the model's device, for `targets` that were made of their tokens."""
         # order [2 0 1] of the targets -> rank [1 2 0]: the caller's token 0 is now number 1
         rank = np.empty_like(targets.order)

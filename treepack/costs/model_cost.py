@@ -4,8 +4,8 @@
     ModelShape, FlopCount(tokens, pairs, targets) --operations--> floating-point operations of forward and backward
 
 A product with a weight is 2 operations forward and 4 backward. Recomputation does not count, nor do norms, rotations,
-softmax and embedding look-ups, which are no matrix products. The output layer runs over the trained targets only, as in
-`loss.weighted_nll`. Only the active experts count. A layer with a window or chunks of W tokens has at most W pairs for
+softmax and embedding look-ups, which are not matrix products. The output layer runs over the trained targets only, as
+in `loss.weighted_nll`. Only active experts count. A layer with a window or chunks of W tokens has at most W pairs for
 each token; the first W tokens of a path have fewer, which makes this a few per cent too high. A recurrent layer has no
 score pairs: its cost is a number for each token (`recurrent_cost`).
 """
@@ -187,7 +187,7 @@ def read_model_fields(model: str) -> tuple[Config, str]:
     """Return the fields of a preset or of a config.json, see `read_shape`, and the name of the model.
 
     Raises:
-        TreepackError: there is no such model, or its config.json is no JSON object.
+        TreepackError: there is no such model, or its config.json is not a JSON object.
     """
     match = _VARIANT.match(model.rpartition("/")[2].lower())
     path = Path(model)

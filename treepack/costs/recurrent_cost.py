@@ -9,8 +9,9 @@ with the state, so its count for each head is
     delta rule    k h, k' u and q h    3 K V
     Mamba-2       k' v and q h         2 K V
 
-The decay multiplies number by number, like a norm, and is no product. This is the recurrent form, the smallest count.
-Kernels compute chunks of L tokens instead (`recurrent.twin`). They have 3 K V for W h, q h and K' u, and in addition
+The decay multiplies number by number, like a norm, and is not a matrix product. This is the recurrent form, the
+smallest count. Kernels compute chunks of L tokens instead (`recurrent.twin`).
+They have 3 K V for W h, q h and K' u, and in addition
 2 L K for q k' and k k', L (K + V) / 2 for the triangular solve, and L V for P u: 1.7 times as many for L = 64 and
 K = V = 128. These products depend on L, which is a choice of the kernels and not of the model, so they do not count,
 just as recomputation does not. So the MFU of a run is lower than with a count of its chunks.

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from treepack.data.batch import PER_TERM, Batch, RowEdges, TermTensors, empty_batch, is_route_recorded, missing_expert
-from treepack.errors import TreepackError
 
 # A pass of so many tokens keeps an H100 busy longer than the processor needs for its launches, for models from 0.6
 # billion weights on. On a CPU, where launches cost nothing beside the products and attention is dense, rows stay alone.
@@ -33,16 +32,6 @@ _PER_TOKEN = ("input_ids", "position_ids", "scale", "loss_weight")
 def usual_pass(device: torch.device) -> int:
     """Return the tokens of a pass that are enough for speed on a device."""
     return GPU_PASS if device.type == "cuda" else CPU_PASS
-
-
-def check_pass_tokens(pass_tokens: int | str) -> None:
-    """Refuse another value than a positive number of tokens or "auto".
-
-    Raises:
-        TreepackError: with the value.
-    """
-    if pass_tokens != "auto" and not (isinstance(pass_tokens, int) and pass_tokens >= 1):
-        raise TreepackError(f"pass_tokens is {pass_tokens!r}; expected a number of tokens of at least 1, or auto")
 
 
 def join_rows(batches: Sequence[Batch], *, multiple: int = 1) -> Batch:

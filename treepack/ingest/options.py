@@ -1,6 +1,6 @@
 """Options of reading: how raw rollouts become tokenised trajectories, and a trie.
 
-This file imports no numerical library, so that the command line can take its defaults from here.
+This file imports no numerical library, so that the command line can take its options from here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from treepack.errors import TreepackError
 from treepack.ingest import column_map
+from treepack.option_fields import check_options, option
 
 if TYPE_CHECKING:
     from treepack.ingest.template.rendering import TemplateFile
@@ -33,57 +34,84 @@ class BuildOptions:
         TreepackError: a value that an option does not take.
     """
 
-    format: str = "auto"  # a name that `treepack formats` lists, or "auto" to recognise each file by its content
-    # Paths to the parts of a rollout in records of a different layout: "KEY=PATH,...", the path of a JSON file, or an
-    # object with the same keys; see docs/inputs.md.
-    columns: column_map.Given | None = None
-    tokenizer: str | None = None  # name or folder of the tokenizer whose chat template renders conversations
-    chat_template: str | None = None  # path of a file with a chat template, which replaces that of the tokenizer
-    # Tool schemas for conversations that have none, or the path of a JSON file with them.
-    tools: list[dict[str, Any]] | str | None = None
-    expand: str = "trajectory"  # "trajectory" for one sample per conversation, "turns" for one per assistant turn
-    # With `expand` "turns", make a sample of a turn for each path of a search tree that has it, not one.
-    per_path: bool = False
-    # "all" shares prefixes between all trajectories of a training step, "group" only inside a group, "none" makes
-    # every trajectory a tree of its own.
-    share: str = "all"
-    reward_key: str | None = None  # key of the reward, if the reward is an object
-    # Number tool call ids, UUIDs and times of conversations, so that random ones share prefixes.
-    normalize_ids: bool = False
-    train_all: bool = False  # train every token of token records that have no mask
+    format: str = option(
+        "auto", "Format of the inputs, as treepack formats lists them; by default it is recognised by content."
+    )
+    # Text as in the command, the path of a JSON file, or an object with the same keys.
+    columns: column_map.Given | None = option(
+        None,
+        "Where the parts of a rollout are in records of another layout, for example "
+        "question=ask,answer=tries[].text,reward=tries[].ok; keys and paths are in docs/inputs.md.",
+    )
+    tokenizer: str | None = option(None, "Hugging Face tokenizer whose chat template renders conversations.")
+    chat_template: str | None = option(
+        None, "File with a chat template in Jinja, which replaces the template of the tokenizer."
+    )
+    # The schemas, or the path of a JSON file with them.
+    tools: list[dict[str, Any]] | str | None = option(
+        None, "JSON list of tool schemas for conversations that have none."
+    )
+    expand: str = option(
+        "trajectory",
+        "One sample per conversation, or one per assistant turn with the prompt rendered as it was then.",
+        choices=EXPANSIONS,
+    )
+    per_path: bool = option(
+        False,
+        "With --expand turns: a turn on several paths of a search tree becomes one sample for each path.",
+    )
+    # "all" shares within a training step; "none" makes every trajectory a tree of its own, and no command offers it.
+    share: str = option("all", "Share prefixes between all trajectories, or only inside a group.", choices=SHARES)
+    reward_key: str | None = option(None, "Key of the reward, if the reward is an object.")
+    normalize_ids: bool = option(
+        False,
+        "Number tool call ids, UUIDs and times of conversations, so that random ones do not split prefixes.",
+    )
+    train_all: bool = option(False, "Train every token of token records that have no mask.")
     shapes: bool = False  # also accept inputs that have lengths but no tokens; for statistics only
-    strict: bool = False  # refuse the first rollout that would be skipped
-    skip_bad: bool = False  # skip and count damaged records and files, which are refused otherwise
-    # Maximum bytes of a line, and of a file that is read as a whole, decompressed.
-    max_record_size: int = MAX_RECORD_SIZE
-    # Special tokens that messages spell out: "keep" tokenises them as an engine does, "text" as ordinary text, and
-    # "skip" skips the conversation.
-    control_tokens: str = "keep"
-    # Processes that read, tokenise, sort and write; the result is the same for any number. They start if there are at
-    # least 32 MB of token ids, or any text to tokenise. Each takes about 0.6 s to start.
-    workers: int = 1
-    # Keep the experts that the routers of a mixture chose when the rollouts were sampled, for training with the same
-    # ones. Tokens and columns are in memory, and routes in files if they are large.
-    keep_routes: bool = False
-    # Where trajectories share tokens with other experts: "split" does not share them, which is exact, and "first"
-    # shares them with the experts of the first trajectory.
-    route_conflicts: str = "split"
-    # Rollouts whose last answer a limit or a filter cut: "keep" trains them, without an end token, and "drop" masks
-    # their loss, while their reward counts in the baseline of their group.
-    truncated: str = "keep"
+    control_tokens: str = option(
+        "keep",
+        "Special tokens that messages spell out: keep them as an engine does, tokenise them as ordinary text, or skip "
+        "the conversation.",
+        choices=CONTROL_TOKENS,
+    )
+    truncated: str = option(
+        "keep",
+        "Rollouts whose last answer was cut: keep trains them without an end token, drop masks their loss and keeps "
+        "their reward in the baseline of the group.",
+        choices=TRUNCATED,
+    )
+    strict: bool = option(False, "Refuse the first rollout that would be skipped.")
+    skip_bad: bool = option(False, "Skip and count damaged records and files, which are refused otherwise.")
+    max_record_size: int = option(
+        MAX_RECORD_SIZE,
+        "Maximum size of a line, and of a file that is read as a whole, decompressed; suffixes K, M and G.",
+    )
+    # Each process takes about 0.6 s to start.
+    workers: int = option(
+        1,
+        "Processes that read, tokenise, sort and write; the result is the same. They start if there are at least 32 MB "
+        "of token ids, or any text to tokenise.",
+        minimum=1,
+    )
+    # Tokens and columns are in memory, and routes in files if they are large.
+    keep_routes: bool = option(
+        False, "Keep the experts that a mixture's routers chose at sampling; train and logprobs then use the same ones."
+    )
+    route_conflicts: str = option(
+        "split",
+        "If rollouts recorded different experts for a shared prefix: split it, which is exact, or share it with the "
+        "first experts.",
+        choices=ROUTE_CONFLICTS,
+    )
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense, naming the option."""
-        choices = {"expand": EXPANSIONS, "share": SHARES, "control_tokens": CONTROL_TOKENS, "truncated": TRUNCATED}
-        for name, known in {**choices, "route_conflicts": ROUTE_CONFLICTS}.items():
-            if getattr(self, name) not in known:
-                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+        check_options(self)
         if self.per_path and self.expand != "turns":
             raise TreepackError("per_path is for one sample per turn; set expand to 'turns' (--expand turns)")
         if self.max_record_size < MIN_RECORD_SIZE:
             raise TreepackError(f"max_record_size is {self.max_record_size}; expected at least {MIN_RECORD_SIZE} bytes")
-        if self.workers < 1:
-            raise TreepackError(f"workers is {self.workers}; expected at least 1")
         if not self.keep_routes and self.route_conflicts != "split":
             raise TreepackError("route_conflicts is about kept routes; set keep_routes (--keep-routes)")
         if self.strict and self.skip_bad:

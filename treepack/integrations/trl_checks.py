@@ -1,4 +1,4 @@
-"""Refusals by name before training, for the classes of `integrations.trl`."""
+"""Refusals before training, by the names of the classes of `integrations.trl`."""
 
 from __future__ import annotations
 

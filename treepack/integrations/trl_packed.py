@@ -32,7 +32,7 @@ def packed_trainer(base: type[Trainer]) -> type[Trainer]:
     logged.
 
     Raises:
-        TreepackError: by the subclass, if `train_dataset` is no `PackedDataset`, or an option changes the loss.
+        TreepackError: by the subclass, if `train_dataset` is not a `PackedDataset`, or an option changes the loss.
     """
     check_program("trl", base, ("get_batch_samples", "compute_loss(num_items_in_batch)"), user="tree_trainer")
 

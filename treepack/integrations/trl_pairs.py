@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from treepack.attention import Schedules
+from treepack.attention import BatchSchedules
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import check_model, find_causal, use_tree_attention
 from treepack.integrations.trl_checks import check_trainer, trainer_dtype
@@ -80,7 +80,7 @@ def _states_of(original: Any, plan: OnlineBatch, shape: torch.Size, others: dict
     (row,) = plan.rows
     assert row.terms is not None
     columns: dict[str, Any] = {name: getattr(row, name)[None] for name in ("input_ids", "position_ids", "subtree_end")}
-    output = original(**columns, schedule=Schedules(row.subtree_end), **others)
+    output = original(**columns, schedule=BatchSchedules(row.subtree_end), **others)
     states = output.last_hidden_state[0]  # [T, D]
     # The state that predicts token j of a sequence goes to place j - 1, where the output layer expects it. No sequence
     # scores its first token, so j - 1 is a place of the same sequence.

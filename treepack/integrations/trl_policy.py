@@ -57,7 +57,7 @@ def policy_trainer(base: type[Trainer], options: OnlineOptions | None = None) ->
     Args:
         base: a class of trl 1.16, or a subclass of it that keeps `_get_per_token_logps_and_entropies`.
         options: how rows are planned and computed. By default, rows are computed again in the backward pass, unless
-            the model does this by itself (gradient checkpointing).
+            the model does this alone (gradient checkpointing).
 
     Raises:
         TreepackError: another version of trl; or by the subclass, for options that treepack does not compute.

@@ -72,7 +72,7 @@ class _TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
     def _build_module(self) -> Any:
         register()
-        # verl's default is flash attention, which transformers refuses to load where it is not installed.
+        # verl's default is flash attention, which transformers refuses to load if it is not installed.
         self.model_config.hf_config._attn_implementation = "sdpa"
         module = super()._build_module()
         check_model(module)
@@ -191,7 +191,7 @@ def _check_options(model_config: Any, engine_config: Any) -> None:
     if engine_config.router_replay.mode == "R2":
         raise TreepackError(
             "verl: router_replay.mode R2 records the trainer's own experts, which strategy=treepack does not; use R3, "
-            "which replays those of the rollout"
+            "which replays the routes of the rollout"
         )
     for name, value in refused.items():
         if value:
@@ -274,7 +274,7 @@ def _cut(data: TensorDict, group: Any, *, routes: list[Tensor] | None = None) ->
 
 
 def _split(batches: list[list[int]], count: int, lengths: list[int]) -> list[list[int]]:
-    """Split the micro-batches with the most tokens in two until there are `count`."""
+    """Halve the micro-batch with the maximum of tokens until there are `count`."""
     result = list(batches)
     for _ in range(count - len(batches)):
         large = max(

@@ -2,8 +2,8 @@
 
     trainer class or module, required names --check_program--> nothing, or one sentence with version and missing name
 
-A subclass of a trainer overrides methods and reads fields that are no public interface. In another version they may be
-renamed, and an override that nobody calls would train without treepack. `TESTED` are the bounds of the versions that
+A subclass of a trainer overrides methods and reads fields that are not public. In another version they may be
+renamed, and an override that is never called would train without treepack. `TESTED` are the bounds of the versions that
 the tests run; the table of docs/your-trainer.md and the pins of the test environments are compared with them.
 """
 
@@ -35,7 +35,7 @@ def check_program(program: str, owner: Any, names: Sequence[str], *, user: str) 
         program: a name of `TESTED`; if it is not installed, only the names are checked.
         owner: a class, module or object of the program.
         names: attributes, "module.attribute", or "method(argument)" for an argument that a method must have.
-        user: what needs them, for the message.
+        user: the class or function that needs them; the message names it.
 
     Raises:
         TreepackError: with the version, the missing name and the versions to install.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-# Limits of a container, of the second and the first version of control groups; "max" or a huge number is no limit.
+# Limits of a container, of the second and the first version of control groups; "max" or a huge number sets none.
 _GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _MACHINE = Path("/proc/meminfo")
 

@@ -12,7 +12,7 @@ from treepack.memory.budget import available_memory
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process may still allocate on a device; for a CPU see `available_memory`."""
+    """Return the bytes that this process may still allocate on a device, on a CPU by `available_memory`."""
     if device.type != "cuda":
         return available_memory()
     free, _ = torch.cuda.mem_get_info(device)
@@ -29,7 +29,7 @@ class MemoryMeter:
     reset: Callable[[], None]
 
     def peak_of(self, run: Callable[[], Any]) -> int:
-        """Run a function; return the most bytes that it added at any time."""
+        """Run a function; return the maximum of the bytes that it added."""
         self.reset()
         before = self.allocated()
         run()
@@ -43,3 +43,13 @@ def gpu_meter(device: torch.device) -> MemoryMeter:
         lambda: torch.cuda.max_memory_allocated(device),
         lambda: torch.cuda.reset_peak_memory_stats(device),
     )
+
+
+def update_bytes(model: Any, *, state_bytes: int) -> int:
+    """Return the bytes of gradients and of an optimiser's states, of `state_bytes` per trained weight, on this rank."""
+    total: int = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            total += own.numel() * ((own.element_size() if parameter.grad is None else 0) + state_bytes)
+    return total

@@ -1,7 +1,7 @@
 """Pages of host memory in which tensors wait, and the copies between a device and the pages.
 
-    Pages       a pool of pages of one size, which are pinned once and serve tensors of all lengths
-    Copies      copies in order: on a stream of a GPU, or at once on a CPU
+    PagePool    pages of one size, which are pinned once and serve tensors of all lengths
+    PageCopies  copies in order: on a stream of a GPU, or at once on a CPU
     HostRows    a column of equal rows in pages, written and read from any row on
 
     tensor of 40 MiB -> 16 | 16 | 8 MiB in three pages of 16 MiB
@@ -39,7 +39,7 @@ class CarriedBytes(NamedTuple):
         return CarriedBytes(max(self.gpu, other.gpu), max(self.host, other.host))
 
 
-class Copies(Protocol):
+class PageCopies(Protocol):
     """Copies between tensors of the device and pages, in order; `flat` is uint8 [n], and the pages have room for it."""
 
     def to_pages(self, flat: Tensor, pages: list[Tensor]) -> Any:
@@ -84,7 +84,7 @@ class StreamCopies:
         return self._run(copy_back, pages, flat)
 
     def wait(self, event: Any) -> None:
-        """Let the current stream wait; the CPU goes on."""
+        """Let the current stream wait; the CPU continues."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def _run(self, copy: Callable[[Any, Any], None], source: Any, target: Any) -> Any:
@@ -94,7 +94,7 @@ class StreamCopies:
         return self._stream.record_event()
 
 
-def copies_of(device: torch.device) -> Copies:
+def copies_of(device: torch.device) -> PageCopies:
     """Return the usual copies of a device."""
     return StreamCopies(device) if device.type == "cuda" else HostCopies()
 
@@ -111,7 +111,7 @@ def copy_back(pages: list[Tensor], flat: Tensor) -> None:
         part.copy_(page[: len(part)], non_blocking=True)
 
 
-class Pages:
+class PagePool:
     """A pool of pages of host memory, pinned if a GPU copies them; it grows and never shrinks."""
 
     def __init__(self, *, pinned: bool, size: int = PAGE) -> None:
@@ -151,7 +151,7 @@ class Pages:
 class HostRows:
     """Rows of equal width in pages of host memory, written and read from any row on."""
 
-    def __init__(self, pages: Pages, copies: Copies, width: int) -> None:
+    def __init__(self, pages: PagePool, copies: PageCopies, width: int) -> None:
         """Start without pages of the pool `pages`; `width` is the bytes of a row."""
         self._pool, self._copies, self._width = pages, copies, width
         self._per_page = pages.size // width

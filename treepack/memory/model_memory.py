@@ -4,7 +4,7 @@
     ModelMemory --in_rows, in_pieces--> bytes for rows of some tokens
 
 The estimate holds for one GPU that has the whole model, float32 weights with AdamW, bfloat16 under autocast, compiled
-layers, and no other option. A layer keeps these tensors for its backward, for each token; h is the hidden size, q, k, v
+layers, and no other option. A layer keeps these tensors of each token for its backward; h is the hidden size, q, k, v
 and o the widths of queries, keys, values and outputs of attention, and i the width of the feed-forward network:
 
     residual stream, twice, in float32             8 h
@@ -16,7 +16,7 @@ and o the widths of queries, keys, values and outputs of attention, and i the wi
 Under checkpointing it keeps its input and the output of its attention. Of a mixture, the chosen experts count, and
 their inputs and outputs besides. The peak also has one layer in its backward, which holds as much again, and the logits
 of one chunk. Measured peaks of rows of 65,536 tokens are within 2 % of the estimate; shorter rows need up to a quarter
-more, because the estimate leaves out what does not depend on tokens (docs/forecast.md).
+more, because the estimate omits memory that does not depend on tokens (docs/forecast.md).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class ModelMemory:
         num_layers: number of layers.
         state: weights, gradients and the optimiser.
         logits: logits of one chunk of the loss, and their gradients.
-        keys_values: keys and values of all layers for each token; the sums of their gradients have twice as many.
-        outputs: outputs of attention of all layers, with log-sum-exps, for each token.
+        keys_values: keys and values of all layers per token; the sums of their gradients have twice as many.
+        outputs: outputs of attention of all layers with log-sum-exps, per token.
         log_sums: the log-sum-exps among them.
-        checkpoints: inputs of all layers in float32, for each token.
+        checkpoints: inputs of all layers in float32, per token.
         layers: everything that all layers keep for each token without checkpointing.
-        layer: what one layer in its backward and the ends of the model have, for each token.
+        layer: tensors of one layer in its backward and of the ends of the model, per token.
     """
 
     num_layers: int

@@ -1,6 +1,6 @@
 """Tensors that wait in host memory between the forward and the backward pass of a row.
 
-    forward     layer 0       layer 1       layer 2          put(tensor) -> Offloaded
+    forward     layer 0       layer 1       layer 2          put(tensor) -> OffloadedTensor
                 | copy 0      | copy 1      | copy 2         copies run on a stream of their own
     backward    layer 2       layer 1       layer 0          offloaded() -> the tensor, equal in every bit
                 | fetch 1     | fetch 0                      each layer fetches the tensors of the layer before it
@@ -23,34 +23,33 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from treepack.memory.host_pages import Copies, Pages, copies_of
+from treepack.memory.host_pages import PageCopies, PagePool, copies_of
 
 
-class Offload:
+class LayerOffload:
     """The tensors of a model's layers that wait in host memory, and the pages in which they wait."""
 
-    def __init__(self, device: torch.device, *, pages: Pages | None = None, copies: Copies | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, pages: PagePool | None = None, copies: PageCopies | None = None
+    ) -> None:
         """Start without tensors.
 
-        Args:
-            device: device of the layers.
-            pages: a pool; by default a new one, pinned if the device is a GPU.
-            copies: by default those of the device.
+        `pages` is by default a new pool, pinned if `device` is a GPU, and `copies` are `copies_of(device)`.
         """
         self.device = device
-        self.pages = Pages(pinned=device.type == "cuda") if pages is None else pages
+        self.pages = PagePool(pinned=device.type == "cuda") if pages is None else pages
         self.copies = copies or copies_of(device)
-        self._layer = _Layer(None)
-        # Tensors that are still on the device. Weak, because one that nobody needs any more must give its pages back.
-        self._staying: deque[weakref.ref[Offloaded]] = deque()
+        self._layer = _LayerTensors(None)
+        # Tensors that are still on the device. Weak, because an unused one must give its pages back.
+        self._staying: deque[weakref.ref[OffloadedTensor]] = deque()
 
     def next_layer(self) -> None:
         """Begin the tensors of the next layer of a forward pass."""
-        self._layer = _Layer(self._layer)
+        self._layer = _LayerTensors(self._layer)
 
-    def put(self, tensor: Tensor) -> Offloaded:
-        """Start to copy a tensor to host memory; nobody may write to it from now on."""
-        offloaded = Offloaded(self, self._layer, tensor)
+    def put(self, tensor: Tensor) -> OffloadedTensor:
+        """Start to copy a tensor to host memory; it must not be written from now on."""
+        offloaded = OffloadedTensor(self, self._layer, tensor)
         self._layer.tensors.append(weakref.ref(offloaded))
         self._staying.append(weakref.ref(offloaded))
         # Layers with input, output and log-sum-exp: when input 5 comes, input 4 leaves, and outputs 4 still stay.
@@ -63,13 +62,13 @@ class Offload:
     def checkpoint(self, function: Callable[..., Any], states: Tensor, *arguments: Any, **options: Any) -> Any:
         """Return function(states, ...), and compute it again in the backward pass; `states` waits in host memory.
 
-        Other tensors among the arguments stay where they are, because layers share them.
+        Other tensors among the arguments stay on the device, because layers share them.
         """
         # Not the tensor itself, which the hooks would keep alive.
         identity = _identity(states)
         self.next_layer()
 
-        def pack(tensor: Tensor) -> Tensor | Offloaded:
+        def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
             return self.put(tensor) if _identity(tensor) == identity else tensor
 
         # torch saves the inputs under these hooks, and everything inside under its own.
@@ -77,17 +76,17 @@ class Offload:
             return checkpoint(function, states, *arguments, use_reentrant=False, **options)
 
 
-class Offloaded:
+class OffloadedTensor:
     """A tensor that waits in host memory; a call returns it on its device, with the same strides.
 
     The pages are given back when this object is dropped: by the graph of a layer after its backward pass, or by an
     error.
     """
 
-    def __init__(self, offload: Offload, layer: _Layer, tensor: Tensor) -> None:
-        """Start the copy; see `Offload.put`."""
+    def __init__(self, offload: LayerOffload, layer: _LayerTensors, tensor: Tensor) -> None:
+        """Start the copy; see `LayerOffload.put`."""
         self._offload, self._layer = offload, layer
-        # Dimensions by descending stride, so that the bytes are those of the memory without gaps:
+        # Dimensions by descending stride, so that the bytes are in the order of the memory, without gaps:
         # [B, H, T, D] in memory [B, T, H, D] -> order (0, 2, 1, 3)
         self._order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         dense = tensor.detach().permute(self._order).contiguous()
@@ -98,7 +97,7 @@ class Offloaded:
         self._event = offload.copies.to_pages(self._flat, self._pages) if self._pages else None
 
     def __call__(self) -> Tensor:
-        """Return the tensor, and start to fetch those of the layer before it."""
+        """Return the tensor, and start to fetch the tensors of the layer before it."""
         self.fetch()
         earlier = self._layer.before()
         for each in () if earlier is None else earlier.tensors:
@@ -133,13 +132,13 @@ class Offloaded:
             self._offload.pages.give(pages)
 
 
-class _Layer:
+class _LayerTensors:
     """The offloaded tensors of one layer, and a weak reference to the layer before it."""
 
-    def __init__(self, before: _Layer | None) -> None:
-        self.tensors: list[weakref.ref[Offloaded]] = []
+    def __init__(self, before: _LayerTensors | None) -> None:
+        self.tensors: list[weakref.ref[OffloadedTensor]] = []
         # A layer lives as long as its tensors.
-        self.before: Callable[[], _Layer | None] = (lambda: None) if before is None else weakref.ref(before)
+        self.before: Callable[[], _LayerTensors | None] = (lambda: None) if before is None else weakref.ref(before)
         # Number of tensors of the layer before it, which the next tensors of this one replace on the device.
         self.size = 0 if before is None else len(before.tensors)
 
@@ -148,5 +147,5 @@ def _identity(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.d
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _unpack(packed: Tensor | Offloaded) -> Tensor:
-    return packed() if isinstance(packed, Offloaded) else packed
+def _unpack(packed: Tensor | OffloadedTensor) -> Tensor:
+    return packed() if isinstance(packed, OffloadedTensor) else packed

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treepack.attention import IMPLEMENTATIONS, Schedules
+from treepack.attention import IMPLEMENTATIONS, BatchSchedules
 from treepack.data.batch import Batch, TermTensors, empty_batch
 from treepack.data.joined import concatenate_routes, concatenate_terms
 from treepack.errors import TreepackError
 from treepack.model.accept.first_batch import check_first_batch
 from treepack.model.dropout import check_dropout
 from treepack.model.experts.replay import check_routes, use_routes
-from treepack.model.head.output_head import OutputLayer, head_replaced
-from treepack.model.head.token_loss import CHUNK, filled_temperature
+from treepack.model.head.logit_map import OutputLayer
+from treepack.model.head.output_head import head_replaced
+from treepack.model.head.token_loss import CHUNK, filled_temperature, tree_logprobs, weighted_nll
 
 _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight")
 
@@ -88,7 +89,7 @@ def batch_loss(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> Ten
             (`first_batch`).
     """
     targets = *_flatten(inputs), inputs["loss_weight"].flatten()
-    loss, anchor = _run(model, inputs, lambda states, layer: layer.nll(states, targets, chunk=chunk))
+    loss, anchor = _run(model, inputs, lambda states, layer: weighted_nll(states, layer, targets, chunk=chunk))
     total: Tensor = loss + anchor
     return total
 
@@ -103,11 +104,11 @@ def batch_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies [n] of the n tokens of inputs["terms"]; see `loss.tree_logprobs`.
 
-    The temperatures are those of the terms. `temperature` takes the place of those that are missing, 1 by default. All
-    other arguments and errors are those of `batch_loss` and `loss.tree_logprobs`.
+    The temperatures come from the terms. `temperature` replaces missing ones; it is 1 by default. All other arguments
+    and errors are as in `batch_loss` and `loss.tree_logprobs`.
 
     Raises:
-        TreepackError: also if the batch has no terms.
+        TreepackError: as `batch_loss`, and if the batch has no terms.
     """
     terms = inputs.get("terms")
     if terms is None:
@@ -119,7 +120,7 @@ def batch_logprobs(
     divisor = filled_temperature(terms.temperature, temperature)
 
     def compute(states: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
-        return layer.logprobs(states, targets, temperature=divisor, with_entropies=with_entropies, chunk=chunk)
+        return tree_logprobs(states, layer, targets, temperature=divisor, with_entropies=with_entropies, chunk=chunk)
 
     (logprobs, entropies), anchor = _run(model, inputs, compute)
     return logprobs + anchor, entropies
@@ -146,7 +147,7 @@ def _run(model: Any, inputs: dict[str, Any], compute: Callable[[Tensor, OutputLa
     check_dropout(model)
     columns = {name: inputs[name] for name in ("input_ids", "position_ids", "subtree_end")}
     # Layers make their schedules in it when they need them, once for all layers of a kind.
-    columns["schedule"] = Schedules(inputs["subtree_end"])
+    columns["schedule"] = BatchSchedules(inputs["subtree_end"])
     source = f"{type(causal).__name__} (model type {causal.config.get_text_config().model_type})"
     use_routes(causal, source, None)  # the checks run rows of their own
     check_first_batch(

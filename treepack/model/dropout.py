@@ -44,14 +44,14 @@ def _active_rates(config: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _is_rate(value: Any) -> bool:
-    # A rate is a positive number; True is an int, but a flag such as use_dropout is no rate.
+    # A rate is a positive number; True is an int, but a flag such as use_dropout is not a rate.
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def check_dropout(model: nn.Module) -> None:
     """Refuse a model in which dropout is active: a module in training mode with a rate above 0.
 
-    It finds dropout modules, such as those of adapters, and rates that modules keep as numbers, by their names. It
+    It finds dropout modules, for example in adapters, and rates that modules keep as numbers, by their names. It
     is fast enough to run before every batch.
 
     Args:

@@ -1,15 +1,15 @@
 """Run packed rows through a model: the runner of rows, and its first strategy, rows as a whole.
 
     RowRunner    batch --loss------> RowResult: the part of a step's loss, without gradients of parameters
-                       --backward--> the same, and its gradients are added to those of the parameters
-                       --scores----> Scores: log-probabilities, entropies and values of chosen tokens
+                       --backward--> the same, and its gradients are added to the gradients of parameters
+                       --scores----> TokenScores: log-probabilities, entropies and values of chosen tokens
                        --values----> values of a critic after every token
 
     WholeRows                     one pass over a row, or over joined rows (`data.joined`); `loss` keeps a graph
     carry.backward.RowsInPieces   several passes over parts of a long row
 
     Batch --prepare_batch--> Batch with the attention's schedule, on the model's device
-          --hidden_states--> [T, D], and --run_with_head--> what a function computes from them and the output layer
+          --hidden_states--> [T, D], and --run_with_head--> the result of a function of them and the output layer
 
 `row_loss` and `row_logprobs` are short names for `WholeRows` in other trainers. The logits of a row never exist as a
 whole: `model.head.output_head` applies the output layer to the hidden states in chunks. `model.collation` has the
@@ -27,18 +27,19 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from treepack.attention import IMPLEMENTATIONS, Kept, Schedules, TreePass
+from treepack.attention import IMPLEMENTATIONS, BatchSchedules, KeptOutputs, TreePass
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.model.accept.first_batch import check_positions
 from treepack.model.dropout import check_dropout
 from treepack.model.experts.replay import check_routes, use_routes
 from treepack.model.foreign_errors import one_line
-from treepack.model.head.output_head import OutputLayer, head_replaced
-from treepack.model.head.token_loss import CHUNK
+from treepack.model.head.logit_map import OutputLayer
+from treepack.model.head.output_head import head_replaced
+from treepack.model.head.token_loss import CHUNK, nll_of_rows
 from treepack.model.layers import find_decoder, recomputes, takes_packed
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.row_numbers import LossPart, Reads, RowResult, Scores
+from treepack.model.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
 from treepack.model.objectives.term_objective import TermObjective, loss_temperature, require_value_head, score
 from treepack.model.text_half import check_text
 
@@ -57,7 +58,7 @@ def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
     if batch.routes is not None:
         check_routes(loaded.causal, loaded.source, batch.routes)
     # Before the move: from a tensor on the CPU the schedule is computed without waiting for the GPU.
-    schedules = Schedules(batch.subtree_end, device=loaded.device, varlen=loaded.varlen)
+    schedules = BatchSchedules(batch.subtree_end, device=loaded.device, varlen=loaded.varlen)
     made = {
         kind.reach: schedules.of(loaded.attention, kind.reach, varlen=loaded.varlen and kind.is_plain)[1]
         for kind in sorted(set(loaded.kinds), key=str)
@@ -81,7 +82,7 @@ def hidden_states(loaded: LoadedModel, batch: Batch, **options: Any) -> Tensor:
 
 
 def _call(loaded: LoadedModel, batch: Batch, module: Any, options: dict[str, Any]) -> Any:
-    """Return the output of `module`, the model or its part without the output layer, for a packed row.
+    """Run a packed row through `module`: the model, or its part without the output layer. Return the output.
 
     Raises:
         TreepackError: as `hidden_states`.
@@ -98,9 +99,9 @@ def _call(loaded: LoadedModel, batch: Batch, module: Any, options: dict[str, Any
     if batch.schedule is None:
         batch = prepare_batch(loaded, batch)
     use_routes(loaded.causal, loaded.source, batch.routes)
-    inside = isinstance(batch.schedule, Schedules) and takes_packed(loaded.causal)
+    inside = isinstance(batch.schedule, BatchSchedules) and takes_packed(loaded.causal)
     packed = batch.schedule.packed if inside else None
-    kept = Kept() if packed is None and recomputes(loaded.causal) else None
+    kept = KeptOutputs() if packed is None and recomputes(loaded.causal) else None
     try:
         # [None]: transformers expects a batch dimension, [T] -> [1, T]
         return module(
@@ -139,7 +140,9 @@ class RowRunner(Protocol):
     def backward(self, batch: Batch, part: LossPart = ...) -> RowResult:
         """Add the gradients of the part of a step's loss to the parameters' gradients, and return it."""
 
-    def scores(self, batch: Batch, tokens: Tensor, reads: Reads = ..., *, temperature: Tensor | float = 1.0) -> Scores:
+    def scores(
+        self, batch: Batch, tokens: Tensor, reads: ScoreRequest = ..., *, temperature: Tensor | float = 1.0
+    ) -> TokenScores:
         """Return numbers about `tokens` of the batch, int64 [n]; see `loss.tree_logprobs`."""
 
     def values(self, batch: Batch) -> Tensor:
@@ -184,10 +187,10 @@ class WholeRows:
         self,
         batch: Batch,
         tokens: Tensor,
-        reads: Reads = Reads(),  # noqa: B008
+        reads: ScoreRequest = ScoreRequest(),  # noqa: B008
         *,
         temperature: Tensor | float = 1.0,
-    ) -> Scores:
+    ) -> TokenScores:
         """Return numbers about `tokens` of the batch, int64 [n]; differentiable, see `loss.tree_logprobs`.
 
         Raises:
@@ -196,7 +199,7 @@ class WholeRows:
         batch = self._prepared(batch)
         targets = tokens, batch.input_ids, batch.parent
 
-        def compute(states: Tensor, layer: OutputLayer) -> Scores:
+        def compute(states: Tensor, layer: OutputLayer) -> TokenScores:
             return score(self.loaded, reads, states, layer, targets, temperature=temperature, chunk=self.chunk)
 
         return self._run(batch, compute)
@@ -222,7 +225,7 @@ class WholeRows:
         edges = None if batch.edges is None else batch.edges.targets
 
         def compute(states: Tensor, layer: OutputLayer) -> RowResult:
-            loss, rows = layer.nll_of_rows(states, batch.targets, edges, chunk=self.chunk)
+            loss, rows = nll_of_rows(states, layer, batch.targets, edges=edges, chunk=self.chunk)
             return RowResult(loss / part.denominator, rows.detach() / part.denominator, {})
 
         return compute
@@ -258,7 +261,7 @@ def row_logprobs(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies [n] of the row's `tokens`, int64 [n]; see `loss.tree_logprobs`."""
-    reads = Reads(entropies=with_entropies)
+    reads = ScoreRequest(entropies=with_entropies)
     logprobs, entropies, _ = WholeRows(loaded, chunk).scores(batch, tokens, reads, temperature=temperature)
     assert logprobs is not None
     return logprobs, torch.full_like(logprobs, torch.nan) if entropies is None else entropies

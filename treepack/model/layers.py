@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from treepack.attention import TreePass
 from treepack.attention.operator import keep_attention
 from treepack.errors import TreepackError
-from treepack.memory.offload import Offload
+from treepack.memory.offload import LayerOffload
 
 _log = logging.getLogger("treepack")
 
@@ -47,12 +47,17 @@ class AdaptedLayers:
 
     modules: tuple[nn.Module, ...]
     recomputed: int
-    offload: Offload | None = None
+    offload: LayerOffload | None = None
     are_graphs: bool = True
 
 
 def adapt_layers(
-    model: Any, *, checkpointing: bool, compiled: bool, recomputed: int | None = None, offload: Offload | None = None
+    model: Any,
+    *,
+    checkpointing: bool,
+    compiled: bool,
+    recomputed: int | None = None,
+    offload: LayerOffload | None = None,
 ) -> None:
     """Compile the layers, or recompute them in the backward pass, or both, or neither.
 
@@ -273,7 +278,7 @@ def find_layers(model: Any) -> list[nn.Module]:
 def layer_values(config: Any, name: str) -> list[Any]:
     """Return the values of a field of a model's configuration: one, or one of each layer if layers differ in it.
 
-    None stands for a field that the configuration lacks.
+    A field that the configuration lacks is None.
     """
     # Where layers differ, the configuration of the whole model refuses to answer. Gemma 4, head_dim -> [256, 512]
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]

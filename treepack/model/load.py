@@ -32,8 +32,9 @@ from treepack.files.remote.hub import is_offline, load_fault
 from treepack.model.accept.compatibility import check_config
 from treepack.model.accept.first_batch import mark_checked
 from treepack.model.accept.probe import probe
-from treepack.model.adapters.adapter import LoraOptions, assign, base_of, put_adapter
+from treepack.model.adapters.adapter import assign, base_of, put_adapter
 from treepack.model.adapters.four_bits import quantization
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.dropout import disable_dropout
 from treepack.model.experts.interface import implementation_of
 from treepack.model.foreign_errors import translate_errors
@@ -99,7 +100,7 @@ def load_model(
 def put_value_head(model: Any, sources: tuple[str, ...], *, random: int | None = None) -> dict[str, Tensor]:
     """Put a value head on the causal model in `model`; return its first weights by the names of `model`'s parameters.
 
-    `sources` and `random` are those of `value_head.add_value_head`.
+    `sources` and `random` are as in `value_head.add_value_head`.
 
     Raises:
         TreepackError: a saved head does not fit the model.
@@ -201,7 +202,7 @@ def _parse_config(source: str | Path) -> Any:
         local = local_source(source)
         if not local.endswith(".json"):
             return _config_of(local)
-        # A file alone is no directory for from_pretrained: for_model builds the class that `model_type` names.
+        # from_pretrained reads directories and no files: for_model builds the class that `model_type` names.
         fields = json.loads(Path(local).read_text(encoding="utf-8"))
         if not (isinstance(fields, dict) and isinstance(fields.get("model_type"), str)):
             raise TreepackError(f"{source}: has no model_type; expected the config.json of a causal language model")
@@ -246,8 +247,9 @@ def build_model(
     options = _options(dtype)
     local = local_source(source)
     if local.endswith(".json"):
-        with torch.random.fork_rng():  # leaves the caller's random state as it was
-            torch.manual_seed(seed)
+        # Weights are made on the CPU, so only its generator is seeded, and restored afterwards.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
             return _cast_routers(model_from_config(config, **options), dtype)
     model = None if quantized else _read_in_parts(source, config, dtype, device)
     if model is not None:

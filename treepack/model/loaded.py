@@ -55,7 +55,7 @@ class LoadedModel:
     @property
     def attention_alone(self) -> str:
         """The attention of transformers that computes this model's trajectories alone: sdpa, or eager."""
-        # Some versions of transformers say that a model with caps or sinks has sdpa, and sdpa then ignores them.
+        # In some versions of transformers, `_supports_sdpa` is True for models whose caps or sinks sdpa ignores.
         ignored = any(kind.has_sinks or kind.softcap is not None for kind in self.kinds)
         return "sdpa" if self.causal._supports_sdpa and not ignored else "eager"
 

@@ -31,7 +31,7 @@ def local_source(source: str | Path) -> str:
     objects = object_store.list_objects(path)
     if RUN in objects and _FINISHED not in objects:
         raise TreepackError(f"{path}: is a training run that is not complete; finish it with train --resume")
-    # Not what is in folders: checkpoints of a run have many times the size of its model.
+    # Without the contents of folders: checkpoints of a run have many times the size of its model.
     files = {name: info for name, info in objects.items() if "/" not in name and name not in NOT_THE_MODEL}
     if not files:
         raise TreepackError(f"{path}: contains no model; give the address of a folder with config.json and weights")

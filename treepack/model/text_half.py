@@ -9,7 +9,7 @@
     config --choose_config---> the whole configuration, or that of the text half alone if there are no weights
            --model_class-----> AutoModelForCausalLM, or a class of transformers whose models have no towers
 
-The model's own code computes the logits, so scales and caps are those of its type. Its parameters have the names of the
+The model's own code computes the logits, so scales and caps fit its type. Its parameters have the names of the
 whole model: the weights of the towers in a checkpoint are not read, and an adapter fits the whole model. For text the
 three rows of rotary positions (time, height, width) are equal, which is plain rotary embedding of positions [1, T].
 """
@@ -82,7 +82,7 @@ def check_text(model: Any, input_ids: Tensor, source: str) -> None:
     Args:
         model: a model of transformers.
         input_ids: the row's token ids [T].
-        source: the model's name, for the error.
+        source: the model's name in the error.
 
     Raises:
         TreepackError: naming the token id.
@@ -112,7 +112,7 @@ def model_class(config: Any) -> Any:
 
 
 def model_from_config(config: Any, **options: Any) -> Any:
-    """Return a model of `config` with random weights; `options` are those of `AutoModelForCausalLM.from_config`."""
+    """Return a model of `config` with random weights; `options` are passed to `AutoModelForCausalLM.from_config`."""
     build = model_class(config)
     return build._from_config(config, **options) if is_vision_language(config) else build.from_config(config, **options)
 
@@ -137,7 +137,7 @@ def _text_half_of(whole: Any) -> Any:
         _drop_towers(self)
 
     def set_attention(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        # transformers warns about every configuration without a module, such as those of the towers.
+        # transformers warns about every configuration without a module, such as the configurations of towers.
         if isinstance(attn_implementation, str):
             text = [name for name in self.config.sub_configs if name == "text_config"]
             attn_implementation = dict.fromkeys(["", *text], attn_implementation)

@@ -45,7 +45,7 @@ def in_c(*parameters: Parameter, returns: type[int] | type[float] | None = None)
     """
 
     def decorate(twin: F) -> F:
-        symbol = getattr(_library(), twin.__name__, None)  # a library of another version may lack it
+        symbol = getattr(_library(), twin.__name__, None)  # a library of an older version may lack it
         function = _warn_once(twin) if symbol is None else _bind(symbol, parameters, returns)
         function = functools.wraps(twin)(function)
         function.twin = twin  # type: ignore[attr-defined]
@@ -104,8 +104,8 @@ def _warn_once(twin: F) -> F:
 @functools.cache
 def _warn() -> None:
     warnings.warn(
-        "treepack's loops in C are missing or of another version, so packing takes up to 100 times longer; install a C "
-        "compiler, then install treepack again",
+        "treepack's loops in C are missing or do not fit this version, so packing takes up to 100 times longer; "
+        "install a C compiler, then install treepack again",
         stacklevel=3,
     )
 

@@ -4,7 +4,7 @@ sequences     a padded, jagged or listed batch as one array of tokens
 planning      its trie, and the sequences of each row
 batch         the rows as tensors, and the way back to the shape of the caller
 statistics    log-probabilities and entropies, one row in memory at a time
-ranks         what several ranks must agree on
+ranks         the number of rows that several ranks run
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from treepack.data.batch import Batch, TermTensors, route_tensor, scored_tokens
 from treepack.errors import TreepackError
 from treepack.online.options import DEFAULT_CAPACITY, OnlineOptions
 from treepack.online.planning import SortedForest, plan_forest, sort_forest
-from treepack.online.sequences import Flags, FlatSequences, Form, Ids, read_sequences
+from treepack.online.sequences import BatchForm, Flags, FlatSequences, Ids, read_sequences
 from treepack.pack.placement import RowPlacer
 from treepack.trajectory import Float64, Int64
 from treepack.trie.nodes import paths
@@ -37,14 +37,14 @@ class OnlineBatch:
         tokens_tree: tokens of their trie, the minimum of `num_tokens`.
         temperature: the temperature of all tokens; None if it is part of the terms of the rows.
         form: the form of the caller's batch.
-        places: int64 [N], for each term of each row its place in the caller's flattened batch.
+        places: int64 [N], the place of each term of each row in the caller's flattened batch.
     """
 
     rows: list[Batch]
     tokens_flat: int
     tokens_tree: int
     temperature: float | None
-    form: Form
+    form: BatchForm
     places: Tensor
 
     @property
@@ -68,8 +68,8 @@ class OnlineBatch:
             values: of row i, [n_i], one for each of `rows[i].terms.tokens`. Values of padding rows, [0], may follow.
 
         Returns:
-            a tensor [B, L], a nested tensor, or a list of tensors, on the device of the values; 0 where no token is
-            scored.
+            a tensor [B, L], a nested tensor, or a list of tensors, on the device of the values; 0 for tokens that
+            are not scored.
 
         Raises:
             TreepackError: if there are fewer values than rows, or a row has another number of values.
@@ -116,9 +116,9 @@ def plan_batch(
         options: how rows are planned.
         temperature: of the sampler: one number, one for each sequence [B], or one for each token in the form of
             `input_ids`.
-        routes: experts that the sampler's routers chose, for the model to use again (`model.experts.replay`): integers
+        routes: experts that the sampler's routers chose, which the model uses again (`model.experts.replay`): integers
             [B, L, layers, k], a nested tensor [B, *, layers, k], or a list of [n, layers, k] with at most one row for
-            each token, or None. `trajectory.as_routes` says which are not recorded.
+            each token, or None. `trajectory.as_routes` defines which are not recorded.
 
     Raises:
         TreepackError: an argument has another shape or type, or a value that cannot be used.

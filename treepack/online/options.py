@@ -15,34 +15,28 @@ DEFAULT_CAPACITY = 1 << 16  # tokens; the memory of a longer row is seldom there
 
 @dataclass(frozen=True)
 class OnlineOptions:
-    """How a batch in memory is planned and computed.
+    """Options of planning and computing a batch in memory."""
 
-    Attributes:
-        capacity: maximum tokens of a row; a longer sequence gets a row of its own. None is `DEFAULT_CAPACITY`, so that
-            a trainer's micro-batch is usually one row. It has no more tokens than the micro-batch.
-        method: "contiguous" cuts the order of the trie into rows with the minimum number of tokens; "auto" searches
-            longer for rows with fewer tokens, as `plan_rows` does.
-        effort: the work that "auto" may do, one of `pack.options.EFFORTS`.
-        with_entropies: False omits the entropies.
-        chunk: tokens whose logits are in memory at a time.
-        recompute: True keeps the activations of one row for the backward pass and computes the other rows again. False
-            keeps those of all rows.
-        route_conflicts: for recorded routes, see `plan_batch`: "split" does not share tokens with other experts, which
-            is exact; "first" shares them, with the experts of the first sequence in the order of the trie.
-
-    Raises:
-        TreepackError: if a value is not one of these.
-    """
-
+    # Maximum tokens of a row; a longer sequence gets a row of its own. None is `DEFAULT_CAPACITY`, so that a trainer's
+    # micro-batch is usually one row, which has no more tokens than the micro-batch.
     capacity: int | None = None
+    # "contiguous" cuts the order of the trie into rows with the minimum number of tokens; "auto" searches longer for
+    # rows with fewer tokens, as `plan_rows` does.
     method: str = "contiguous"
-    effort: str = "low"
-    with_entropies: bool = True
-    chunk: int = CHUNK
-    recompute: bool = True
+    effort: str = "low"  # the work that "auto" may do, one of `pack.options.EFFORTS`
+    with_entropies: bool = True  # False omits the entropies
+    chunk: int = CHUNK  # tokens whose logits are in memory at a time
+    recompute: bool = True  # keep the activations of one row and compute the others again; False keeps all
+    # For recorded routes: "split" shares no token that has different experts, which is exact; "first" shares it, with
+    # the experts of the first sequence in the order of the trie.
     route_conflicts: str = "split"
 
     def __post_init__(self) -> None:
+        """Refuse invalid values.
+
+        Raises:
+            TreepackError: with the name of the option.
+        """
         choices = (
             ("method", self.method, METHODS),
             ("effort", self.effort, EFFORTS),

@@ -98,7 +98,7 @@ def plan_forest(forest: SortedForest, options: OnlineOptions, capacity: int) -> 
     shared = forest.shared[np.append(0, leaves[:-1] + 1)]
     row_of, num_rows = _plan_leaves(forest, leaves, shared, options, capacity)
     rows = row_of[leaf_of]
-    # The tokens of a row are those that each of its sequences does not share with the one before it in this row.
+    # A row has the tokens of each of its sequences that the one before it in this row does not share.
     sizes = row_tokens(forest.lengths[leaves], shared, row_of, num_rows)
     rank = np.argsort(np.argsort(-sizes, kind="stable"), kind="stable")
     by_row = np.argsort(rank[rows], kind="stable")

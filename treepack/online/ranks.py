@@ -41,7 +41,7 @@ def agree_on_rows(model: nn.Module, num_rows: int) -> int:
 
 
 def uses_deepspeed(model: nn.Module) -> bool:
-    """Return whether DeepSpeed reduces the gradients of the model; it takes one backward pass after a forward pass."""
+    """Return True if DeepSpeed reduces the gradients of the model; it takes one backward pass after a forward pass."""
     # By names, because DeepSpeed is not imported here: its engine, and parameters that ZeRO-3 has sharded.
     wrapped = any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
     return wrapped or any(hasattr(parameter, "ds_id") for parameter in model.parameters())

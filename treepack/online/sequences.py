@@ -28,7 +28,7 @@ Flags = Tensor | NDArray[Any] | Sequence[Tensor | NDArray[Any]] | None  # the sa
 
 
 @dataclass(frozen=True)
-class Form:
+class BatchForm:
     """The form of the caller's batch, of `size` values in total.
 
     Either `shape` is set, or `jagged`, the offsets and lengths of the nested tensor; or else it is a list, `lengths`.
@@ -60,7 +60,7 @@ class FlatSequences:
     [N_flat, layers, k] are recorded experts, see `trajectory.missing_route`; None if there are none.
     """
 
-    form: Form
+    form: BatchForm
     tokens: Int32
     offsets: Int64
     places: Int64
@@ -110,7 +110,7 @@ def read_sequences(
     return FlatSequences(form, flat, offsets, places, indices, temperatures, recorded)
 
 
-def _flatten(input_ids: Ids) -> tuple[Form, NDArray[Any], Int64]:
+def _flatten(input_ids: Ids) -> tuple[BatchForm, NDArray[Any], Int64]:
     """Return the form, the flat ids, and the start and length of each sequence in them, int64 [2, num]."""
     if isinstance(input_ids, Tensor) and input_ids.is_nested:
         if input_ids.layout != torch.jagged or input_ids.dim() != 2:
@@ -119,7 +119,8 @@ def _flatten(input_ids: Ids) -> tuple[Form, NDArray[Any], Int64]:
         begins, own = nested.offsets(), nested.lengths()
         sizes = np.diff(_array(begins)) if own is None else _array(own)
         values = _array(nested.values())
-        return Form(len(values), jagged=(begins, own)), values, np.stack([_array(begins)[:-1], sizes]).astype(np.int64)
+        given = np.stack([_array(begins)[:-1], sizes]).astype(np.int64)
+        return BatchForm(len(values), jagged=(begins, own)), values, given
     if isinstance(input_ids, list | tuple):
         arrays = [_array(each) for each in input_ids]
         for i, array in enumerate(arrays):
@@ -131,7 +132,8 @@ def _flatten(input_ids: Ids) -> tuple[Form, NDArray[Any], Int64]:
         # An empty Python list becomes an array of floats, which must not decide the dtype.
         filled = [array for array in arrays if len(array)]
         flat = np.concatenate(filled) if filled else np.zeros(0, np.int32)
-        return Form(len(flat), lengths=tuple(lengths.tolist())), flat, np.stack([np.cumsum(lengths) - lengths, lengths])
+        given = np.stack([np.cumsum(lengths) - lengths, lengths])
+        return BatchForm(len(flat), lengths=tuple(lengths.tolist())), flat, given
     padded = _array(input_ids)
     if padded.ndim != 2:
         raise TreepackError(
@@ -139,18 +141,15 @@ def _flatten(input_ids: Ids) -> tuple[Form, NDArray[Any], Int64]:
             "tensor, or a list of 1-D arrays"
         )
     num, length = padded.shape
-    return (
-        Form(padded.size, shape=(num, length)),
-        padded.ravel(),
-        np.stack([np.arange(num, dtype=np.int64) * length, np.full(num, length, np.int64)]),
-    )
+    given = np.stack([np.arange(num, dtype=np.int64) * length, np.full(num, length, np.int64)])
+    return BatchForm(padded.size, shape=(num, length)), padded.ravel(), given
 
 
 def _array(values: Any) -> NDArray[Any]:
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
 
 
-def _all_places(form: Form, given: Int64) -> tuple[Int64, Int64]:
+def _all_places(form: BatchForm, given: Int64) -> tuple[Int64, Int64]:
     """Return the places of all tokens, and the length of each sequence."""
     starts, lengths = given
     if form.size == int(lengths.sum()):
@@ -160,12 +159,12 @@ def _all_places(form: Form, given: Int64) -> tuple[Int64, Int64]:
     return np.arange(len(shifts)) + shifts, lengths
 
 
-def _flags(values: Any, form: Form, name: str) -> Bools:
+def _flags(values: Any, form: BatchForm, name: str) -> Bools:
     """Return `values`, yes or no for each value of the caller's batch, flat."""
     return _like(values, form, name).astype(bool, copy=False)
 
 
-def _like(values: Any, form: Form, name: str) -> NDArray[Any]:
+def _like(values: Any, form: BatchForm, name: str) -> NDArray[Any]:
     """Return `values` flat, after a check that they have the form of the batch.
 
     Raises:
@@ -181,12 +180,12 @@ def _like(values: Any, form: Form, name: str) -> NDArray[Any]:
     return flat
 
 
-def _numbers(form: Form) -> tuple[Any, ...]:
+def _numbers(form: BatchForm) -> tuple[Any, ...]:
     jagged = None if form.jagged is None else form.jagged[0].tolist()
     return form.size, form.shape, jagged, form.lengths
 
 
-def _temperature(values: Any, form: Form, offsets: Int64, places: Int64, scored: Int64) -> float | Float64:
+def _temperature(values: Any, form: BatchForm, offsets: Int64, places: Int64, scored: Int64) -> float | Float64:
     """Return the temperature of all scored tokens, or of each of them.
 
     They keep float64, because a model in float64 divides its logits by them.
@@ -209,7 +208,7 @@ def _temperature(values: Any, form: Form, offsets: Int64, places: Int64, scored:
     return chosen.astype(np.float64)
 
 
-def _routes(values: Any, form: Form, offsets: Int64, places: Int64) -> Routes:
+def _routes(values: Any, form: BatchForm, offsets: Int64, places: Int64) -> Routes:
     """Return the recorded experts of all tokens, [N_flat, layers, k].
 
     Raises:
@@ -242,7 +241,7 @@ def _routes(values: Any, form: Form, offsets: Int64, places: Int64) -> Routes:
     return as_routes(rows, len(places), source="plan_batch", name="routes")
 
 
-def _rows_like(values: Any, form: Form) -> NDArray[Any]:
+def _rows_like(values: Any, form: BatchForm) -> NDArray[Any]:
     """Return the experts at all places of a padded or jagged batch, [size, layers, k].
 
     Raises:

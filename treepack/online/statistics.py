@@ -55,7 +55,7 @@ def batch_statistics(
 ) -> tuple[Any, Any]:
     """Return the log-probability of each scored token, and the entropy of its distribution, in the form of the batch.
 
-    The distribution is softmax(logits / temperature). Both are differentiable, and 0 where no token is scored. All
+    The distribution is softmax(logits / temperature). Both are differentiable, and 0 for other tokens. All
     ranks that share the model must call this function together; they may have different numbers of rows.
 
     Args:
@@ -71,7 +71,7 @@ def batch_statistics(
         TreepackError: as `batch_logprobs`; at a second backward pass; or for several rows under DeepSpeed with
             `recompute`.
     """
-    run = _Run(model, batch, options, agree_on_rows(model, len(batch.rows)), find_replicas(model))
+    run = _BatchRun(model, batch, options, agree_on_rows(model, len(batch.rows)), find_replicas(model))
     has_graph = torch.is_grad_enabled() and any(each.requires_grad for each in model.parameters())
     if not has_graph or not options.recompute or run.num_rows == 1:
         logprobs, entropies = _columns([run.values(i) for i in range(run.num_rows)])
@@ -81,7 +81,7 @@ def batch_statistics(
                 f"batch_statistics: DeepSpeed reduces gradients once per backward pass, but {run.num_rows} rows with "
                 "recompute=True have one backward pass each; set recompute=False or a larger capacity"
             )
-        # A leaf that requires a gradient makes torch call backward, which finds the parameters by itself.
+        # A leaf that requires a gradient makes torch call backward, which gets no parameters.
         leaf = torch.zeros((), requires_grad=True)
         joined, joined_entropies, counts = _RowByRow.apply(leaf, run)  # type: ignore[no-untyped-call]
         logprobs = list(joined.split(counts))
@@ -116,7 +116,7 @@ def row_statistics(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _BatchRun:
     """A pass of a model over a batch, which the backward pass repeats for some rows."""
 
     model: nn.Module
@@ -133,14 +133,14 @@ class _RowByRow(torch.autograd.Function):
     """The values of all rows, one after the other; see the top of this file."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, run: _Run) -> tuple[Tensor, Tensor | None, list[int]]:
+    def forward(ctx: Any, leaf: Tensor, run: _BatchRun) -> tuple[Tensor, Tensor | None, list[int]]:
         ctx.set_materialize_grads(False)
         ctx.run = run
         ctx.autocast = _autocast_state(run.batch.places.device.type)
         ctx.exchange = run.replicas is not None and run.replicas.require_backward_grad_sync
         values = [run.values(i) for i in range(run.num_rows - 1, 0, -1)]
         # Autocast of some versions of torch keeps the weights that it converted without a graph, and uses them again in
-        # a pass with a graph, where they would get no gradient.
+        # a pass with a graph. There they would get no gradient.
         torch.clear_autocast_cache()
         # Only the last row of the backward pass exchanges gradients, and this row is the first.
         with torch.enable_grad(), gradient_exchange(run.replicas, exchange=False):
@@ -152,7 +152,7 @@ class _RowByRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        run: _Run = ctx.run
+        run: _BatchRun = ctx.run
         if ctx.kept is None:
             raise TreepackError(
                 "batch_statistics: backward ran a second time, but the graph was freed by the first one; call it again "
@@ -172,7 +172,7 @@ class _RowByRow(torch.autograd.Function):
 
 
 def _backward(values: Values, grads: list[Tensor | None]) -> None:
-    """Add the gradients of a row to those of the parameters."""
+    """Add the gradients of a row to the gradients of the parameters."""
     pairs = [(value, grad) for value, grad in zip(values, grads, strict=True) if value is not None and grad is not None]
     if not pairs:  # all ranks must run the backward passes of all rows, so one without gradients runs with zeros
         pairs = [(values[0], torch.zeros_like(values[0]))]

@@ -52,7 +52,7 @@ def check_row(row: Row, *, capacity: int) -> None:
 def _check_terms(row: Row, terms: RowTerms) -> None:
     if (weights := terms.trajectory_weights) is not None and not ((weights >= 0) & np.isfinite(weights)).all():
         raise TreepackError(f"row {row.row_id}: trajectory_weights has an impossible value; pack the trie again")
-    # The sums add up in another order than those of the packer: rounding of float64, 1e-16 for each of up to 1e4 terms.
+    # The packer adds up in another order: rounding of float64, 1e-16 for each of up to 1e4 terms.
     sums = np.bincount(terms.token, weights=terms.weight, minlength=row.num_tokens).astype(np.float64)
     _expect(row, "term_weight", _almost_equal(sums, row.loss_weight))
     if terms.temperature is not None and ((terms.temperature < 0) | np.isinf(terms.temperature)).any():
@@ -85,7 +85,7 @@ def _nearest(row: Row) -> Int64:
 
     It is the token just before, or an ancestor of that token, because subtrees nest.
     """
-    # A run is a maximal piece with one end. Its tokens are the nearest of each other, and a token that follows the end
+    # A run is a maximal range with one end. Its tokens are the nearest of each other, and a token that follows the end
     # of one of them follows the end of all. subtree_end [6, 6, 4, 4, 6, 6] -> runs start at [0, 2, 4] and end at
     # [6, 4, 6]; the run at 4 starts after the end of the run at 2, so its nearest token is the one above that run.
     ends = row.subtree_end
@@ -146,7 +146,7 @@ def check_totals(stored: dict[str, Any], counted: dict[str, float]) -> None:
     Raises:
         TreepackError: naming the total.
     """
-    # Ratios of another program may differ by rounding.
+    # Ratios that a different program wrote may differ by rounding.
     for name, value in counted.items():
         recorded = stored.get(name)
         # An integer that is equal needs no rounding, and one that is not may be too large for a float.

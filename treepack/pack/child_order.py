@@ -52,7 +52,7 @@ def node_tiles(begin: Int64, end: Int64, num_tokens: int) -> tuple[int, int]:
     stop = np.searchsorted(begin, starts + BLOCK, side="left")
     # reduceat takes the range from each entry to the next one, so every second result belongs to a block:
     # ranges [0, 2, 1, 2, 1, 3] -> ends[0:2], unused, ends[1:2], unused, ends[1:3]. `ends` has an extra entry, because
-    # the last stop is the number of nodes, which is no valid index without it.
+    # the last stop is the number of nodes, which is not a valid index without it.
     ranges = np.stack([first, stop], axis=1).ravel()
     ends = np.append(end, 0)
     return _count_tiles(np.minimum.reduceat(ends, ranges)[::2], np.maximum.reduceat(ends, ranges)[::2])

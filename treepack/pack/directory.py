@@ -122,7 +122,7 @@ def pack_trie(
 
 
 def _recorded(packing: Packing, plan_file: PlanFile | None) -> dict[str, Any]:
-    """Return the options that the manifest records; for a plan file they have no effort or time limit."""
+    """Return the options that the manifest records, without effort and time limit if the plan came from a file."""
     record, plan = packing.options.as_record(), packing.plan
     record |= {"method": plan.method, "balance": plan.multiple_of}
     record |= {"pairs_budget": plan.limits.pairs, "terms_budget": plan.limits.terms}

@@ -113,7 +113,7 @@ class ExpectedTrajectories:
         self.storage = trie.storage
         if options["semantics"] == "once":
             self.counts, self.storage = stored_times_trained(trie)
-        # `treepack logprobs` replaces these columns, so they differ from those of the trie.
+        # `treepack logprobs` replaces these columns, so they differ from the columns of the trie.
         computed = {f"{name}_logprobs" for name in manifest.get("logprobs") or ()}
         self.logprobs = [name for name in LOGPROBS if name not in computed]
         facts = ["step", "group_id", "trained"]
@@ -226,7 +226,7 @@ class _RowValues:
             raise TreepackError(f"{prefix} has another reward than in the trie; pack the trie again")
         rollout = order if terms.trajectory_rollouts is None else int(terms.trajectory_rollouts[order])
         if rollout != self.rollouts[order]:
-            raise TreepackError(f"{prefix} is of another rollout than in the trie; pack the trie again")
+            raise TreepackError(f"{prefix} belongs to another rollout than in the trie; pack the trie again")
         weight = 1.0 if terms.trajectory_weights is None else float(terms.trajectory_weights[order])
         if weight != self.weights[order]:
             raise TreepackError(f"{prefix} has another weight than in the trie; pack the trie again")
@@ -250,12 +250,12 @@ class _RowPaths:
         self.starts = np.union1d(self.starts, [0])
 
     def to(self, end: int) -> Int64:
-        pieces = []
+        runs = []
         while end >= 0:
             start = int(self.starts[np.searchsorted(self.starts, end, side="right") - 1])
-            pieces.append(np.arange(start, end + 1))
+            runs.append(np.arange(start, end + 1))
             end = int(self.parent[start])
-        return np.concatenate(pieces[::-1])
+        return np.concatenate(runs[::-1])
 
 
 def _terms_of_each(terms: RowTerms, num_trajectories: int) -> list[Int64] | list[slice]:

@@ -46,7 +46,7 @@ GROUP_ROUTE_BYTES = 1 << 26
 # On real rollouts they are 12 % larger at level 1 of zstd than at level 3, and 5 % at level 2; on random ones level 3
 # takes twice the time of level 2. Measured for each other column: differences, a dictionary, or nothing but zstd, which
 # is the fastest where long runs repeat one value. BYTE_STREAM_SPLIT of integers is faster still, but many readers of
-# Parquet do not know it.
+# Parquet lack it.
 ENCODING = ColumnEncoding(
     level=1,
     levels={"input_ids": 2},
@@ -152,7 +152,7 @@ def num_parts(tokens: Int64, terms: Int64) -> int:
 def _write_parts(
     rows: Iterable[Row], directory: Path, columns: pa.Schema | None = None, *, first_part: int = 0
 ) -> WrittenRows:
-    """Write `rows` of `columns`, or of those of the first row, as parts from number `first_part` on."""
+    """Write `rows` of `columns`, by default the columns of the first row, as parts from number `first_part` on."""
     parts: PartWriter | None = None
     counted: Counter[str] = Counter()
     max_token_id = 0
@@ -253,7 +253,7 @@ def row_of_table(table: pa.Table, i: int) -> Row:
     columns = {name: values[name] for name in schema.ROWS.names if name not in derived}
     row = Row(terms=terms, routes=routes, **columns)
     check_shape(row)
-    # total_weight is a sum of float64, so a file of another program may differ by rounding.
+    # total_weight is a sum of float64, so a file of a different program may differ by rounding.
     for name, stored in derived.items():
         if not math.isclose(stored, getattr(row, name), rel_tol=1e-9):
             raise TreepackError(

@@ -3,11 +3,11 @@
     sequences   0: a b c    1: x y    2: a b d    3: x z    4: a b c e        in any order
 
     sort, shared tokens with the one before    a b c (0)   a b c e (3)   a b d (2)   x y (0)   x z (1)
-    cut where little is shared                 [0, 4, 2]                             [1, 3]
+    cut if little is shared                    [0, 4, 2]                             [1, 3]
 
 A micro-batch is a range of the sorted order, so a cut costs exactly the tokens that the sequences on its two sides
-share (see `pack.plan.cuts`). The work of a micro-batch is counted in score pairs: a token costs as much
-as 6 * hidden_size pairs in the linear layers (24 d^2 operations a layer, against 4 d for a pair).
+share (see `pack.plan.cuts`). The work of a micro-batch is counted in score pairs: a token costs
+6 * hidden_size pairs in the linear layers (24 d^2 operations a layer, against 4 d for a pair).
 
 Ranks take micro-batches R at a time and wait for the slowest rank, so the time of a step is the sum of the maxima over
 R consecutive micro-batches, in falling order of work. Several limits on the work of one micro-batch are tried, and the
@@ -65,7 +65,7 @@ def micro_batches(
             a micro-batch of its own.
         ranks: number of data-parallel ranks. If there are too few sequences, some entries are empty; their ranks must
             still take part in the collective operations of the step.
-        flat: the trainer computes each sequence by itself, so `capacity` and work count every token of every sequence.
+        flat: the trainer computes each sequence alone, so `capacity` and work count every token of every sequence.
         hidden_size: width of the model. The larger it is, the less the score pairs of long sequences matter.
 
     Raises:
@@ -76,7 +76,7 @@ def micro_batches(
             raise TreepackError(f"micro_batches: {name} is {value}; expected at least 1")
     batch = _sort(*_flatten(sequences), flat=flat, pair_weight=6 * hidden_size, capacity=capacity)
     plans = [_round_up(_cut(batch, limit), batch, ranks) for limit in _limits(batch, ranks)]
-    # The first of equally fast plans has the highest limit, so the least repeated work.
+    # The first of equally fast plans has the highest limit, so the minimum of repeated work.
     starts = min(plans, key=lambda plan: (_time(plan, batch, ranks), len(plan)))
     ranges = sorted(ranges_of(starts, len(batch.order)), key=lambda ab: (-batch.work.amount(*ab), ab))
     batches = [batch.order[a:b] for a, b in ranges]
@@ -157,7 +157,7 @@ def _cut(batch: _SortedSequences, limit: int) -> list[int]:
 
 
 def _round_up(starts: list[int], batch: _SortedSequences, ranks: int) -> list[int]:
-    """Split the micro-batches with the most work until their number is a multiple of `ranks`, if this is possible."""
+    """Split micro-batches, the largest work first, until `ranks` divides their number, if this is possible."""
     ranges = ranges_of(starts, len(batch.order))
     for _ in range(-len(ranges) % ranks):
         whole = [(a, b) for a, b in ranges if b - a > 1]

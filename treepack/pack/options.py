@@ -1,6 +1,6 @@
 """Options of packing: limits of a row, how rows are planned, and what their losses count.
 
-This file imports no numerical library, so that the command line can take its defaults from here.
+This file imports no numerical library, so that the command line can take its options from here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from treepack.costs.limits import MAX_TOKEN_PAIRS
 from treepack.errors import TreepackError
+from treepack.option_fields import check_options, option
 
 METHODS = ("auto", "contiguous", "heuristic", "single-path", "exact", "greedy-online", "sequence", "groups")
 EFFORTS = ("low", "normal", "high")
@@ -19,7 +20,7 @@ SEMANTICS = ("branch", "once")
 NORMALIZE = ("token", "trajectory", "group")
 
 # The end of the sentences that refuse trajectories longer than the capacity.
-ANY_LENGTH = "train --carry auto trains rows of any length, so memory is no reason to drop or truncate trajectories"
+ANY_LENGTH = "train --carry auto trains rows of any length, so memory is not a reason to drop or truncate trajectories"
 
 MAX_CAPACITY = 2**31 - 1  # columns count the tokens of a row in 32 bits
 MAX_BUDGET = 10**18  # a sum of nine budgets still fits int64
@@ -29,66 +30,78 @@ MAX_BUDGET = 10**18  # a sum of nine budgets still fits int64
 class PackOptions:
     """Options of packing a trie into rows: the options of `treepack pack`.
 
-    Attributes:
-        capacity: maximum number of tokens in a row. None takes the capacity of a plan file; without one, 16,384 or
-            65,536 if every trajectory fits, else the next power of two that they fit.
-        pairs_budget: maximum number of attention score pairs in a row, None for no limit.
-        terms_budget: maximum number of loss terms in a row, None for no limit.
-        method: how trajectories are assigned to rows; docs/packing.md describes the methods.
-        effort: how much work a method that searches may do: "low", "normal" or "high".
-        time_limit: maximum seconds per tree for a method that proves its plan optimal, None for no limit.
-        balance: every training step gets a multiple of this number of rows, with even costs.
-        token_pairs: with `balance`, score pairs that take as long as one token in a model, so that the cost of a row is
-            its time: `costs.model_cost.pairs_of_token`. With 0 it is its score pairs alone.
-        too_long: "error" refuses a trajectory longer than the capacity, "drop" leaves it out, "truncate" cuts it.
-            Memory is no reason to drop or truncate: raise the capacity, and train with `carry`.
-        semantics: a shared trained token counts for every trajectory ("branch") or once ("once").
-        normalize: "token", "trajectory" or "group": which of them have equal weight in the mean loss.
-        leaf_weights: multiply trajectory weights by the leaf weights of sampled trees, without leaves of a fallback.
-        fallback_leaves: with `leaf_weights`, keep the leaves of a fallback, with the weights of all leaves.
-        workers: processes that plan; the plan is the same for any number.
-
     Raises:
         TreepackError: a value that an option does not take.
     """
 
-    capacity: int | None = None
-    pairs_budget: int | None = None
-    terms_budget: int | None = None
-    method: str = "auto"
-    effort: str = "normal"
-    time_limit: float | None = None
-    balance: int = 1
-    token_pairs: int = 0
-    too_long: str = "error"
-    semantics: str = "branch"
-    normalize: str = "token"
-    leaf_weights: bool = False
-    fallback_leaves: bool = False
-    workers: int = 1
+    # None takes the capacity of a plan file, if there is one.
+    capacity: int | None = option(
+        None,
+        "Maximum number of tokens in a row, for example 8192 or 8k; default: 16k or 64k if every trajectory fits, else "
+        "the next power of two that they fit.",
+        minimum=1,
+        maximum=MAX_CAPACITY,
+    )
+    pairs_budget: int | None = option(
+        None, "Maximum number of attention score pairs in a row.", minimum=1, maximum=MAX_BUDGET
+    )
+    terms_budget: int | None = option(
+        None,
+        "Maximum number of loss terms (trained tokens of single trajectories) in a row.",
+        minimum=1,
+        maximum=MAX_BUDGET,
+    )
+    method: str = option(
+        "auto",
+        "How trajectories are put into rows; groups keeps each group in one row, as dpo needs it.",
+        choices=METHODS,
+    )
+    effort: str = option(
+        "normal",
+        "How much work a method that searches may do; below high, auto stops within 0.1 % of the bound.",
+        choices=EFFORTS,
+    )
+    time_limit: float | None = option(None, "Maximum time per tree for a method that proves its plan optimal.")
+    balance: int = option(
+        1,
+        "Make the rows of every training step a multiple of this number of ranks, with even score pairs.",
+        minimum=1,
+    )
+    # Score pairs that take as long as one token of the model, so that the cost of a row is its time
+    # (`costs.model_cost.pairs_of_token`); 0 for score pairs alone.
+    token_pairs: int = option(
+        0,
+        "With --balance: make the rows even in the time of this model instead, a preset or a config.json as for the "
+        "forecast of stats.",
+        minimum=0,
+        maximum=MAX_TOKEN_PAIRS,
+    )
+    # "error" refuses such a trajectory, "drop" leaves it out, and "truncate" cuts it.
+    too_long: str = option(
+        "error",
+        "How to treat a trajectory longer than the capacity. Memory is no reason to drop or truncate it: raise the "
+        "capacity, and train with --carry auto.",
+        choices=TOO_LONG,
+    )
+    semantics: str = option("branch", "A shared trained token counts for every trajectory, or once.", choices=SEMANTICS)
+    normalize: str = option(
+        "token",
+        "Units with equal weight in the mean loss: tokens, trajectories or groups.",
+        choices=NORMALIZE,
+    )
+    leaf_weights: bool = option(
+        False,
+        "Multiply trajectory weights by the leaf weights of sampled trees, which makes the gradient unbiased, and "
+        "leave out the leaves that a fallback added.",
+    )
+    fallback_leaves: bool = option(
+        False, "With --leaf-weights: keep these leaves, with the weights of all leaves, and a part of the bias."
+    )
+    workers: int = option(1, "Processes that plan; the plan is the same.", minimum=1)
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense, naming the option."""
-        choices = {
-            "method": METHODS,
-            "effort": EFFORTS,
-            "too_long": TOO_LONG,
-            "semantics": SEMANTICS,
-            "normalize": NORMALIZE,
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
-        limits = {"capacity": MAX_CAPACITY, "pairs_budget": MAX_BUDGET, "terms_budget": MAX_BUDGET}
-        for name, maximum in limits.items():
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= maximum:
-                raise TreepackError(f"{name} is {value}; expected 1 to {maximum}")
-        for name in ("balance", "workers"):
-            if getattr(self, name) < 1:
-                raise TreepackError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if not 0 <= self.token_pairs <= MAX_TOKEN_PAIRS:
-            raise TreepackError(f"token_pairs is {self.token_pairs}; expected 0 to {MAX_TOKEN_PAIRS}")
+        check_options(self)
         if self.token_pairs and self.balance == 1:
             raise TreepackError("the model of a balance was given without a number of ranks; give --balance too")
         if self.time_limit is not None and not (math.isfinite(self.time_limit) and self.time_limit > 0):

@@ -39,7 +39,7 @@ class Packing:
 
     Attributes:
         trie: the trie whose trajectories are planned; trajectories that are too long are cut or left out, and so are
-            those of leaf weight 0, if the options use leaf weights.
+            trajectories of leaf weight 0, if the options use leaf weights.
         plan: the row of each trajectory of `trie`.
         totals: `trie_totals` and `packed_totals` together.
         counts: trajectories that were dropped, left out or truncated.

@@ -70,11 +70,11 @@ class PlacedNodes:
 
 
 class RowPlacer:
-    """Placement of the nodes of rows, for all rows of one trie."""
+    """Placement of the nodes in all rows of one trie."""
 
     def __init__(self, trie: TokenNodes) -> None:
         self.trie = trie
-        # Integers of array.array are read faster than those of numpy, and need 4 bytes instead of 36 in a list.
+        # Integers of array.array are read faster than numpy's, and need 4 bytes instead of 36 in a list.
         self.parents = array("i", trie.parent.astype(np.int32, copy=False).tobytes())
         self.lengths = np.diff(trie.node_start)
 

@@ -50,7 +50,7 @@ _SOURCES = {
 def packed_columns(known: Collection[str]) -> pa.Schema:
     """Return the columns of a packed directory, if the columns `known` of the trajectories have any value.
 
-    `known` contains "weight" if any weight is not 1. The columns are those of `row_schema` for the rows of a whole
+    `known` contains "weight" if any weight is not 1. The columns are from `row_schema` for the rows of a whole
     trie. Rows of a slice without such values have nulls.
     """
     if not any(name in known for name in TERM_COLUMNS):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from treepack.attention.dispatch import Schedules
+from treepack.attention.dispatch import BatchSchedules
 from treepack.attention.kernel_launch import is_interpreted
 from treepack.errors import TreepackError, install_hint
 from treepack.recurrent import convolution, twin
@@ -59,11 +59,11 @@ class LayerProperties(NamedTuple):
 def use_implementation(name: str) -> Iterator[None]:
     """Compute all recurrent layers by the implementation `name` inside the block: one of `NAMES`, or auto.
 
-    The backward pass uses what the forward pass did. With gradient checkpointing it computes layers again, and must be
-    inside the block too.
+    The backward pass uses the implementation of the forward pass. With gradient checkpointing it runs layers again, so
+    it must be inside the block too.
 
     Raises:
-        TreepackError: if `name` is no implementation.
+        TreepackError: if there is no implementation `name`.
     """
     global _wanted
     if name not in ("auto", *NAMES):
@@ -75,7 +75,9 @@ def use_implementation(name: str) -> Iterator[None]:
         _wanted = before
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, schedules: Schedules) -> Tensor:
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, schedules: BatchSchedules
+) -> Tensor:
     """Return the convolution of the tokens of a tree; arguments as in `convolution.convolve`.
 
     Raises:
@@ -100,7 +102,7 @@ def _takes_kernel(x: Tensor) -> bool:
     return reason is None
 
 
-def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, schedules: Schedules) -> Tensor:
+def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, schedules: BatchSchedules) -> Tensor:
     """Return the outputs of the tokens of a tree, [N, H, V]; arguments as in `twin.scan`, N tokens of all rows.
 
     Raises:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from treepack.attention.dispatch import Schedules
+from treepack.attention.dispatch import BatchSchedules
 from treepack.errors import TreepackError
 from treepack.recurrent import dispatch
 from treepack.recurrent.norm import normalise
@@ -117,9 +117,9 @@ def no_fused_scan(*_: Any, **__: Any) -> None:
 
 
 class _WholeRows(NamedTuple):
-    """The functions of `dispatch` for rows with these tables; `carry.states.States` has both for rows in pieces."""
+    """The functions of `dispatch` for rows with these tables; for rows in pieces see `carry.states.CarriedStates`."""
 
-    schedules: Schedules
+    schedules: BatchSchedules
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
         return dispatch.convolve(x, weight, bias, activation, self.schedules)
@@ -129,7 +129,7 @@ class _WholeRows(NamedTuple):
 
 
 def _tree_functions(options: dict[str, Any], name: str, values: Tensor) -> Any:
-    """Return the two functions for the rows, `_WholeRows` or those of rows in pieces, and record the call.
+    """Return the two functions for the rows, of `_WholeRows` or of rows in pieces, and record the call.
 
     Raises:
         TreepackError: if a state of a cache is given or asked for, or an option that has no meaning here.
@@ -150,8 +150,8 @@ def _tree_functions(options: dict[str, Any], name: str, values: Tensor) -> Any:
     if tree_pass is not None and tree_pass.carry is not None:
         return tree_pass.carry.states
     schedules, end = options.get("schedule"), options["subtree_end"]
-    if not isinstance(schedules, Schedules):
-        return _WholeRows(Schedules(end))
+    if not isinstance(schedules, BatchSchedules):
+        return _WholeRows(BatchSchedules(end))
     schedules.check(end)
     return _WholeRows(schedules)
 

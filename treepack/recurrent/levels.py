@@ -201,18 +201,18 @@ def scan_by_levels(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | No
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     columns = [q, k, v, g] if beta is None else [q, k, v, g, beta]
     # Slices of one split have one backward, which joins their gradients.
-    slices = [_Reorder.apply(x, levels.order, levels.place).split(levels.sizes) for x in columns]  # type: ignore[no-untyped-call]
+    slices = [_ReorderTokens.apply(x, levels.order, levels.place).split(levels.sizes) for x in columns]  # type: ignore[no-untyped-call]
     outputs = []
     states: Tensor | None = None
     for depth, level in enumerate(levels.levels):
         if states is not None:
-            states = _Inherit.apply(states, level.parents, level.siblings)  # type: ignore[no-untyped-call]
+            states = _InheritStates.apply(states, level.parents, level.siblings)  # type: ignore[no-untyped-call]
         is_last = depth + 1 == len(levels.levels)
         inputs = [each[depth][None] for each in slices]
         out, states = _compute_level(inputs, level, states, not is_last)
         outputs.append(out[0])
     outputs.append(_compute_single(*(each[-1] for each in slices)))
-    joined: Tensor = _Reorder.apply(torch.cat(outputs), levels.place, levels.order)  # type: ignore[no-untyped-call]
+    joined: Tensor = _ReorderTokens.apply(torch.cat(outputs), levels.place, levels.order)  # type: ignore[no-untyped-call]
     return joined
 
 
@@ -224,7 +224,7 @@ def _compute_single(q: Tensor, k: Tensor, v: Tensor, _: Tensor, beta: Tensor | N
     return (weights[..., None] * v).to(v.dtype)
 
 
-class _Reorder(torch.autograd.Function):
+class _ReorderTokens(torch.autograd.Function):
     """x[order], with a gradient that reads each element once, and needs no additions."""
 
     @staticmethod
@@ -238,7 +238,7 @@ class _Reorder(torch.autograd.Function):
         return gradients[0][place], None, None
 
 
-class _Inherit(torch.autograd.Function):
+class _InheritStates(torch.autograd.Function):
     """Initial states of the nodes of a level from the final states [p, H, K, V] of the level above.
 
     The gradient of a final state is the sum over the children. index_select would add them in any order on a GPU.

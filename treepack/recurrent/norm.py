@@ -18,11 +18,11 @@ _EPSILON = 1e-6  # that of transformers and of flash-linear-attention
 
 def normalise(x: Tensor, scale: float = 1.0) -> Tensor:
     """Return `x` [..., K] divided by its Euclidean norm over K, times `scale`; float64 of float64, else float32."""
-    y: Tensor = _Normalise.apply(x, scale)  # type: ignore[no-untyped-call]
+    y: Tensor = _NormaliseRows.apply(x, scale)  # type: ignore[no-untyped-call]
     return y
 
 
-class _Normalise(torch.autograd.Function):
+class _NormaliseRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The trie of the trajectories in packed rows, for a packed directory whose trie is missing.
+"""The trie of the trajectories in packed rows, if the trie of the packed directory is missing.
 
     Row, Row, ... --trie_of_rows--> Trie
 

@@ -3,7 +3,7 @@
     Trie --sorted_rollouts--> SortedRollouts      SharedParts, SortedRollouts --outcomes_of--> PartOutcomes
 
 The names `<rollout>/turn-<k>` and `<rollout>/part-<k>` mark the samples of one rollout. Rewards belong to rollouts, so
-a rollout with many turns counts as much as one with few.
+a rollout with many turns counts once, like one with few.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs of tokens of one role, all trained or all not: the stripes of a block, and the pieces of its text.
+"""Runs of tokens of one role, all trained or all not: the stripes of a block, and the sections of its text.
 
 Trie, TokenRoles --segments_of--> RoleSegments
 

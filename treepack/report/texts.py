@@ -2,7 +2,7 @@
 
     Trie, RoleSegments, decode --node_texts--> NodeTexts: chunks of JSON, each for a run of consecutive nodes
 
-The text of a node is a list with one piece for each segment. If the limit is too small for all tokens, every node keeps
+The text of a node is a list with one entry for each segment. If the limit is too small for all tokens, every node keeps
 its first tokens, the same maximum number for all nodes; segments without a kept token are missing.
 """
 
@@ -28,7 +28,7 @@ Decode = Callable[[list[list[int]]], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class NodeTexts:
-    """Texts of all nodes. `chunks[i]` is JSON, a list of pieces for each node from `first_node[i]` on.
+    """Texts of all nodes. `chunks[i]` is JSON, a list of texts for each node from `first_node[i]` on.
 
     `kept` is the maximum number of tokens of a node, None if no token is left out; `tokens_left_out` counts the others.
     """
@@ -72,10 +72,10 @@ def node_texts(trie: Trie, segments: RoleSegments, decode: Decode, *, limit: int
     chunks, first_node = [], []
     for a, b in _runs(kept):
         first_node.append(a)
-        # Pieces [[[7, 8], [9]], [[4]]] of two nodes are decoded as one list of three.
-        pieces = list(_pieces(trie, kept, segments, a, b))
-        texts = iter(decode([ids for node in pieces for ids in node]))
-        nodes = [[next(texts) for _ in node] for node in pieces]
+        # Segments [[[7, 8], [9]], [[4]]] of two nodes are decoded as one list of three.
+        ids_of_nodes = list(_ids_of_segments(trie, kept, segments, a, b))
+        texts = iter(decode([ids for node in ids_of_nodes for ids in node]))
+        nodes = [[next(texts) for _ in node] for node in ids_of_nodes]
         chunks.append(json.dumps(nodes, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"))
     left_out = int((sizes - kept).sum())
     return NodeTexts(chunks, first_node, max_kept if left_out else None, left_out)
@@ -105,7 +105,7 @@ def _runs(kept: Int64) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _pieces(trie: Trie, kept: Int64, segments: RoleSegments, a: int, b: int) -> Iterator[list[list[int]]]:
+def _ids_of_segments(trie: Trie, kept: Int64, segments: RoleSegments, a: int, b: int) -> Iterator[list[list[int]]]:
     """Yield the token ids of each segment of the nodes [a, b), without tokens that are not kept."""
     starts, cuts = trie.node_start[a:b].tolist(), segments.first.tolist()
     bounds = segments.of_node[a : b + 1].tolist()

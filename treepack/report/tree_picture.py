@@ -213,7 +213,7 @@ def _text(block: NodeBlock, contents: PageContents) -> str:
 
 
 def _end_text(block: NodeBlock, figures: ReportFigures) -> str:
-    """Return the reward and the names of the rollouts of a line, for its right end."""
+    """Return the reward and the names of the rollouts of a line."""
     finals: Int64 = np.array(block.finals, np.int64)
     rewards = figures.rollouts.reward[finals]
     reward = f"{three_digits(float(np.nanmean(rewards)))}  " if len(rewards) and not np.isnan(rewards).all() else ""

@@ -1,4 +1,4 @@
-"""Share of prefixes with mixed outcomes, and how well predictions rank them, for the statistics of a trie (TRACE).
+"""Share of prefixes with mixed outcomes, and how well predictions rank them: statistics of a trie (TRACE).
 
 trie --contrast_entries--> {"effective_ratio": ..., "spearman": ...}
 

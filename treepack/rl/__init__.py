@@ -8,6 +8,7 @@
 
     advantages.flat      grpo, dr_grpo, rloo, reinforce_pp     rewards of a group, compared with each other
     advantages.tree      treepo, treerpo, tree_grpo, treerl    rewards below a node, compared with its siblings or above
+    advantages.advantage_options    the estimators by name, with their variants
     advantages.estimate  groups that can be used, any estimator by name, and the columns of a trie directory
 
 All functions take and return arrays. No model is run.

@@ -90,7 +90,7 @@ def leaf_weights(trie: Trie) -> LeafWeights | None:
     is_base = np.ones(trie.num_trajectories, bool)
     is_base[list(recorded.parents)] = False
     known = ~np.isnan(recorded.weights[0])
-    # Groups with a weight of any rollout that starts at the prompt; those of continuations only count below a prefix.
+    # Groups with a weight of any rollout that starts at the prompt; weights of continuations only count below a prefix.
     weighted = np.bincount(group, weights=known & is_base) > 0
     missing = np.flatnonzero(weighted[group] & is_base & ~known)
     if len(missing):
@@ -131,7 +131,7 @@ def _source(trie: Trie, index: np.integer[Any] | int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _RecordedWeights:
     """`weights` float64 [2, n]: leaf weight and that before the first fallback, NaN if a rollout has none.
 
     `parents` maps each continuation to the index of the rollout that it was cut from, and the number of tokens.
@@ -141,7 +141,7 @@ class _Recorded:
     parents: dict[int, tuple[int, int]]
 
 
-def _read(trie: Trie) -> _Recorded | None:
+def _read(trie: Trie) -> _RecordedWeights | None:
     """Read the metadata of all trajectories; None if there are neither weights nor continuations."""
     table: pa.Table = trie.trajectories
     # A search for the names is far cheaper than parsing: most tries have none.
@@ -175,7 +175,7 @@ def _read(trie: Trie) -> _Recorded | None:
                 "from rollouts and their continuations"
             )
         parents[i] = index_of[name], num_tokens
-    return _Recorded(weights, parents)
+    return _RecordedWeights(weights, parents)
 
 
 def _weight(trie: Trie, index: int, fields: dict[str, Any], name: str) -> float | None:
@@ -188,7 +188,7 @@ def _weight(trie: Trie, index: int, fields: dict[str, Any], name: str) -> float 
 
 
 @dataclass(frozen=True, slots=True)
-class _Path:
+class _SampledPath:
     """The sampled segments of a rollout: their first tokens `starts`, and the number of each one's node in `nodes`."""
 
     starts: list[int] = field(default_factory=list)
@@ -205,11 +205,11 @@ class _Path:
         return self.nodes[at] if at < len(self.starts) and self.starts[at] == num_tokens else -1
 
 
-def _add_continuations(trie: Trie, group: Int64, recorded: _Recorded, weights: Float64) -> None:
+def _add_continuations(trie: Trie, group: Int64, recorded: _RecordedWeights, weights: Float64) -> None:
     """Give continuations their part of `weights` [2, n], in place, parents before their continuations.
 
     Raises:
-        TreepackError: a continuation of another group, of other tokens, or of itself.
+        TreepackError: a continuation differs from its parent in group or tokens, or is its own parent.
     """
     if not recorded.parents:
         return
@@ -218,15 +218,15 @@ def _add_continuations(trie: Trie, group: Int64, recorded: _Recorded, weights: F
     members = np.flatnonzero(np.isin(group, touched))
     own = dict(zip(members.tolist(), _own_segments(trie, members), strict=True))
     numbers: dict[Any, int] = {}
-    paths: dict[int, _Path] = {}
+    paths: dict[int, _SampledPath] = {}
     in_tree: dict[int, list[int]] = defaultdict(list)  # by group, so far
 
     def place(i: int) -> None:
         parent, num_tokens = recorded.parents.get(i, (-1, 0))
-        path = _Path()
+        path = _SampledPath()
         if parent >= 0:
             above = bisect.bisect_left(paths[parent].starts, num_tokens)
-            path = _Path(paths[parent].starts[:above], paths[parent].nodes[:above])
+            path = _SampledPath(paths[parent].starts[:above], paths[parent].nodes[:above])
         segments = [(start, sample) for start, sample in own[i] if start >= num_tokens]
         if not segments or (parent >= 0 and segments[0][0] > num_tokens):
             segments.insert(0, (num_tokens, ("own", i)))
@@ -289,7 +289,7 @@ def _divide(values: Float64, shares: Float64, child: dict[int, int], *, old: lis
         values[leaves] = total / num_children * part / part.sum()
 
 
-def _check_parents(trie: Trie, group: Int64, recorded: _Recorded) -> None:
+def _check_parents(trie: Trie, group: Int64, recorded: _RecordedWeights) -> None:
     own = np.array(list(recorded.parents))
     parent, num_tokens = np.array(list(recorded.parents.values())).T
     remedies = {

@@ -40,9 +40,9 @@ def rollout_codes(table: pa.Table) -> Int64 | None:
 def rollout_places(codes: Int64, parts: Int64) -> Int32:
     """Return the first trajectory of a row that belongs to the rollout of each, int32 [num_trajectories].
 
-    `codes` are those of `rollout_codes`, and `parts` the parts, both of the row. A turn of several paths gets -1.
+    `codes` are from `rollout_codes`, and `parts` the parts, both of the row. A turn of several paths gets -1.
     """
-    # Codes [3, 3, 3], parts [-1, 0, 1]: the first one is of no single rollout, so the others name the second.
+    # Codes [3, 3, 3], parts [-1, 0, 1]: the first one belongs to several rollouts, so the others name the second.
     is_shared = parts == ON_SEVERAL_PATHS
     apart = np.where(is_shared, -1, codes)
     return np.where(is_shared, -1, first_of_each(apart)).astype(np.int32)

@@ -45,7 +45,7 @@ def rollouts_of(trie: Trie) -> TrieRollouts:
     """Return the rollouts of `trie`.
 
     Raises:
-        TreepackError: a trajectory belongs to several rollouts, or those of a rollout differ in reward, group or step.
+        TreepackError: a trajectory belongs to several rollouts, or trajectories of one differ in reward, group or step.
     """
     count, table = trie.num_trajectories, trie.trajectories
     codes = rollout_codes(table)
@@ -82,7 +82,7 @@ def refuse_split(trie: Trie, *, what: str, remedy: str, members: Int64 | None = 
     """Check that no rollout of the trajectories `members` (all by default) has several trajectories.
 
     Raises:
-        TreepackError: one has; the message says that `what` needs one trajectory per rollout, and the `remedy`.
+        TreepackError: one has; the message contains `what` and the `remedy`.
     """
     rollouts = rollouts_of(trie)
     if not rollouts.are_split:

@@ -262,7 +262,7 @@ def _recorded_lists(metadata: str, source: str) -> tuple[Any, Any]:
 
 def _fault(offsets: Any, length: int) -> str | None:
     if not offsets or not _is_integers(offsets):
-        return "'segments' is no list of integers"
+        return "'segments' is not a list of integers"
     if any(a >= b for a, b in itertools.pairwise(offsets)):
         return "'segments' does not ascend"
     if not 0 < offsets[0] <= offsets[-1] < length:
@@ -274,7 +274,7 @@ def _fault_of_ids(ids: Any, num_segments: int) -> str | None:
     if ids is None:
         return None
     if not _is_integers(ids):
-        return "'segment_ids' is no list of integers"
+        return "'segment_ids' is not a list of integers"
     return f"'segment_ids' has {len(ids)} numbers for {num_segments} segments" if len(ids) != num_segments else None
 
 

@@ -8,7 +8,7 @@
         1 2 3  | 6 6                c
 
 Two trajectories share a segment if their tokens are equal up to the end of it and they have the same cuts so far. The
-last segment of a trajectory is a leaf that nobody shares, even if another trajectory has the same tokens, because it
+last segment of a trajectory is a leaf of its own, even if another trajectory has the same tokens, because it
 was sampled twice. If the sampler recorded ids of the segments, a shared segment must also have the same id, so that two
 samples of the same tokens are two nodes. A group whose trajectories have one cut each, after the prompt, is a star.
 """
@@ -99,7 +99,7 @@ def segment_tree(trie: Trie, members: Int64, group: Int64, *, segment: str = "au
         raise TreepackError("the trie was built with --share none and has no branches; build it with --share group")
     if splits_by_routes(trie):
         raise TreepackError(
-            "the trie splits where recorded routes differ, which are no branches of sampling; build it with "
+            "the trie splits where recorded routes differ, which are not branches of sampling; build it with "
             "--route-conflicts first, or take an estimator without a tree"
         )
     paths = node_paths(trie)

@@ -31,7 +31,9 @@ def answer_test(pattern: str, tokenizer: Any) -> Callable[[Int32], bool]:
     try:
         search: Callable[[str], Any] = has_boxed if pattern == BOXED else re.compile(pattern).search
     except re.error as error:
-        raise TreepackError(f"answer is {pattern!r}, which is no regular expression ({error}); correct it") from error
+        raise TreepackError(
+            f"answer is {pattern!r}, which is not a regular expression ({error}); correct it"
+        ) from error
     return lambda ids: bool(search(backend.decode(ids.tolist(), skip_special_tokens=False)))
 
 

@@ -19,7 +19,7 @@ def level_forks(
     """Return the number of continuations of each `active` path, at least 1 each; int64 [len(active)].
 
     The tree has first * branches**level paths at `level` if none ends early. All of them are divided among the active
-    paths, so those that ended transfer their budget (TreePO, section 2.2); leaves and paths never exceed the width.
+    paths, so ended paths transfer their budget (TreePO, section 2.2); leaves and paths never exceed the width.
     """
     room = options.width - num_leaves
     # Python integers, because 2**1000 overflows int64: the power is only needed up to the room.
@@ -62,7 +62,7 @@ def _softmax(logprobs: Float64, level: int, options: TreeOptions) -> Float64:
 def fallback_forks(leaves: list[TreeNode], *, options: TreeOptions, rng: np.random.Generator) -> dict[TreeNode, int]:
     """Return the nodes to continue again, and how often, so that the tree reaches its width.
 
-    Leaves are drawn among those that ended with an answer or a stop token, or among all if there are none. Each one is
+    Leaves are drawn among leaves that ended with an answer or a stop token, or among all if there are none. Each one is
     cut at a random start of one of its segments, never inside, and gets `branches` new continuations (TreePO, section
     2.2).
     """

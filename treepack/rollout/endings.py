@@ -10,11 +10,11 @@ from treepack.rollout.tree import ANSWER, REPETITION, TOO_DEEP, TOO_LONG, TreeNo
 from treepack.trajectory import Int32
 
 MAX_PERIOD = 64  # tokens: longer runs are seldom repeated exactly, and the check costs time linear in the period
-MIN_REPEATED = 64  # tokens: a ruler of 20 dashes or the digits of 1/3 are no failure
+MIN_REPEATED = 64  # tokens: a ruler of 20 dashes or the digits of 1/3 are not a failure
 
 
 def ending(node: TreeNode, finish: str, *, num_prompt: int, options: TreeOptions) -> str | None:
-    """Return the reason for which the path of a new `node` ends, or None if it goes on.
+    """Return the reason for which the path of a new `node` ends, or None if it continues.
 
     An answer has priority, then repetition, then the limits. `finish` is that of the engine: a stop token ends the
     turn, which is left to the environment.
@@ -38,8 +38,8 @@ def limit(node: TreeNode, *, num_prompt: int, options: TreeOptions) -> str | Non
 def ends_in_repeats(ids: Int32, times: int) -> bool:
     """Return True if `ids` ends with `times` or more copies of a run of at most `MAX_PERIOD` tokens.
 
-    The copies must be `MIN_REPEATED` tokens or more in total. The ids are those of the whole turn, so a repetition
-    counts also where segments cut it.
+    The copies must be `MIN_REPEATED` tokens or more in total. The ids are the whole turn, so a repetition counts
+    even if segments cut it.
     """
     # 5 1 2 1 2: the last token, 2, occurs two tokens earlier, so 2 is the only possible period.
     for period in (1 + np.flatnonzero(ids[-2 : -MAX_PERIOD - 2 : -1] == ids[-1:])).tolist():

@@ -63,7 +63,7 @@ class Segment:
 
     `tokens` int32 [n] includes the stop token. `logprobs` float32 [n] are log-probabilities in nats at the temperature
     of the sampling, or None. `finish` is "stop" (a stop token), "length" (`max_tokens` reached) or "abort" (the engine
-    gave up). `version` names the policy that sampled it, "" if the engine does not know. `num_cached` is the number of
+    gave up). `version` names the policy that sampled it, "" if the engine cannot name it. `num_cached` is the number of
     request tokens whose keys came from the engine's cache, None if unknown. `routes` [m, layers, k] are the experts
     that a mixture's routers chose for the m tokens of request and continuation but the last one, None if unknown.
     """
@@ -77,7 +77,7 @@ class Segment:
 
 
 class Engine(Protocol):
-    """Continues token ids. Calls may run at the same time, and a cancelled call leaves nothing behind."""
+    """Continues token ids. Calls may run at the same time, and a cancelled call leaves no trace."""
 
     @property
     def sampling(self) -> Sampling:

@@ -73,24 +73,24 @@ async def start_episode(
 ) -> tuple[Int32, EnvironmentEpisode]:
     """Return the prompt of a task, int32 [n], and its episode, which `sample_tree` closes.
 
-    A query without ids gets those of the environment's `prompt`. For a prefix, the turns in `query.turns` are replayed,
+    A query without ids gets the environment's `prompt`. For a prefix, the turns in `query.turns` are replayed,
     and the observations compared with the ids between the turns. If the prefix ends inside an observation, or with a
     complete turn, that is with one of `stop_token_ids`, the returned prompt has the whole observation.
 
     Raises:
         TreepackError: the environment raises, gives other ids than the query, or ends inside a prefix.
     """
-    world = _World(factory, dict(query.fields), tokenizer, query.place)
+    world = _QueryEnvironments(factory, dict(query.fields), tokenizer, query.where)
     try:
         live = await world.new()
         world.first_ids = await world.prompt(live)
         prompt = _prompt_of(query, world)
-        # A turn that the prefix has begun is left to the sampler.
+        # The sampler continues a turn whose start is in the prefix.
         is_begun = len(query.begun_turn) > 0 and int(query.begun_turn[-1]) not in stop_token_ids
         spans = query.turns[:-1] if is_begun else query.turns
         # prompt 3 tokens, turns [3, 5) and [7, 9), 10 tokens -> observations [5, 7) and [9, 10)
         ends = [begin for begin, _ in query.turns[1:]] + [len(query.prompt)]
-        turns: tuple[_Turn, ...] = ()
+        turns: tuple[_PolicyTurn, ...] = ()
         for (begin, end), next_begin in zip(spans, ends, strict=False):
             observation = await world.observe(live, query.prompt[begin:end])
             if observation is None:
@@ -102,7 +102,7 @@ async def start_episode(
                 world.compare(observation[: len(recorded)], recorded, f"observation {len(turns) + 1}")
             else:
                 world.compare(observation, recorded, f"observation {len(turns) + 1}")
-            turns += (_Turn(query.prompt[begin:end], observation),)
+            turns += (_PolicyTurn(query.prompt[begin:end], observation),)
         episode = EnvironmentEpisode(world, turns, live)
         await world.take_snapshot(live, episode)
         return prompt, episode
@@ -111,7 +111,7 @@ async def start_episode(
         raise
 
 
-def _prompt_of(query: Query, world: _World) -> Int32:
+def _prompt_of(query: Query, world: _QueryEnvironments) -> Int32:
     first = world.first_ids
     recorded = query.prompt[: query.turns[0][0]] if query.turns else query.prompt
     if first is None:
@@ -125,7 +125,7 @@ def _prompt_of(query: Query, world: _World) -> Int32:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _PolicyTurn:
     """A turn of the policy, and the observation that followed, None at the end of the episode."""
 
     response: Int32
@@ -133,7 +133,7 @@ class _Turn:
 
 
 @dataclass(slots=True)
-class _World:
+class _QueryEnvironments:
     """The part that all states of one query share: the factory, and the environments that are open.
 
     `first_ids` are what `prompt` returned first, with which every further environment must agree.
@@ -142,7 +142,7 @@ class _World:
     factory: EnvironmentFactory
     fields: dict[str, Any]
     tokenizer: Any
-    place: str
+    where: str
     first_ids: Int32 | None = None
     can_truncate: bool = False
     is_closed: bool = False
@@ -151,7 +151,7 @@ class _World:
 
     def error(self, problem: str) -> TreepackError:
         """Return the error of a `problem` with the environments."""
-        return TreepackError(f"{self.place}: {name_of_code(self.factory)} {problem}")
+        return TreepackError(f"{self.where}: {name_of_code(self.factory)} {problem}")
 
     async def new(self) -> Environment:
         """Return a new environment, which counts as open."""
@@ -169,24 +169,24 @@ class _World:
 
     async def _made(self) -> Any:
         assert not self.is_closed
-        environment = await call(self.factory, dict(self.fields), self.tokenizer, place=self.place)
+        environment = await call(self.factory, dict(self.fields), self.tokenizer, where=self.where)
         self.open.append(environment)
         return environment
 
     async def prompt(self, environment: Environment) -> Int32 | None:
         """Return the environment's own prompt, or None."""
-        ids = await call(environment.prompt, place=self.place)
+        ids = await call(environment.prompt, where=self.where)
         return None if ids is None else self._checked_ids(ids, "prompt", "encode its text")
 
     async def observe(self, environment: Environment, turn: Int32) -> Int32 | None:
         """Return the observation after a turn, or None at the end of the episode."""
-        ids = await call(environment.observe, turn.tolist(), place=self.place)
+        ids = await call(environment.observe, turn.tolist(), where=self.where)
         return None if ids is None else self._checked_ids(ids, "observe", "return None at the end of the episode")
 
     async def take_snapshot(self, environment: Environment, state: EnvironmentEpisode) -> None:
         """Keep a copy of the state, unless the environments are replayed."""
         if hasattr(environment, "snapshot"):
-            self.snapshots[state] = await call(environment.snapshot, place=self.place)
+            self.snapshots[state] = await call(environment.snapshot, where=self.where)
 
     def compare(self, ids: Int32, recorded: Int32, part: str) -> None:
         """Refuse ids of the environment that differ from the recorded ones of the same `part`."""
@@ -200,7 +200,7 @@ class _World:
             "use the tokenizer, the chat template and the fields of the record"
         )
 
-    async def replay(self, environment: Environment, turns: tuple[_Turn, ...]) -> None:
+    async def replay(self, environment: Environment, turns: tuple[_PolicyTurn, ...]) -> None:
         """Bring a new environment to the state after `turns`, and check that it answers as before."""
         remedy = "write snapshot and restore, because the environment is not deterministic"
         if not _equal(await self.prompt(environment), self.first_ids):
@@ -212,10 +212,10 @@ class _World:
     async def finish(self, environment: Environment, unfinished: Int32) -> float | None:
         """Return the reward of an environment after an `unfinished` turn, and close the environment."""
         if len(unfinished):
-            await call(environment.truncate, unfinished.tolist(), place=self.place)  # type: ignore[attr-defined]
-        value = await call(environment.reward, place=self.place)
+            await call(environment.truncate, unfinished.tolist(), where=self.where)  # type: ignore[attr-defined]
+        value = await call(environment.reward, where=self.where)
         await self._close(environment)
-        return checked_reward(value, f"{self.place}: {name_of_code(environment.reward)}")
+        return checked_reward(value, f"{self.where}: {name_of_code(environment.reward)}")
 
     async def close(self) -> None:
         """Forget the snapshots, and close all environments that a failure or a cancellation has left open."""
@@ -227,7 +227,7 @@ class _World:
     async def _close(self, environment: Environment) -> None:
         self.open = [each for each in self.open if each is not environment]
         if hasattr(environment, "close"):
-            await uninterrupted(call(environment.close, place=self.place))
+            await uninterrupted(call(environment.close, where=self.where))
 
     def _checked_ids(self, ids: Any, method: str, remedy: str) -> Int32:
         try:
@@ -252,7 +252,7 @@ def _equal(ids: Int32 | None, before: Int32 | None) -> bool:
 class EnvironmentEpisode:
     """The state after some turns: an `Episode` of the sampler. See the head of this file."""
 
-    def __init__(self, world: _World, turns: tuple[_Turn, ...], live: Environment) -> None:
+    def __init__(self, world: _QueryEnvironments, turns: tuple[_PolicyTurn, ...], live: Environment) -> None:
         """Take over `live`, an environment in the state after `turns`."""
         self._world = world
         self._turns = turns
@@ -269,7 +269,7 @@ class EnvironmentEpisode:
         """
         world, live = self._world, await self._take()
         observation = await world.observe(live, turn)
-        state = EnvironmentEpisode(world, (*self._turns, _Turn(turn, observation)), live)
+        state = EnvironmentEpisode(world, (*self._turns, _PolicyTurn(turn, observation)), live)
         if observation is not None:  # nothing continues the end of an episode
             await world.take_snapshot(live, state)
         return state, observation
@@ -300,7 +300,7 @@ class EnvironmentEpisode:
             return live
         new = await world.new()
         if self in world.snapshots:
-            await call(new.restore, world.snapshots[self], place=world.place)  # type: ignore[attr-defined]
+            await call(new.restore, world.snapshots[self], where=world.where)  # type: ignore[attr-defined]
         else:
             await world.replay(new, self._turns)
         return new

@@ -1,4 +1,4 @@
-"""The world of a path: what follows a turn of the policy, and the reward of the whole path.
+"""The environment of a path: the tokens after a turn of the policy, and the reward of the whole path.
 
     Episode.after(turn) -> (next Episode, observation ids)      an environment answers, or the episode is over
     Episode.reward(unfinished) -> reward of the path

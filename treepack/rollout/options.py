@@ -1,13 +1,17 @@
-"""Options of a tree sampler."""
+"""Options of a tree sampler. This file imports no numerical library, because the command line reads its options."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from treepack.errors import TreepackError
-from treepack.trajectory import Int32
+from treepack.option_fields import check_options, option
+
+if TYPE_CHECKING:
+    from treepack.trajectory import Int32
 
 BRANCHING = ("even", "likely", "unlikely")
 FALLBACK = ("random", "none")
@@ -17,48 +21,39 @@ FALLBACK = ("random", "none")
 class TreeOptions:
     """The shape of a tree: Algorithm 1 of TreePO (arXiv 2508.17445), with independent sampling as a special case.
 
-    Attributes:
-        width: leaves of a tree.
-        max_tokens: maximum tokens of a path after the prompt, observations included.
-        segment: tokens of a segment; None continues to the end of the turn.
-        depth: maximum segments of a path; None for no limit.
-        first_forks: continuations of the prompt: a number, the bounds of a number drawn for each query, or None for
-            `width`, which makes all leaves independent. Never more than `width`.
-        branches: continuations of every later node, before the budget of finished paths is transferred.
-        branching: "even" divides the forks of a level evenly, "likely" and "unlikely" by a softmax over the mean
-            log-probability of the last segment, or over its negative.
-        branching_temperature: temperature of this softmax at the first and at the last level with forks, linear in
-            between; without a `depth` the first number only.
-        fallback: "random" returns to random segment boundaries of finished paths until `width` is reached; "none" does
-            not.
-        max_repeats: repetitions of a run of tokens at the end of a path that end it; 0 never does.
-        is_answer: True for the token ids of a turn that contain an answer, which ends the path.
-
     Raises:
         TreepackError: a value that makes no sense, by its name.
     """
 
-    width: int = 16
-    max_tokens: int = 7168
-    segment: int | None = 512
-    depth: int | None = 14
-    first_forks: int | tuple[int, int] | None = 2
-    branches: int = 2
-    branching: str = "even"
-    branching_temperature: tuple[float, float] = (2.0, 2.0)
-    fallback: str = "random"
-    max_repeats: int = 8
-    is_answer: Callable[[Int32], bool] | None = None
+    width: int = option(16, "Rollouts of each query, if PROMPTS has no numbers of rollouts.", minimum=1)
+    max_tokens: int = option(7168, "Maximum tokens of a rollout after its prompt, observations included.", minimum=1)
+    # None continues to the end of the turn.
+    segment: int | None = option(512, "Tokens of a segment, or whole turns.", minimum=1)
+    depth: int | None = option(14, "Maximum segments of a rollout; without trees, maximum turns.", minimum=1)
+    # A number, its bounds, or None for `width`, which makes all leaves independent. Never more than `width`.
+    first_forks: int | tuple[int, int] | None = option(
+        2, "Continuations of the prompt; with bounds, a number drawn for each query."
+    )
+    branches: int = option(
+        2, "Continuations of each later path, to which the forks of ended paths are added.", minimum=1
+    )
+    # By a softmax over the mean log-probability of the last segment, or over its negative.
+    branching: str = option(
+        "even",
+        "Divide the forks of a level evenly, or more of them to paths of likely or of unlikely segments.",
+        choices=BRANCHING,
+    )
+    # Linear between the first and the last level with forks; without a `depth` the first number only.
+    branching_temperature: tuple[float, float] = option(
+        (2.0, 2.0), "Temperature of this division; with bounds, at the first and the last level."
+    )
+    fallback: str = option("random", "random: return to random segments until --width is reached.", choices=FALLBACK)
+    max_repeats: int = option(8, "Repetitions of the same tokens that end a rollout; 0 for no check.")
+    is_answer: Callable[[Int32], bool] | None = None  # True for the ids of a turn with an answer, which ends the path
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense, naming the option."""
-        for name, known in (("branching", BRANCHING), ("fallback", FALLBACK)):
-            if getattr(self, name) not in known:
-                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
-        for name in ("width", "max_tokens", "segment", "depth", "branches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise TreepackError(f"{name} is {value}; expected at least 1")
+        check_options(self)
         low, high = self.forks_of_prompt
         if not 1 <= low <= high:
             raise TreepackError(

@@ -1,6 +1,6 @@
 """The file of a run, to which trees are appended whole; a run that was killed is continued.
 
-    rollouts.jsonl        one line per leaf, a tree's lines in one piece
+    rollouts.jsonl        one line per leaf, a tree's lines together
     rollouts.jsonl.run    JSON: the options of the run, written before the first tree
 
 `--resume` reads the lines that are there. Trees are complete if all `num_leaves` of their lines are. Only the last tree
@@ -158,7 +158,7 @@ def waiting_queries(queries: list[Query], file: RolloutFile) -> list[Query]:
     for query in queries:
         if by_name.setdefault(name_of_query(query), query) is not query:
             raise TreepackError(
-                f"{query.source or 'a query'}: has the key {query.key} of another query; give it its own"
+                f"{query.source or 'a query'}: has the key {query.key}, which an earlier query has too; give it its own"
             )
     for name, digest in file.finished.items():
         found = by_name.get(name)

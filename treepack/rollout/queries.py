@@ -76,17 +76,17 @@ def read_queries(path: str | AnyPath, sources: QuerySources = QuerySources()) ->
     """
     records = list(read_records(str(path)))
     kind = _kind(records[0], sources)
-    joined = _Joined(sources)
+    known = _GroupPrompts(sources)
     if kind in COUNTS:
         counts = [_integer(record, COUNTS[kind], minimum=0) for record in records]
         used = [(record, count) for record, count in zip(records, counts, strict=True) if count > 0]
         make = _prefix_queries if kind == PREFIXES else _root_queries
-        queries, num_unused = make(used, joined), len(records) - len(used)
+        queries, num_unused = make(used, known), len(records) - len(used)
     elif kind == SELECTED:
-        queries, num_unused = _with_parents(_selected_queries(records, joined), joined), 0
+        queries, num_unused = _with_parents(_selected_queries(records, known), known), 0
     else:
         queries, num_unused = [_query_of_record(record, sources) for record in records], 0
-        queries = _with_parents(queries, joined)
+        queries = _with_parents(queries, known)
     _refuse_duplicates(queries)
     return QueryFile(kind, queries, num_unused)
 
@@ -109,8 +109,8 @@ def _kind(record: Record, sources: QuerySources) -> str:
     )
 
 
-class _Joined:
-    """The prompts of groups that other files have, read when the first one is needed."""
+class _GroupPrompts:
+    """Finds the prompt of a group in the files of prompts or in the trie; each is read when it is first needed."""
 
     def __init__(self, sources: QuerySources) -> None:
         self.sources = sources
@@ -136,7 +136,7 @@ class _Joined:
             for path in self.sources.prompts:
                 for record in read_records(str(path)):
                     if record.value.get("parent_rollout") is not None:
-                        continue  # its prompt is a prefix of another rollout
+                        continue  # its prompt is a prefix of its parent rollout
                     query = _query_of_record(record, self.sources, is_rollout=True)
                     first = self._files.setdefault(query.group_id, query)
                     if not np.array_equal(first.prompt, query.prompt):
@@ -175,35 +175,35 @@ class _Joined:
         )
 
 
-def _with_parents(queries: list[Query], joined: _Joined) -> list[Query]:
+def _with_parents(queries: list[Query], known: _GroupPrompts) -> list[Query]:
     """Return `queries`, the augmented ones with the fields of their parents, and with the turns of their prompts.
 
     Raises:
         TreepackError: an environment must replay turns, and the trie with their rollouts is not given.
     """
     augmented = [query for query in queries if query.untrained_prefix is not None and "parent_group" in query.fields]
-    found = joined.find(str(query.fields["parent_group"]) for query in augmented)
+    found = known.find(str(query.fields["parent_group"]) for query in augmented)
     # Without an environment, only the start of the response matters, so the reused tokens count as one turn.
-    replayed = augmented if joined.sources.has_environment else []
-    if replayed and joined.trie is None:
+    replayed = augmented if known.sources.has_environment else []
+    if replayed and known.trie is None:
         raise TreepackError(
             f"{replayed[0].source}: continues a rollout whose turns the environment replays; give the trie that has it "
             "with --trie"
         )
-    places = {_parent_place(query): query.source for query in replayed}
-    parts = {} if joined.trie is None else prefix_parts(joined.trie, str(joined.sources.trie), places)
+    prefixes = {_parent_prefix(query): query.source for query in replayed}
+    parts = {} if known.trie is None else prefix_parts(known.trie, str(known.sources.trie), prefixes)
     changed = {}
     for query in augmented:
         parent = found.get(str(query.fields["parent_group"]))
         # The parent has the fields that rewards read, such as the solution; fields of the query itself have priority.
         fields = query.fields if parent is None else parent.fields | query.fields
-        place = _parent_place(query)
-        turns = parts[place].turns if place in parts else tuple(reused_turn(query.fields, len(query.prompt)))
+        prefix = _parent_prefix(query)
+        turns = parts[prefix].turns if prefix in parts else tuple(reused_turn(query.fields, len(query.prompt)))
         changed[query.key] = replace(query, fields=fields, turns=turns)
     return [changed.get(query.key, query) for query in queries]
 
 
-def _parent_place(query: Query) -> tuple[str, int]:
+def _parent_prefix(query: Query) -> tuple[str, int]:
     return str(query.fields.get("parent_trajectory")), len(query.prompt)
 
 
@@ -237,43 +237,43 @@ def _query_of_record(record: Record, sources: QuerySources, *, is_rollout: bool 
     )
 
 
-def _root_queries(rows: list[tuple[Record, int]], joined: _Joined) -> list[Query]:
-    found = joined.find(_text(record, "group_id") for record, _ in rows)
+def _root_queries(rows: list[tuple[Record, int]], known: _GroupPrompts) -> list[Query]:
+    found = known.find(_text(record, "group_id") for record, _ in rows)
     queries = []
     for record, count in rows:
-        query = joined.get(record, _text(record, "group_id"), found)
+        query = known.get(record, _text(record, "group_id"), found)
         queries.append(replace(query, count=count, source=record.source))
     return queries
 
 
-def _selected_queries(records: list[Record], joined: _Joined) -> list[Query]:
+def _selected_queries(records: list[Record], known: _GroupPrompts) -> list[Query]:
     names = [_text(record, "query_id") for record in records]
-    found = joined.find(names)
-    queries = [joined.get(record, name, found) for record, name in zip(records, names, strict=True)]
+    found = known.find(names)
+    queries = [known.get(record, name, found) for record, name in zip(records, names, strict=True)]
     return [replace(query, source=record.source) for record, query in zip(records, queries, strict=True)]
 
 
-def _prefix_queries(rows: list[tuple[Record, int]], joined: _Joined) -> list[Query]:
+def _prefix_queries(rows: list[tuple[Record, int]], known: _GroupPrompts) -> list[Query]:
     """Return a query for each prefix; a row without a trajectory asks for further rollouts of its group's prompt."""
-    if joined.trie is None:
+    if known.trie is None:
         raise TreepackError(f"{rows[0][0].source}: names prefixes of rollouts; give the trie that has them with --trie")
     bare = [record for record, _ in rows if record.value.get("trajectory_id") is None]
-    found = joined.find(_text(record, "group_id") for record in bare)
-    places = {
+    found = known.find(_text(record, "group_id") for record in bare)
+    prefixes = {
         (_text(record, "trajectory_id"), _integer(record, "num_tokens", minimum=1)): record.source
         for record, _ in rows
         if record.value.get("trajectory_id") is not None
     }
-    parts = prefix_parts(joined.trie, str(joined.sources.trie), places)
+    parts = prefix_parts(known.trie, str(known.sources.trie), prefixes)
     queries = []
     for record, count in rows:
         group = _text(record, "group_id")
         if record.value.get("trajectory_id") is None:
-            query = joined.get(record, group, found)
+            query = known.get(record, group, found)
             # Another key than that of the group's first rollouts, so that ids and seeds differ from theirs.
-            query = replace(query, key=f"{group}@{len(query.prompt)}", step=_step(record, joined.sources))
+            query = replace(query, key=f"{group}@{len(query.prompt)}", step=_step(record, known.sources))
         else:
-            query = _prefix_query(record, parts, joined.sources)
+            query = _prefix_query(record, parts, known.sources)
         queries.append(replace(query, count=count, source=record.source))
     return queries
 

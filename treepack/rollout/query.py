@@ -43,7 +43,7 @@ class Query:
     source: str = ""
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """The query's name in errors."""
         return f"{self.source}: query {self.key}" if self.source else f"query {self.key}"
 

@@ -1,7 +1,7 @@
 """Prompts and prefixes of the rollouts in a trie, as queries.
 
 trie, groups --group_prompts--> GroupPrompt(ids, step, fields)       the tokens before the first trained one
-trie, places --prefix_parts--> RecordedPrefix(ids, turns, cuts, cut_ids)  the first tokens of one trajectory
+trie, prefixes --prefix_parts--> RecordedPrefix(ids, turns, cuts, cut_ids)  the first tokens of one trajectory
 
     1 2 3 | 4 5 | 6 | 7 8        trained: 4 5 and 7 8; segments [3, 6]
     1 2 3 | 4 5 | 6              its first 6 tokens: turns [(3, 5)], cuts [3]; the query's own segment starts at 6
@@ -81,14 +81,16 @@ def group_prompts(trie: Trie, path: str, groups: Iterable[str]) -> dict[str, Gro
     return result
 
 
-def prefix_parts(trie: Trie, path: str, places: Mapping[tuple[str, int], str]) -> dict[tuple[str, int], RecordedPrefix]:
-    """Return the prefix of each of `places`: trajectory id and number of tokens; the value is the place for errors.
+def prefix_parts(
+    trie: Trie, path: str, prefixes: Mapping[tuple[str, int], str]
+) -> dict[tuple[str, int], RecordedPrefix]:
+    """Return the prefix of each of `prefixes`: trajectory id and number of tokens; the value names it in errors.
 
     Raises:
         TreepackError: a trajectory that the trie does not contain, or that is shorter.
     """
     index = {name: i for i, name in enumerate(trie.trajectories["trajectory_id"].to_pylist())}
-    for (name, size), source in places.items():
+    for (name, size), source in prefixes.items():
         if name not in index:
             raise TreepackError(f"{source}: the trie {path} has no trajectory {name!r}; give the trie it is from")
         if not 1 <= size <= trie.lengths[index[name]]:
@@ -96,10 +98,10 @@ def prefix_parts(trie: Trie, path: str, places: Mapping[tuple[str, int], str]) -
                 f"{source}: num_tokens is {size} and trajectory {name!r} of {path} has {trie.lengths[index[name]]} "
                 "tokens; give the trie that the table was made from"
             )
-    chosen = {index[name] for name, _ in places}
+    chosen = {index[name] for name, _ in prefixes}
     metadata: dict[int, dict[str, Any]] = {}
     waiting = chosen
-    # A continuation's prompt has the turns of its parent, whose prompt may be a prefix of another rollout too.
+    # A continuation's prompt has the turns of its parent, whose prompt may itself be a prefix of a rollout.
     while waiting:
         found = _metadata(trie, waiting)
         metadata |= found
@@ -115,7 +117,7 @@ def prefix_parts(trie: Trie, path: str, places: Mapping[tuple[str, int], str]) -
         return _joined([*begun, *own])
 
     result = {}
-    for name, size in places:
+    for name, size in prefixes:
         i = index[name]
         cuts, cut_ids = _cuts(metadata[i], size)
         ids = sequences[i][:size].copy()

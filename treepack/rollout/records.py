@@ -131,7 +131,7 @@ def _path_fields(leaf: TreeNode, query: Query) -> dict[str, Any]:
 def path_routes(leaf: TreeNode) -> NDArray[np.integer[Any]] | None:
     """Return the experts of the tokens of a path but the last sampled one, [n, layers, k]; None if some are unknown."""
     routes = [node.routes for node in leaf.path()[1:]]
-    # Types may differ: experts up to 255 are uint8, and those of another segment uint16.
+    # Types may differ: experts up to 255 are uint8, and larger ones in a later segment uint16.
     known = [each for each in routes if each is not None]
     return np.concatenate(known) if known and len(known) == len(routes) else None
 

@@ -3,7 +3,7 @@
     queries, engine, options --sample_rollouts--> rollouts.jsonl, RolloutSummary
 
 Every query has a coroutine of its own. Its tree is appended to the file in the moment in which it is complete, so an
-interrupt, a failure of another query or a killed process loses no finished tree.
+interrupt, a failure of a different query or a killed process loses no finished tree.
 """
 
 from __future__ import annotations
@@ -36,26 +36,18 @@ StartEpisode = Callable[[Query], Awaitable[tuple[Int32, Episode]]]
 class RolloutOptions:
     """Options of a run besides the shape of its trees.
 
-    Attributes:
-        seed: seed of all random choices and of all requests.
-        concurrency: maximum number of requests at a time.
-        max_queries: maximum number of trees that grow at a time.
-        timeout: seconds that an attempt of a request may take.
-        attempts: attempts of a request; only temporary failures are repeated.
-        resume: continue a file that exists.
-        settings: names and JSON values of everything else on which the samples depend, such as the engine's model and
-            the reward function. A run is resumed only with the same ones.
-
     Raises:
         TreepackError: a value that makes no sense, by its name.
     """
 
-    seed: int = 0
-    concurrency: int = 64
-    max_queries: int = 32
-    timeout: float = 600.0
-    attempts: int = 5
-    resume: bool = False
+    seed: int = 0  # seed of all random choices and of all requests
+    concurrency: int = 64  # maximum number of requests at a time
+    max_queries: int = 32  # maximum number of trees that grow at a time
+    timeout: float = 600.0  # seconds that an attempt of a request may take
+    attempts: int = 5  # attempts of a request; only temporary failures are repeated
+    resume: bool = False  # continue a file that exists
+    # Names and JSON values of everything else on which the samples depend, such as the engine's model and the reward
+    # function. A run is resumed only with the same ones.
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,7 +91,7 @@ async def sample_rollouts(
     with open_output(out, _settings(engine.sampling, options, run), resume=run.resume) as file:
         waiting = waiting_queries(list(queries), file)
         tally = TreeTally()
-        counting = _Counting(
+        counting = _CountingEngine(
             LimitedEngine(engine, max_requests=run.concurrency, attempts=run.attempts, timeout=run.timeout),
             tally,
             len(waiting),
@@ -141,7 +133,7 @@ def _settings(sampling: Sampling, options: TreeOptions, run: RolloutOptions) -> 
     return {**run.settings, "seed": run.seed, **shape, **asdict(sampling)}
 
 
-class _Counting:
+class _CountingEngine:
     """An engine that reports its decoded tokens as progress."""
 
     def __init__(self, engine: Engine, tally: TreeTally, num_queries: int, progress: ReportProgress | None) -> None:

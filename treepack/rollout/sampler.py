@@ -42,7 +42,9 @@ async def sample_tree(query: Query, engine: Engine, options: TreeOptions, *, epi
 async def _grow(query: Query, engine: Engine, options: TreeOptions, episode: Episode, seed: int) -> Tree:
     if query.count is not None:
         options = replace(options, width=query.count)
-    growth = _Growth(query, engine, options, seed, TreeNode(None, 0, 0, query.prompt, episode, turn=query.begun_turn))
+    growth = _GrowingTree(
+        query, engine, options, seed, TreeNode(None, 0, 0, query.prompt, episode, turn=query.begun_turn)
+    )
     rng = np.random.default_rng(derived_seed(seed, query.key, "choices"))
     low, high = options.forks_of_prompt
     first = min(int(rng.integers(low, high + 1)), options.width)
@@ -63,7 +65,7 @@ async def _grow(query: Query, engine: Engine, options: TreeOptions, episode: Epi
 
 
 @dataclass(slots=True)
-class _Growth:
+class _GrowingTree:
     """A tree while it grows."""
 
     query: Query
@@ -76,7 +78,7 @@ class _Growth:
     num_nodes: int = 1
 
     async def extend(self, forks: dict[TreeNode, int], *, is_fallback: bool = False) -> list[TreeNode]:
-        """Continue each node as often as `forks` says, and return the new nodes whose paths go on, in order."""
+        """Continue each node `forks` times, and return the new nodes whose paths continue, in order."""
         answers = await all_or_none(self._request(node, count) for node, count in forks.items())
         new: list[tuple[TreeNode, str]] = []
         # Nodes are numbered in the order of the forks, not of the answers, so that a tree is repeatable.
@@ -104,7 +106,7 @@ class _Growth:
 
     async def _request(self, node: TreeNode, count: int) -> list[Segment]:
         options, ids = self.options, node.ids()
-        # Only what is left of the path, never a whole segment at its end.
+        # Only the tokens that are left of the path, never a whole segment at its end.
         rest = options.max_tokens - (node.end - self.root.end)
         size = rest if options.segment is None else min(options.segment, rest)
         # A node that a fallback continues again needs another seed; the number of its children changes with each time.

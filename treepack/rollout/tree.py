@@ -7,8 +7,8 @@
 
 The weight of a leaf is the product of 1 / forks on its path, so the weights of a tree sum to 1. A weighted mean over
 the leaves estimates the mean over independent rollouts without bias, as long as the number of forks of a node does not
-depend on what lies below it. A plain mean is biased: paths that end early stop forking while longer ones multiply. A
-fallback adds forks because of what lay below. So estimates use the leaves from before the first fallback, with their
+depend on the nodes below it. A plain mean is biased: paths that end early stop forking while longer ones multiply. A
+fallback adds forks because of the nodes below. So estimates use the leaves from before the first fallback, with their
 weights at that time.
 """
 
@@ -36,9 +36,9 @@ class TreeNode:
     """One segment: the tokens that an engine added in one request, and what the environment appended after them.
 
     `start` is the number of tokens on the path before it, `number` its position in the order of sampling, 0 at the
-    root, which is the prompt. `turn` int32 are the tokens of the policy's turn that is not finished yet, those of this
-    node included. `finish` is None unless the node is a leaf. `routes` [n, layers, k] are the experts of the tokens
-    that the engine computed first for this node, up to its last one but one: those of `tokens`, and before them the
+    root, which is the prompt. `turn` int32 are the tokens of the policy's turn that is not finished yet, up to
+    this node. `finish` is None unless the node is a leaf. `routes` [n, layers, k] are the experts of the tokens
+    that the engine computed first for this node, up to its last one but one: of `tokens`, and before them of the
     prompt, or the last token and the observation of the parent.
     """
 
@@ -89,7 +89,7 @@ class TokenUsage:
     """Tokens of the requests of a tree.
 
     `decoded` were sampled. `prefilled` were sent, once for each request. `cached` of them came from the engine's cache;
-    None if it does not say.
+    None if it is not reported.
     """
 
     requests: int = 0

@@ -1,7 +1,7 @@
-"""Functions and classes that users write: import them by name, call them, and say in one sentence what they raised.
+"""Functions and classes that users write: import them by name, call them, and report their exceptions in one sentence.
 
     load_callable("rewards:score") -> the function score of rewards.py
-    await call(score, "4", {"answer": 4}, place="prompts.jsonl:3, query 'q3'")
+    await call(score, "4", {"answer": 4}, where="prompts.jsonl:3, query 'q3'")
 
 Plain functions run in worker threads, because a reward may take seconds and the event loop has other paths to serve.
 Asynchronous functions run in the event loop.
@@ -64,7 +64,7 @@ def _parents(module: str) -> set[str]:
 
 
 def name_of_code(function: Any) -> str:
-    """Return "module:name" of a function, class or bound method, and the type of another callable."""
+    """Return "module:name" of a function, class or bound method, and the type of any other callable."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}:{named.__qualname__}"
 
@@ -77,14 +77,14 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-async def call(function: Callable[..., Any], *arguments: Any, place: str, **keywords: Any) -> Any:
-    """Call a user's function, plain or asynchronous, and return its result. `place` is where an error occurred.
+async def call(function: Callable[..., Any], *arguments: Any, where: str, **keywords: Any) -> Any:
+    """Call a user's function, plain or asynchronous, and return its result. `where` is where an error occurred.
 
     If the caller is cancelled while a plain function runs, the cancellation waits until the function has returned:
-    a thread cannot be stopped, and nobody else may use its objects until then.
+    a thread cannot be stopped, and no other code may use its objects until then.
 
     Raises:
-        TreepackError: the function raised, with `place`, its name, and the exception's type and message.
+        TreepackError: the function raised, with `where`, its name, and the exception's type and message.
     """
     try:
         if inspect.iscoroutinefunction(function):
@@ -94,13 +94,13 @@ async def call(function: Callable[..., Any], *arguments: Any, place: str, **keyw
             raise error
         return await result if inspect.isawaitable(result) else result
     except TreepackError as error:
-        raise TreepackError(f"{place}: {error}") from error
+        raise TreepackError(f"{where}: {error}") from error
     except Exception as error:
-        raise TreepackError(f"{place}: {name_of_code(function)} raised {described(error)}") from error
+        raise TreepackError(f"{where}: {name_of_code(function)} raised {described(error)}") from error
 
 
 async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work`; a cancellation of the caller waits until it has ended, so that what it opened can be closed."""
+    """Await `work`; a cancellation of the caller waits until it has ended, so that its open files can be closed."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

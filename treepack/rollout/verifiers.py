@@ -40,15 +40,15 @@ def task_records(taskset: Any) -> Iterator[dict[str, Any]]:
 def task_queries(taskset: Any, tokenizer: Any) -> list[Query]:
     """Return a query for each task of a taskset that ends.
 
-    `tokenizer` is a fast tokenizer of transformers with a chat template. The prompts are those that the environments of
-    `task_environment` return.
+    `tokenizer` is a fast tokenizer of transformers with a chat template. The prompts come from the environments of
+    `task_environment`.
 
     Raises:
         TreepackError: the taskset has no end, or a task cannot be sampled without verifiers' harness.
     """
     if not taskset.bounded:
         raise TreepackError(f"{type(taskset).__name__} never ends; give it as taskset.take(1000)")
-    tasks = _Tasks(taskset)
+    tasks = _TaskPrompts(taskset)
     return [
         Query(record["group_id"], record["group_id"], tasks.prompt(record["idx"], tokenizer), fields=record)
         for record in task_records(taskset)
@@ -61,10 +61,10 @@ def task_environment(taskset: Any, *, renderer: Any = None) -> Callable[[dict[st
     `renderer` is one of the package `renderers`, which verifiers installs. Its `parse_response` divides a response into
     content and reasoning; without it the content is the whole text, decoded without special tokens.
 
-    The factory raises TreepackError without a tokenizer, for an unknown `idx`, and for a task that needs verifiers'
+    The factory raises TreepackError without a tokenizer, if `idx` is unknown, and if the task needs verifiers'
     harness.
     """
-    tasks = _Tasks(taskset)
+    tasks = _TaskPrompts(taskset)
 
     def environment(fields: dict[str, Any], tokenizer: Any) -> TaskEnvironment:
         if tokenizer is None:
@@ -115,7 +115,7 @@ class TaskEnvironment:
         task, prompt = self._task, self._prompt.tolist()
         messages = _messages(task)
         nodes = [
-            # The ids of the prompt are those of its messages together; the last one carries them.
+            # The ids of the prompt are the ids of its messages together; the last one carries them.
             vf.MessageNode(
                 parent=i - 1 if i else None,
                 message=message,
@@ -152,7 +152,7 @@ class TaskEnvironment:
         return {"role": "assistant", "content": parsed.content, "reasoning_content": parsed.reasoning_content}
 
 
-class _Tasks:
+class _TaskPrompts:
     """The tasks of a taskset by their position, and their prompts; threads may ask at the same time."""
 
     def __init__(self, taskset: Any) -> None:
@@ -179,8 +179,8 @@ class _Tasks:
         task = self.task(index)
         with self._lock:
             if index not in self._prompts:
-                place = f"{type(self._taskset).__name__}, task {index}"
-                prompt = PromptReader(tokenizer).read(Record(place, "", {"messages": _messages(task)}))
+                where = f"{type(self._taskset).__name__}, task {index}"
+                prompt = PromptReader(tokenizer).read(Record(where, "", {"messages": _messages(task)}))
                 assert prompt is not None
                 self._prompts[index] = prompt.ids
             return self._prompts[index]

@@ -1,1 +1,13 @@
-"""The trainer: its loop, ranks and sharding, checkpoints, metrics, and scoring with a trained model."""
+"""Training on packed rows: `setup.opening.open_run` opens a run, and `loop.train` carries it out.
+
+`packed` and `options` go one way, through functions that each return a value of their own:
+
+    options                setup.compute.choose_compute     device and dtype
+    packed, options        setup.run_data.open_data         rows, steps and blocks, also of held-out rows
+    model, options         setup.run_model.load_run_model   the model, its layers compiled and recomputed as wanted
+    rows, model            setup.run_model.check_fit        refusals, tokenizer, notes
+    rows, model, options   setup.run_memory.choose_memory   numbers for carry, checkpoint_layers and pass_tokens
+    all of these           setup.opening.open_run           `run.TrainingRun`, built once; none of these is "auto" now
+    run                    loop.train -> step.train_step    passes of rows to gradients, one update a step
+    run, steps             saving, watch                    run.json, checkpoints, the model; metrics and trackers
+"""

@@ -26,7 +26,7 @@ from treepack.carry.backward import runner_of
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
 from treepack.data.batch import Batch, make_batch
-from treepack.data.joined import check_pass_tokens, consecutive, join_rows
+from treepack.data.joined import consecutive, join_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_directory, refuse_existing
@@ -47,62 +47,13 @@ from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
-from treepack.train.logprobs import AUTO_PIECE, carry_memory, pass_size
-from treepack.train.ranks import find_device, find_dtype
-from treepack.train.setup.opening import check_attention
+from treepack.train.logprobs import carry_memory, pass_size
+from treepack.train.scoring_options import CriticOptions
+from treepack.train.setup.compute import choose_compute
 from treepack.trajectory import Float64, Int64
 from treepack.trie.store.token_values import write_token_values
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
-
-_DTYPES = ("auto", "fp32", "bf16")
-
-
-@dataclass(frozen=True)
-class CriticOptions:
-    """How the values of a trie are computed.
-
-    Attributes:
-        capacity: maximum number of tokens in a row without `carry`; None for the default of `treepack pack`.
-        carry: rows of more than this number of tokens run in pieces of at most that many, and each tree is in one row;
-            "auto" is `logprobs.AUTO_PIECE`, and None runs every row as a whole.
-        pass_tokens: consecutive rows are joined into passes of at most so many tokens; "auto" is
-            `data.joined.usual_pass`, and 1 joins none.
-        routes: "replay" the recorded experts of a mixture, or "ignore" them.
-        dtype: as in `train.options.TrainOptions`, like the next two.
-        attention: the implementation of attention.
-        device: the device that computes.
-    """
-
-    capacity: int | None = None
-    carry: int | str | None = None
-    pass_tokens: int | str = "auto"
-    routes: str = "replay"
-    dtype: str = "auto"
-    attention: str = "auto"
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        """Refuse invalid values.
-
-        Raises:
-            TreepackError: with the name of the option.
-        """
-        for name, choices in (("dtype", _DTYPES), ("routes", ("replay", "ignore"))):
-            if getattr(self, name) not in choices:
-                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
-        if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
-            raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
-        check_pass_tokens(self.pass_tokens)
-        if self.capacity is not None and self.capacity < 1:
-            raise TreepackError(f"capacity is {self.capacity}; expected at least 1")
-        if self.capacity is not None and self.carry is not None:
-            raise TreepackError("capacity limits rows, and with carry each tree is one row; give one of them")
-
-    @property
-    def piece_size(self) -> int | None:
-        """The tokens of a piece; None if every row runs as a whole."""
-        return AUTO_PIECE if isinstance(self.carry, str) else self.carry
 
 
 @dataclass(frozen=True)
@@ -144,20 +95,23 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
         TreepackError: the device is missing, a trajectory is longer than the capacity, the model has no saved value
             head, it does not fit the trie, or it cannot replay the recorded experts.
     """
-    device = find_device(options.device)
-    options = replace(options, dtype=find_dtype(options.dtype, device))
-    autocast = torch.bfloat16 if options.dtype == "bf16" else None
-    check_attention(options.attention, device, autocast or torch.float32)
+    compute = choose_compute(options)
     base = base_of(model, None)[0]
     if all(read_value_head(source) is None for source in (model, base)):
-        read_config(base)  # refuses what is no model at all
+        read_config(base)  # refuses a directory that is not a model
         raise TreepackError(
-            f"{model}: has no {VALUE_FILE}, so it is no critic; train one with `treepack train --loss value` or "
+            f"{model}: has no {VALUE_FILE}, so it is not a critic; train one with `treepack train --loss value` or "
             "--value-coef"
         )
     members = plan_rows(trie, capacity=_capacity(trie, options), method="contiguous").members()
     with memory_errors(*LOADING):
-        loaded = load_model(model, attention=options.attention, autocast=autocast, device=device, value_head=True)
+        loaded = load_model(
+            model,
+            attention=options.attention,
+            autocast=compute.autocast,
+            device=compute.device,
+            value_head=True,
+        )
     if options.routes == "replay" and trie.routes is not None:
         check_routes(loaded.causal, loaded.source, torch.from_numpy(np.asarray(trie.routes[:1])))
     memory = None
@@ -170,11 +124,11 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
         tokenizer=tokenizer,
         max_position=int(trie.lengths.max(initial=1)) - 1,
     )
-    return Critic(trie, members, loaded, options, memory)
+    return Critic(trie, members, loaded, replace(options, dtype=compute.dtype), memory)
 
 
 def _capacity(trie: Trie, options: CriticOptions) -> int:
-    """Return the tokens of a row: with `carry` at least those of the largest tree."""
+    """Return the tokens of a row: with `carry` at least as long as the largest tree."""
     if options.capacity is not None:
         return options.capacity
     usual = usual_capacities(trie)[0]
@@ -237,7 +191,7 @@ def write_values(
     trie: str | AnyPath,
     model: str,
     out: str | AnyPath,
-    options: CriticOptions = CriticOptions(),
+    options: CriticOptions = CriticOptions(),  # noqa: B008 (immutable)
     *,
     overwrite: bool = False,
     progress: ReportProgress | None = None,

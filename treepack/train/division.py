@@ -5,27 +5,21 @@
     4 machines    2 blocks: block 0 has the machines 0 and 1      8 blocks: machine 0 has the blocks 0 and 1
 
 The order of a run depends on its number of blocks, and not on the number of machines. So the number of blocks is
-recorded in the run, and a resumed run keeps it on any number of machines. Losses and gradients are those of the rows of
-a step, whichever machine computes them.
+recorded in the run, and a resumed run keeps it on any number of machines. Losses and gradients are sums over the rows
+of a step, whichever machine computes them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from treepack.data.blocks import BALANCED, is_balanced
 from treepack.data.epochs import block_of_rows
 from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.errors import TreepackError
-from treepack.files.directory import RUN
-from treepack.files.remote.address import AnyPath
-from treepack.files.remote.stored_files import read_stored
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.trajectory import Int64
@@ -108,7 +102,7 @@ def _obstacle(dataset: AnyDataset, rows: Int64, blocks: int, options: TrainOptio
 def divide_rows(
     dataset: AnyDataset, rows: Int64, blocks: int, ranks: Ranks, *, steps: Sequence[int | None] | None = None
 ) -> Division | None:
-    """Divide `rows` among the machines of the run, and announce those of this machine to the dataset.
+    """Divide `rows` among the machines of the run, and announce this machine's rows to the dataset.
 
     Args:
         dataset: the rows of the run.
@@ -130,23 +124,3 @@ def divide_rows(
     # 4 ranks on 2 machines: ranks 2 and 3 are on machine 1.
     dataset.claim(division.rows_of(ranks.rank * machines // ranks.size))
     return division
-
-
-def recorded_blocks(out: AnyPath, ranks: Ranks) -> int | None:
-    """Return the number of blocks of the run in `out`, None if there is none; all ranks must call this function.
-
-    Raises:
-        TreepackError: the store cannot be reached.
-    """
-    blocks = 0
-
-    def read() -> None:
-        nonlocal blocks
-        content = read_stored(out / RUN)
-        # A damaged file is refused by `directory.begin`.
-        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            blocks = int(json.loads(content or b"")["options"].get("blocks", 1))
-
-    # Only the first rank reads the file: it may also write it, before another one has looked for it.
-    ranks.lead(read)
-    return int(ranks.sum(torch.tensor([blocks])).item()) or None

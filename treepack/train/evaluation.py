@@ -1,11 +1,11 @@
 """The loss of held-out rows during training, and the end of a run that no longer improves it.
 
     run.held_out --evaluate--> {"eval_loss": 1.9, "eval_seconds": 0.4}     as one optimiser step over all held-out rows
-    Score.after(step, loss) --> Score                                      the lowest loss so far, and how long ago
+    HeldOutScore.after(step, loss) --> HeldOutScore                        the lowest loss so far, and how long ago
 
 The loss is that of the training objective, with its denominator taken over all held-out rows, and without an update:
-for sft the weighted mean of the negative log-likelihoods, for dpo the loss over all pairs, for the other losses the
-objective of the held-out rollouts. The means of the objective get the prefix `eval_` too. Nothing that the next
+the weighted mean of the negative log-likelihoods with sft, the loss over all pairs with dpo, and the objective of the
+held-out rollouts with the other losses. The means of the objective get the prefix `eval_` too. Nothing that the next
 optimiser step depends on changes.
 """
 
@@ -36,7 +36,7 @@ def evaluate(held_out: TrainingRun) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Score:
+class HeldOutScore:
     """The evaluations of a run so far: the lowest loss and its step, and the number of evaluations after it."""
 
     best_loss: float | None = None
@@ -44,15 +44,15 @@ class Score:
     stale: int = 0
 
     def after(self, step: int, loss: float) -> Self:
-        """Return the score after the evaluation of `step`; a loss that is not finite is no improvement."""
+        """Return the score after the evaluation of `step`; a loss that is not finite does not improve it."""
         if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
             return type(self)(loss, step, 0)
         return type(self)(self.best_loss, self.best_step, self.stale + 1)
 
     def is_over(self, patience: int) -> bool:
-        """Return true if `patience` evaluations in a row were no improvement; patience 0 never ends a run."""
+        """Return true if `patience` evaluations in a row had no lower loss; patience 0 never ends a run."""
         return 0 < patience <= self.stale
 
     def as_record(self) -> dict[str, Any]:
-        """Return JSON values from which `Score(**values)` makes an equal score."""
+        """Return JSON values from which `HeldOutScore(**values)` makes an equal score."""
         return asdict(self)

@@ -11,7 +11,6 @@ in pieces, and each token of them still runs once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -27,84 +26,24 @@ from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.carry.refusal import check_carry
 from treepack.data.batch import make_batch, names_of
 from treepack.data.dataset import PackedDataset
-from treepack.data.joined import check_pass_tokens, consecutive, join_rows, usual_pass
+from treepack.data.joined import consecutive, join_rows, usual_pass
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
 from treepack.memory.device_memory import free_memory
 from treepack.memory.shortage import LOADING, memory_errors
-from treepack.model.accept.compatibility import check_fits, position_limit
-from treepack.model.adapters.adapter import LoraOptions
-from treepack.model.head.token_loss import CHUNK, filled_temperature
+from treepack.model.adapters.lora_options import LoraOptions
+from treepack.model.head.token_loss import filled_temperature
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.objective import GREEDY
 from treepack.model.objectives.temperature import refuse_temperatures, temperature_of_terms
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
-from treepack.train.ranks import find_device, find_dtype
-from treepack.train.setup.opening import check_attention
+from treepack.train.scoring_options import ScoreOptions
+from treepack.train.setup.compute import choose_compute
+from treepack.train.setup.run_model import check_rows_fit
 from treepack.trajectory import Float64
 
 _SMALLER = "--dtype bf16, a smaller --loss-chunk, or rows packed with a smaller --capacity"
-
-# Tokens of a piece with `carry` "auto". Longer pieces are no faster: without gradients each token runs once in any way.
-AUTO_PIECE = 8192
-COLUMNS = ("old", "ref")  # the columns term_old_logprob and term_ref_logprob
-
-
-@dataclass(frozen=True)
-class ScoreOptions:
-    """The columns to write and options of the model.
-
-    `column` "old" is the denominator of the ratios of `train --loss`, "ref" the reference of its KL divergences and of
-    dpo. With `entropies` the column term_entropy is written too. Both are about softmax(logits / temperature), at the
-    temperatures of the data; `temperature` is for terms without one, 1 by default. With `ignore_temperature` it is 1
-    for all terms, which dpo needs. `quantize` rounds the model as `LoraOptions` do. Rows of more than `carry` tokens
-    run in pieces of at most that many; "auto" is `AUTO_PIECE`, and None runs every row as a whole. Consecutive rows are
-    joined into passes of at most `pass_tokens` tokens; "auto" is `data.joined.usual_pass`, and 1 joins none. `routes`,
-    `dtype`, `attention`, `loss_chunk`, `device` and `seed` are as in `train.options.TrainOptions`.
-    """
-
-    column: str = "old"
-    entropies: bool = False
-    quantize: str | None = None
-    temperature: float | None = None
-    ignore_temperature: bool = False
-    carry: int | str | None = None
-    pass_tokens: int | str = "auto"
-    routes: str = "replay"
-    dtype: str = "auto"
-    attention: str = "auto"
-    loss_chunk: int = CHUNK
-    device: str = "auto"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse invalid values.
-
-        Raises:
-            TreepackError: with the name of the option.
-        """
-        choices_of = {"column": COLUMNS, "routes": ("replay", "ignore"), "dtype": ("auto", "fp32", "bf16")}
-        for name, choices in choices_of.items():
-            if getattr(self, name) not in choices:
-                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
-        if self.temperature is not None and not 0 < self.temperature < math.inf:
-            raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
-        if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
-            raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
-        check_pass_tokens(self.pass_tokens)
-        if self.temperature is not None and self.ignore_temperature:
-            raise TreepackError("temperature and ignore_temperature exclude each other; omit one of them")
-
-    @property
-    def piece_size(self) -> int | None:
-        """The tokens of a piece; None if every row runs as a whole."""
-        return AUTO_PIECE if isinstance(self.carry, str) else self.carry
-
-    def pass_size(self, device: torch.device) -> int:
-        """Return the maximum number of tokens of joined rows, of which none runs in pieces."""
-        return pass_size(self.pass_tokens, self.piece_size, device)
 
 
 @dataclass(frozen=True)
@@ -112,7 +51,7 @@ class Scoring:
     """Rows, model and options that fit together; `notes` are for the user.
 
     `temperature` is that of all terms, or a phrase, see `model.objectives.temperature.temperature_of_terms`. `memory`
-    is the budget of what rows in pieces carry, on a GPU.
+    is the budget of carried tensors of rows in pieces, on a GPU.
     """
 
     dataset: PackedDataset
@@ -129,10 +68,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     Raises:
         TreepackError: the data has no terms or is damaged, the device is missing, or the model does not fit the data.
     """
-    device, dataset = find_device(options.device), PackedDataset(packed)
-    options = replace(options, dtype=find_dtype(options.dtype, device))
-    autocast = torch.bfloat16 if options.dtype == "bf16" else None
-    check_attention(options.attention, device, autocast or torch.float32)
+    compute, dataset = choose_compute(options), PackedDataset(packed)
     if "term_token" not in dataset.term_columns:
         raise TreepackError(
             f"{packed}: its rows have no terms to write log-probabilities for; give the rollouts rewards or "
@@ -147,8 +83,8 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
             model,
             attention=options.attention,
             dtype=torch.float32,  # as in training, so that the first ratios of a run are 1
-            autocast=autocast,
-            device=device,
+            autocast=compute.autocast,
+            device=compute.device,
             seed=options.seed,
             lora=lora,
         )
@@ -156,23 +92,17 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     if options.carry is not None:
         check_carry(loaded)
         memory = carry_memory(loaded.device)
-    # Reads a column of all rows, so only for models that have a maximum position.
-    positions = dataset.max_position() if position_limit(loaded.causal) else 0
-    check_fits(
-        loaded,
-        max_token_id=dataset.manifest["max_token_id"],
-        tokenizer=dataset.manifest.get("tokenizer"),
-        max_position=positions,
-    )
+    check_rows_fit(dataset, loaded)
     name = f"term_{options.column}_logprob"
     notes = (f"the column {name} of {packed} is replaced",) if name in dataset.term_columns else ()
     if options.column == "ref" and temperature != 1:
         notes = (*notes, "the reference is computed at the sampler's temperature; for dpo add --ignore-temperature")
+    options = replace(options, dtype=compute.dtype)
     return Scoring(dataset, loaded, options, (*loaded.notes, *notes), temperature, memory)
 
 
 def pass_size(pass_tokens: int | str, piece_size: int | None, device: torch.device) -> int:
-    """Return the maximum number of tokens of joined rows: at most those of a piece, if there are pieces."""
+    """Return the maximum number of tokens of joined rows: at most the tokens of a piece, if there are pieces."""
     size = usual_pass(device) if isinstance(pass_tokens, str) else pass_tokens
     return size if piece_size is None else min(size, piece_size)
 
@@ -193,7 +123,7 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
         TreepackError: a log-probability is not finite.
     """
     options, loaded = scoring.options, scoring.loaded
-    size = options.pass_size(loaded.device)
+    size = pass_size(options.pass_tokens, options.piece_size, loaded.device)
     for rows in consecutive(read_rows(scoring.dataset.path), lambda row: row.num_tokens, size):
         lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
         remedy = f"score with {'--carry auto' if options.carry is None else 'a smaller --carry'}, {_SMALLER}"
@@ -221,7 +151,7 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
 def term_scores(
     loaded: LoadedModel, rows: Sequence[Row], options: ScoreOptions, *, memory: CarryMemory | None = None
 ) -> list[tuple[Float64, Float64]]:
-    """Return the log-probability and the entropy of each term's token, float64 [N], for each row of one pass.
+    """Return log-probabilities and entropies of the terms' tokens, float64 [N] each, row by row of one pass.
 
     Each token of the rows runs once.
     """
@@ -265,7 +195,7 @@ def scored_provenance(scoring: Scoring) -> Provenance:
     limit = options.piece_size
     if limit is not None and int(scoring.dataset.num_tokens.max(initial=0)) > limit:
         model["carry"] = limit
-    joined = options.pass_size(scoring.loaded.device)
+    joined = pass_size(options.pass_tokens, options.piece_size, scoring.loaded.device)
     if any(a + b <= joined for a, b in pairwise(scoring.dataset.num_tokens.tolist())):
         model["pass_tokens"] = joined
     logprobs = {**(manifest.get("logprobs") or {}), options.column: model}

@@ -32,7 +32,7 @@ from treepack.files.remote.address import AnyPath
 from treepack.model.head.value_head import whole_value_head, without_value_head
 from treepack.model.weights.whole_checkpoint import has_rest
 from treepack.model.weights.writing import saved_weights
-from treepack.train.evaluation import Score, evaluate
+from treepack.train.evaluation import HeldOutScore, evaluate
 from treepack.train.optimiser import make_optimiser
 from treepack.train.passes import Pass
 from treepack.train.run import TrainingRun
@@ -69,7 +69,7 @@ def train(
         start from the first step if it has none. stop: called after every step; if it returns true on any rank, a
         checkpoint is written and the iterator ends. note: called with a sentence about the step from which the run
         continues, about each damaged checkpoint, and
-            about recorded log-probabilities that are of another distribution; see `sampling_check`.
+            about recorded log-probabilities from a different distribution; see `sampling_check`.
 
     Raises:
         TreepackError: `out` exists or another process trains in it, too many steps were skipped, memory is too small,
@@ -175,7 +175,7 @@ def _write_model(run: TrainingRun, place: Place, outcome: dict[str, int]) -> Non
         try:
             finish_run(run, place, weights, outcome, value_head=head)
         finally:
-            weights.gather()  # the other ranks wait in it, also if the disk is full
+            weights.gather()  # the other ranks wait in it, even if the disk is full
 
     if not ranks.leads:
         weights.gather()
@@ -186,7 +186,7 @@ def _take_best(
     run: TrainingRun,
     place: Place,
     optimiser: torch.optim.Optimizer,
-    score: Score,
+    score: HeldOutScore,
     done: int,
     note: Callable[[str], None],
 ) -> dict[str, int]:
@@ -242,7 +242,7 @@ def _first_step(run: TrainingRun, done: int) -> str:
 
 def _restore_position(
     run: TrainingRun, place: Place, optimiser: torch.optim.Optimizer, note: Callable[[str], None]
-) -> tuple[int, int, Score]:
+) -> tuple[int, int, HeldOutScore]:
     """Restore model and optimiser from the newest checkpoint; return steps done, consecutive steps skipped, and score.
 
     Raises:
@@ -258,7 +258,7 @@ def _restore_position(
                 f"{out}: has no checkpoint of the finished run to continue from; train the model in it with a new --out"
             )
         extend_run(run, out, 0)
-        return 0, 0, Score()
+        return 0, 0, HeldOutScore()
     if checkpoint.step > num_steps:
         raise TreepackError(
             f"{out}: {checkpoint.step} steps are done and this run has {num_steps}; give --steps of at least "
@@ -274,7 +274,7 @@ def _restore_position(
     note(f"resumed after step {position['step']} of {num_steps}")
     if change:
         note(change)
-    return position["step"], position["skipped"], Score(**position.get("score", {}))
+    return position["step"], position["skipped"], HeldOutScore(**position.get("score", {}))
 
 
 def _latest(place: Place, *, step: int | None = None) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:

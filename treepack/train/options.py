@@ -1,5 +1,7 @@
 """Options of a training run: all options of `treepack train` except its paths, checked once.
 
+This file imports no numerical library, so that the command line can take its options from here.
+
 The options in `CHANGEABLE_ON_RESUME` change the speed, memory or safety of a run and may differ when it is resumed.
 The options in `LENGTH_OPTIONS` may extend it. All other options change the result and must stay the same.
 """
@@ -7,18 +9,13 @@ The options in `LENGTH_OPTIONS` may extend it. All other options change the resu
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-import torch
-
-from treepack.attention import IMPLEMENTATIONS
-from treepack.data.joined import check_pass_tokens
 from treepack.errors import TreepackError
-from treepack.model.adapters.adapter import LoraOptions
-from treepack.model.head.token_loss import CHUNK
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.objectives.objective import Objective
-from treepack.train.ranks import find_dtype
+from treepack.option_fields import check_options, option
 
 CHANGEABLE_ON_RESUME = frozenset(
     "gradient_checkpointing checkpoint_layers offload_checkpoints compile attention carry pass_tokens loss_chunk "
@@ -27,26 +24,12 @@ CHANGEABLE_ON_RESUME = frozenset(
 # Options that define the number of steps. A resumed run may have more steps than before, or fewer, but not fewer than
 # are done.
 LENGTH_OPTIONS = frozenset({"steps", "epochs", "patience"})
-_MINIMUM = {
-    "steps": 1,
-    "epochs": 1,
-    "rows_per_step": 1,
-    "blocks": 1,
-    "loss_chunk": 1,
-    "keep": 1,
-    "warmup_steps": 0,
-    "checkpoint_every": 0,
-    "eval_every": 1,
-    "patience": 0,
-    "max_skipped": 0,
-}
-_CHOICES = {
-    "optimizer": ("adamw", "adamw-8bit"),
-    "dtype": ("auto", "fp32", "bf16"),
-    "gather_dtype": ("fp32", "bf16"),
-    "routes": ("replay", "ignore"),
-    "attention": tuple(IMPLEMENTATIONS),
-}
+# The names of `attention.IMPLEMENTATIONS`; that package imports torch, and a page of help must not.
+ATTENTION = ("auto", "reference", "flex", "flash", "triton")
+DTYPES = ("auto", "fp32", "bf16")
+ROUTES = ("replay", "ignore")
+CHUNK = 2048  # targets whose logits are in memory at a time
+MAX_SEED = 2**63 - 1  # torch takes a signed 64-bit seed, and numpy none below 0
 
 
 @dataclass(frozen=True)
@@ -54,48 +37,115 @@ class TrainOptions:
     """Options of a training run, with the names and defaults of the command line."""
 
     # Length of the run
-    steps: int | None = None  # optimiser steps; overrides `epochs` if it is not None
-    epochs: int = 1
-    rows_per_step: int = 8  # rows of all ranks together
+    steps: int | None = option(
+        None, "Optimiser steps; overrides --epochs. With --resume and a larger number, training continues.", minimum=1
+    )
+    epochs: int = option(1, "Passes over the rows.", minimum=1)
+    rows_per_step: int = option(8, "Rows whose gradients are summed for one update, over all ranks.", minimum=1)
     # Optimiser
-    lr: float = 1e-5
-    min_lr_ratio: float = 0.1  # with the cosine and betas below, usual since GPT-3 (arXiv 2005.14165, appendix B)
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0  # maximum gradient norm, 0 for no clipping
-    optimizer: str = "adamw"  # "adamw-8bit" is AdamW of bitsandbytes, with states of 8 bits
+    # A rate of 0 only measures losses.
+    lr: float = option(1e-5, "Maximum learning rate of AdamW.", minimum=0)
+    # With the cosine and the betas below, usual since GPT-3 (arXiv 2005.14165, appendix B).
+    min_lr_ratio: float = option(0.1, "Last learning rate / maximum; the decay is a cosine.", minimum=0)
+    warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0)
+    weight_decay: float = option(0.0, "Weight decay of parameters with two dimensions or more.", minimum=0)
+    betas: tuple[float, float] = (0.9, 0.95)  # not an option of the command, because these are usual
+    clip: float = option(1.0, "Maximum gradient norm; 0 for no clipping.", minimum=0)
+    optimizer: str = option(
+        "adamw",
+        "adamw-8bit keeps the states of AdamW in 8 bits (needs bitsandbytes; one process).",
+        choices=("adamw", "adamw-8bit"),
+    )
     # Precision, speed and memory
-    dtype: str = "auto"  # "bf16": float32 weights under autocast; "auto": bf16 on a GPU that has it, else fp32
-    gradient_checkpointing: bool = False  # computes all layers again in the backward pass
-    checkpoint_layers: int | str | None = None  # computes so many again; "auto": the fewest with which the rows fit
-    offload_checkpoints: bool = False  # computes layers again and keeps inputs and attention outputs in host memory
-    compile: bool = False  # compiles the layers
+    dtype: str = option(
+        "auto",
+        "bf16 keeps fp32 weights and computes under autocast; auto is bf16 on a GPU that has it, else fp32. --verify "
+        "always computes in fp64 or fp32.",
+        choices=DTYPES,
+    )
+    gradient_checkpointing: bool = option(False, "Compute activations again in the backward pass, to save memory.")
+    checkpoint_layers: int | str | None = option(
+        None,
+        "Compute only the first N layers again in the backward pass; auto is the smallest number with which the "
+        "longest row fits into the GPU's memory.",
+    )
+    offload_checkpoints: bool = option(
+        False, "Compute layers again, and keep their inputs and attention outputs in host memory until then."
+    )
+    compile: bool = option(False, "Fuse all of a layer except attention by torch.compile.")
     # Data
-    mix: tuple[float, ...] | None = None  # a share of the rows for each directory; None: each row once per epoch
-    # Divides the rows of each training step into blocks of neighbouring rows, so that a machine reads its own; None is
-    # the number of machines if the rows are remote, else 1.
-    blocks: int | None = None
-    init_from: str | None = None  # a run, checkpoint or model whose weights replace those of the model at the start
-    attention: str = "auto"  # the implementation of attention
-    loss_chunk: int = CHUNK  # targets whose logits are in memory at a time
-    device: str = "auto"  # "auto": a GPU if there is one, else the CPU
-    seed: int = 0
+    mix: tuple[float, ...] | None = option(
+        None,
+        "Share of the rows for each PACKED, in their order, such as 0.7,0.3; by default every row of each of them "
+        "comes once per epoch.",
+    )
+    # The order of a run depends on this number, so a resumed run keeps it on any number of machines.
+    blocks: int | None = option(
+        None,
+        "Divide the rows of each training step into this number of blocks of neighbouring rows, so that each machine "
+        "downloads only its own; by default the number of machines if PACKED is remote, else 1.",
+        minimum=1,
+    )
+    init_from: str | None = option(
+        None, "Start with the weights of another run, of one of its checkpoints, or of a model of the same shapes."
+    )
+    attention: str = option(
+        "auto",
+        "reference runs anywhere; flex is FlexAttention, flash its FlashAttention-4 backend, triton treepack's own "
+        "kernel; auto is the first of triton, flash and flex that can run on the GPU, else reference.",
+        choices=ATTENTION,
+    )
+    loss_chunk: int = option(CHUNK, "Targets per chunk of logits; a smaller chunk needs less memory.", minimum=1)
+    device: str = option("auto", "cpu, cuda or cuda:N; auto is a GPU if there is one.")
+    seed: int = option(0, "Seed of row order and random weights.", minimum=0, maximum=MAX_SEED)
     objective: Objective = field(default_factory=Objective)  # the loss to minimise
     # Sharded weights; both have no effect in one process
-    gather_dtype: str = "fp32"  # dtype in which weights travel between ranks
-    cpu_offload: bool = False  # keeps weights and optimiser on the CPU
+    gather_dtype: str = option(
+        "fp32",
+        "Dtype of weights sent between ranks; bf16 halves the traffic and rounds all weights, norms too.",
+        choices=("fp32", "bf16"),
+    )
+    cpu_offload: bool = option(False, "Keep sharded weights and optimiser on the CPU.")
     # Checkpoints and evaluation
-    checkpoint_every: int = 100  # optimiser steps between checkpoints; 0: only when `stop` ends the run
-    keep: int = 2  # newest checkpoints to keep; if the newest is damaged, the run continues from the one before
-    eval_every: int = 100  # optimiser steps between evaluations of held-out rows, which follow the last step too
-    patience: int = 0  # evaluations without a lower loss after which the run ends with its best model; 0: never
+    checkpoint_every: int = option(100, "Optimiser steps between checkpoints; 0 for none.", minimum=0)
+    # If the newest checkpoint is damaged, the run continues from the one before.
+    keep: int = option(2, "Number of checkpoints to keep, the newest ones.", minimum=1)
+    eval_every: int = option(
+        100, "Optimiser steps between evaluations of --eval, which also follow the last step.", minimum=1
+    )
+    patience: int = option(
+        0,
+        "End the run after this number of evaluations without a lower loss, and take the model of the lowest; 0 for "
+        "never.",
+        minimum=0,
+    )
     lora: LoraOptions | None = None  # trains an adapter only
-    router_aux: float = 0.0  # coefficient of the load-balancing loss of routers, for sft only; `experts.router_balance`
-    routes: str = "replay"  # "replay": tokens take the experts that the rows recorded (`experts.replay`); or "ignore"
-    carry: int | str | None = None  # longer rows run in pieces of so many tokens; "auto" chooses; None: rows stay whole
-    pass_tokens: int | str = "auto"  # rows are joined into passes of at most so many tokens; "auto" chooses; 1: none
-    max_skipped: int = 5  # consecutive steps without a finite loss; more mean that the model has diverged for good
+    router_aux: float = option(
+        0.0,
+        "Coefficient of the load-balancing loss of a mixture's routers, with --loss sft; 0 leaves it out.",
+        minimum=0,
+    )
+    routes: str = option(
+        "replay",
+        "replay: send each token to the experts that the sampler chose, if build-trie kept them; ignore: do not.",
+        choices=ROUTES,
+    )
+    carry: int | str | None = option(
+        None,
+        "Run a row of more than N tokens in pieces of at most N, so that memory limits the piece and not the row; auto "
+        "chooses N for the free memory, and off runs every row as a whole.",
+    )
+    pass_tokens: int | str = option(
+        "auto",
+        "Join short rows of a step into passes of at most N tokens, which are faster on a GPU; auto chooses N for "
+        "speed and the free memory, and 1 runs every row alone, as auto does on a CPU.",
+    )
+    # More such steps mean that the model has diverged for good.
+    max_skipped: int = option(
+        5,
+        "Maximum number of consecutive steps that are skipped because their loss or gradient is not finite.",
+        minimum=0,
+    )
 
     def __post_init__(self) -> None:
         """Refuse invalid values.
@@ -103,14 +153,9 @@ class TrainOptions:
         Raises:
             TreepackError: with the name of the option.
         """
-        for name, minimum in _MINIMUM.items():
-            value = getattr(self, name)
-            if value is not None and value < minimum:
-                raise TreepackError(f"{name} is {value}; expected at least {minimum}")
-        for name in ("lr", "min_lr_ratio", "weight_decay", "clip", "router_aux"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise TreepackError(f"{name} is {value}; expected a finite number of at least 0")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise TreepackError(f"seed is {self.seed}; expected 0 to 2**63 - 1")
+        check_options(self)
         if self.router_aux and self.objective.loss != "sft":
             raise TreepackError(
                 f"router_aux is {self.router_aux} with the loss {self.objective.loss}; reinforcement learning and dpo "
@@ -121,9 +166,7 @@ class TrainOptions:
             raise TreepackError(f"checkpoint_layers is {layers!r}; expected a number of layers, auto or None")
         if layers == 0 and self.offload_checkpoints:
             raise TreepackError("offload_checkpoints offloads recomputed layers and checkpoint_layers is 0; omit one")
-        if self.carry not in (None, "auto") and not (isinstance(self.carry, int) and self.carry >= 1):
-            raise TreepackError(f"carry is {self.carry!r}; expected a number of tokens of at least 1, auto or None")
-        check_pass_tokens(self.pass_tokens)
+        check_tokens(self.carry, self.pass_tokens)
         if self.checkpoint_layers == "auto" and self.carry is not None:
             raise TreepackError(
                 f"checkpoint_layers is auto and carry is {self.carry}; memory for pieces is planned for a known number "
@@ -136,11 +179,6 @@ class TrainOptions:
             )
         if self.mix is not None and not all(math.isfinite(share) and share > 0 for share in self.mix):
             raise TreepackError(f"mix is {', '.join(map(str, self.mix))}; expected positive numbers")
-        if not 0 <= self.seed < 2**63:  # torch takes a signed 64-bit seed, numpy none below 0
-            raise TreepackError(f"seed is {self.seed}; expected 0 to 2**63 - 1")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
 
     def as_record(self) -> dict[str, Any]:
         """Return the options as JSON values."""
@@ -164,11 +202,19 @@ class TrainOptions:
         """True if layers are recomputed in the backward pass."""
         return self.gradient_checkpointing or self.offload_checkpoints or self.checkpoint_layers not in (None, 0)
 
-    def with_dtype(self, device: torch.device) -> Self:
-        """Return the options with the dtype that "auto" is on `device`."""
-        return replace(self, dtype=find_dtype(self.dtype, device))
-
     @property
     def fixed_options(self) -> dict[str, Any]:
         """The options that a resumed run may not change, as JSON values."""
         return {name: value for name, value in self.as_record().items() if name not in CHANGEABLE_ON_RESUME}
+
+
+def check_tokens(carry: int | str | None, pass_tokens: int | str) -> None:
+    """Refuse values that are not numbers of tokens of a piece and of a pass.
+
+    Raises:
+        TreepackError: with the value.
+    """
+    if carry not in (None, "auto") and not (isinstance(carry, int) and carry >= 1):
+        raise TreepackError(f"carry is {carry!r}; expected a number of tokens of at least 1, auto or None")
+    if pass_tokens != "auto" and not (isinstance(pass_tokens, int) and pass_tokens >= 1):
+        raise TreepackError(f"pass_tokens is {pass_tokens!r}; expected a number of tokens of at least 1, or auto")

@@ -12,11 +12,14 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed
 
 from treepack.errors import TreepackError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,16 +53,23 @@ class Ranks:
         # A tensor on the CPU, which gloo sums, because rank 0 may write files for a long time before it gets here.
         return bool(self.sum(torch.tensor([int(flag)])).item())
 
-    def lead(self, function: Callable[[], None]) -> None:
-        """Call `function` on the first rank only, while all other ranks wait for it.
+    def smallest(self, number: int) -> int:
+        """Return the smallest `number` of all ranks."""
+        numbers = torch.zeros(self.size, dtype=torch.int64)
+        numbers[self.rank] = number
+        return int(self.sum(numbers).min())
+
+    def lead(self, function: Callable[[], T]) -> T:
+        """Call `function` on the first rank only, and return its result, which can be pickled, on all ranks.
 
         Raises:
             TreepackError: on the first rank the error of `function`, on other ranks a reference to it.
         """
         problem: TreepackError | None = None
+        result: list[T | None] = [None]
         if self.leads:
             try:
-                function()
+                result[0] = function()
             except TreepackError as error:
                 problem = error
         # The error is raised after the ranks have met: if the first rank left now, the others would wait for ever.
@@ -68,6 +78,9 @@ class Ranks:
             raise problem
         if failed:
             raise TreepackError(f"rank {self.rank} stops because rank 0 stopped; see the error of rank 0")
+        if self.grouped:
+            distributed.broadcast_object_list(result, src=0, device=torch.device("cpu"))  # by gloo
+        return result[0]  # type: ignore[return-value]
 
 
 def join_ranks(device: torch.device) -> Ranks:

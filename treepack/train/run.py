@@ -1,7 +1,4 @@
-"""A training run as a value: data, model and options that fit together, and what it computes from them.
-
-`opening.open_run` makes it.
-"""
+"""A training run as a value: data, model and options that fit together; `setup.opening.open_run` makes it."""
 
 from __future__ import annotations
 
@@ -38,15 +35,16 @@ class TrainingRun:
     `rewards` is the sum of the known rewards of every row's trajectories and their number, float64 [num_rows, 2].
     `held_out` are rows to evaluate on, with a schedule of one step that has all of them. `balance` computes the
     auxiliary loss of routers, if `options.router_aux` asks for it. `division` has the rows of each machine, if the
-    machines read blocks of their own. `carry_memory` is the budget of what rows in pieces carry, on a GPU.
+    machines read blocks of their own. `carry_memory` is the memory for keys and values that rows in
+    pieces carry, on a GPU.
     """
 
     dataset: AnyDataset
     loaded: LoadedModel
     options: TrainOptions
     schedule: list[OptimiserStep]
-    tokenizer: Any
-    notes: tuple[str, ...]
+    tokenizer: Any = None
+    notes: tuple[str, ...] = ()
     table: TrajectoryTable | None = None
     ranks: Ranks = field(default_factory=Ranks)
     rewards: Float64 | None = None
@@ -57,7 +55,7 @@ class TrainingRun:
 
     @property
     def paths(self) -> list[str | Path]:
-        """The packed directories that the run reads, also those with held-out rows."""
+        """The packed directories that the run reads, including held-out rows."""
         paths: list[str | Path] = [source.path for source in sources_of(self.dataset)]
         return paths if self.held_out is None else paths + self.held_out.paths
 
@@ -78,18 +76,6 @@ class TrainingRun:
         if self.table is None:
             return [None] * len(rows)
         return [torch.from_numpy(values) for values in step_factors(self.table, rows, self.options.objective)]
-
-    @property
-    def longest_row(self) -> int:
-        """Tokens of the longest row that contributes to the loss."""
-        return int(self.dataset.num_tokens[self.trainable_rows].max(initial=1))
-
-    @property
-    def largest_step(self) -> int:
-        """Tokens of the largest step, held-out rows included, divided by the ranks: no pass is usefully longer."""
-        runs = [self] if self.held_out is None else [self, self.held_out]
-        totals = [int(each.dataset.num_tokens[step.rows].sum()) for each in runs for step in each.schedule]
-        return -(-max(totals, default=0) // self.ranks.size)
 
     def passes(self, rows: Sequence[int]) -> list[Pass]:
         """Return the passes that this rank runs of the `rows` of a step; see `passes.deal`."""

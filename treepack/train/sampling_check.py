@@ -1,4 +1,4 @@
-"""Compare the recorded log-probabilities of the sampler with those of the model, before the first step.
+"""Compare the recorded log-probabilities of the sampler with the model's own ones, before the first step.
 
     recorded s_t of the terms of a row, own logp_t at the temperature of each term    gap = mean |s_t - logp_t|
     the same at T = 0.3, 0.4, ... 2.0                                                  gap_T
@@ -20,13 +20,13 @@ from torch import Tensor
 from treepack.data.batch import Batch, TermTensors
 from treepack.data.prefetch import read_pass
 from treepack.model.head.token_loss import filled_temperature
-from treepack.model.objectives.row_numbers import Reads
+from treepack.model.objectives.row_numbers import ScoreRequest
 from treepack.train.pieces import has_long_rows, row_runner
 from treepack.train.run import TrainingRun
 from treepack.train.sharding import whole_weights
 from treepack.train.step import step_memory_errors
 
-# Candidates for the temperature of the recorded values: those that people use, and their neighbours.
+# Candidates for the temperature of the recorded values: the usual ones, and their neighbours.
 TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 MAX_TERMS = 512  # terms of each rank that are compared; each is computed at every temperature
 
@@ -47,7 +47,7 @@ class SamplingGap:
         mean: the same without absolute values.
         at: the gap at each of `TEMPERATURES`.
         shifted: the gap if each recorded value belongs to the token before it, or after it.
-        larger: the share of terms with a larger recorded value, among those that differ by more than 0.01.
+        larger: the share of terms with a larger recorded value, among terms that differ by more than 0.01.
     """
 
     num_terms: int
@@ -106,7 +106,7 @@ def _sums(run: TrainingRun, batch: Batch) -> Tensor:
     whole = whole_weights(loaded) if has_long_rows(run, run.schedule[0].rows) else nullcontext()
     # Eager, because layers that --compile prepared would be compiled again for a pass without gradients.
     with torch.no_grad(), whole, torch.compiler.set_stance("force_eager"), step_memory_errors(batch):
-        scores = row_runner(run, batch).scores(batch, every, Reads(entropies=False), temperature=divisors)
+        scores = row_runner(run, batch).scores(batch, every, ScoreRequest(entropies=False), temperature=divisors)
     assert scores.logprobs is not None
     own = scores.logprobs.double().cpu().reshape(len(columns), -1)  # [1 + temperatures, terms]
     if loaded.root is not None:
@@ -132,7 +132,7 @@ def _choose_terms(terms: TermTensors) -> tuple[Tensor, Tensor]:
 
 
 def _moved(recorded: Tensor, terms: TermTensors, step: int) -> Tensor:
-    """Return, for each term, the recorded value of the term `step` places later in its trajectory; NaN if none."""
+    """Return the recorded value of the term `step` entries after each term in its trajectory; NaN if none."""
     # step 1, trajectory [0, 0, 1], recorded [a, b, c] -> [b, nan, nan]
     values, owners = torch.roll(recorded, -step), torch.roll(terms.trajectory, -step)
     moved = torch.where(owners == terms.trajectory, values, torch.nan)
@@ -166,8 +166,8 @@ def describe_gap(found: SamplingGap, run: TrainingRun) -> str | None:
         )
     if found.gap > UNRELATED:
         return (
-            f"{start}, and no temperature explains this: they are of another policy, or the tokenizer or chat template "
-            "of the data is another one; train the policy that sampled the rollouts"
+            f"{start}, and no temperature explains this: they come from a different policy, or the tokenizer or chat "
+            "template of the data differs; train the policy that sampled the rollouts"
         )
     return None
 
@@ -185,7 +185,7 @@ def _temperature_remedy(run: TrainingRun, temperature: float) -> str:
         "logprobs_mode='processed_logprobs')"
     )
     if "term_temperature" in run.dataset.term_columns:
-        return raw if temperature == 1 else "the temperatures of the data are not those of the sampler; correct them"
+        return raw if temperature == 1 else "the temperatures of the data are not the sampler's; correct them"
     if option is None:
         return f"the sampler's temperature was not 1; train with --temperature {temperature:g}, if that was it"
     return f"if --temperature {option:g} is right, {raw}" if temperature == 1 else "correct --temperature"

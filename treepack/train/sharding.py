@@ -27,10 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from treepack.errors import TreepackError
+from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import memory_errors
 from treepack.model.adapters.adapter import assign, base_of, is_adapted, put_adapter
 from treepack.model.head.value_head import value_head_of, without_value_head
-from treepack.model.layers import find_layers
+from treepack.model.layers import adapt_layers, find_layers
 from treepack.model.load import (
     build_empty,
     build_model,
@@ -44,7 +45,6 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
-from treepack.train.layer_choice import adapt
 from treepack.train.options import TrainOptions
 
 _NO_ROOM_FOR_WHOLE = (
@@ -70,7 +70,7 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     Args:
         source: as in `model.load.load_model`. From a config file every rank makes the same random weights, whole, and
             keeps its shard.
-        options: attention, dtype, gather_dtype, cpu_offload, compile, seed and those of recomputation are used.
+        options: attention, dtype, gather_dtype, cpu_offload, compile, seed and the options of recomputation are used.
         device: the device on which this rank computes.
 
     Raises:
@@ -119,6 +119,22 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     # gathered parameters in place of the shards.
     root.reshard()
     return loaded
+
+
+def adapt(causal: Any, options: TrainOptions, device: torch.device) -> None:
+    """Compile, recompute and offload the layers of a model according to the options; "auto" recomputes all for now.
+
+    Raises:
+        TreepackError: as `layers.adapt_layers`.
+    """
+    count = options.checkpoint_layers
+    adapt_layers(
+        causal,
+        checkpointing=options.recomputes,
+        compiled=options.compile,
+        recomputed=count if isinstance(count, int) else None,
+        offload=LayerOffload(device) if options.offload_checkpoints else None,
+    )
 
 
 def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device) -> Any:
@@ -218,7 +234,7 @@ def _copy_part(whole: Tensor, tensor: Tensor) -> None:
 def whole_state(loaded: LoadedModel) -> dict[str, Any]:
     """Return the whole tensors of the model on the CPU of rank 0, and {} on the other ranks; all ranks must call it.
 
-    Of a model with an adapter, only what is trained; never the value head (`value_head.whole_value_head`).
+    Of a model with an adapter, only the trained weights; never the value head (`value_head.whole_value_head`).
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 

@@ -1,4 +1,4 @@
-"""One optimiser step: forward and backward of its rows, the update of the weights, and what was measured.
+"""One optimiser step: forward and backward of its rows, the update of the weights, and the measurements.
 
     run, optimiser, number of the step, rows --train_step--> StepMetrics
 
@@ -129,7 +129,7 @@ def _not_finite(rows: list[int], losses: list[float]) -> list[int]:
 
 
 def forward_rows(run: TrainingRun, rows: list[int]) -> Report:
-    """Compute the losses of rows as those of one step, without gradients; all ranks must call this.
+    """Compute the losses of rows as in one step, without gradients; all ranks must call this.
 
     Raises:
         TreepackError: memory is too small, or a row cannot be read.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.readings import read_as
+from support.readings import only, read_as
 from treepack.errors import TreepackError
 from treepack.ingest.readers.messages.response_items import SUMMARY_NOTE
 from treepack.ingest.readers.reading import read_trajectories
@@ -126,8 +126,7 @@ def test_an_unreadable_file_beside_a_batch_is_no_file_of_requests(tmp_path: Path
     (tmp_path / "notes.jsonl").write_text("[1]\n[2]\n")
     write(tmp_path / "requests.jsonl", {"custom_id": "a", "method": "POST", "body": {"messages": [ASK]}})
     answers = write(tmp_path / "results.jsonl", batch_line("a", exchange([], said("5"))["response"]))
-    (item,) = read_trajectories([answers])
-    assert isinstance(item, Trajectory)
+    only(read_trajectories([answers]))
 
 
 def test_a_batch_is_read_with_its_requests(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.paths import ROLLOUTS
-from support.readings import Items, read_as, trajectories
+from support.readings import Items, only, read_as, trajectories
 from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.ingest.readers.files.yaml_files import read_yaml
@@ -95,8 +95,7 @@ def test_rows_of_parquet_train_what_they_mark_as_trainable(tmp_path: Path, more:
     }
     path = tmp_path / "0007.parquet"
     pq.write_table(pa.Table.from_pylist([row]), path)
-    (trajectory,) = read_trajectories([path])
-    assert isinstance(trajectory, Trajectory)
+    trajectory = only(read_trajectories([path]))
     assert (trajectory.reward, trajectory.group_id) == (0.5, f"{path}/3")
     assert set(trajectory.notes) <= {f"field '{name}' not used" for name in ("logs", "group_logs", "group_metadata")}
     (chat,) = chats([trajectory])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.readings import chats, read_value, reasons, turns
+from support.readings import chats, only, read_value, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import atif
 from treepack.ingest.readers.reading import read_trajectories
@@ -50,8 +50,7 @@ def test_the_calls_of_a_linear_atif_run_are_its_tokens_with_one_span_each(
         starts.append(len(history))
         steps.append(agent_step("", **ids(history, said, [-float(number + 1)] * len(said))))
         history = history + said
-    (trajectory,) = read_atif(*steps)
-    assert isinstance(trajectory, Trajectory)
+    trajectory = only(read_atif(*steps))
     assert isinstance(trajectory.content, Tokens)
     assert trajectory.content.tokens.tolist() == history
     assert trajectory.content.starts.tolist() == starts
@@ -112,8 +111,9 @@ def test_atif_token_ids_of_some_steps_only_are_not_used() -> None:
 
 
 def test_copied_atif_steps_need_no_token_ids() -> None:
-    (trajectory,) = read_atif(told("Q"), agent_step("A", is_copied_context=True), agent_step("B", **ids([1, 2], [3])))
-    assert isinstance(trajectory, Trajectory)
+    trajectory = only(
+        read_atif(told("Q"), agent_step("A", is_copied_context=True), agent_step("B", **ids([1, 2], [3])))
+    )
     assert isinstance(trajectory.content, Tokens)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from support.readings import chat_of, only, read_as, refusal_as
 from treepack.errors import TreepackError
 from treepack.ingest.readers.chat_records import read_chat
 from treepack.ingest.readers.fields.read_options import ReadOptions
@@ -28,9 +29,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def read(value: dict[str, Any]) -> Trajectory:
-    (trajectory,) = read_chat(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions())
-    assert isinstance(trajectory, Trajectory)
-    return trajectory
+    return only(read_as("chat", value))
 
 
 def content(value: dict[str, Any]) -> Chat:
@@ -41,14 +40,6 @@ def content(value: dict[str, Any]) -> Chat:
 
 def second(message: dict[str, Any]) -> dict[str, Any]:
     return content({"messages": [USER, message]}).messages[1]
-
-
-def refusal(value: dict[str, Any]) -> str:
-    with pytest.raises(TreepackError) as caught:
-        read(value)
-    where, _, message = str(caught.value).partition(": ")
-    assert where == "rollouts.jsonl:17"
-    return message
 
 
 def test_every_assistant_message_is_trained_and_no_other() -> None:
@@ -96,8 +87,7 @@ def test_messages_carry_their_own_weight() -> None:
 )
 def test_marks_of_all_dialects_decide_the_weight_of_a_turn(marks: dict[str, Any], weight: float) -> None:
     item = read({"messages": [USER, ASSISTANT | marks, ASSISTANT]})
-    assert isinstance(item.content, Chat)
-    assert (item.content.message_weights, item.notes) == ([0.0, weight, 1.0], ())
+    assert (chat_of(item).message_weights, item.notes) == ([0.0, weight, 1.0], ())
 
 
 @pytest.mark.parametrize(("end", "train"), [(2, True), (4, False)])
@@ -105,8 +95,7 @@ def test_a_turn_that_is_trained_in_part_is_not_trained_and_counted(end: int, tra
     first = {"begin_offset": 0, "end_offset": 1, "train": True}
     parts = [first, {"begin_offset": 2, "end_offset": end, "train": train}]
     item = read({"messages": [USER, ASSISTANT | {"train_detail": parts}, ASSISTANT]})
-    assert isinstance(item.content, Chat)
-    assert item.content.message_weights == [0.0, 0.0, 1.0]
+    assert chat_of(item).message_weights == [0.0, 0.0, 1.0]
     assert item.notes == ("turn with a train_detail that trains a part of it, not trained",)
 
 
@@ -127,8 +116,8 @@ def _arguments(call: dict[str, Any]) -> Any:
 
 def test_a_record_with_images_is_skipped() -> None:
     value = {"messages": [USER, ASSISTANT], "images": ["1.jpg"]}
-    items = list(read_chat(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions()))
-    assert items == [Skipped("rollouts.jsonl:17", "images, audio and video are not read")]
+    items = list(read_chat(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    assert items == [Skipped("r.jsonl:1", "images, audio and video are not read")]
 
 
 def test_only_the_completion_of_a_prompt_is_trained() -> None:
@@ -190,10 +179,9 @@ def test_other_roles_are_brought_to_one_form() -> None:
         {"role": "function", "name": "f", "content": "R", "timestamp": 3},
     ]
     trajectory = read({"messages": messages})
-    assert isinstance(trajectory.content, Chat)
-    assert trajectory.content.messages[0] == {"role": "system", "content": "D"}
+    assert chat_of(trajectory).messages[0] == {"role": "system", "content": "D"}
     result = {"role": "tool", "content": "R", "name": "f", "tool_call_id": "call00100"}
-    assert trajectory.content.messages[2] == result
+    assert chat_of(trajectory).messages[2] == result
     assert trajectory.notes == ("role 'developer' read as 'system'", "message field 'timestamp' not used")
 
 
@@ -294,7 +282,7 @@ EXPECTED = "expected system, user, assistant or tool"
     ],
 )
 def test_a_bad_message_is_refused_in_one_sentence(message: Any, expected: str) -> None:
-    assert refusal({"messages": [USER, ASSISTANT, message]}) == expected
+    assert refusal_as("chat", {"messages": [USER, ASSISTANT, message]}) == expected
 
 
 @pytest.mark.parametrize(
@@ -334,7 +322,7 @@ def test_a_bad_message_is_refused_in_one_sentence(message: Any, expected: str) -
     ],
 )
 def test_a_bad_record_is_refused_in_one_sentence(value: dict[str, Any], expected: str) -> None:
-    assert refusal(value) == expected
+    assert refusal_as("chat", value) == expected
 
 
 @pytest.mark.parametrize(
@@ -395,7 +383,7 @@ def test_a_record_without_the_fields_of_its_format_is_refused(name: str, expecte
 
 
 def test_a_record_of_many_or_long_fields_is_refused_in_one_short_sentence(tmp_path: Any) -> None:
-    path = tmp_path / "rollouts.jsonl"
+    path = tmp_path / "r.jsonl"
     path.write_text(json.dumps({f"board\n{number} {'_' * 99}": 1 for number in range(1020)}))
     with pytest.raises(TreepackError) as refused:
         list(read_trajectories([path]))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.paths import ROLLOUTS
 from support.readings import Items, chats, read_whole, reasons, said_in, turns
 from treepack.ingest.formats import claude_code
+from treepack.ingest.readers.calls.call_logs import NO_CALL
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import MAX_INSIDE, Skipped, Trajectory
@@ -241,6 +242,6 @@ def test_a_call_after_an_image_is_left_out_and_counted() -> None:
 def test_a_file_without_a_turn_is_skipped() -> None:
     title = {"type": "summary", "summary": "Files", "leafUuid": "x"}
     (skipped,) = read([title])
-    assert skipped == Skipped("r.jsonl", claude_code.NO_CALL, is_rollout=False)
+    assert skipped == Skipped("r.jsonl", NO_CALL, is_rollout=False)
     (beside,) = read([{"agentType": "general-purpose", "toolUseId": "toolu_1"}])
     assert beside == Skipped("r.jsonl:1", claude_code.SUB_AGENT, is_rollout=False)

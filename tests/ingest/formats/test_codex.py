@@ -12,6 +12,7 @@ from support.paths import ROLLOUTS
 from support.readings import Items, chats, read_whole, reasons, said_in, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import codex
+from treepack.ingest.readers.calls.call_logs import NO_CALL
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.messages.response_items import ENCRYPTED_NOTE
 from treepack.ingest.readers.reading import read_trajectories
@@ -127,7 +128,7 @@ def test_a_call_after_an_image_is_left_out_and_counted() -> None:
 
 
 def test_a_session_without_a_turn_is_skipped() -> None:
-    assert reasons(read(*talk("q"))) == [codex.NO_CALL]
+    assert reasons(read(*talk("q"))) == [NO_CALL]
 
 
 def test_a_history_of_another_kind_is_refused() -> None:

@@ -1,7 +1,7 @@
-"""Every format: its sample under tests/rollouts is recognised, read whole, and keeps what is listed in its `Format`.
+"""Every format: its sample under tests/rollouts is recognised, read whole, and keeps the facts that its `Format` lists.
 
-A sample is made up from the format's description, one file or folder called after the format. What a reader makes of
-particular fields is tested in the file of its own kind.
+A sample is made up from the format's description, one file or folder called after the format. Particular fields of a
+format are tested in the file of its program.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from support.byte_tokenizer import PLAIN as TEMPLATE
 from support.byte_tokenizer import save
 from support.command_line import Run
 from support.paths import ROLLOUTS
+from support.readings import tokens_of
 from treepack.errors import TreepackError
 from treepack.ingest.readers.files.inputs import list_inputs
 from treepack.ingest.readers.files.record_files import read_records
@@ -111,7 +112,7 @@ def test_a_format_keeps_what_it_says(name: str) -> None:
 def test_the_fields_that_a_format_uses_are_in_its_sample(name: str) -> None:
     files, _, _ = list_inputs([sample(name)])
     there = {field for path in files for record in read_records(path) for field in fields_of(record.value)}
-    # "a.*" is the rest of a, "a.b=c" says that b has the form of c, and "a!" is a text that is a name.
+    # "a.*" is the rest of a, "a.b=c" gives b the form of c, and "a!" is a text that is a name.
     used = formats_by_name()[name].used
     plain = [field.rstrip("!") for field in used if "*" not in field and "=" not in field]
     # "a.*.b=c" with a form c that is nowhere itself, such as that of the messages of an object by their ids.
@@ -126,8 +127,7 @@ def test_a_sample_can_be_tokenised_and_every_trajectory_trains_something(name: s
     assert [item.reason for item in done if isinstance(item, Skipped)] == []
     for item in done:
         assert isinstance(item, Trajectory)
-        assert isinstance(item.content, Tokens)
-        assert item.content.num_trained > 0
+        assert tokens_of(item).num_trained > 0
 
 
 def refusal(path: Path, name: str) -> str | None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.readings import Items, chats, notes_of, read_whole, reasons, said_in, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import gemini_cli, qwen_code
+from treepack.ingest.readers.calls.call_logs import NO_CALL
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.messages.gemini_parts import (
@@ -200,7 +201,7 @@ def test_calls_of_gemini_cli_have_their_results_and_missing_ones_are_noted() -> 
 def test_thoughts_without_an_answer_are_noted() -> None:
     lonely = message("A", content="", thoughts=[{"subject": "s"}])
     assert gemini_cli.THOUGHTS_NOTE in notes_of(read_gemini(HEADER, message("q"), lonely, message("B")))
-    assert reasons(read_gemini(HEADER, message("q"))) == [gemini_cli.NO_CALL]
+    assert reasons(read_gemini(HEADER, message("q"))) == [NO_CALL]
 
 
 @pytest.mark.parametrize("name", ["history", "clientHistory"])

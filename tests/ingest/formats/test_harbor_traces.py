@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from support.paths import ROLLOUTS
+from support.readings import chat_of
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE
 from treepack.ingest.readers.reading import read_trajectories
@@ -46,8 +47,7 @@ def test_a_trial_of_which_only_the_last_call_was_exported_trains_all_of_its_answ
     last = read(SAMPLE)["hello-world__c3"]
     assert trained(last) == [1, 3]
     assert (last.reward, last.metadata["error"]) == (None, "AgentTimeoutError")
-    assert isinstance(last.content, Chat)
-    assert [tool["function"]["name"] for tool in last.content.tools or []] == ["keys"]
+    assert [tool["function"]["name"] for tool in chat_of(last).tools or []] == ["keys"]
 
 
 def test_a_sub_agent_is_a_trajectory_of_its_own_which_does_not_train_what_it_was_told() -> None:
@@ -65,8 +65,7 @@ def test_tools_that_the_first_message_holds_are_not_given_again(tmp_path: Path) 
     row = json.loads(json.dumps(ROWS[4]))
     row["conversations"][0]["content"] = "<tools>\n[]\n</tools>"
     (trajectory,) = read(written(tmp_path, row)).values()
-    assert isinstance(trajectory.content, Chat)
-    assert trajectory.content.tools is None
+    assert chat_of(trajectory).tools is None
 
 
 def test_a_trial_whose_rows_are_apart_is_refused(tmp_path: Path) -> None:

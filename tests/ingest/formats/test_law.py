@@ -1,7 +1,7 @@
 """Nothing of a record vanishes: every value is used or named, and no change of a field trains other turns in silence.
 
-`support.law` says what is changed and what counts as seen. The samples of all formats are tried, one field of each
-path; the slow tests try all records, all places, and two changes at once.
+`support.law` defines the changes, and when a value counts as seen. The samples of all formats are tried, one field of
+each path; the slow tests try all records, all places, and two changes at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NOT_NEEDED = {
     "tinker": {"trajectories_G.transitions.metrics.stop/completed": "the metrics of the last transition count"},
     "tinker-datum": {"shape": "the data have the same length"},
     "cline": {"finish_reason": "a field of a message, and the sample has a whole session in one record"},
-    "lm-eval": {"acc": "the sample is no rollout"},
+    "lm-eval": {"acc": "the sample is not a rollout"},
     "openinference": {
         "start_time": "calls that continue each other are joined in any order",
         "attributes.annotations.0.annotation.name": "a name to choose one of several scores",
@@ -57,7 +57,7 @@ NOT_NEEDED = {
         "extra.metadata.ls_temperature": "the parameters of the call come first",
     },
 }
-# Changes that train something else, for the reason given.
+# Changes that train something else, each with its reason.
 LEGAL = {
     "alpaca": {"renamed: kto_tag": "without a label all answers are trained"},
     "sharegpt": {"renamed: kto_tag": "without a label all answers are trained"},
@@ -67,21 +67,21 @@ LEGAL = {
         "empty: trajectory.query.content": "the prompt does not continue the calls before it",
     },
     "auto-code-rover": dict.fromkeys(
-        ("empty: content", "list of texts: content"), "an earlier round that is no beginning of the last one"
+        ("empty: content", "list of texts: content"), "an earlier round that is not the beginning of the last one"
     ),
     "openai-responses": dict.fromkeys(
         ("null: conversation.id", "empty: conversation.id"), "a call of no conversation is a rollout of its own"
     ),
     "codex": {
         "down: payload.action.type": "an argument of a call",
-        "empty: metadata.compaction_output": "an answer without this flag is no summary",
-        "null: metadata.compaction_output": "an answer without this flag is no summary",
+        "empty: metadata.compaction_output": "an answer without this flag is not a summary",
+        "null: metadata.compaction_output": "an answer without this flag is not a summary",
     },
     "openinference": dict.fromkeys(("null: start_time", "empty: start_time"), "a call without a time comes first"),
-    "harbor-traces": {"list of texts: trace_source": "a trace of another origin"},
+    "harbor-traces": {"list of texts: trace_source": "a trace of a different origin"},
     "opencode": {
         "command": "an argument of a call",
-        "null: info.summary": "an answer without this flag is no summary",
+        "null: info.summary": "an answer without this flag is not a summary",
         "null: parts.synthetic": "a text without this flag is the model's",
     },
     "cline": {
@@ -203,7 +203,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "messages end with an answer, and completion is another",
     ),
     "different answers": ({"messages": ASKED, "completion": "A", "response": "B"}, "are different answers"),
-    "an answer of another form": ({"messages": ASKED, "output": {"score": 1}}, "expected the answer to the messages"),
+    "an answer that is an object": ({"messages": ASKED, "output": {"score": 1}}, "expected the answer to the messages"),
     "another prompt": ({"messages": SAID, "prompt": "Nuts?"}, "messages do not contain the prompt"),
     "one side of a pair": (
         {"messages": SAID, "rejected": "Eight."},
@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": "Bolts?", "chosen": "Seven.", "rejected": "Eight.", "completion": "Nine."},
         "has a completion beside chosen and rejected",
     ),
-    "a mask of another name": (
+    "a mask under a different name": (
         {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "is_model_token": [1, 0, 1]},
         "is_model_token has 0 or 1 for each token and may be a mask",
     ),

@@ -1,4 +1,4 @@
-"""Calls that LiteLLM has logged: sessions, the requests of spend logs, token ids, and payloads that are no calls."""
+"""Calls that LiteLLM has logged: sessions, the requests of spend logs, token ids, and payloads that are not calls."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from support.readings import read_as, reasons, trajectories
+from support.readings import chat_of, read_as, reasons, tokens_of, trajectories
 from treepack.errors import TreepackError
-from treepack.trajectory import Chat, Tokens, Trajectory
+from treepack.trajectory import Chat, Trajectory
 
 ASK = {"role": "user", "content": "2 + 3?"}
 FIVE = {"role": "assistant", "content": "5"}
@@ -51,8 +51,7 @@ def test_calls_of_a_session_are_joined_in_the_order_of_their_start() -> None:
     later = payload([ASK, FIVE, ASK], {"role": "assistant", "content": "Yes."}, start=9.0, trace_id="s")
     (item,) = trajectories(read(later, payload([ASK], FIVE, trace_id="s")))
     assert outline(item) == [("user", "2 + 3?"), ("assistant", "5"), ("user", "2 + 3?"), ("assistant", "Yes.")]
-    assert isinstance(item.content, Chat)
-    assert item.content.message_weights == [0.0, 1.0, 0.0, 1.0]
+    assert chat_of(item).message_weights == [0.0, 1.0, 0.0, 1.0]
     assert item.trajectory_id == "s"
 
 
@@ -64,8 +63,7 @@ def test_choices_of_one_call_are_a_group() -> None:
 def test_tools_and_temperature_are_settings_of_the_call_and_a_reward_is_kept() -> None:
     settings = {"temperature": 0.5, "tools": [{"type": "function", "function": {"name": "f"}}]}
     (item,) = trajectories(read(payload([ASK], FIVE, model_parameters=settings, reward=0.5, verdict=[1])))
-    assert isinstance(item.content, Chat)
-    assert (item.content.tools, item.content.message_temperatures) == (settings["tools"], [None, 0.5])
+    assert (chat_of(item).tools, chat_of(item).message_temperatures) == (settings["tools"], [None, 0.5])
     assert (item.reward, item.notes) == (0.5, ("field 'verdict' not used",))
 
 
@@ -81,8 +79,7 @@ def test_token_ids_of_the_server_are_read_in_place_of_text() -> None:
     value["response"]["prompt_token_ids"] = [1, 2]
     value["response"]["choices"][0]["provider_specific_fields"] = {"token_ids": [3]}
     (item,) = trajectories(read(value))
-    assert isinstance(item.content, Tokens)
-    assert item.content.tokens.tolist() == [1, 2, 3]
+    assert tokens_of(item).tokens.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

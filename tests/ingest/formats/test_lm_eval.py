@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from support.readings import read_as, reasons
+from support.readings import chat_of, read_as, reasons
 from treepack.errors import TreepackError
-from treepack.trajectory import Chat, PromptCompletion, Trajectory
+from treepack.trajectory import PromptCompletion, Trajectory
 
 
 def read(*values: dict[str, Any], **options: Any) -> list[Any]:
@@ -36,9 +36,8 @@ def test_arguments_in_a_list_are_the_same_as_named_ones() -> None:
 def test_a_chat_prompt_is_json_text_in_a_list() -> None:
     asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2?"}]
     (item,) = read(sample([json.dumps(asked)]))
-    assert isinstance(item.content, Chat)
-    assert [*map(dict, item.content.messages)] == [*asked, {"role": "assistant", "content": " 4"}]
-    assert item.content.message_weights == [0.0, 0.0, 1.0]
+    assert [*map(dict, chat_of(item).messages)] == [*asked, {"role": "assistant", "content": " 4"}]
+    assert chat_of(item).message_weights == [0.0, 0.0, 1.0]
     begun = [*asked, {"role": "assistant", "content": "It is"}]
     assert reasons(read(sample([json.dumps(begun)]))) == ["response that continues a message of the prompt"]
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from support.paths import ROLLOUTS
-from support.readings import Items, read_as, trajectories
+from support.readings import Items, read_as, tokens_of, trajectories
 from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.ingest.formats.megatron_rl import LAST_NOTE
-from treepack.trajectory import Skipped, Tokens, Trajectory
+from treepack.trajectory import Skipped, Trajectory
 
 SAMPLE = ROLLOUTS / "megatron-rl.jsonl"
 TURN: dict[str, Any] = {"trajectory": [[1, 2, 3, 4]], "generation_mask": [[False, False, True, True]], "reward": 1.0}
@@ -35,9 +35,9 @@ def test_turns_that_continue_each_other_are_joined() -> None:
         ("r.jsonl:1/0", "gen-000001/0"),
         ("r.jsonl:1/1", "gen-000001/0"),
     ]
-    assert isinstance(first.content, Tokens)
-    assert first.content.advantages is not None
-    assert first.content.advantages.tolist() == [0.5] * 5
+    content = tokens_of(first)
+    assert content.advantages is not None
+    assert content.advantages.tolist() == [0.5] * 5
 
 
 def test_flat_lists_of_earlier_versions_are_one_turn() -> None:

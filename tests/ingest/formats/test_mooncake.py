@@ -13,19 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.command_line import Run
+from support.readings import only
 from treepack.errors import TreepackError
 from treepack.ingest.formats import mooncake
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import Skipped, Tokens, Trajectory
+from treepack.trajectory import Skipped, Tokens
 
 LENGTHS_ONLY = ReadOptions(shapes=True)
 
 
 def read(number: int, value: dict[str, Any]) -> Tokens:
-    (trajectory,) = mooncake.read_mooncake(Record(f"t.jsonl:{number}", "t.jsonl", value), LENGTHS_ONLY)
-    assert isinstance(trajectory, Trajectory)
+    trajectory = only(mooncake.read_mooncake(Record(f"t.jsonl:{number}", "t.jsonl", value), LENGTHS_ONLY))
     assert isinstance(trajectory.content, Tokens)
     return trajectory.content
 

@@ -91,10 +91,10 @@ def test_what_was_not_sampled_to_its_end_is_not_trained(turn: dict[str, Any], sa
 
 
 def test_the_finish_reason_of_a_step_is_passed_on() -> None:
-    session = opencode._Session()
+    session = opencode._SessionState()
     parts = [START, text("A"), finish("tool-calls"), START, text("B")]
     opencode._add_answer(session, {"finish": "length"}, parts, "s.json")
-    assert [call.response[0]["finish_reason"] for call in session.calls] == ["tool-calls", "length"]
+    assert [call.response[0]["finish_reason"] for call in session.log.calls] == ["tool-calls", "length"]
 
 
 def test_the_system_prompt_of_the_user_is_read_and_hidden_parts_are_not() -> None:

@@ -207,4 +207,4 @@ def test_a_summary_comes_before_the_events_that_are_left() -> None:
         view.add(name, {"role": "user", "content": str(name)})
     view.forget({2, 3}, "S", 1)
     view.answer(5, {"role": "assistant", "content": "A"}, name=None)
-    assert [message["content"] for message in view.calls[0].prompt] == ["1", "S", "4"]
+    assert [message["content"] for message in view.log.calls[0].prompt] == ["1", "S", "4"]

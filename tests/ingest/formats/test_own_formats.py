@@ -56,7 +56,7 @@ def installed(folder: Path, *, name: str = "diary", module: str = MODULE, value:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """The registry without what it has found before, in this test and after it."""
+    """The registry without the formats that it found before, in this test and after it."""
 
     def clear() -> None:
         all_formats.cache_clear()

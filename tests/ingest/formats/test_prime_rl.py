@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from support.readings import read_as, trajectories
+from support.readings import read_as, tokens_of, trajectories
 from support.token_rollouts import back
 from treepack.errors import TreepackError
-from treepack.trajectory import Skipped, Tokens, Trajectory
+from treepack.trajectory import Skipped, Trajectory
 
 SAMPLE: dict[str, Any] = {"token_ids": [5, 6, 7], "mask": [False, True, True], "env_name": "e"}
 
@@ -31,25 +31,23 @@ def test_an_export_brings_the_log_probabilities_of_sampler_and_trainer() -> None
     }
     (trajectory,) = read(export)
     assert back(trajectory) == ([5, 6, 7], [1, 2], [-0.5, -0.25], None)
-    assert isinstance(trajectory.content, Tokens)
-    assert trajectory.content.old_logprobs is not None
-    assert trajectory.content.old_logprobs.tolist() == [-0.75, -0.5]
+    content = tokens_of(trajectory)
+    assert content.old_logprobs is not None
+    assert content.old_logprobs.tolist() == [-0.75, -0.5]
     assert trajectory.step == 3
 
 
 def test_weights_of_the_policy_loss_multiply_the_mask() -> None:
     (trajectory,) = read(SAMPLE | {"rl_weights": [0.0, 0.5, 0.0], "ce_weights": [1.0, 0.0, 0.0]})
     assert back(trajectory)[1] == [1]
-    assert isinstance(trajectory.content, Tokens)
-    assert trajectory.content.span_weights.tolist() == [0.5]
+    assert tokens_of(trajectory).span_weights.tolist() == [0.5]
     assert trajectory.notes == ("ce_weights not used",)
 
 
 def test_a_sample_of_cross_entropy_only_is_trained_by_its_weights() -> None:
     (trajectory,) = read(SAMPLE | {"rl_weights": [0.0, 0.0, 0.0], "ce_weights": [0.0, 2.0, 0.0]})
     assert back(trajectory)[1] == [1]
-    assert isinstance(trajectory.content, Tokens)
-    assert (trajectory.content.span_weights.tolist(), trajectory.notes) == ([2.0], ())
+    assert (tokens_of(trajectory).span_weights.tolist(), trajectory.notes) == ([2.0], ())
 
 
 def test_weights_of_another_length_are_refused() -> None:

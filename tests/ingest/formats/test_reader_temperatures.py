@@ -1,4 +1,4 @@
-"""The sampler's temperature: every format that records it keeps it, for the tokens that were sampled at it."""
+"""The sampler's temperature: every format that records it keeps it with the tokens that were sampled at it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from support.paths import ROLLOUTS, SAMPLE_DATA
+from support.readings import only, tokens_of
 from support.tempered import token_temperatures
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
@@ -25,7 +26,7 @@ TOKENIZER = str(SAMPLE_DATA / "tokenizer")
 
 
 def temperatures(item: Trajectory) -> set[str]:
-    """The temperatures of what is trained, as text, because NaN is not equal to itself."""
+    """The temperatures of the trained tokens or messages, as text, because NaN is not equal to itself."""
     if isinstance(item.content, Tokens):
         return {f"{value:g}" for value in token_temperatures(item).tolist()}
     assert isinstance(item.content, Chat)
@@ -92,8 +93,7 @@ def test_temperatures_have_one_value_per_token_or_trained_token(values: list[flo
 
 def test_equal_temperatures_become_one_and_missing_ones_are_those_of_the_record(tmp_path: Path) -> None:
     item = read_record(IDS | {"temperatures": [0.7, None, 0.7], "temperature": 0.7}, tmp_path)
-    assert isinstance(item.content, Tokens)
-    assert (item.temperature, item.content.temperatures) == (0.7, None)
+    assert (item.temperature, tokens_of(item).temperatures) == (0.7, None)
 
 
 @pytest.mark.parametrize("name", ["sampling_params", "sampling_args"])
@@ -157,8 +157,7 @@ def test_joined_calls_keep_the_temperature_of_each_turn_and_nan_for_an_unknown_o
         TokenCall([1, 2, 3, 4, 5], [6], {"temperatures": 1.0}),
         TokenCall([1, 2, 3, 4, 5, 6], [7], {"temperatures": None}),
     ]
-    (item,) = read_calls(record(), calls, ReadOptions())
-    assert isinstance(item, Trajectory)
+    item = only(read_calls(record(), calls, ReadOptions()))
     np.testing.assert_equal(token_temperatures(item), np.array([0.5, 0.5, 1.0, np.nan], np.float32))
 
 
@@ -180,9 +179,7 @@ def test_tokens_of_a_conversation_have_the_temperature_of_their_turn() -> None:
     (whole,) = tokenized(conversation())
     first, second = tokenized(conversation(), expand="turns")
     assert (first.temperature, second.temperature) == (0.5, 1.0)
-    assert isinstance(first.content, Tokens)
-    assert isinstance(second.content, Tokens)
-    expected = [0.5] * first.content.num_trained + [1.0] * second.content.num_trained
+    expected = [0.5] * tokens_of(first).num_trained + [1.0] * tokens_of(second).num_trained
     assert token_temperatures(whole).tolist() == expected
 
 
@@ -190,16 +187,14 @@ def test_an_unknown_temperature_of_a_turn_is_missing_from_its_tokens_only() -> N
     first, second = conversation()
     (whole,) = tokenized([replace(first, temperature=None), second])
     values = token_temperatures(whole)
-    assert isinstance(whole.content, Tokens)
-    boundary = int(whole.content.ends[0] - whole.content.starts[0])
+    boundary = int(tokens_of(whole).ends[0] - tokens_of(whole).starts[0])
     assert np.isnan(values[:boundary]).all()
     assert (values[boundary:] == 1).all()
 
 
 def test_a_conversation_at_one_temperature_has_one() -> None:
     (sample,) = tokenized(conversation()[:1])
-    assert isinstance(sample.content, Tokens)
-    assert (sample.temperature, sample.content.temperatures) == (0.5, None)
+    assert (sample.temperature, tokens_of(sample).temperatures) == (0.5, None)
 
 
 def test_an_impossible_temperature_of_a_call_names_the_call() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.readings import read_as
+from support.readings import chat_of, only, read_as
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.messages.normal_form import normalise_messages
 from treepack.trajectory import Chat, PromptCompletion, Tokens, Trajectory
@@ -238,8 +238,7 @@ CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
 @pytest.mark.parametrize(("reader", "cut", "whole"), CASES)
 def test_a_cut_answer_is_marked_and_a_complete_one_is_not(reader: str, cut: Any, whole: Any) -> None:
     for values, is_cut in ((cut, True), (whole, False)):
-        (item,) = read_as(reader, *values)
-        assert isinstance(item, Trajectory)
+        item = only(read_as(reader, *values))
         assert item.is_truncated == is_cut
         if isinstance(item.content, Chat):
             assert (item.content.message_cuts or [False] * len(item.content.messages))[-1] == is_cut
@@ -295,10 +294,8 @@ def test_a_later_prompt_neither_repeats_nor_hides_the_cut_of_an_earlier_answer()
         "request": {"messages": more},
         "response": {"choices": [{"message": {"content": "ur."}, "finish_reason": "stop"}]},
     }
-    (item,) = read_as("openai-chat", first | {"session_id": "s"}, second | {"session_id": "s"})
-    assert isinstance(item, Trajectory)
-    assert isinstance(item.content, Chat)
-    assert item.content.message_cuts == [False, True, False, False]
+    item = only(read_as("openai-chat", first | {"session_id": "s"}, second | {"session_id": "s"}))
+    assert chat_of(item).message_cuts == [False, True, False, False]
     assert not item.is_truncated
 
 
@@ -318,6 +315,5 @@ def test_all_trajectories_of_a_rollout_are_truncated_if_its_last_call_is() -> No
 
 def test_texts_of_areal_have_their_own_end_tokens() -> None:
     record = {"prompt": "a", "completion": "b", "seqlen": 2, "prompt_len": 1, "head_version": 0, "tail_version": 0}
-    (item,) = read_as("chat", record)
-    assert isinstance(item, Trajectory)
+    item = only(read_as("chat", record))
     assert item.content == PromptCompletion("a", "b", has_special=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from support.readings import chat_of, read_as, tokens_of
+from support.readings import chat_of, only, read_as, tokens_of
 from treepack.errors import TreepackError
 from treepack.ingest.readers.messages.response_items import EMPTY_NOTE, SUMMARY_NOTE, messages_of_items
 from treepack.trajectory import Skipped, Trajectory
@@ -51,8 +51,7 @@ def gym(output: Any, **more: Any) -> list[Trajectory | Skipped]:
 
 def test_fields_of_a_task_that_the_messages_repeat_are_no_other_answer() -> None:
     output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Guten Tag"}]}]
-    (item,) = gym(output, text="Be brief.", generation="Guten Tag")
-    assert isinstance(item, Trajectory)
+    item = only(gym(output, text="Be brief.", generation="Guten Tag"))
     assert "field 'text' not used, because it repeats the messages" in item.notes
     with pytest.raises(TreepackError, match="has the field 'generation', which can contain an answer"):
         gym(output, generation="Guten Abend")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.paths import ROLLOUTS
-from support.readings import Items, read_as, read_whole, trajectories
+from support.readings import Items, chat_of, only, read_as, read_whole, tokens_of, trajectories
 from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.ingest.formats.rllm import SOME_NOTE
@@ -42,9 +42,9 @@ def episode(steps: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 def test_steps_with_token_ids_are_joined_and_agents_have_groups_of_their_own() -> None:
     solver, judge = read(EPISODE)
     assert back(solver) == (IDS, [6, 7, 8, 11, 12], [-0.5, -0.25, -0.125, -1.0, -0.0625], 1.0)
-    assert isinstance(solver.content, Tokens)
-    assert solver.content.advantages is not None
-    assert solver.content.advantages.tolist() == [0.5, 0.5, 0.5, 0.5, 0.25]
+    content = tokens_of(solver)
+    assert content.advantages is not None
+    assert content.advantages.tolist() == [0.5, 0.5, 0.5, 0.5, 0.25]
     assert back(judge) == ([151644, 60, 61, 2], [2, 3], [-0.25, -0.5], 1.0)
     assert [(item.trajectory_id, item.group_id) for item in (solver, judge)] == [
         ("q7:0/0", "q7:solver"),
@@ -59,8 +59,7 @@ def test_steps_without_token_ids_are_joined_by_their_messages() -> None:
         {"chat_completions": [USER, ANSWER, USER, ANSWER, {"role": "user", "content": "Thanks"}]},
     ]
     (trajectory,) = read(episode(steps, name="default_traj_name", reward=None))
-    assert isinstance(trajectory.content, Chat)
-    assert trajectory.content.message_weights == [0.0, 1.0, 0.0, 1.0]
+    assert chat_of(trajectory).message_weights == [0.0, 1.0, 0.0, 1.0]
     assert (trajectory.trajectory_id, trajectory.group_id, trajectory.reward) == ("q:3", "q", 1.0)
 
 
@@ -83,8 +82,7 @@ def test_token_ids_of_some_steps_only_are_not_mixed_with_text() -> None:
 def test_fields_that_nobody_knows_are_metadata_or_noted() -> None:
     (trajectory,) = read(episode([{"chat_completions": [USER, ANSWER]}], difficulty=3, signals={"a": 1.0}))
     assert (trajectory.metadata["difficulty"], trajectory.notes) == (3, ("field 'signals' not used",))
-    (session,) = sessions([TRACES[0] | {"region": "eu"}])
-    assert isinstance(session, Trajectory)
+    session = only(sessions([TRACES[0] | {"region": "eu"}]))
     assert session.metadata["region"] == "eu"
 
 
@@ -125,8 +123,7 @@ def test_prompts_are_found_by_parents_in_whatever_order_the_traces_are() -> None
             delta = {"prompt_delta_token_ids": [100 + number], "parent_trace_id": str(number - 1)}
         chain.append({"trace_id": str(number), "session_id": "s", "completion_token_ids": [number]} | delta)
         prompt = [*prompt, number, 101 + number]
-    (whole,) = sessions(chain)
-    assert isinstance(whole, Trajectory)
+    whole = only(sessions(chain))
     assert back(whole)[0] == prompt[:-1]
     random.Random(0).shuffle(chain)
     trajectories = [item for item in sessions(chain) if isinstance(item, Trajectory)]
@@ -141,15 +138,12 @@ def test_a_trace_whose_parent_is_missing_is_skipped() -> None:
 def test_traces_without_token_ids_are_read_as_messages_with_their_tools() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     changed = {"completion_token_ids": [], "raw_request": {"tools": tools}}
-    (trajectory,) = sessions([trace | changed for trace in TRACES if trace["session_id"] == "s1"])
-    assert isinstance(trajectory, Trajectory)
-    assert isinstance(trajectory.content, Chat)
-    assert (trajectory.content.message_weights, trajectory.content.tools) == ([0.0, 1.0, 0.0, 1.0], tools)
+    trajectory = only(sessions([trace | changed for trace in TRACES if trace["session_id"] == "s1"]))
+    assert (chat_of(trajectory).message_weights, chat_of(trajectory).tools) == ([0.0, 1.0, 0.0, 1.0], tools)
 
 
 def test_metadata_of_a_session_says_what_it_says_of_the_rollout() -> None:
-    (trajectory,) = sessions([TRACES[0] | {"metadata": {"task_id": "q7", "reward": 0.5, "split": "train"}}])
-    assert isinstance(trajectory, Trajectory)
+    trajectory = only(sessions([TRACES[0] | {"metadata": {"task_id": "q7", "reward": 0.5, "split": "train"}}]))
     assert (trajectory.group_id, trajectory.reward, trajectory.metadata["split"]) == ("q7", 0.5, "train")
 
 

@@ -319,11 +319,12 @@ def tinker(talk: Conversation) -> list[Record]:
     def model_input(*parts: list[int]) -> Record:
         return {"chunks": [{"tokens": part, "type": "encoded_text"} for part in parts]}
 
-    steps = [
+    steps: list[Record] = [
         {"ob": model_input(prompt[:1], prompt[1:]), "ac": {"tokens": said, "maybe_logprobs": values}, "reward": 0.0}
         for prompt, said, values in talk.calls
     ]
-    steps[0]["reward"] = 0.5
+    for number in (0, -1):  # the rewards of transitions are summed
+        steps[number]["reward"] += 0.25
     return [{"transitions": steps, "final_ob": model_input()}]
 
 

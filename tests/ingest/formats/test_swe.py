@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from support.readings import chats, read_value, real, reasons, turns
+from support.readings import chats, only, read_value, real, reasons, turns
 from treepack.errors import TreepackError
 from treepack.ingest.formats import auto_code_rover, mini_swe_agent, swe_agent
 from treepack.ingest.readers.calls.served_tokens import SOME_NOTE
 from treepack.ingest.readers.reading import read_trajectories
-from treepack.trajectory import Tokens, Trajectory
+from treepack.trajectory import Tokens
 
 SYSTEM, ASKED = {"role": "system", "content": "S"}, {"role": "user", "content": "Q"}
 
@@ -255,8 +255,7 @@ def test_token_ids_in_the_responses_of_mini_swe_agent_are_used_if_all_calls_have
         return message | {"extra": {"response": {"choices": [choice], "prompt_token_ids": prompt}}}
 
     first, second = answer("A", [1, 2], [3]), answer("B", [1, 2, 3, 4], [5, 6])
-    (trajectory,) = read_value(mini_swe_agent.read_mini_swe_agent, mini(ASKED, first, ASKED, second))
-    assert isinstance(trajectory, Trajectory)
+    trajectory = only(read_value(mini_swe_agent.read_mini_swe_agent, mini(ASKED, first, ASKED, second)))
     assert isinstance(trajectory.content, Tokens)
     assert trajectory.content.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert list(zip(trajectory.content.starts, trajectory.content.ends, strict=True)) == [(2, 3), (4, 6)]

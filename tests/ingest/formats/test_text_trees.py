@@ -36,7 +36,7 @@ def texts(value: Node) -> list[tuple[str, str]]:
 
 
 def said(value: Node) -> list[str]:
-    """The messages of each path as `role:text`, those that are trained in capitals."""
+    """The messages of each path as `role:text`; trained texts are in capitals."""
     return [
         " ".join(f"{role}:{text.upper() if weight else text}" for role, text, weight in turns(content))
         for _, content in chats(read(value))

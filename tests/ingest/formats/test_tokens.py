@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from treepack.errors import TreepackError
+from support.readings import only, read_as, refusal_as, tokens_of
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import KINDS, NAMES
 from treepack.ingest.readers.files.records import Record
@@ -26,28 +26,16 @@ MASKED = {"input_ids": IDS, "loss_mask": [0, 1, 0, 1]}
 
 
 def read(value: dict[str, Any], **options: Any) -> Trajectory:
-    (trajectory,) = read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
-    assert isinstance(trajectory, Trajectory)
-    return trajectory
+    return only(read_as("tokens", value, **options))
 
 
 def content(value: dict[str, Any], **options: Any) -> Tokens:
-    result = read(value, **options).content
-    assert isinstance(result, Tokens)
-    return result
+    return tokens_of(read(value, **options))
 
 
 def trained(value: dict[str, Any], **options: Any) -> list[int]:
     result = content(value, **options)
     return list(positions(result.starts, result.ends).tolist())
-
-
-def refusal(value: dict[str, Any], **options: Any) -> str:
-    with pytest.raises(TreepackError) as caught:
-        list(read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options)))
-    where, _, message = str(caught.value).partition(": ")
-    assert where == "r.jsonl:1"
-    return message
 
 
 @st.composite
@@ -174,7 +162,7 @@ def test_without_a_mask_the_response_is_trained() -> None:
 def test_all_tokens_are_trained_only_if_asked_for() -> None:
     trajectory = read({"input_ids": IDS}, train_all=True)
     assert (trained({"input_ids": IDS}, train_all=True), trajectory.notes) == ([1, 2, 3], ())
-    assert refusal({"input_ids": IDS}) == (
+    assert refusal_as("tokens", {"input_ids": IDS}) == (
         "marks neither the trained tokens nor the start of the response; "
         "give loss_mask or response_length, or train all tokens with --train-all"
     )
@@ -227,8 +215,7 @@ def test_returns_stand_in_for_advantages_that_are_not_there() -> None:
 def test_advantages_may_be_one_number() -> None:
     for value in ({"advantage": 2}, {"advantages": 2}, {"advantage": 2, "advantages": [0, 2, 0, 2]}):
         trajectory = read(MASKED | value)
-        assert isinstance(trajectory.content, Tokens)
-        assert (trajectory.advantage, trajectory.content.advantages) == (2.0, None)
+        assert (trajectory.advantage, tokens_of(trajectory).advantages) == (2.0, None)
 
 
 @pytest.mark.parametrize(
@@ -379,11 +366,11 @@ LENGTHS = "expected 4 (the whole sequence) or 2 (the response)"
     ],
 )
 def test_a_bad_record_is_refused_in_one_sentence(value: dict[str, Any], expected: str) -> None:
-    assert refusal(value) == expected
+    assert refusal_as("tokens", value) == expected
 
 
 def test_ids_are_checked_against_the_vocabulary_behind_the_padding() -> None:
-    assert refusal(MASKED, vocab_size=8) == "has the token id 8; expected ids below the vocabulary size 8"
+    assert refusal_as("tokens", MASKED, vocab_size=8) == "has the token id 8; expected ids below the vocabulary size 8"
     assert trained(MASKED, vocab_size=9) == [1, 3]
     padded = {"input_ids": [99, 1, 2], "attention_mask": [0, 1, 1], "loss_mask": [0, 0, 1]}
     assert trained(padded, vocab_size=3) == [1]

@@ -9,6 +9,7 @@ import pytest
 
 from support.paths import ROLLOUTS
 from support.readings import chats, read_whole, reasons, refusal_as, trajectories
+from treepack.errors import TreepackError
 from treepack.ingest.formats.trl_labels import STEPS_NOTE
 from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import PromptCompletion, Skipped, Trajectory
@@ -82,8 +83,8 @@ def test_a_pair_with_images_is_skipped_once() -> None:
 def test_a_pair_of_mixed_forms_is_refused() -> None:
     said = refusal_as("trl-preference", {"prompt": [USER], "chosen": "4", "rejected": "5"})
     assert said == "prompt is messages, but the completions are text; give both in one form"
-    said = refusal_as("trl-preference", {"prompt": "p", "chosen": "4", "rejected": [BAD]})
-    assert said.endswith("; expected text (format trl-preference)")
+    with pytest.raises(TreepackError, match=r"; expected text \(format trl-preference\)$"):
+        read_whole("trl-preference", {"prompt": "p", "chosen": "4", "rejected": [BAD]})
 
 
 def test_a_label_is_a_reward() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.paths import ROLLOUTS
-from support.readings import Items, read_as, trajectories
+from support.readings import Items, chat_of, read_as, tokens_of, trajectories
 from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.ingest.formats.verifiers import PARTIAL_NOTE, WEIGHTS_NOTE
@@ -79,9 +79,9 @@ def test_each_path_of_the_graph_is_a_trajectory_of_exact_ids() -> None:
 
 def test_log_probabilities_of_the_trainer_are_the_old_ones() -> None:
     (item,) = traces(episode([node(None, [1]), node(0, [2, 3], 1, logprobs=[-0.5], trainer_logprobs=[-0.25])]))
-    assert isinstance(item.content, Tokens)
-    assert item.content.old_logprobs is not None
-    assert item.content.old_logprobs.tolist() == [-0.25]
+    content = tokens_of(item)
+    assert content.old_logprobs is not None
+    assert content.old_logprobs.tolist() == [-0.25]
     assert back(item)[2] == [-0.5]
 
 
@@ -112,7 +112,6 @@ def test_an_agent_that_is_not_trainable_is_skipped_and_counted() -> None:
 def test_without_token_ids_the_messages_are_read_and_only_sampled_ones_trained() -> None:
     first, second = traces(without_tokens(EPISODES[0]))
     assert isinstance(first.content, Chat)
-    assert isinstance(second.content, Chat)
     assert first.content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
     assert first.content.messages[2]["tool_calls"][0]["function"] == {
         "name": "grep",
@@ -120,7 +119,7 @@ def test_without_token_ids_the_messages_are_read_and_only_sampled_ones_trained()
     }
     assert first.content.tools is not None
     assert first.content.tools[0]["function"]["name"] == "grep"
-    assert second.content.message_weights == [0.0, 0.0, 1.0]
+    assert chat_of(second).message_weights == [0.0, 0.0, 1.0]
     assert (first.notes, second.notes) == ((SPLIT_NOTE,), ())
 
 
@@ -222,9 +221,9 @@ def test_steps_with_tokens_are_joined_and_bring_their_logprobs_and_advantages() 
     ids = [1, 10, 11, 2, 1, 20, 21, 2, 1, 30, 31, 32, 2, 1, 40, 41, 2, 1, 30, 33, 34, 2]
     assert back(items[0]) == (ids, [10, 11, 12, 19, 20, 21], [-0.5, -0.25, -0.125, -1.0, -2.0, -0.0625], 1.0)
     assert [(item.trajectory_id, item.group_id) for item in items] == [("t1", "17"), ("t2", "17")]
-    assert isinstance(items[0].content, Tokens)
-    assert items[0].content.advantages is not None
-    assert items[0].content.advantages.tolist() == [0.5] * 6
+    advantages = tokens_of(items[0]).advantages
+    assert advantages is not None
+    assert advantages.tolist() == [0.5] * 6
     assert items[0].metadata["extra"] == {"solved": 1.0, "format": 0.5}
     assert "solved" not in items[0].metadata
 
@@ -234,9 +233,8 @@ def test_steps_without_tokens_are_joined_by_their_messages() -> None:
     for step in value["trajectory"]:
         step["tokens"] = None
     (trajectory,) = read_results(value)
-    assert isinstance(trajectory.content, Chat)
-    assert trajectory.content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
-    assert trajectory.content.messages[2]["tool_calls"][0]["function"]["name"] == "grep"
+    assert chat_of(trajectory).message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
+    assert chat_of(trajectory).messages[2]["tool_calls"][0]["function"]["name"] == "grep"
 
 
 def test_a_line_without_steps_is_its_prompt_and_completion() -> None:

@@ -28,8 +28,7 @@ def one(name: str, value: dict[str, Any]) -> Trajectory:
 def test_rows_of_parquet_are_read_like_lines(tmp_path: Path) -> None:
     rows = [ROW | {"uid": "g", "reward_model": {"style": "rule", "ground_truth": "4"}, "rm_scores": [0.0, 1.0]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    (trajectory,) = read_trajectories([tmp_path])
-    assert isinstance(trajectory, Trajectory)
+    trajectory = only(read_trajectories([tmp_path]))
     assert back(trajectory) == ([7, 8], [1], None, 1.0)
     assert trajectory.metadata == {"ground_truth": "4"}
 

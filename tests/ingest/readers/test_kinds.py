@@ -1,4 +1,4 @@
-"""Every reader, given its sample with a value of another kind somewhere in it: read, or refused in one sentence."""
+"""Every reader, given its sample with a value of a different kind somewhere in it: read, or refused in one sentence."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Real chat templates: the exact text of conversations that their templates rewrite, and reasons for skipping others.
 
-The templates are those of trl. Expected texts are written by hand, with [[ ]] around each trained part.
+The templates are from trl. Expected texts are written by hand, with [[ ]] around each trained part.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pytest
 
 from support import real_templates
 from support.template_oracle import decode
+from support.tokenised_chats import assistant, user
 from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Chat, Skipped, Trajectory
 
@@ -34,14 +35,6 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def system(content: str) -> Message:
     return {"role": "system", "content": content}
-
-
-def user(content: str) -> Message:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str, **more: Any) -> Message:
-    return {"role": "assistant", "content": content, **more}
 
 
 def call(value: str, name: str = "f", number: int = 0) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def test_the_matrix_has_conversations_of_every_source() -> None:
     assert len({one.source for one in real_conversations(1)}) == 3
 
 
-# Families that agents are trained with; a template that skips more than it did is a loss that nobody would see. Not
+# Families that agents are trained with; no other test would fail if a template skips more of them. Not
 # Llama 3.1: its template prints either the text or the call of a turn, and refuses several calls.
 READ_WHOLE = "qwen2_5 qwen3 qwen3_5_think qwen3_6 qwen3_8 deepseekv3 glm4moe".split()
 

@@ -20,14 +20,14 @@ Message = dict[str, Any]
 
 
 class Role(StrEnum):
-    """A role that is no plain text."""
+    """A role that is not plain text."""
 
     USER = "user"
 
 
 @dataclass
 class Turn:
-    """A message that is no dict."""
+    """A message that is not a dict."""
 
     role: str
     content: Any

@@ -72,7 +72,7 @@ def compare(
 
 
 def fuzz(seeds: range) -> int:
-    """Compare the random templates of `seeds`; return the number of those that are tracked."""
+    """Compare the random templates of `seeds`; return the number of tracked ones."""
     num_tracked = 0
     for seed in seeds:
         order = list(range(1, 9))
@@ -94,7 +94,7 @@ def test_many_random_templates_print_the_same() -> None:
 
 LOOP = "{% for m in messages %}{{ m.role }}:{{ m.content }};"
 ENDING = "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-# Templates that print something else in the middle of a conversation when it goes on; True if they can be tracked.
+# Templates that print something else in the middle of a conversation when it continues; True if they can be tracked.
 DECEIVING = {
     "parity of all messages": ("{% set odd = messages|length % 2 %}" + LOOP + "{{ odd }}" + ENDING, True),
     "count in every message": (LOOP + "{{ messages|length }}" + ENDING, True),

@@ -27,7 +27,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 
 def texts(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> list[list[str]]:
-    """The text of each sample in sections: prompt, trained, prompt, trained, .. and what follows if anything does."""
+    """The text of each sample in sections: prompt, trained, prompt, trained, .. and the rest if it is not empty."""
     done = []
     for sample in read(tokenizer, messages, **options):
         assert isinstance(sample, Trajectory)

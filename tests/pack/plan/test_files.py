@@ -114,10 +114,10 @@ def test_saving_a_plan_spares_what_is_none(treepack: Run, trie: Path, tmp_path: 
         ([IDS[:3], IDS[3:]], {"pairs": 10**30}, "expected at most 1000000000000000000"),
         ([IDS[:3], IDS[3:]], {"trie": "0"}, "was made for another trie"),
         ([IDS[:3], IDS[3:]], {"version": 2}, "jsonl:1: has version 2; this treepack reads version 1"),
-        ([IDS[:3], IDS[3:]], {"format": "x"}, "jsonl:1: is no header of a plan"),
+        ([IDS[:3], IDS[3:]], {"format": "x"}, "jsonl:1: is not the header of a plan"),
         ([IDS[:3], IDS[3:]], {"rows": 2}, "jsonl:1: has the unknown key 'rows'"),
-        ([IDS[:3], [], IDS[3:]], {}, "jsonl:3: is no row"),
-        ([IDS[:3], 5, IDS[3:]], {}, "jsonl:3: is no JSON object"),
+        ([IDS[:3], [], IDS[3:]], {}, "jsonl:3: is not a row"),
+        ([IDS[:3], 5, IDS[3:]], {}, "jsonl:3: is not a JSON object"),
         ([], {}, "trajectory r0 and 5 more are in no row"),
     ],
 )

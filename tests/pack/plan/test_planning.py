@@ -59,25 +59,25 @@ def test_contiguous_is_the_best_of_all_contiguous_cuts(sequences: list[list[int]
     unique = sorted({tuple(tokens) for tokens in sequences})
     leaves = [a for a, b in itertools.zip_longest(unique, unique[1:], fillvalue=()) if b[: len(a)] != a]
     best = min(
-        sum(oracle.union_tokens(piece) for piece in pieces)
+        sum(oracle.union_tokens(item) for item in items)
         for cuts in itertools.product([False, True], repeat=len(leaves) - 1)
-        for pieces in [split(leaves, cuts)]
-        if all(oracle.union_tokens(piece) <= capacity for piece in pieces)
+        for items in [split(leaves, cuts)]
+        if all(oracle.union_tokens(item) <= capacity for item in items)
     )
     trie = built(sequences)
     forest = shapes_of_trees(trie)
     rows, _ = plan_trees(forest, RowLimits(capacity), METHODS["contiguous"], SearchOptions())
-    # Without merging, which may save more tokens if it merges pieces of one tree.
+    # Without merging, which may save more tokens if it merges items of one tree.
     assert row_sizes(trie, rows[forest.leaf_of], int(rows.max()) + 1).tokens.sum() == best
 
 
 def split(leaves: list[tuple[int, ...]], cuts: tuple[bool, ...]) -> list[list[tuple[int, ...]]]:
-    pieces = [[leaves[0]]]
+    items = [[leaves[0]]]
     for leaf, cut in zip(leaves[1:], cuts, strict=True):
         if cut:
-            pieces.append([])
-        pieces[-1].append(leaf)
-    return pieces
+            items.append([])
+        items[-1].append(leaf)
+    return items
 
 
 def test_heuristic_visits_the_deepest_leaf_first_and_similar_depths_together() -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from support.oracle_model import VOCABULARY, gradients, tiny_model, worst_error
 from support.oracle_rl import Rollout, paths
 from support.packed_objectives import packed_model
 from support.strategies import make
 from treepack.errors import TreepackError
+from treepack.model.head.value_head import ValueHead
 from treepack.research.predictor.fit import accumulate
 from treepack.research.predictor.model import ValueModel, end_states, node_values
 from treepack.research.predictor.rows import AnchorRow, NodePrefixes, anchor_prefixes, anchor_rows, draw_nodes
@@ -70,14 +71,14 @@ def nodes_of(rollouts: Sequence[Rollout]) -> dict[tuple[str, Prefix, tuple[int, 
     return {key: sum(values) / len(values) for key, values in rewards.items()}
 
 
-def alone(model: Any, head: nn.Linear, prefix: Prefix) -> Tensor:
+def alone(model: Any, head: ValueHead, prefix: Prefix) -> Tensor:
     states = model.base_model(input_ids=torch.tensor(prefix)[None], use_cache=False).last_hidden_state
     value: Tensor = torch.sigmoid(states[0, -1] @ head.weight[0] + head.bias[0])
     return value
 
 
-def random_head() -> nn.Linear:
-    head = nn.Linear(16, 1, dtype=torch.float64)
+def random_head() -> ValueHead:
+    head = ValueHead(16, torch.float64)
     with torch.no_grad():
         head.weight.copy_(torch.linspace(-1, 1, 16)[None])
         head.bias.fill_(0.3)

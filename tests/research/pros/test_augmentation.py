@@ -239,7 +239,7 @@ def test_signals_are_over_the_trained_tokens_the_tokens_from_the_first_of_them_o
     ("lines", "message"),
     [
         (['{"id": "t", "values": [1, 2]}'], "s:1: values has 2 numbers; expected 3 (the trained tokens), 4 (from the"),
-        (['{"id": "t", "entropies": 1}'], "s:1: entropies is no list; expected one number per token"),
+        (['{"id": "t", "entropies": 1}'], "s:1: entropies is not a list; expected one number per token"),
         (['{"id": "t", "entropies": ["x"]}'], "s:1: entropies is not a flat list of numbers; expected one per token"),
         (['{"id": "t", "values": [1, 2, 3]}'] * 2, "s:2: an earlier record has the rollout t; give each rollout once"),
         (['{"id": "u", "values": [1]}'], "s: has neither entropies nor values of any rollout of the trie; expected"),

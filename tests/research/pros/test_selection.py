@@ -136,7 +136,7 @@ def damaged_file(path: Path, **columns: Any) -> Path:
     ("columns", "message"),
     [
         ({"about": {"version": 2}}, "has treepack-selection version 2; this treepack reads version 1, so use the"),
-        ({"about": {"format": "x"}}, "is no state of treepack select; make one with treepack select update"),
+        ({"about": {"format": "x"}}, "is not a state of treepack select; make one with treepack select update"),
         ({"query_id": ["a", "a"]}, "is damaged (a query is there twice); make it again with"),
         ({"passed": [0.0, 2.0]}, "is damaged (counts are not 0 <= passed <= tried); make it again with"),
         ({"passed": [0.0, float("nan")]}, "is damaged (counts are not 0 <= passed <= tried); make it again with"),
@@ -155,7 +155,7 @@ def test_files_that_are_no_state_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no Parquet")
     pq.write_table(pa.table({"query_id": ["a"]}), tmp_path / "other")
     for name in ("text", "other", "missing"):
-        with pytest.raises(TreepackError, match="is no state of treepack select"):
+        with pytest.raises(TreepackError, match="is not a state of treepack select"):
             read_state(tmp_path / name)
 
 
@@ -269,7 +269,7 @@ def test_the_command_says_in_one_sentence_what_it_cannot_do(treepack: Run, tmp_p
             "forgetting is 2.0; ex",
         ),
         (("select", state, "--k", 3), 1, "k is 3; expected 1 to 2"),
-        (("select", trie, "--k", 3), 1, "is no state of treepack select"),
+        (("select", trie, "--k", 3), 1, "is not a state of treepack select"),
         (("select", state, "--k", 1, "--out", tmp_path / "there"), 1, "exists; choose another --out or give"),
         (("select", state), 2, "Missing option '--k'"),
         (
@@ -323,7 +323,7 @@ def test_an_update_of_a_training_step_is_counted_once(treepack: Run, tmp_path: P
     assert state.read_bytes() == before
     other = treepack(*update, 4)
     assert other.status == 1
-    assert "its rollouts are of the training step 3 and --step is 4; give the trie of one step" in other.err
+    assert "its rollouts belong to the training step 3 and --step is 4; give the trie of one step" in other.err
     assert state.read_bytes() == before
     assert treepack("select", "update", state, "--rollouts", tmp_path / "trie-4", *arguments, 4).status == 0
     counted = read_state(state)

@@ -25,7 +25,7 @@ from treepack.analysis.show.wrapping import ESCAPE, FAINT, SPECIAL, TRAINED, Tex
 # Tokens drawn at the head and the tail of a stretch of text without special tokens: some four rows and some two. A
 # stretch that would lose FEW tokens or fewer is drawn whole, because the line about the rest takes a row itself.
 HEAD, TAIL, FEW = 64, 32, 32
-MAX_WEIGHTS = 8  # segments of a trained run; one with a weight for every token would be cut to pieces
+MAX_WEIGHTS = 8  # segments of a trained run; one with a weight for every token would be cut everywhere
 TRAINED_MARK, UNTRAINED_MARK = "+ ", "  "
 
 Word = tuple[str, str]  # a token id, perhaps with a bracket, and its style
@@ -33,11 +33,11 @@ Word = tuple[str, str]  # a token id, perhaps with a bracket, and its style
 
 @dataclass(frozen=True, slots=True)
 class DrawingOptions:
-    """Options of a drawing: the columns of the terminal, `full` for all tokens, and a `decoder` for text, not ids."""
+    """Options of a drawing."""
 
-    width: int = 100
-    full: bool = False
-    decoder: TokenDecoder | None = None
+    width: int = 100  # columns of the terminal
+    full: bool = False  # draws all tokens of a node, not only the first and last ones
+    decoder: TokenDecoder | None = None  # draws text; None draws token ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,14 @@ def segments(forest: DrawnForest, node: int, *, most: int = MAX_WEIGHTS) -> list
 def ids_rows(forest: DrawnForest, node: int, look: DrawingOptions, width: int) -> Iterator[TextRow]:
     """Yield the ids of a node: one row without the middle, or as many rows as all of them need."""
     first, stop = forest.start[node : node + 2].tolist()
-    words = _Words(forest.tokens[first:stop].tolist(), forest.loss_weight[first:stop].tolist())
+    words = _StyledTokens(forest.tokens[first:stop].tolist(), forest.loss_weight[first:stop].tolist())
     yield from _id_rows(words, first, look, width)
 
 
 def segment_ids(forest: DrawnForest, segment: WeightSegment, look: DrawingOptions, width: int) -> Iterator[TextRow]:
     """Yield the ids of a segment after its mark, without brackets."""
     ids = forest.tokens[segment.first : segment.stop].tolist()
-    words = _Words(ids, [0.0] * len(ids), TRAINED if segment.trained else "")
+    words = _StyledTokens(ids, [0.0] * len(ids), TRAINED if segment.trained else "")
     for row in _id_rows(words, segment.first, look, width - len(TRAINED_MARK)):
         yield _add_mark(row, segment)
 
@@ -119,9 +119,9 @@ def _chunks(forest: DrawnForest, node: int, segment: WeightSegment, look: Drawin
         if first > done:
             yield TokenText(0, f"... {first - done:,} tokens ...", FAINT, whole=True)
         context = (before + ids[: offset + first])[-CONTEXT:]
-        for piece in look.decoder.pieces(ids[offset + first : offset + stop], context):
-            style = SPECIAL if piece.special else ESCAPE if piece.unknown else ""
-            yield TokenText(segment.first + first + piece.index, piece.text, style)
+        for token in look.decoder.decode(ids[offset + first : offset + stop], context):
+            style = SPECIAL if token.special else ESCAPE if token.unknown else ""
+            yield TokenText(segment.first + first + token.index, token.text, style)
         done = stop
 
 
@@ -141,7 +141,7 @@ def _ranges(ids: list[int], look: DrawingOptions) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
+class _StyledTokens:
     """Token ids to be drawn, with their loss weights, and the style of ids of weight 0."""
 
     ids: list[int]
@@ -162,7 +162,7 @@ class _Words:
         return words
 
 
-def _id_rows(words: _Words, first: int, look: DrawingOptions, width: int) -> Iterator[TextRow]:
+def _id_rows(words: _StyledTokens, first: int, look: DrawingOptions, width: int) -> Iterator[TextRow]:
     """Yield rows of `words`, the first of which is token `first`."""
     num = len(words.ids)
     if look.full:

@@ -1,10 +1,10 @@
-"""Token ids to text, in pieces; each piece names the token that completes it.
+"""Token ids to texts, each with the index of the token that completes it.
 
     ids       [.. 12, 226, 130, 172, 9 ..]     226 130 172 are the bytes of one character
-    pieces    (0, " costs"), (3, "\\u20ac"), (4, "5")
+    texts     (0, " costs"), (3, "\\u20ac"), (4, "5")
 
 Single tokens have no text: several tokens may share a character, and some tokenizers write the space before a word only
-if another word precedes it. So a piece is the text that a token adds to the text of the tokens before it.
+if another word precedes it. So the text of a token is the text that it adds to the text of the tokens before it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 # Tokens before a run that are decoded with it. A character has at most four bytes, so one ends within so many tokens.
 CONTEXT = 12
-# Tokens that may wait for the end of a character: twice the four bytes of the longest one. More are no character.
+# Tokens that may wait for the end of a character: twice the four bytes of the longest one. More cannot be one.
 MAX_PENDING = 8
 REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedToken:
-    """Text that token `index` adds. A `special` token is a piece of its own; an `unknown` id has no text."""
+    """Text that token `index` adds. A `special` token has a text of its own; an `unknown` id has no text."""
 
     index: int
     text: str
@@ -38,8 +38,8 @@ class TokenDecoder:
         self._backend = tokenizer.backend_tokenizer
         self.special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
-    def pieces(self, ids: list[int], before: list[int]) -> Iterator[DecodedToken]:
-        """Yield the pieces of `ids`, which follow `before`; a character cut at the end is a replacement character."""
+    def decode(self, ids: list[int], before: list[int]) -> Iterator[DecodedToken]:
+        """Yield the texts of `ids`, which follow `before`; a character cut at the end is a replacement character."""
         run: list[int] = []  # ids since the last special or unknown id
         done = 0  # number of ids of run whose text was yielded: they remain as context
         # Indices below 0 are context: before [7, 8], ids [9] -> (-2, 7), (-1, 8), (0, 9)

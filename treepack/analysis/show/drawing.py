@@ -27,7 +27,7 @@ from treepack.analysis.show.figures import quantity_in_digits
 from treepack.analysis.show.forest import DrawnForest
 from treepack.analysis.show.nodes import NodeLines
 
-# rich.tree.Tree is no replacement: it indents every child, so a chain of a thousand turns would be drawn a thousand
+# rich.tree.Tree cannot replace this: it indents every child, so a chain of a thousand turns would be drawn a thousand
 # levels deep, it has no gutter for places, and it holds and walks the whole tree before the first line.
 
 MAX_INDENT = 12  # levels by which the nodes of a row are indented: 24 columns, a quarter of a usual terminal

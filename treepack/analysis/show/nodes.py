@@ -92,7 +92,7 @@ class NodeLines:
         if num_trained and not self.by_turn:
             turns, total = num_trained_runs(weight), float(weight.sum())
             parts.append(Text(f"{num_trained:,} trained" + (f" in {turns:,} turns" if turns > 1 else ""), TRAINED))
-            # 1e-9: a sum of weights of 1 may be off by rounding, and "loss weight 3" after "3 trained" is no news.
+            # 1e-9: a sum of weights of 1 may be off by rounding, and "loss weight 3" after "3 trained" would repeat it.
             if abs(total - num_trained) > 1e-9 * num_trained:
                 parts.append(Text(f"loss weight {four_digits(total)}", TRAINED))
         place: int | str = int(self.places[node])

@@ -249,7 +249,7 @@ def view_as_json(view: ForestView, decoder: TokenDecoder | None) -> dict[str, An
             if decoder is not None:
                 in_node = forest.tokens[forest.start[node] : segment.first].tolist()
                 before = (forest.path_before(node, CONTEXT) + in_node)[-CONTEXT:]
-                entry["text"] = "".join(piece.text for piece in decoder.pieces(ids, before))
+                entry["text"] = "".join(token.text for token in decoder.decode(ids, before))
             record["segments"].append(entry)
         nodes.append(record)
     facts = {name: asdict(value) if isinstance(value, ValueRange) else value for name, value in view.facts.items()}

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from treepack.attention.hopper.tiles import (
-    Lists,
+    ProgramLists,
     feed,
     fetch,
     keys_of,
@@ -236,7 +236,7 @@ def forward_kernel(
     v_ring = ring(v_descriptor, GRANULES * 32, STAGES, 1)
     end_tiles = staged_ends(k_ring, STAGES, WINDOWED)
 
-    lists = Lists(granules + first, ends + row * padded, starts + row * padded, end_tiles)
+    lists = ProgramLists(granules + first, ends + row * padded, starts + row * padded, end_tiles)
     work = ForwardWork(
         q0,
         (gl.load(offset + 1) - first) // GRANULES,

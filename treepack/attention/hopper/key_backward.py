@@ -24,10 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from treepack.attention.hopper.tiles import Matrix, Ring, copy, fetch, gather, matrix, place, ring, store_rows
+from treepack.attention.hopper.tiles import HeadMatrix, TileRing, copy, fetch, gather, matrix, place, ring, store_rows
 
 
-class Shared(NamedTuple):
+class ProgramMemory(NamedTuple):
     """Shared memory of a program: its keys and values, rings of queries and output gradients, and numbers of queries.
 
     lse, delta, starts   [STAGES, QUERIES]; lse and starts arrive with the queries, delta with the output gradients;
@@ -37,18 +37,18 @@ class Shared(NamedTuple):
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     block_full: gl.shared_memory_descriptor
-    q: Ring
-    do: Ring
+    q: TileRing
+    do: TileRing
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     starts: gl.shared_memory_descriptor
 
 
-class Sources(NamedTuple):
+class ProducerSources(NamedTuple):
     """Sources of the producer; queries and output gradients come from many heads and tokens."""
 
-    k: Matrix
-    v: Matrix
+    k: HeadMatrix
+    v: HeadMatrix
     q: tma.tensor_descriptor
     do: tma.tensor_descriptor
     q_at: gl.tuple
@@ -57,7 +57,7 @@ class Sources(NamedTuple):
     group: gl.tensor
 
 
-class Pointers(NamedTuple):
+class ProgramPointers(NamedTuple):
     """Pointers into global memory: numbers of the row, lists of the block, numbers, gradients and sums of the group."""
 
     ends: gl.tensor
@@ -258,7 +258,7 @@ def _allocate(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES: g
         start_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, QUERIES], plain)
     else:
         start_tiles = lse_tiles
-    return Shared(k_tile, v_tile, block_full, q_ring, do_ring, lse_tiles, delta_tiles, start_tiles)
+    return ProgramMemory(k_tile, v_tile, block_full, q_ring, do_ring, lse_tiles, delta_tiles, start_tiles)
 
 
 @gluon.jit(do_not_specialize=["length", "blocks", "section"])
@@ -327,7 +327,7 @@ def key_kernel(
     places = padded - origin
     of_head = (row.to(gl.int64) * kv_heads + group) * GROUP * places - origin
     of_sums = (sums.to(gl.int64) * kv_heads + group) * (128 * D)
-    pointers = Pointers(
+    pointers = ProgramPointers(
         ends + row * padded,
         starts + row * padded,
         key_granules + (row * blocks + block) * 4,
@@ -358,7 +358,7 @@ def key_kernel(
     )
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)
-    sources = Sources(k, v, q_descriptor, do_descriptor, q_at, do_at, row, group)
+    sources = ProducerSources(k, v, q_descriptor, do_descriptor, q_at, do_at, row, group)
     # The tuples are written here: in a tuple with a name, constants would become values of the run.
     gl.warp_specialize(
         [

@@ -1,6 +1,8 @@
 """Launches of the Hopper kernels (wgmma, TMA, warp specialisation; written in Gluon).
 
-    Inputs, Incoming --`shapes`: kernels and parameters, `matrices`: tensors for the copy engine--> Launch --> results
+    AttentionInputs, BackwardInputs --`shapes`, `matrices`--> KernelLaunch --> results
+    shapes      kernels and their parameters
+    matrices    tensors for the copy engine
 
 Forward and backward make the same passes over the same lists as `portable`, with the same inputs and outputs, about 1.5
 times as fast. They take bfloat16 and float16, the head dimensions of `shapes.SHAPES`, windows, chunks and sinks, but no
@@ -20,11 +22,11 @@ from torch import Tensor
 from treepack.attention.hopper.delta import compute_delta
 from treepack.attention.hopper.join_shares import join_shares
 from treepack.attention.hopper.matrices import matrix_arguments
-from treepack.attention.hopper.shapes import SHAPES, Shape
+from treepack.attention.hopper.shapes import SHAPES, HeadShape
 from treepack.attention.kernel_launch import (
-    Incoming,
-    Inputs,
-    Launch,
+    AttentionInputs,
+    BackwardInputs,
+    KernelLaunch,
     key_arguments,
     key_heads_per_section,
     key_window,
@@ -39,7 +41,7 @@ from treepack.attention.schedule import GRANULE, KEY_BLOCK, QUERY_BLOCK, QUERY_T
 # then have 240 each: 4 * 24 + 8 * 240 <= 12 * 168.
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
-# Keys and values of the heads that run at one time should stay in the L2 cache, which has 50 MB (H100) or 60 MB (H200).
+# Keys and values of the heads that run at once should stay in the L2 cache, which has 50 MB (H100) or 60 MB (H200).
 CACHE_BYTES = 32_000_000
 
 
@@ -55,7 +57,7 @@ def hopper_forward(
     out = token_major(query, value.shape[-1])
     places = (*query.shape[:2], schedule.end.shape[1] - schedule.first)
     lse = torch.empty(places, dtype=torch.float32, device=query.device)
-    hopper_forward_launch(Inputs(query, key, value, schedule, scale, sinks), out, lse).run()
+    hopper_forward_launch(AttentionInputs(query, key, value, schedule, scale, sinks), out, lse).run()
     return out, lse
 
 
@@ -78,8 +80,8 @@ def hopper_backward(
         out, lse: the results of `hopper_forward` for the same arguments.
         grad: [B, H, T - first, D_v], the gradient of `out`.
     """
-    inputs = Inputs(query, key, value, schedule, scale, sinks)
-    incoming = Incoming(grad, lse, compute_delta(out, grad, lse))
+    inputs = AttentionInputs(query, key, value, schedule, scale, sinks)
+    incoming = BackwardInputs(grad, lse, compute_delta(out, grad, lse))
     dq, dk, dv = token_major(query), token_major(key), token_major(value)
     hopper_query_launch(inputs, incoming, dq).run()
     sums = empty_sums(inputs)
@@ -91,7 +93,7 @@ def hopper_backward(
     return dq, dk, dv, dsinks
 
 
-def hopper_forward_launch(inputs: Inputs, out: Tensor, lse: Tensor) -> Launch:
+def hopper_forward_launch(inputs: AttentionInputs, out: Tensor, lse: Tensor) -> KernelLaunch:
     """Describe the launch that writes `out` [B, H, T - first, D_v] and `lse` [B, H, T_pad - first]."""
     shape = _shape(inputs)
     has_sinks = inputs.sinks is not None
@@ -110,7 +112,7 @@ def hopper_forward_launch(inputs: Inputs, out: Tensor, lse: Tensor) -> Launch:
     return _launch(shape.kernels.forward, _query_programs(inputs), arguments, constants)
 
 
-def hopper_query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor) -> Launch:
+def hopper_query_launch(inputs: AttentionInputs, incoming: BackwardInputs, dq: Tensor) -> KernelLaunch:
     """Describe the launch that writes `dq` [B, H, T - first, D]."""
     shape = _shape(inputs)
     constants = {"GROUP": inputs.group, "WINDOWED": inputs.is_windowed, **shape.query}
@@ -130,7 +132,7 @@ def hopper_query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor) -> Launc
     return _launch(shape.kernels.query, _query_programs(inputs), arguments, constants)
 
 
-def empty_sums(inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+def empty_sums(inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
     """Return memory for the sums of dk and dv of all shares; None if no key block is divided."""
     shares = inputs.schedule.shares
     if not _takes_shares(inputs) or shares is None or not shares.num_sums:
@@ -141,8 +143,8 @@ def empty_sums(inputs: Inputs) -> tuple[Tensor, Tensor] | None:
 
 
 def hopper_key_launch(
-    inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor, sums: tuple[Tensor, Tensor] | None = None
-) -> Launch:
+    inputs: AttentionInputs, incoming: BackwardInputs, dk: Tensor, dv: Tensor, sums: tuple[Tensor, Tensor] | None = None
+) -> KernelLaunch:
     """Describe the launch that writes `dk` [B, H_kv, T, D] and `dv` [B, H_kv, T, D_v], or `sums` of divided blocks."""
     shape = _shape(inputs)
     batch, kv_heads = inputs.key.shape[:2]
@@ -169,27 +171,29 @@ def hopper_key_launch(
         "scale": inputs.scale,
         **of_shares,
         **key_window(inputs),
-        # One section of all heads: the blocks with the most work of every head start first. Programs that wait for the
+        # One section of all heads: of every head, the largest blocks start first. Programs that wait for the
         # longest block of the last head cost more than the L2 cache saves.
         **key_arguments(inputs, kv_heads),
     }
     return _launch(shape.kernels.key, shape.kernels.key_programs * kv_heads * programs, arguments, constants)
 
 
-def _launch(kernel: Any, programs: int, arguments: dict[str, Any], constants: dict[str, Any]) -> Launch:
+def _launch(kernel: Any, programs: int, arguments: dict[str, Any], constants: dict[str, Any]) -> KernelLaunch:
     # The descriptor of a part that does not exist is None, a constant.
     present = {name: value for name, value in arguments.items() if value is not None}
-    return Launch(kernel, programs, present, constants | dict.fromkeys(arguments.keys() - present.keys()), OPTIONS)
+    return KernelLaunch(
+        kernel, programs, present, constants | dict.fromkeys(arguments.keys() - present.keys()), OPTIONS
+    )
 
 
-def _takes_shares(inputs: Inputs) -> bool:
+def _takes_shares(inputs: AttentionInputs) -> bool:
     return _shape(inputs).parts is None
 
 
-def _shape(inputs: Inputs) -> Shape:
+def _shape(inputs: AttentionInputs) -> HeadShape:
     return SHAPES[inputs.query.shape[-1], inputs.value.shape[-1]]
 
 
-def _query_programs(inputs: Inputs) -> int:
+def _query_programs(inputs: AttentionInputs) -> int:
     batch, heads = inputs.query.shape[:2]
     return int(batch * heads * inputs.schedule.query_order.shape[1])

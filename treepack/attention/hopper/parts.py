@@ -16,18 +16,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from treepack.attention.hopper.tiles import Matrix, Ring, copy, fetch, matrix, store_rows
+from treepack.attention.hopper.tiles import HeadMatrix, TileRing, copy, fetch, matrix, store_rows
 
 
 @gluon.jit
 def sources(first, second, at, row, head, token):
-    """Return the `Matrix` of each part of one head at `token`, from the steps of `matrices.as_matrix`."""
+    """Return the `HeadMatrix` of each part of one head at `token`, from the steps of `matrices.as_matrix`."""
     whole = matrix(first, at, row, head, token)
     if second is None:
         return (whole,)
     else:
         # parts 128 64 of head 2, 192 columns apart -> columns 384 and 512
-        return (whole, Matrix(second, whole.row, whole.column + first.block_type.shape[1]))
+        return (whole, HeadMatrix(second, whole.row, whole.column + first.block_type.shape[1]))
 
 
 @gluon.jit
@@ -51,10 +51,10 @@ def ring_of(first, second, ROWS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: g
     # [STAGES, ROWS, D]
     tiles = gl.allocate_shared_memory(first.dtype, [STAGES, ROWS, first.block_type.shape[1]], first.layout)
     if second is None:
-        return Ring((tiles,), full, empty)
+        return TileRing((tiles,), full, empty)
     else:
         rest = gl.allocate_shared_memory(second.dtype, [STAGES, ROWS, second.block_type.shape[1]], second.layout)
-        return Ring((tiles, rest), full, empty)
+        return TileRing((tiles, rest), full, empty)
 
 
 @gluon.jit
@@ -217,7 +217,7 @@ def visible(granules, ends, query, start, columns, WINDOWED: gl.constexpr):
 
 @gluon.jit
 def store_parts(pointer, stride, tokens, real, values, tile):
-    """Write the parts of `values` [64, D] to the rows `tokens` that are `real`, both [64], through those of `tile`."""
+    """Write the parts of `values` [64, D] to the rows `tokens` that are `real`, both [64], by way of `tile`."""
     store_rows(pointer, stride, tokens, real, values[0], tile[0])
     if len(values) == 2:
         store_rows(pointer + values[0].shape[1], stride, tokens, real, values[1], tile[1])

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from treepack.attention.hopper.tiles import (
-    Lists,
+    ProgramLists,
     feed,
     fetch,
     keys_of,
@@ -194,7 +194,7 @@ def query_kernel(
     end_tiles = staged_ends(k_ring, STAGES, WINDOWED)
 
     of_head = (row.to(gl.int64) * heads + head) * (padded - origin) - origin
-    lists = Lists(granules + first, ends + row * padded, starts + row * padded, end_tiles)
+    lists = ProgramLists(granules + first, ends + row * padded, starts + row * padded, end_tiles)
     work = QueryWork(
         q0,
         (gl.load(offset + 1) - first) // GRANULES,

@@ -17,7 +17,7 @@ from treepack.attention.hopper.wide_key_backward import wide_key_kernel
 from treepack.attention.hopper.wide_query_backward import wide_query_kernel
 
 
-class Kernels(NamedTuple):
+class PassKernels(NamedTuple):
     """The kernels of the three passes.
 
     forward        writes output and lse
@@ -32,14 +32,14 @@ class Kernels(NamedTuple):
     key_programs: int
 
 
-class Shape(NamedTuple):
+class HeadShape(NamedTuple):
     """Kernels of a pair of head dimensions, the parts of its heads, and compile-time parameters of each kernel.
 
     parts     widths of the parts of q and k; None for kernels of whole heads
     parts_v   widths of the parts of v
     """
 
-    kernels: Kernels
+    kernels: PassKernels
     parts: tuple[int, ...] | None
     parts_v: tuple[int, ...] | None
     forward: dict[str, int]
@@ -47,20 +47,20 @@ class Shape(NamedTuple):
     key: dict[str, int]
 
 
-WHOLE_HEADS = Kernels(forward_kernel, query_kernel, key_kernel, 1)
-HEADS_IN_PARTS = Kernels(wide_forward_kernel, wide_query_kernel, wide_key_kernel, 2)
+WHOLE_HEADS = PassKernels(forward_kernel, query_kernel, key_kernel, 1)
+HEADS_IN_PARTS = PassKernels(wide_forward_kernel, wide_query_kernel, wide_key_kernel, 2)
 
 # Key granules per tile and stages per ring: the fastest values on an H200 that fit into 227 KB of shared memory beside
 # 128 rows of queries. The forward needs 4 granules, because its first tile must hold the whole diagonal. For dq, 2
 # granules are faster than 4 (head dimension 64: 3.7 ms against 5.8). For dk and dv, a third stage gains nothing.
-_WHOLE = Shape(WHOLE_HEADS, None, None, {"GRANULES": 4, "STAGES": 2}, {"GRANULES": 2, "STAGES": 3}, {"STAGES": 2})
+_WHOLE = HeadShape(WHOLE_HEADS, None, None, {"GRANULES": 4, "STAGES": 2}, {"GRANULES": 2, "STAGES": 3}, {"STAGES": 2})
 
 # Heads in parts: within 3 % of the fastest values on an H200 that fit into 227 KB in both dtypes and hardly spill. At
 # 256 the query kernel has 128 KB of queries and output gradients, and room for two tiles of 64 keys and one of values.
 SHAPES = {
     (64, 64): _WHOLE,
     (128, 128): _WHOLE,
-    (256, 256): Shape(
+    (256, 256): HeadShape(
         HEADS_IN_PARTS,
         (256,),
         (256,),
@@ -68,7 +68,7 @@ SHAPES = {
         {"GRANULES": 2, "K_STAGES": 2, "V_STAGES": 1, "CARRIED": False},
         {"STAGES": 2, "P_STAGES": 2, "CARRIED": False},
     ),
-    (192, 128): Shape(
+    (192, 128): HeadShape(
         HEADS_IN_PARTS,
         (128, 64),
         (128,),
@@ -76,7 +76,7 @@ SHAPES = {
         {"GRANULES": 2, "K_STAGES": 3, "V_STAGES": 3, "CARRIED": True},
         {"STAGES": 3, "P_STAGES": 2, "CARRIED": True},
     ),
-    (96, 96): Shape(
+    (96, 96): HeadShape(
         HEADS_IN_PARTS,
         (64, 32),
         (64, 32),
@@ -84,7 +84,7 @@ SHAPES = {
         {"GRANULES": 2, "K_STAGES": 3, "V_STAGES": 3, "CARRIED": True},
         {"STAGES": 3, "P_STAGES": 2, "CARRIED": True},
     ),
-    (80, 80): Shape(
+    (80, 80): HeadShape(
         HEADS_IN_PARTS,
         (64, 16),
         (64, 16),

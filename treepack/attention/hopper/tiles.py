@@ -27,7 +27,7 @@ fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
-class Matrix(NamedTuple):
+class HeadMatrix(NamedTuple):
     """One head of a tensor for the copy engine: a descriptor, and the row and column of the first token to copy."""
 
     descriptor: tma.tensor_descriptor
@@ -35,7 +35,7 @@ class Matrix(NamedTuple):
     column: gl.tensor
 
 
-class Ring(NamedTuple):
+class TileRing(NamedTuple):
     """Tiles in shared memory, and two barriers per stage: one for full, one for empty."""
 
     tiles: gl.shared_memory_descriptor
@@ -43,7 +43,7 @@ class Ring(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-class Lists(NamedTuple):
+class ProgramLists(NamedTuple):
     """Lists of a program: its granules, where tokens end and begin to see, and the ends of the keys in the ring.
 
     granules    [4 * tiles]
@@ -60,9 +60,9 @@ class Lists(NamedTuple):
 
 @gluon.jit
 def matrix(descriptor, at, row, head, token):
-    """Return the `Matrix` of one head at `token`, from the steps (batch, head, column) of `matrices.as_matrix`."""
+    """Return the `HeadMatrix` of one head at `token`, from the steps (batch, head, column) of `matrices.as_matrix`."""
     # steps (300, 100, 0), row 1, head 2, token 32 -> row 532, column 0; steps (100, 0, 64) -> row 132, column 128
-    return Matrix(descriptor, row * at[0] + head * at[1] + token, head * at[2])
+    return HeadMatrix(descriptor, row * at[0] + head * at[1] + token, head * at[2])
 
 
 @gluon.jit
@@ -82,7 +82,7 @@ def ring(descriptor, ROWS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.cons
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=ARRIVALS)
         mbarrier.init(empty.index(i), count=2)  # both consumers
-    return Ring(tiles, full, empty)
+    return TileRing(tiles, full, empty)
 
 
 @gluon.jit
@@ -148,7 +148,7 @@ def numbers_of(granules, COUNT: gl.constexpr):
 
 @gluon.jit
 def keys_of(numbers, columns):
-    """Return the key tokens of the columns of a tile; those of granule -1 are negative, before every window."""
+    """Return the key tokens of the columns of a tile; they are negative, before every window, for the granule -1."""
     # numbers 9 -1: columns 0 1 ... 31 | 32 ... 63 -> keys 288 289 ... 319 | -32 ... -1
     key = numbers[0] * 32 + columns % 32
     for i in gl.static_range(1, len(numbers)):

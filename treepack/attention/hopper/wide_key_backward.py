@@ -37,7 +37,7 @@ from treepack.attention.hopper.parts import (
     zeros_of,
     zeros_unless,
 )
-from treepack.attention.hopper.tiles import Ring, place
+from treepack.attention.hopper.tiles import TileRing, place
 
 SHIFT = gl.constexpr(16384.0)
 
@@ -48,9 +48,9 @@ class WideShared(NamedTuple):
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     block_full: gl.shared_memory_descriptor
-    q: Ring
-    do: Ring
-    p: Ring
+    q: TileRing
+    do: TileRing
+    p: TileRing
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
 
@@ -86,7 +86,7 @@ class WideKeyWork(NamedTuple):
 
 @gluon.jit
 def _query_of(step, work, key_tiles, QUERIES: gl.constexpr, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
-    """Return the first query of a step, and whether its pairs need the mask."""
+    """Return the first query of a step, and True if its pairs need the mask."""
     # GROUP 2, QUERIES 64, last 512: step 0 1 2 3 4 ... -> query 448 448 384 384 320 ...
     # WINDOWED, key_tiles 0 64 448, first 0: step 0 1 2 3 4 5 -> query 0 0 64 64 448 448
     if WINDOWED:
@@ -313,7 +313,7 @@ def _allocate(
     # [STAGES, QUERIES]
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
-    p_ring = Ring(p_tiles, p_full, p_empty)
+    p_ring = TileRing(p_tiles, p_full, p_empty)
     return WideShared(k_tile, v_tile, block_full, q_ring, do_ring, p_ring, lse_tiles, delta_tiles)
 
 

@@ -86,7 +86,7 @@ def _consume(
     mbarrier.wait(inputs_full, 0)
     for i in range(tiles):
         stage = i % K
-        # The second term is 0, but the compiler cannot know: with one stage, it would keep the addresses of all
+        # The second term is 0, which the compiler cannot prove: with one stage, it would keep the addresses of all
         # products with the tile in registers, and spill.
         stage_v = i % V + ((i + length) >> 31)
         # In the first iteration ds is 0 and multiplies this tile: other stages may hold NaN, and 0 * NaN is NaN.

@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from treepack.attention.kernel_launch import (
-    Incoming,
-    Inputs,
-    Launch,
+    AttentionInputs,
+    BackwardInputs,
+    KernelLaunch,
     key_arguments,
     key_window,
     padded_width,
@@ -311,8 +311,8 @@ def portable_backward(
         out, lse: the results of `forward` for the same arguments.
         grad: [B, H, T - first, D_v], the gradient of `out`; stride 1 in the last dimension and any other strides.
     """
-    inputs = Inputs(query, key, value, schedule, scale, sinks, softcap)
-    incoming = Incoming(grad, lse, _delta(out, grad))
+    inputs = AttentionInputs(query, key, value, schedule, scale, sinks, softcap)
+    incoming = BackwardInputs(grad, lse, _delta(out, grad))
     dq, dk, dv = token_major(query), token_major(key), token_major(value)
     configs = configs_of(query, value)
     query_launch(inputs, incoming, dq, configs.query).run()
@@ -341,7 +341,7 @@ def _delta(out: Tensor, grad: Tensor) -> Tensor:
     return delta
 
 
-def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor, config: PortableConfig) -> Launch:
+def query_launch(inputs: AttentionInputs, incoming: BackwardInputs, dq: Tensor, config: PortableConfig) -> KernelLaunch:
     """Describe the launch that writes `dq` [B, H, T - first, D]."""
     query, key, value, schedule, scale = inputs[:5]
     batch, heads = query.shape[:2]
@@ -364,10 +364,12 @@ def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor, config: Portabl
         **query_arguments(inputs, heads_at_a_time(key) * inputs.group),
     }
     programs = batch * heads * schedule.query_order.shape[1] * (QUERY_BLOCK // config.block)
-    return Launch(_query_kernel, programs, arguments, constants_of(inputs, config), options_of(config))
+    return KernelLaunch(_query_kernel, programs, arguments, constants_of(inputs, config), options_of(config))
 
 
-def key_launch(inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor, config: PortableConfig) -> Launch:
+def key_launch(
+    inputs: AttentionInputs, incoming: BackwardInputs, dk: Tensor, dv: Tensor, config: PortableConfig
+) -> KernelLaunch:
     """Describe the launch that writes `dk` [B, H_kv, T, D] and `dv` [B, H_kv, T, D_v]."""
     query, key, value, schedule, scale = inputs[:5]
     batch, kv_heads = key.shape[:2]
@@ -392,4 +394,4 @@ def key_launch(inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor, confi
         **key_arguments(inputs, heads_at_a_time(key)),
     }
     programs = batch * kv_heads * schedule.key_order.shape[1] * (KEY_BLOCK // config.block)
-    return Launch(_key_kernel, programs, arguments, constants_of(inputs, config), options_of(config))
+    return KernelLaunch(_key_kernel, programs, arguments, constants_of(inputs, config), options_of(config))

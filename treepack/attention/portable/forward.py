@@ -30,8 +30,8 @@ from torch import Tensor
 
 from treepack.attention.kernel_launch import (
     LOG2E,
-    Inputs,
-    Launch,
+    AttentionInputs,
+    KernelLaunch,
     is_on_hopper,
     key_heads_per_section,
     padded_width,
@@ -55,7 +55,7 @@ class PortableConfig(NamedTuple):
     num_stages: int
 
 
-class Configs(NamedTuple):
+class LoopConfigs(NamedTuple):
     """Shapes of the three kernels that have a loop: forward, dq, and dk with dv."""
 
     forward: PortableConfig
@@ -72,30 +72,30 @@ class Configs(NamedTuple):
 # Entry 512, with 8 query and 4 key heads: forward 37.1 ms, backward 149. A forward with 64 queries a program took 22.6
 # ms, but only its time was measured, not its errors.
 HOPPER = {
-    64: Configs(PortableConfig(128, 64, 8, 3), PortableConfig(64, 64, 4, 3), PortableConfig(64, 64, 4, 3)),
-    128: Configs(PortableConfig(128, 64, 4, 3), PortableConfig(64, 64, 4, 3), PortableConfig(64, 64, 4, 2)),
-    256: Configs(PortableConfig(128, 32, 8, 3), PortableConfig(128, 32, 8, 2), PortableConfig(32, 64, 8, 2)),
-    512: Configs(PortableConfig(32, 32, 8, 2), PortableConfig(32, 32, 8, 2), PortableConfig(32, 16, 8, 2)),
+    64: LoopConfigs(PortableConfig(128, 64, 8, 3), PortableConfig(64, 64, 4, 3), PortableConfig(64, 64, 4, 3)),
+    128: LoopConfigs(PortableConfig(128, 64, 4, 3), PortableConfig(64, 64, 4, 3), PortableConfig(64, 64, 4, 2)),
+    256: LoopConfigs(PortableConfig(128, 32, 8, 3), PortableConfig(128, 32, 8, 2), PortableConfig(32, 64, 8, 2)),
+    512: LoopConfigs(PortableConfig(32, 32, 8, 2), PortableConfig(32, 32, 8, 2), PortableConfig(32, 16, 8, 2)),
 }
 # For other GPUs, not measured. These shapes spill at most 36 bytes a thread on sm_80. Up to 256 they need at most 99 KB
 # of shared memory, because small GPUs have no more; 512 needs 112 KB, and 194 in float32, which `dispatch` checks.
 PORTABLE = {
-    64: Configs(PortableConfig(128, 64, 4, 3), PortableConfig(128, 64, 8, 2), PortableConfig(128, 32, 8, 2)),
-    128: Configs(PortableConfig(128, 32, 8, 3), PortableConfig(64, 32, 4, 2), PortableConfig(64, 32, 4, 2)),
-    256: Configs(PortableConfig(64, 32, 8, 2), PortableConfig(64, 32, 8, 1), PortableConfig(32, 32, 8, 1)),
-    512: Configs(PortableConfig(32, 32, 8, 2), PortableConfig(16, 32, 8, 1), PortableConfig(32, 16, 8, 1)),
+    64: LoopConfigs(PortableConfig(128, 64, 4, 3), PortableConfig(128, 64, 8, 2), PortableConfig(128, 32, 8, 2)),
+    128: LoopConfigs(PortableConfig(128, 32, 8, 3), PortableConfig(64, 32, 4, 2), PortableConfig(64, 32, 4, 2)),
+    256: LoopConfigs(PortableConfig(64, 32, 8, 2), PortableConfig(64, 32, 8, 1), PortableConfig(32, 32, 8, 1)),
+    512: LoopConfigs(PortableConfig(32, 32, 8, 2), PortableConfig(16, 32, 8, 1), PortableConfig(32, 16, 8, 1)),
 }
 # For float32, whose exact products the matrix units do not compute. Up to 256 these shapes spill at most 24 bytes a
-# thread. At 512, dk and dv spill 1,440 bytes, for 32 keys are the fewest of a program.
+# thread. At 512, dk and dv spill 1,440 bytes, because a program has at least 32 keys.
 FLOAT32 = {
-    64: Configs(PortableConfig(64, 32, 8, 1), PortableConfig(64, 32, 8, 1), PortableConfig(32, 32, 8, 1)),
-    128: Configs(PortableConfig(32, 32, 8, 1), PortableConfig(32, 32, 8, 1), PortableConfig(32, 16, 8, 1)),
-    256: Configs(PortableConfig(32, 32, 8, 1), PortableConfig(16, 32, 8, 1), PortableConfig(32, 16, 8, 1)),
-    512: Configs(PortableConfig(16, 32, 8, 1), PortableConfig(16, 32, 8, 1), PortableConfig(32, 16, 16, 1)),
+    64: LoopConfigs(PortableConfig(64, 32, 8, 1), PortableConfig(64, 32, 8, 1), PortableConfig(32, 32, 8, 1)),
+    128: LoopConfigs(PortableConfig(32, 32, 8, 1), PortableConfig(32, 32, 8, 1), PortableConfig(32, 16, 8, 1)),
+    256: LoopConfigs(PortableConfig(32, 32, 8, 1), PortableConfig(16, 32, 8, 1), PortableConfig(32, 16, 8, 1)),
+    512: LoopConfigs(PortableConfig(16, 32, 8, 1), PortableConfig(16, 32, 8, 1), PortableConfig(32, 16, 16, 1)),
 }
 
 
-def configs_of(query: Tensor, value: Tensor) -> Configs:
+def configs_of(query: Tensor, value: Tensor) -> LoopConfigs:
     """Return the shapes of the kernels for the dtype, head dimensions and device of `query` and `value`."""
     if query.dtype == torch.float32:
         table = FLOAT32
@@ -312,14 +312,14 @@ def portable_forward(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return output [B, H, T - first, D_v] in the dtype of `query`, and lse, float32 [B, H, T - first]."""
-    inputs = Inputs(query, key, value, schedule, scale, sinks, softcap)
+    inputs = AttentionInputs(query, key, value, schedule, scale, sinks, softcap)
     out = token_major(query, value.shape[-1])
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     forward_launch(inputs, out, lse, configs_of(query, value).forward).run()
     return out, lse
 
 
-def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor, config: PortableConfig) -> Launch:
+def forward_launch(inputs: AttentionInputs, out: Tensor, lse: Tensor, config: PortableConfig) -> KernelLaunch:
     """Describe the launch that writes `out` [B, H, T - first, D_v] and `lse` [B, H, T - first]."""
     query, key, value, schedule = inputs[:4]
     batch, heads = query.shape[:2]
@@ -340,7 +340,7 @@ def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor, config: PortableCon
     }
     constants = {**constants_of(inputs, config), "SINKS": inputs.sinks is not None}
     programs = batch * heads * schedule.query_order.shape[1] * (QUERY_BLOCK // config.block)
-    return Launch(_forward_kernel, programs, arguments, constants, options_of(config))
+    return KernelLaunch(_forward_kernel, programs, arguments, constants, options_of(config))
 
 
 def heads_at_a_time(key: Tensor) -> int:
@@ -348,7 +348,7 @@ def heads_at_a_time(key: Tensor) -> int:
     return key_heads_per_section(key, CACHE_BYTES)
 
 
-def constants_of(inputs: Inputs, config: PortableConfig) -> dict[str, Any]:
+def constants_of(inputs: AttentionInputs, config: PortableConfig) -> dict[str, Any]:
     """Return the compile-time arguments of a kernel with a loop."""
     width, value_width = inputs.query.shape[-1], inputs.value.shape[-1]
     return {
@@ -365,7 +365,7 @@ def constants_of(inputs: Inputs, config: PortableConfig) -> dict[str, Any]:
     }
 
 
-def cap_of(inputs: Inputs) -> float:
+def cap_of(inputs: AttentionInputs) -> float:
     """Return the cap of scores in powers of two; kernels do not read it without a cap."""
     return 0.0 if inputs.softcap is None else inputs.softcap * LOG2E
 

@@ -1,1 +1,1 @@
-"""Input formats, one file each; `readers.registry` finds them, and nothing imports them."""
+"""Input formats, in a file each or as lines of columns; `readers.registry` finds them, and nothing imports them."""

@@ -29,7 +29,7 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import ANY, OBJECTS, ValueKind, each, no
+from treepack.ingest.readers.kinds import ANY, FILLED_LIST, OBJECTS, each, no
 from treepack.trajectory import Skipped, Trajectory
 
 PREFIX = "token_id:"  # vLLM can return "token_id:17" in place of the text of token 17
@@ -39,15 +39,15 @@ DROPPED = HISTORIES | {"metrics", "logs", "exchanges", "group_index", "group_met
 
 
 def read_art(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """Read the trajectories of a group, `<record>/<place>`, which form one group; or the single trajectory of `record`.
+    """Read the trajectories of a group, `<record>/<index>`, which form one group; or the single trajectory of `record`.
 
     Raises:
         TreepackError: histories of a different form, or an error of the readers of tokens and messages.
     """
     value = record.value
     if isinstance(value.get("trajectories"), list):
-        for place, member in enumerate(value["trajectories"]):
-            named = {"trajectory_id": f"{record.label}/{place}", "group_id": record.source}
+        for index, member in enumerate(value["trajectories"]):
+            named = {"trajectory_id": f"{record.label}/{index}", "group_id": record.source}
             yield from _read_trajectory(record, member, named, options)
         return
     # A row of a log has no id of its own.
@@ -97,9 +97,9 @@ def _history(history: dict[str, Any], source: str) -> tuple[list[dict[str, Any]]
 def _chat_calls(items: list[dict[str, Any]], tools: Any) -> Iterator[ChatCall]:
     messages = [item.get("message", item) for item in items]
     # [user, choice, user, choice] -> calls with 1 and 3 messages of prompt
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if "message" in item:
-            yield ChatCall(messages[:place], messages[place : place + 1], tools, ending=endings.raw_of(item))
+            yield ChatCall(messages[:index], messages[index : index + 1], tools, ending=endings.raw_of(item))
 
 
 def _token_call(choice: dict[str, Any], source: str) -> TokenCall | None:
@@ -135,7 +135,6 @@ def _parse(value: Any, source: str) -> Any:
 
 
 # Rows of ART's Parquet logs have `group_index` and `messages`; single trajectories have neither.
-FILLED_LIST = ValueKind("a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
 FORMAT = Format(
     name="art",
     rank=460,

@@ -168,7 +168,7 @@ def _read_document(
         for item in items:
             part = within(item, rollout.rollout, rollout.order * MAX_AGENTS + min(number, MAX_AGENTS - 1))
             if isinstance(part, Trajectory):
-                part = replace(part, source=rollout.place, group_id=part.group_id if trial else group)
+                part = replace(part, source=rollout.source, group_id=part.group_id if trial else group)
             yield part
 
 

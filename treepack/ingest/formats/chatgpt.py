@@ -69,7 +69,7 @@ NODES = ValueKind(
 
 
 @dataclass(slots=True)
-class _Turns:
+class _PathTurns:
     """The messages of a path in chat form, the thoughts before the next one, and notes to be counted."""
 
     messages: list[Message] = field(default_factory=list)
@@ -127,7 +127,7 @@ def _roots(mapping: dict[str, Node], source: str) -> list[Node]:
         (nodes[parent]["children"] if isinstance(parent, str) and parent in nodes else roots).append(nodes[name])
     for name, node in mapping.items():
         # The order in which the answers were made, if the parent lists its children.
-        order = {child: place for place, child in enumerate(node["children"] or []) if isinstance(child, str)}
+        order = {child: index for index, child in enumerate(node["children"] or []) if isinstance(child, str)}
         nodes[name]["children"].sort(key=lambda child: order.get(child["name"], len(order)))
     reached = {id(node) for root in roots for path in leaf_paths(root, source=source) for node in path}
     if len(reached) < len(nodes):
@@ -160,9 +160,9 @@ def _unused(mapping: dict[str, Node], source: str) -> tuple[str, ...]:
 
 def _readable(path: list[Node], source: str) -> tuple[list[Node], str | None]:
     """Return the nodes before the first one that text cannot represent, and the reason; None if there is none."""
-    for place, node in enumerate(path):
+    for index, node in enumerate(path):
         if (reason := reason_of(node, source)) is not None:
-            return path[:place], reason
+            return path[:index], reason
     return path, None
 
 
@@ -191,12 +191,12 @@ def _is_answer(node: Node, source: str) -> bool:
 
 
 def _up_to_answer(path: list[Node], source: str) -> list[Node]:
-    answers = [place for place, node in enumerate(path) if _is_answer(node, source)]
+    answers = [index for index, node in enumerate(path) if _is_answer(node, source)]
     return path[: answers[-1] + 1] if answers else []
 
 
-def _turns(path: list[Node], source: str) -> _Turns:
-    turns = _Turns()
+def _turns(path: list[Node], source: str) -> _PathTurns:
+    turns = _PathTurns()
     for node in path:
         message = node["message"]
         if message is None:
@@ -236,7 +236,7 @@ def _thoughts(content: dict[str, Any], source: str) -> Iterator[str]:
             yield text
 
 
-def _add_system(turns: _Turns, text: str) -> None:
+def _add_system(turns: _PathTurns, text: str) -> None:
     if not text:
         return
     # Templates accept one system message, at the beginning.
@@ -247,7 +247,7 @@ def _add_system(turns: _Turns, text: str) -> None:
         turns.messages.append({"role": "system", "content": text})
 
 
-def _add_answer(turns: _Turns, message: Message, text: str, metadata: dict[str, Any]) -> None:
+def _add_answer(turns: _PathTurns, message: Message, text: str, metadata: dict[str, Any]) -> None:
     if not text:
         turns.notes[EMPTY_NOTE if message.get("recipient") in (None, ALL) else EMPTY_CALL_NOTE] = None
         return
@@ -286,7 +286,7 @@ def _arguments(text: str, kind: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"code" if kind == "code" else "input": text}
 
 
-def _add_other(turns: _Turns, message: Message, role: str, text: str) -> None:
+def _add_other(turns: _PathTurns, message: Message, role: str, text: str) -> None:
     """Add a message of the user or of a tool; an empty one is left out, unless it is the result of a call."""
     if turns.thoughts and role == "user":
         turns.notes[THOUGHTS_NOTE] = None

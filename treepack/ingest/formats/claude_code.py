@@ -27,8 +27,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes
+from treepack.ingest.readers.calls.call_logs import NO_CALL, CallLog
+from treepack.ingest.readers.calls.chat_calls import read_chats
 from treepack.ingest.readers.calls.rollout_names import group_of_first
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import object_or_empty
@@ -51,20 +51,19 @@ SYNTHETIC = "<synthetic>"  # the model of a message that Claude Code wrote
 INTERRUPTED = "[Request interrupted by user]"
 CONTEXT_NOTE = "system prompt, tools and some reminders are not in sessions of Claude Code"
 INTERRUPTED_NOTE = "interrupted turn not trained"
-NO_CALL = "session without a turn of the model"
 SUB_AGENT = "description of a sub-agent, whose session is another file"
 
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """A line of the tree, number `place` in the file.
+class _SessionEntry:
+    """A line of the tree, number `index` in the file.
 
     `key` is the id of the model's message that contains this block, and None for other lines.
     """
 
-    place: int
+    index: int
     uuid: str
     parent: str | None
     kind: str
@@ -74,19 +73,19 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class _Session:
+class _SessionTree:
     """The lines of a file that are in the tree."""
 
-    entries: dict[str, _Entry] = field(default_factory=dict)  # by uuid, in the order of the file
-    blocks: dict[str, list[_Entry]] = field(default_factory=dict)  # of each message of the model, by its key
+    entries: dict[str, _SessionEntry] = field(default_factory=dict)  # by uuid, in the order of the file
+    blocks: dict[str, list[_SessionEntry]] = field(default_factory=dict)  # of each message of the model, by its key
     called: set[str] = field(default_factory=set)  # the ids of tool calls
-    results: dict[str, _Entry] = field(default_factory=dict)  # by the id of the call
+    results: dict[str, _SessionEntry] = field(default_factory=dict)  # by the id of the call
     kept: dict[str, list[str]] = field(default_factory=dict)  # uuid of a summary -> entries that its compaction kept
     agents: set[str] = field(default_factory=set)  # the ids of sub-agents whose results are in the file
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _CallPrompt:
     """The messages before a call, and the reason if they cannot be read as text."""
 
     messages: list[Message]
@@ -106,16 +105,16 @@ def read_claude_code(records: Iterator[Record], options: ReadOptions) -> Iterato
         yield Skipped(rows[0].source, SUB_AGENT, is_rollout=False)
         return
     session = _session(rows)
-    calls, notes = _calls(session)
+    log = _calls(session)
     record = replace(rows[0], source=rows[0].path, value=_description(session, rows[0]))
-    if calls:
-        items = with_notes(read_chats(record, calls, options), (CONTEXT_NOTE, *notes))
+    if log.calls:
+        items = log.read(record, options, context=(CONTEXT_NOTE,))
         yield from in_session(items, *_file_of(session, record.path, options))
     else:
-        yield Skipped(record.source, next(iter(notes), NO_CALL), is_rollout=bool(session.blocks))
+        yield Skipped(record.source, next(iter(log.notes), NO_CALL), is_rollout=bool(session.blocks))
 
 
-def _file_of(session: _Session, path: str, options: ReadOptions) -> tuple[SessionFile | None, str | None]:
+def _file_of(session: _SessionTree, path: str, options: ReadOptions) -> tuple[SessionFile | None, str | None]:
     """Return the file at `path` of a session with sub-agents, or of one of them, and the group of the session.
 
     The file is None for a session without sub-agents. The group is None if this file has the first prompt.
@@ -143,13 +142,13 @@ def _main(path: str, _changed: int, options: ReadOptions) -> tuple[frozenset[str
     if not rows:
         return frozenset(), None
     session = _session(rows)
-    items = read_chats(replace(rows[0], value={}), _calls(session)[0][:1], options)
+    items = read_chats(replace(rows[0], value={}), _calls(session).calls[:1], options)
     first = next((item for item in items if isinstance(item, Trajectory)), None)
     return frozenset(session.agents), None if first is None else group_of_first(first)
 
 
-def _session(rows: list[Record]) -> _Session:
-    session = _Session()
+def _session(rows: list[Record]) -> _SessionTree:
+    session = _SessionTree()
     for row in rows:
         value = row.value
         uuid, parent, message = value.get("uuid"), value.get("parentUuid"), object_or_empty(value.get("message"))
@@ -158,7 +157,7 @@ def _session(rows: list[Record]) -> _Session:
             continue
         parent = parent if isinstance(parent, str) else None
         key = str(message.get("id") or uuid) if value.get("type") == "assistant" else None
-        entry = _Entry(len(session.entries), uuid, parent, str(value.get("type")), message, value, key)
+        entry = _SessionEntry(len(session.entries), uuid, parent, str(value.get("type")), message, value, key)
         session.entries[uuid] = entry
         if key is not None:
             session.blocks.setdefault(key, []).append(entry)
@@ -172,7 +171,7 @@ def _session(rows: list[Record]) -> _Session:
     return session
 
 
-def _add_kept(session: _Session, entry: _Entry) -> None:
+def _add_kept(session: _SessionTree, entry: _SessionEntry) -> None:
     """Record the entries that the compaction at `entry` kept, under the summary after which they are in the prompt."""
     segment = object_or_empty(entry.value.get("compactMetadata")).get("preservedSegment")
     if not isinstance(segment, dict):
@@ -199,11 +198,10 @@ def _parts(message: Message) -> list[dict[str, Any]]:
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
-def _calls(session: _Session) -> tuple[list[ChatCall], tuple[str, ...]]:
-    """Return one call for each message of the model, in the order of their first lines, and notes to be counted."""
-    calls: list[ChatCall] = []
-    notes: dict[str, None] = {}
-    prompts: dict[str | None, _Prompt] = {None: _Prompt([])}  # by the entry before a call
+def _calls(session: _SessionTree) -> CallLog:
+    """Return one call for each message of the model, in the order of their first lines."""
+    log = CallLog()
+    prompts: dict[str | None, _CallPrompt] = {None: _CallPrompt([])}  # by the entry before a call
     interrupted = {entry.parent for entry in session.entries.values() if _is_interruption(entry)}
     for blocks in session.blocks.values():
         prompt = _prompt(session, blocks[0].parent, prompts)
@@ -211,28 +209,25 @@ def _calls(session: _Session) -> tuple[list[ChatCall], tuple[str, ...]]:
         if blocks[0].message.get("model") == SYNTHETIC or not answer:
             continue
         if any(block.uuid in interrupted for block in blocks):
-            notes[INTERRUPTED_NOTE] = None
-            continue
-        if (reason := prompt.reason or skip_reason(answer)) is not None:
-            notes[f"call not used: {reason}"] = None
+            log.note(INTERRUPTED_NOTE)
             continue
         # Only the last line of a message has the reason.
         reasons = [reason for block in blocks if (reason := block.message.get("stop_reason")) is not None]
-        calls.append(ChatCall(prompt.messages, answer, ending=reasons[-1] if reasons else None))
-    return calls, tuple(notes)
+        log.add(prompt.messages, answer, reason=prompt.reason, ending=reasons[-1] if reasons else None)
+    return log
 
 
-def _is_interruption(entry: _Entry) -> bool:
+def _is_interruption(entry: _SessionEntry) -> bool:
     texts = [entry.message.get("content"), *(part.get("text") for part in _parts(entry.message))]
     return entry.kind == "user" and INTERRUPTED in texts
 
 
-def _prompt(session: _Session, last: str | None, prompts: dict[str | None, _Prompt]) -> _Prompt:
+def _prompt(session: _SessionTree, last: str | None, prompts: dict[str | None, _CallPrompt]) -> _CallPrompt:
     """Return the messages up to the entry `last`, and keep them in `prompts`, so that the next call starts from there.
 
     O(entries since the last call, and messages of the prompt).
     """
-    path: list[_Entry] = []
+    path: list[_SessionEntry] = []
     uuid, seen = last, set[str]()
     while uuid is not None and uuid not in prompts and uuid in session.entries and uuid not in seen:
         seen.add(uuid)
@@ -245,11 +240,11 @@ def _prompt(session: _Session, last: str | None, prompts: dict[str | None, _Prom
         between += _messages(session, entry, done)
         for name in session.kept.get(entry.uuid, []):
             between += _messages(session, session.entries[name], done)
-    prompt = _Prompt([*before.messages, *between], before.reason or skip_reason(between))
+    prompt = _CallPrompt([*before.messages, *between], before.reason or skip_reason(between))
     return prompts.setdefault(last, prompt)
 
 
-def _messages(session: _Session, entry: _Entry, done: set[str]) -> list[Message]:
+def _messages(session: _SessionTree, entry: _SessionEntry, done: set[str]) -> list[Message]:
     """Return the messages that `entry` adds to a prompt; `done` are the messages of the model that are in it."""
     if entry.key is not None:
         # The path has several blocks of a message: the first one adds the whole message, with its results.
@@ -259,8 +254,8 @@ def _messages(session: _Session, entry: _Entry, done: set[str]) -> list[Message]
         blocks = session.blocks[entry.key]
         ids = {name for block in blocks for name in _ids(block.message, "tool_use", "id")}
         # In the order of the file. An entry may have several results, but it is in the prompt once.
-        results = {session.results[name].place: session.results[name] for name in ids if name in session.results}
-        return [*_answer(blocks), *(message for place in sorted(results) for message in _user(results[place]))]
+        results = {session.results[name].index: session.results[name] for name in ids if name in session.results}
+        return [*_answer(blocks), *(message for index in sorted(results) for message in _user(results[index]))]
     if entry.kind == "user":
         # A result is in the prompt already, after its call.
         is_result = not session.called.isdisjoint(_ids(entry.message, "tool_result", "tool_use_id"))
@@ -273,11 +268,11 @@ def _messages(session: _Session, entry: _Entry, done: set[str]) -> list[Message]
     return []
 
 
-def _user(entry: _Entry) -> list[Message]:
+def _user(entry: _SessionEntry) -> list[Message]:
     return split_blocks([{"role": "user", "content": entry.message.get("content")}])
 
 
-def _answer(blocks: list[_Entry]) -> list[Message]:
+def _answer(blocks: list[_SessionEntry]) -> list[Message]:
     """Return the message of the model whose lines are `blocks`: a list of one, or of none if it is empty."""
     content: list[Any] = []
     for block in blocks:
@@ -287,7 +282,7 @@ def _answer(blocks: list[_Entry]) -> list[Message]:
     return split_blocks([{"role": "assistant", "content": content}]) if content else []
 
 
-def _description(session: _Session, first: Record) -> dict[str, Any]:
+def _description(session: _SessionTree, first: Record) -> dict[str, Any]:
     models = [blocks[0].message.get("model") for blocks in session.blocks.values()]
     names = dict.fromkeys(name for name in models if isinstance(name, str) and name != SYNTHETIC)
     head = next((entry.value for entry in session.entries.values()), first.value)

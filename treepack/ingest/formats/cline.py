@@ -19,10 +19,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes
+from treepack.ingest.readers.calls.call_logs import CallLog
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
+from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty, shown
 from treepack.ingest.readers.files.companion_files import folder_and_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
@@ -78,16 +77,14 @@ def is_cline_record(value: dict[str, Any]) -> bool:
 
 
 @dataclass(slots=True)
-class _Task:
-    """The prompt of the next call, the calls so far, and notes to be counted.
+class _TaskState:
+    """The prompt of the next call, and the calls so far.
 
     The prompt has each message as logged and in chat form; the logged one of a system prompt is empty.
     """
 
     prompt: list[tuple[Message, Message]]
-    calls: list[ChatCall] = field(default_factory=list)
-    notes: dict[str, None] = field(default_factory=dict)
-    models: dict[str, None] = field(default_factory=dict)
+    log: CallLog = field(default_factory=CallLog)
 
 
 def read_cline(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -118,11 +115,11 @@ def read_cline(records: Iterator[Record], options: ReadOptions) -> Iterator[Traj
 def _read_task(
     record: Record, messages: Any, system: list[Message], options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
-    task = _Task([({}, message) for message in system])
+    task = _TaskState([({}, message) for message in system])
     reason: str | None = None
     for message in messages if is_messages(messages) else []:
         if message.get("type") == "reasoning":
-            task.notes[REASONING_NOTE] = None
+            task.log.note(REASONING_NOTE)
             continue
         _check_marks(task, message, record.source)
         if message.get("isSummary") or message.get("isTruncationMarker"):
@@ -133,35 +130,28 @@ def _read_task(
         if message.get("role") == "assistant":
             _add_call(task, message, chat, reason)
         task.prompt.append((message, chat))
-    name = ", ".join(task.models) or None
-    record = replace(record, value=record.value | {"model": name})
-    if not task.calls:
-        yield Skipped(record.source, "; ".join(task.notes) or NO_CALL)
-        return
-    notes = (TOOLS_NOTE if system else CONTEXT_NOTE, *task.notes)
-    yield from with_notes(read_chats(record, task.calls, options), notes)
+    record = replace(record, value=record.value | {"model": task.log.model})
+    context = (TOOLS_NOTE if system else CONTEXT_NOTE,)
+    yield from task.log.read(record, options, context=context, empty=NO_CALL)
 
 
-def _add_call(task: _Task, message: Message, chat: Message, reason: str | None) -> None:
+def _add_call(task: _TaskState, message: Message, chat: Message, reason: str | None) -> None:
     texts = _texts(message.get("content"))
     if message.get("isSummary"):
-        task.notes[SUMMARY_NOTE] = None
+        task.log.note(SUMMARY_NOTE)
     elif any(map(INTERRUPTED.search, texts)):
-        task.notes[INTERRUPTED_NOTE] = None
+        task.log.note(INTERRUPTED_NOTE)
     elif texts == [BY_PROGRAM]:
-        task.notes[PROGRAM_NOTE] = None
-    elif reason is not None:
-        task.notes[f"call not used: {reason}"] = None
-    elif not chat.get("content"):
-        task.notes[EMPTY_NOTE] = None
+        task.log.note(PROGRAM_NOTE)
+    elif reason is None and not chat.get("content"):
+        task.log.note(EMPTY_NOTE)
     else:
-        task.calls.append(ChatCall([each for _, each in task.prompt], [chat]))
-        model = message.get("modelInfo")
-        name = (model.get("modelId") or model.get("id")) if isinstance(model, dict) else None
-        task.models |= {name: None} if isinstance(name, str) else {}
+        model = object_or_empty(message.get("modelInfo"))
+        prompt = [each for _, each in task.prompt]
+        task.log.add(prompt, [chat], reason=reason, model=model.get("modelId") or model.get("id"))
 
 
-def _check_marks(task: _Task, message: Message, source: str) -> None:
+def _check_marks(task: _TaskState, message: Message, source: str) -> None:
     """Refuse names of a summary or truncation of a different form; note marks without names, and names without marks.
 
     Raises:
@@ -174,7 +164,7 @@ def _check_marks(task: _Task, message: Message, source: str) -> None:
         is_marked, is_named = bool(message.get(mark)), bool(message.get(f"{kind}Id"))
         if is_marked != is_named:
             there, missing = (mark, f"{kind}Id") if is_marked else (f"{kind}Id", mark)
-            task.notes[f"{there} without {missing}, so no message is replaced"] = None
+            task.log.note(f"{there} without {missing}, so no message is replaced")
 
 
 def _without_replaced(prompt: list[tuple[Message, Message]], marker: Message) -> list[tuple[Message, Message]]:

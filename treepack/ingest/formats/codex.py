@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes
+from treepack.ingest.readers.calls.call_logs import NO_CALL, CallLog
+from treepack.ingest.readers.calls.chat_calls import read_chats
 from treepack.ingest.readers.calls.rollout_names import group_of_first
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, shown
@@ -43,7 +43,6 @@ from treepack.trajectory import Skipped, Trajectory
 CONTEXT_NOTE = "tools, and changes of the system prompt for them, are not in sessions of Codex"
 SUMMARY_NOTE = "summary for a compaction not used"
 COPIED_NOTE = "turns that were copied from another session not trained"
-NO_CALL = "session without a turn of the model"
 SNAPSHOT = "ghost_snapshot"  # an item of Codex itself: the state of the files, which no model reads
 
 
@@ -68,7 +67,7 @@ def read_codex(records: Iterator[Record], options: ReadOptions) -> Iterator[Traj
     """
     rows = list(records)
     first, meta = rows[0], rows[0].value["payload"]
-    calls, notes = _calls_of_file(rows)
+    log = _calls_of_file(rows)
     contexts = [row.value.get("payload") for row in rows if row.value.get("type") == "turn_context"]
     models = [context.get("model") for context in contexts if isinstance(context, dict)]
     value = {
@@ -78,35 +77,32 @@ def read_codex(records: Iterator[Record], options: ReadOptions) -> Iterator[Traj
         "model": ", ".join(dict.fromkeys(name for name in models if isinstance(name, str))) or None,
     }
     record = replace(first, source=first.path, value=value)
-    if calls:
-        items = with_notes(read_chats(record, calls, options), (CONTEXT_NOTE, *notes))
-        file = file_of_thread(first.path, meta)
-        is_agent = file is not None and file.number > 0
-        yield from in_session(items, file, _group(file.path, options) if file is not None and is_agent else None)
-    else:
-        yield Skipped(first.path, next((note for note in notes if note.startswith("call not used")), NO_CALL))
+    items = log.read(record, options, context=(CONTEXT_NOTE,), reason=log.fault or NO_CALL)
+    file = file_of_thread(first.path, meta) if log.calls else None
+    is_agent = file is not None and file.number > 0
+    yield from in_session(items, file, _group(file.path, options) if file is not None and is_agent else None)
 
 
 def _group(path: str, options: ReadOptions) -> str | None:
     """Return the group of the session at `path`, by its first prompt; None if it has no turn of the model."""
     rows = list(first_records(Path(path)))
-    items = read_chats(replace(rows[0], value={}), _calls_of_file(rows)[0][:1], options)
+    items = read_chats(replace(rows[0], value={}), _calls_of_file(rows).calls[:1], options)
     return next((group_of_first(item) for item in items if isinstance(item, Trajectory)), None)
 
 
-def _calls_of_file(rows: list[Record]) -> tuple[list[ChatCall], dict[str, None]]:
-    """Return the calls of a session that are in no other file, and notes to be counted."""
+def _calls_of_file(rows: list[Record]) -> CallLog:
+    """Return the calls of a session that are in no other file."""
     path, meta = rows[0].path, rows[0].value["payload"]
-    stretches, notes = _stretches(rows)
+    log = CallLog()
+    stretches = _stretches(rows, log)
     copied = copied_items([row.value for row in rows], path)
     if copied:
-        notes[COPIED_NOTE] = None
-    calls: list[ChatCall] = []
+        log.note(COPIED_NOTE)
     for stretch in stretches:
         chat = messages_of_items(stretch.items, source=path)
-        notes |= dict.fromkeys(chat.notes)
-        calls += _calls(_system(meta), chat, [*copied, *stretch.items[: stretch.num_before]], notes)
-    return calls, notes
+        log.note(*chat.notes)
+        _add_calls(log, _system(meta), chat, [*copied, *stretch.items[: stretch.num_before]])
+    return log
 
 
 def _system(meta: dict[str, Any]) -> list[Message]:
@@ -115,10 +111,9 @@ def _system(meta: dict[str, Any]) -> list[Message]:
     return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
 
 
-def _stretches(rows: list[Record]) -> tuple[list[_ItemRange], dict[str, None]]:
-    """Return the stretches of the history, and notes to be counted."""
+def _stretches(rows: list[Record], log: CallLog) -> list[_ItemRange]:
+    """Return the stretches of the history."""
     stretches = [_ItemRange()]
-    notes: dict[str, None] = {}
     for row in rows:
         kind, payload = row.value.get("type"), row.value.get("payload")
         if payload is not None and not isinstance(payload, dict):
@@ -127,7 +122,7 @@ def _stretches(rows: list[Record]) -> tuple[list[_ItemRange], dict[str, None]]:
             continue
         metadata = row.value.get("metadata")
         if kind == "response_item" and isinstance(metadata, dict) and metadata.get("compaction_output"):
-            notes[SUMMARY_NOTE] = None
+            log.note(SUMMARY_NOTE)
         elif kind == "response_item" and payload.get("type") != SNAPSHOT:
             stretches[-1].items.append(payload)
         elif kind == "compacted":
@@ -137,7 +132,7 @@ def _stretches(rows: list[Record]) -> tuple[list[_ItemRange], dict[str, None]]:
         elif kind == "event_msg" and payload.get("type") == "thread_rolled_back":
             items = _rolled_back(stretches[-1].items, payload.get("num_turns"))
             stretches.append(_ItemRange(list(items), len(items)))
-    return stretches, notes
+    return stretches
 
 
 def _compacted(payload: dict[str, Any], items: list[Item], source: str) -> list[Item]:
@@ -151,7 +146,7 @@ def _compacted(payload: dict[str, Any], items: list[Item], source: str) -> list[
 def _rolled_back(items: list[Item], num_turns: Any) -> list[Item]:
     """Return `items` before the last `num_turns` messages of the user."""
     # u a u b, one turn -> u a. Codex writes its own context as messages of the user too, in tags: it is not a turn.
-    turns = [place for place, item in enumerate(items) if _is_turn(item)]
+    turns = [index for index, item in enumerate(items) if _is_turn(item)]
     number = num_turns if isinstance(num_turns, int) and num_turns > 0 else 0
     return items if number == 0 or not turns else items[: turns[max(len(turns) - number, 0)]]
 
@@ -164,10 +159,8 @@ def _is_turn(item: Item) -> bool:
     return not any(isinstance(text, str) and text.lstrip().startswith("<") for text in texts)
 
 
-def _calls(
-    system: list[Message], chat: ItemMessages, earlier: Sequence[Item], notes: dict[str, None]
-) -> Iterator[ChatCall]:
-    """Yield a call for each message of the model that does not consist of `earlier` items."""
+def _add_calls(log: CallLog, system: list[Message], chat: ItemMessages, earlier: Sequence[Item]) -> None:
+    """Add a call for each message of the model that does not consist of `earlier` items."""
     earlier_ids = {id(item) for item in earlier}
     history = _joined([*system, *chat.messages])
     shift = len(history) - len(chat.messages)
@@ -176,10 +169,7 @@ def _calls(
         reason = reason or skip_reason([message])
         if message["role"] != "assistant" or any(id(item) in earlier_ids for item in items):
             continue
-        if reason is None:
-            yield ChatCall(history[: number + shift], [message])
-        else:
-            notes[f"call not used: {reason}"] = None
+        log.add(history[: number + shift], [message], reason=reason)
 
 
 def _joined(messages: list[Message]) -> list[Message]:

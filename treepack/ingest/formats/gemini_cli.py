@@ -22,8 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes
+from treepack.ingest.readers.calls.call_logs import CallLog
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import as_objects, shown
@@ -44,7 +43,6 @@ from treepack.trajectory import Skipped, Trajectory
 CONTEXT_NOTE = "system prompt and tools are not in sessions of Gemini CLI"
 THOUGHTS_NOTE = "thoughts without an answer not used"
 RESULT_NOTE = "tool call without a result"
-NO_CALL = "session without a turn of the model"
 MODEL = frozenset({"gemini", "model"})  # types of a message of the model
 
 # Fields of a message that the model never sees.
@@ -57,16 +55,14 @@ Message = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Session:
-    """The state of a session: its history by the ids of messages, and the calls before the last rewind."""
+class _SessionState:
+    """The state of a session: its history by the ids of messages, and the calls so far."""
 
     source: str
     facts: dict[str, Any] = field(default_factory=dict)
     history: dict[str, Message] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
-    calls: list[ChatCall] = field(default_factory=list)
-    models: dict[str, None] = field(default_factory=dict)
-    notes: dict[str, None] = field(default_factory=dict)
+    log: CallLog = field(default_factory=CallLog)
 
 
 def read_gemini_cli(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -84,58 +80,46 @@ def read_gemini_cli(records: Iterator[Record], options: ReadOptions) -> Iterator
             contents = as_objects(row.value.get(name), source=row.source, name=name)
             yield from _of_contents(row, contents, options)
         return
-    session = _Session(rows[0].path)
+    session = _SessionState(rows[0].path)
     for row in rows:
         _apply(session, row)
     _flush(session)
     about = {name: session.facts.get(name) for name in ("kind", "summary")}
     value = {
         "trajectory_id": str(session.facts.get("sessionId") or rows[0].label),
-        "model": ", ".join(session.models) or None,
+        "model": session.log.model,
         **about,
     }
     record = replace(rows[0], source=rows[0].path, value=value)
-    yield from _of_calls(record, session.calls, session.notes, options)
-
-
-def _of_calls(
-    record: Record, calls: list[ChatCall], notes: dict[str, None], options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
-    if calls:
-        yield from with_notes(read_chats(record, calls, options), (CONTEXT_NOTE, *notes))
-    else:
-        yield Skipped(record.source, "; ".join(notes) or NO_CALL)
+    yield from session.log.read(record, options, context=(CONTEXT_NOTE,))
 
 
 def _of_contents(record: Record, contents: list[Message], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read one history in the form of the API."""
     messages: list[Message] = []
-    calls: list[ChatCall] = []
-    notes: dict[str, None] = {}
+    log = CallLog()
     reason = None
     for number, content in enumerate(contents, 1):
         added = messages_of_content(content, where=f"{record.source}: content {number}")
         reason = reason or skip_reason(added)
         if content.get("role") == "model":
-            if not added:
-                notes[EMPTY_NOTE] = None
-            elif reason is None:
-                calls.append(ChatCall(list(messages), added))
+            if added:
+                log.add(list(messages), added, reason=reason)
             else:
-                notes[f"call not used: {reason}"] = None
+                log.note(EMPTY_NOTE)
         messages += added
     named = replace(record, source=record.path, value={"trajectory_id": record.label})
-    yield from _of_calls(named, calls, notes, options)
+    yield from log.read(named, options, context=(CONTEXT_NOTE,))
 
 
-def _apply(session: _Session, row: Record) -> None:
+def _apply(session: _SessionState, row: Record) -> None:
     """Change the session by one line."""
     value = row.value
     if "$rewindTo" in value:
         _flush(session)
         names = list(session.history)
-        place = names.index(value["$rewindTo"]) if value["$rewindTo"] in names else 0
-        session.history = {name: session.history[name] for name in names[:place]}
+        index = names.index(value["$rewindTo"]) if value["$rewindTo"] in names else 0
+        session.history = {name: session.history[name] for name in names[:index]}
         return
     if "$set" in value:
         changed = value["$set"]
@@ -153,14 +137,14 @@ def _apply(session: _Session, row: Record) -> None:
         _add(session, [value], row.source)
 
 
-def _add(session: _Session, messages: Any, source: str) -> None:
+def _add(session: _SessionState, messages: Any, source: str) -> None:
     for message in as_objects(messages, source=source, name="messages"):
         # A message without an id never replaces an earlier message.
         name = message.get("id")
         session.history[name if isinstance(name, str) else f"{source}/{len(session.history)}"] = message
 
 
-def _flush(session: _Session) -> None:
+def _flush(session: _SessionState) -> None:
     """Add a call for each message of the model that is not trained yet."""
     prompt: list[Message] = []
     reason: str | None = None
@@ -174,20 +158,15 @@ def _flush(session: _Session) -> None:
         if kind == "user":
             added = list(user_messages(parts_or_text(message.get("content"), where=where), where=where))
         elif kind not in MODEL:
-            session.notes[f"message of type '{kind[:40]}' not used"] = None
+            session.log.note(f"message of type '{kind[:40]}' not used")
         if answer is not None and name not in session.trained:
             session.trained.add(name)
-            before = reason or skip_reason([answer])
-            if before is None:
-                session.calls.append(ChatCall(list(prompt), [answer]))
-                session.models |= dict.fromkeys([message["model"]] if isinstance(message.get("model"), str) else [])
-            else:
-                session.notes[f"call not used: {before}"] = None
+            session.log.add(list(prompt), [answer], reason=reason, model=message.get("model"))
         reason = reason or skip_reason(added)
         prompt += added
 
 
-def _answer(session: _Session, message: Message, where: str) -> Message | None:
+def _answer(session: _SessionState, message: Message, where: str) -> Message | None:
     # Content may be text, but parts are a list.
     said, listed = parts_or_text(message.get("content"), where=where), _objects(message.get("parts"), where, "parts")
     is_said = not is_empty(message.get("content"))
@@ -203,7 +182,7 @@ def _answer(session: _Session, message: Message, where: str) -> Message | None:
     if "reasoning_content" in answer:
         thoughts.append(answer["reasoning_content"])
     if not answer["content"] and "tool_calls" not in answer:
-        session.notes[THOUGHTS_NOTE if thoughts else EMPTY_NOTE] = None
+        session.log.note(THOUGHTS_NOTE if thoughts else EMPTY_NOTE)
         return None
     if any(thoughts):
         answer["reasoning_content"] = "\n\n".join(thought for thought in thoughts if thought)
@@ -227,12 +206,12 @@ def _thought(thought: dict[str, Any], where: str) -> str:
     return "\n\n".join(text for text in (f"**{subject}**" if subject else None, description) if text is not None)
 
 
-def _results(session: _Session, message: Message, where: str) -> Iterator[Message]:
+def _results(session: _SessionState, message: Message, where: str) -> Iterator[Message]:
     """Yield the results of the tools that a message called."""
     for call in _objects(message.get("toolCalls"), where, "toolCalls"):
         parts = parts_or_text(call.get("result"), where=where)
         if not parts:
-            session.notes[RESULT_NOTE] = None
+            session.log.note(RESULT_NOTE)
             continue
         results = list(user_messages(parts, where=where))
         # A result of a different form, such as text or an image, is that of the same call.

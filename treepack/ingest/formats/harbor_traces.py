@@ -32,7 +32,7 @@ from treepack.trajectory import Skipped, Trajectory
 
 FIRST = "episode-0"
 MAIN = "main"
-PLACE = re.compile(r"(:\d+|\[\d+\])$")  # of a row in its file
+POSITION = re.compile(r"(:\d+|\[\d+\])$")  # of a row in its file
 TOOLS_MARK = "<tools>"  # the first message starts with it if the export embedded the tools
 # Fields that are read under another name, or that `FORMAT.dropped` lists.
 KNOWN = frozenset(
@@ -80,7 +80,7 @@ def _in_trial(item: Trajectory | Skipped, trial: str, number: int, reward: float
 
 def _file(item: Trajectory) -> str:
     # "runs/rows.jsonl:17" -> "runs/rows.jsonl", "runs/rows.parquet[3]" -> "runs/rows.parquet"
-    return PLACE.sub("", item.source)
+    return POSITION.sub("", item.source)
 
 
 def _trial(record: Record) -> str:

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import conversation, with_notes
+from treepack.ingest.readers.calls.call_logs import CallLog
+from treepack.ingest.readers.calls.conversations import conversation
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
@@ -72,12 +72,13 @@ def _read_sample(record: Record, sample: Sample, options: ReadOptions) -> Iterat
         "model": record.value["eval"].get("model"),
     }
     one = replace(record, value=value)
-    calls, call_notes = _calls(sample, record.source)
-    if calls:
-        yield from with_notes(read_chats(one, calls, options), (*call_notes, *notes))
+    log = _calls(sample, record.source)
+    if log.calls:
+        log.note(*notes)
+        yield from log.read(one, options, context=())
         return
     messages = [_message(each) for each in as_objects(sample.get("messages"), source=record.source, name="messages")]
-    reason = next(iter(call_notes), None) or skip_reason(messages)
+    reason = log.fault or skip_reason(messages)
     if reason is not None or not any(message["role"] == "assistant" for message in messages):
         yield Skipped(record.source, reason or NO_CALL, group_id=group)
         return
@@ -102,43 +103,44 @@ def _resolved(sample: Sample) -> Sample:
     return sample | {name: resolve(sample.get(name)) for name in ("messages", "events", "events_data")}
 
 
-def _calls(sample: Sample, source: str) -> tuple[list[ChatCall], tuple[str, ...]]:
-    """Return the calls of the model that is evaluated, and notes on calls that are not used."""
+def _calls(sample: Sample, source: str) -> CallLog:
+    """Return the calls of the model that is evaluated."""
     events = as_objects(sample.get("events"), source=source, name="events")
     stored = object_or_empty(sample.get("events_data")).get("messages")
     pool = as_objects(stored, source=source, name="events_data.messages")
     scoring = _scoring_spans(events)
     messages = [_message(each) for each in pool]
     reasons = [skip_reason([each]) for each in messages]
-    calls: list[ChatCall] = []
-    notes: dict[str, None] = {}
+    log = CallLog()
     for event in events:
         choices = object_or_empty(event.get("output")).get("choices")
         if event.get("event") != "model" or event.get("role") is not None or str(event.get("span_id")) in scoring:
             continue
         # A call that failed has no choice; Inspect repeats it.
         for choice in as_objects(choices, source=source, name="choices"):
-            places = _places(event.get("input_refs"), len(pool))
+            indices = _indices(event.get("input_refs"), len(pool))
             inputs = as_objects(event.get("input"), source=source, name="input of a model event")
-            prompt = [_message(each) for each in inputs] or [messages[place] for place in places]
+            prompt = [_message(each) for each in inputs] or [messages[index] for index in indices]
             response = _message(object_or_empty(choice.get("message")) | {"role": "assistant"})
             reason = skip_reason([*(prompt if inputs else []), response])
-            reason = reason or next((reasons[place] for place in places if reasons[place]), None)
-            if reason is None:
-                temperature = temperature_of(event.get("config"))
-                tools, ending = event.get("tools") or None, choice.get("stop_reason")
-                calls.append(ChatCall(prompt, [response], tools, temperature=temperature, ending=ending))
-            else:
-                notes[f"call not used: {reason}"] = None
-    return calls, tuple(notes)
+            reason = reason or next((reasons[index] for index in indices if reasons[index]), None)
+            log.add(
+                prompt,
+                [response],
+                reason=reason,
+                tools=event.get("tools") or None,
+                temperature=temperature_of(event.get("config")),
+                ending=choice.get("stop_reason"),
+            )
+    return log
 
 
-def _places(refs: Any, num_messages: int) -> list[int]:
-    """Return the places in the pool that the ranges `refs` name."""
+def _indices(refs: Any, num_messages: int) -> list[int]:
+    """Return the indices in the pool that the ranges `refs` name."""
     # [[0, 2], [5, 6]] -> 0 1 5
     ranges = [pair for pair in refs if isinstance(pair, list) and len(pair) == 2] if isinstance(refs, list) else []
     pairs = [(start, end) for start, end in ranges if isinstance(start, int) and isinstance(end, int)]
-    return [place for start, end in pairs for place in range(max(start, 0), min(end, num_messages))]
+    return [index for start, end in pairs for index in range(max(start, 0), min(end, num_messages))]
 
 
 def _scoring_spans(events: list[dict[str, Any]]) -> set[str]:

@@ -20,7 +20,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import conversation, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import object_or_empty, shown
+from treepack.ingest.readers.fields.values import as_texts, object_or_empty, shown
 from treepack.ingest.readers.files.companion_files import folder_and_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
@@ -89,9 +89,7 @@ def _messages(episode: dict[str, Any], source: str) -> list[dict[str, Any]]:
 
 def _texts(history: dict[str, Any], name: str, source: str) -> list[str]:
     texts = history.get(name)
-    if texts is not None and not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
-        raise TreepackError(f"{source}: turn_history.{name} is {shown(texts)}; expected a list of text")
-    return texts or []
+    return [] if texts is None else as_texts(texts, source=source, name=f"turn_history.{name}")
 
 
 def _group(episode: dict[str, Any], number: str) -> str:

@@ -51,7 +51,7 @@ TYPES = frozenset("GENERATION SPAN EVENT AGENT TOOL CHAIN RETRIEVER EVALUATOR EM
 
 
 @dataclass(slots=True)
-class _Trace:
+class _TraceFacts:
     """The generations of a trace, the ids of observations that are parents of one, and the facts of the trace."""
 
     record: Record
@@ -69,10 +69,10 @@ def read_langfuse(records: Iterator[Record], options: ReadOptions) -> Iterator[T
     Raises:
         TreepackError: a record is neither a trace nor an observation.
     """
-    traces: dict[str, _Trace] = {}
+    traces: dict[str, _TraceFacts] = {}
     for record in records:
         for name, item in _items(record):
-            trace = traces.setdefault(name, _Trace(replace(record, value={})))
+            trace = traces.setdefault(name, _TraceFacts(replace(record, value={})))
             if _is_observation(item):
                 skipped = _add_observation(trace, item, record.source)
                 if skipped is not None:
@@ -127,7 +127,7 @@ def _observations(trace: dict[str, Any]) -> list[dict[str, Any]]:
     return observations if is_messages(observations) else []
 
 
-def _add_observation(trace: _Trace, value: dict[str, Any], source: str) -> Skipped | None:
+def _add_observation(trace: _TraceFacts, value: dict[str, Any], source: str) -> Skipped | None:
     name = str(value.get("id"))
     trace.parents[name] = str(_either(value, "parentObservationId", "parent_observation_id") or "")
     try:
@@ -152,7 +152,7 @@ def _either(value: dict[str, Any], *names: str) -> Any:
     return next((value[name] for name in names if value.get(name) is not None), None)
 
 
-def _add_facts(trace: _Trace, value: dict[str, Any], source: str) -> None:
+def _add_facts(trace: _TraceFacts, value: dict[str, Any], source: str) -> None:
     metadata = parsed(value.get("metadata"))
     facts = {
         "session": _either(value, "sessionId", "session_id"),
@@ -173,7 +173,7 @@ def _add_facts(trace: _Trace, value: dict[str, Any], source: str) -> None:
         trace.fault = trace.fault or str(error)
 
 
-def _add_scores(trace: _Trace, scores: Any, source: str) -> None:
+def _add_scores(trace: _TraceFacts, scores: Any, source: str) -> None:
     """Add the scores of a trace or an observation: a list of scores, or an object of values by name."""
     scores = parsed(scores)
     if isinstance(scores, dict):
@@ -191,7 +191,7 @@ def _add_scores(trace: _Trace, scores: Any, source: str) -> None:
             trace.notes[f"score '{str(score.get('name'))[:40]}' that is no number not used"] = None
 
 
-def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read(name: str, trace: _TraceFacts, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     around = _ancestors(trace)
     calls: list[ChatCall] = []
     models: dict[str, None] = {}
@@ -224,7 +224,7 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
     yield from items
 
 
-def _ancestors(trace: _Trace) -> set[str]:
+def _ancestors(trace: _TraceFacts) -> set[str]:
     """Return the ids of all observations around a generation."""
     around: set[str] = set()
     for _, value in trace.generations:

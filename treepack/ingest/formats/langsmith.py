@@ -38,7 +38,7 @@ NO_CALL_NOTE = "run without an LLM call"
 
 
 @dataclass(slots=True)
-class _Trace:
+class _TraceFacts:
     """The LLM runs of a trace, the record of its first run, and the facts of its runs.
 
     The facts of the root count before the facts of other runs.
@@ -59,10 +59,10 @@ def read_langsmith(records: Iterator[Record], options: ReadOptions) -> Iterator[
     Raises:
         TreepackError: nested runs that are not of the forms above.
     """
-    traces: dict[str, _Trace] = {}
+    traces: dict[str, _TraceFacts] = {}
     for record in records:
         for name, run in _runs(record):
-            trace = traces.setdefault(name, _Trace(replace(record, value={})))
+            trace = traces.setdefault(name, _TraceFacts(replace(record, value={})))
             # The example and the feedback of the root describe the whole trace.
             is_root = run.get("parent_run_id") is None
             trace.example = (run.get("reference_example_id") if is_root else None) or trace.example
@@ -132,7 +132,7 @@ def _scores(run: dict[str, Any], source: str) -> dict[str, Any]:
     }
 
 
-def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read(name: str, trace: _TraceFacts, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     calls: list[ChatCall] = []
     models: dict[str, None] = {}
     outer = ""

@@ -48,7 +48,7 @@ REDACTED = "redacted-by-litellm"
 
 
 @dataclass(slots=True)
-class _Session:
+class _SessionCalls:
     record: Record
     # By the time at which they started; each call also by its token ids, None if the server added none.
     calls: list[tuple[str, list[tuple[ChatCall, TokenCall | None]]]] = field(default_factory=list)
@@ -60,17 +60,17 @@ class _Session:
 
 def read_litellm(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the calls of one file. Calls without a session come first, sessions at the end."""
-    sessions: dict[str, _Session] = {}
+    sessions: dict[str, _SessionCalls] = {}
     for record in records:
         value = record.value
         if (reason := _no_call(value)) is not None:
             yield Skipped(record.source, reason, is_rollout=not reason.startswith("record of"))
             continue
         name = _name(value, record.source)
-        session = _Session(replace(record, value={})) if name is None else sessions.get(name)
+        session = _SessionCalls(replace(record, value={})) if name is None else sessions.get(name)
         if session is None:
             assert name is not None
-            session = sessions[name] = _Session(replace(record, value={}))
+            session = sessions[name] = _SessionCalls(replace(record, value={}))
         try:
             reason = _add(session, record)
         except TreepackError as error:
@@ -124,7 +124,7 @@ def _prompt(value: dict[str, Any]) -> Any:
     return request if not messages and isinstance(request, dict) and request else messages
 
 
-def _add(session: _Session, record: Record) -> str | None:
+def _add(session: _SessionCalls, record: Record) -> str | None:
     """Add the calls of a payload to its session, or return why text cannot represent them."""
     value, source = record.value, record.source
     prompt = prompt_of(_prompt(value), source=source)
@@ -162,13 +162,13 @@ def _add(session: _Session, record: Record) -> str | None:
     return None
 
 
-def _note_changes(session: _Session, before: dict[str, Any], after: dict[str, Any], prefix: str) -> None:
+def _note_changes(session: _SessionCalls, before: dict[str, Any], after: dict[str, Any], prefix: str) -> None:
     """Note fields of a call that have other values in the calls of its session before it."""
     names = (name for name, each in after.items() if name in before and before[name] != each)
     session.notes |= dict.fromkeys(f"field '{prefix}{name}' differs between calls, the last one used" for name in names)
 
 
-def _with_ids(session: _Session, calls: list[ChatCall], response: Any) -> list[tuple[ChatCall, TokenCall | None]]:
+def _with_ids(session: _SessionCalls, calls: list[ChatCall], response: Any) -> list[tuple[ChatCall, TokenCall | None]]:
     choices = response.get("choices") if isinstance(response, dict) else None
     if not is_messages(choices) or len(choices) != len(calls):
         return [(call, None) for call in calls]
@@ -178,7 +178,7 @@ def _with_ids(session: _Session, calls: list[ChatCall], response: Any) -> list[t
     return list(zip(calls, ids, strict=True))
 
 
-def _single(name: str, session: _Session, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _single(name: str, session: _SessionCalls, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read each choice of a call without a session as a rollout; several choices are a group."""
     ((_, calls),) = session.calls
     for number, call in enumerate(calls):
@@ -188,7 +188,7 @@ def _single(name: str, session: _Session, options: ReadOptions) -> Iterator[Traj
 
 
 def _rollout(
-    session: _Session, names: dict[str, str], calls: list[tuple[ChatCall, TokenCall | None]], options: ReadOptions
+    session: _SessionCalls, names: dict[str, str], calls: list[tuple[ChatCall, TokenCall | None]], options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
     value = session.value | names | {"model": ", ".join(session.models) or None}
     record = replace(session.record, value=value)

@@ -48,14 +48,14 @@ FIELDS = NOT_KEPT | {"doc_id", "target", "filter"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _SampleRequest:
     prompt: Any
     settings: dict[str, Any]
     responses: Sequence[Any]
 
 
 @dataclass(slots=True)
-class _Sample:
+class _DocumentSample:
     """The first record of a document, and its metrics under each filter."""
 
     record: Record
@@ -68,7 +68,7 @@ def read_lm_eval(records: Iterator[Record], options: ReadOptions) -> Iterator[Tr
     Raises:
         TreepackError: several metrics, and none is chosen.
     """
-    samples: dict[str, _Sample] = {}
+    samples: dict[str, _DocumentSample] = {}
     for record in records:
         value = record.value
         # Tasks may be in one file, so the document alone is not a key; the responses distinguish two runs in one file.
@@ -80,7 +80,7 @@ def read_lm_eval(records: Iterator[Record], options: ReadOptions) -> Iterator[Tr
             sample.metrics[name] = _metrics(value)
             yield Skipped(record.source, FILTER_NOTE, is_rollout=False)
             continue
-        samples[key if sample is None else record.source] = _Sample(record, {name: _metrics(value)})
+        samples[key if sample is None else record.source] = _DocumentSample(record, {name: _metrics(value)})
     for sample in samples.values():
         # Several metrics without a choice refuse the file; anything else is a fault of one sample.
         reward_of({"reward": _numbers(sample)}, sample.record.source, reward_key=options.reward_key)
@@ -97,7 +97,7 @@ def _metrics(value: dict[str, Any]) -> dict[str, Any]:
     return {name: value[name] for name in names if isinstance(name, str) and value.get(name) is not None}
 
 
-def _read(sample: _Sample, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read(sample: _DocumentSample, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     source = sample.record.source
     metrics = next(iter(sample.metrics.values()))
     requests = _requests(sample.record)
@@ -116,7 +116,7 @@ def _read(sample: _Sample, options: ReadOptions) -> Iterator[Trajectory | Skippe
 
 
 def _rollout(
-    record: Record, request: _Request, text: Any, notes: tuple[str, ...], options: ReadOptions
+    record: Record, request: _SampleRequest, text: Any, notes: tuple[str, ...], options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
     if not isinstance(text, str):
         raise TreepackError(f"{record.source}: has the response {shown(text)}; expected text")
@@ -137,7 +137,7 @@ def _rollout(
         yield from with_notes(read_chats(record, [call], options), notes)
 
 
-def _requests(record: Record) -> list[_Request]:
+def _requests(record: Record) -> list[_SampleRequest]:
     """Return the requests of a sample, each with its responses."""
     arguments, resps = record.value["arguments"], record.value["resps"]
     # {"gen_args_0": {"arg_0": a, "arg_1": b}} and [[a, b]] are the same.
@@ -153,7 +153,7 @@ def _requests(record: Record) -> list[_Request]:
         settings = values[1] if len(values) > 1 else {}
         if len(values) > 2 and any(values[2:]):
             raise TreepackError(f"{record.source}: has a request with more than text ({MEDIA_REASON}); remove it")
-        requests.append(_Request(values[0], settings, responses if isinstance(responses, list) else [responses]))
+        requests.append(_SampleRequest(values[0], settings, responses if isinstance(responses, list) else [responses]))
     return requests
 
 
@@ -169,7 +169,7 @@ def _messages(prompt: Any) -> list[dict[str, Any]] | None:
 
 
 def _description(
-    sample: _Sample, request: _Request, options: ReadOptions, *, is_only: bool
+    sample: _DocumentSample, request: _SampleRequest, options: ReadOptions, *, is_only: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the facts of a rollout under the names that all formats share, and notes on the others."""
     every = {name for metrics in sample.metrics.values() for name in metrics}
@@ -186,7 +186,7 @@ def _description(
     return value | {"reward": numbers}, notes
 
 
-def _numbers(sample: _Sample) -> float | dict[str, float] | None:
+def _numbers(sample: _DocumentSample) -> float | dict[str, float] | None:
     """Return the metrics of a sample that are numbers: one, several by their names, or None."""
     # exact_match under two filters -> "exact_match,strict-match" and "exact_match,flexible-extract"
     numbers = {

@@ -25,7 +25,7 @@ from treepack.ingest.readers.fields.token_fields import mask_values, number_valu
 from treepack.ingest.readers.fields.values import as_objects, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import ANY, LIST, Fields, ValueKind, each, no
+from treepack.ingest.readers.kinds import ANY, FILLED_LIST, LIST, Fields, each, no
 from treepack.trajectory import Float64, Skipped, Trajectory
 
 LAST_NOTE = "the last token has no log-probability and is not trained"
@@ -40,7 +40,7 @@ GROUP = frozenset({"rollouts", "batch_id", "index_in_batch", "uid"})
 
 
 def read_megatron_rl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """Read the trajectories of a group, `<record>/<place>`, or of a single rollout.
+    """Read the trajectories of a group, `<record>/<index>`, or of a single rollout.
 
     Raises:
         TreepackError: turns, masks and log-probabilities that contradict each other.
@@ -50,8 +50,8 @@ def read_megatron_rl(record: Record, options: ReadOptions) -> Iterator[Trajector
         yield from _read_rollout(record, options)
         return
     rest = without(value, GROUP)
-    for place, member in enumerate(as_objects(value["rollouts"], source=source, name="rollouts")):
-        named = {"trajectory_id": f"{record.label}/{place}", "group_id": value.get("uid") or source}
+    for index, member in enumerate(as_objects(value["rollouts"], source=source, name="rollouts")):
+        named = {"trajectory_id": f"{record.label}/{index}", "group_id": value.get("uid") or source}
         yield from _read_rollout(replace(record, value=rest | member | named), options)
 
 
@@ -131,7 +131,6 @@ def _call(turn: Any, mask: Any, logprobs: Any, where: str) -> tuple[TokenCall, t
 
 
 ROLLOUT: Fields = {"trajectory": LIST, ("generation_mask", "policy_epoch"): ANY}
-FILLED_LIST = ValueKind("a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
 FORMAT = Format(
     name="megatron-rl",
     rank=450,

@@ -81,9 +81,9 @@ def _block_size(num_input: int, num_blocks: int, source: str) -> int:
 def _own_id(record: Record) -> int:
     """Return an id for the output of this request; two requests of one file never have the same id."""
     # "trace.jsonl:17" -> 17, "trace.json[3]" -> 3
-    place = NUMBER.search(record.source[len(record.path) :])
+    index = NUMBER.search(record.source[len(record.path) :])
     # The line number makes ids of one file differ; the path makes equal ids in two files unlikely.
-    mixed = zlib.crc32(record.path.encode("utf-8", "surrogateescape")) ^ int(place[0] if place else 0)
+    mixed = zlib.crc32(record.path.encode("utf-8", "surrogateescape")) ^ int(index[0] if index else 0)
     return FIRST_OWN_ID + mixed % FIRST_OWN_ID
 
 

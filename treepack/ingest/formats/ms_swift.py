@@ -84,7 +84,7 @@ def _rejected_side(value: dict[str, Any], messages: list[dict[str, Any]], source
     if not is_messages(answers):
         raise TreepackError(f"{source}: rejected_response is {shown(answer)}; expected text or a list of messages")
     # roles [user, assistant, user, assistant] -> 2, so the rejected side keeps 3 messages
-    last_user = max((place for place, message in enumerate(messages) if message.get("role") == "user"), default=-1)
+    last_user = max((index for index, message in enumerate(messages) if message.get("role") == "user"), default=-1)
     if last_user == len(messages) - 1:
         raise TreepackError(
             f"{source}: has a rejected_response but no chosen one; end messages with a message of the assistant"

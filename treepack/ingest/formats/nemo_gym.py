@@ -75,7 +75,7 @@ def read_nemo_gym(record: Record, options: ReadOptions) -> Iterator[Trajectory |
 
 
 @dataclass(frozen=True, slots=True)
-class _Calls:
+class _RolloutCalls:
     """The calls of a rollout by their messages, the calls that have token ids, and whether all calls have them."""
 
     chats: list[ChatCall]
@@ -88,7 +88,7 @@ def _is_steps(output: Any) -> bool:
     return isinstance(output, list) and bool(output) and all(isinstance(items, list) for items in output)
 
 
-def _calls_of_items(value: dict[str, Any], source: str) -> _Calls:
+def _calls_of_items(value: dict[str, Any], source: str) -> _RolloutCalls:
     """Return one conversation of all input and output, and a call by token ids for each item that has them."""
     params, response = value["responses_create_params"], value["response"]
     output = messages_of_items(response["output"], source=f"{source}: output", summaries=True)
@@ -103,22 +103,22 @@ def _calls_of_items(value: dict[str, Any], source: str) -> _Calls:
     items = [] if isinstance(response["output"], str) else response["output"]
     tokens = [_call(item) for item in items if _has_ids(item)]
     notes = tuple(dict.fromkeys((*input_messages.notes, *output.notes)))
-    return _Calls([chat], tokens, all(map(_has_ids, turns)), notes)
+    return _RolloutCalls([chat], tokens, all(map(_has_ids, turns)), notes)
 
 
-def _calls_of_steps(value: dict[str, Any], source: str) -> _Calls:
+def _calls_of_steps(value: dict[str, Any], source: str) -> _RolloutCalls:
     """Return one call for each step: its last turn, with everything before it as the prompt."""
     tools = value["responses_create_params"].get("tools") or None
     chats, tokens, notes = [], [], dict[str, None]()
     for items in value["response"]["output"]:
         step = messages_of_items(items, source=f"{source}: output", summaries=True)
         notes |= dict.fromkeys(step.notes)
-        turns = [place for place, message in enumerate(step.messages) if message["role"] == "assistant"]
+        turns = [index for index, message in enumerate(step.messages) if message["role"] == "assistant"]
         if turns:
             # messages [user, assistant, tool, assistant] -> prompt of 3, response of 1
             chats.append(ChatCall(step.messages[: turns[-1]], step.messages[turns[-1] :], tools))
             tokens += [_call(item) for item in step.items[turns[-1]] if _has_ids(item)]
-    return _Calls(chats, tokens, len(tokens) == len(chats), tuple(notes))
+    return _RolloutCalls(chats, tokens, len(tokens) == len(chats), tuple(notes))
 
 
 def _has_ids(item: Item) -> bool:

@@ -68,7 +68,7 @@ def _skip_reason(exchange: ApiExchange) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _ChoiceCall:
     chat: ChatCall
     tokens: TokenCall | None
     has_logprobs: bool
@@ -88,7 +88,7 @@ def _choices(exchange: ApiExchange, options: ReadOptions) -> Iterator[Trajectory
         yield from _read(replace(record, value=of_choice), [call], options)
 
 
-def _read(record: Record, calls: Sequence[_Choice], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read(record: Record, calls: Sequence[_ChoiceCall], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     tokens = [call.tokens for call in calls if call.tokens is not None]
     if tokens and len(tokens) == len(calls):
         yield from read_calls(record, tokens, options)
@@ -97,7 +97,7 @@ def _read(record: Record, calls: Sequence[_Choice], options: ReadOptions) -> Ite
     yield from with_notes(read_chats(record, [call.chat for call in calls], options), notes)
 
 
-def _calls(exchange: ApiExchange) -> list[_Choice]:
+def _calls(exchange: ApiExchange) -> list[_ChoiceCall]:
     """Return one call for each choice of the response."""
     source, request = exchange.record.source, exchange.request
     if not is_messages(exchange.response["choices"]) or not is_messages(request["messages"]):
@@ -115,7 +115,7 @@ def _calls(exchange: ApiExchange) -> list[_Choice]:
         ending = endings.raw_of(choice)
         chat = ChatCall(request["messages"], [said], tools, temperature=temperature, ending=ending)
         tokens = token_call(exchange.response, choice, temperature)
-        calls.append(_Choice(chat, tokens, bool(token_parts(choice))))
+        calls.append(_ChoiceCall(chat, tokens, bool(token_parts(choice))))
     return calls
 
 

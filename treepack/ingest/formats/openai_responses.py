@@ -54,7 +54,7 @@ class _ResponseRollout:
 
 
 @dataclass(slots=True)
-class _Transcript:
+class _CallTranscript:
     """All messages up to the end of a call, without instructions, and the name of their rollout."""
 
     rollout: str
@@ -69,7 +69,7 @@ def read_openai_responses(records: Iterator[Record], options: ReadOptions) -> It
         TreepackError: a record is not a call, or an error of `response_items`.
     """
     rollouts: dict[str, _ResponseRollout] = {}
-    transcripts: dict[str, _Transcript] = {}  # by the ids of responses and conversations
+    transcripts: dict[str, _CallTranscript] = {}  # by the ids of responses and conversations
     items: dict[str, Item] = {}
     for exchange in read_exchanges(records, asks="input", answers="output"):
         if isinstance(exchange, Skipped):
@@ -100,7 +100,7 @@ def read_openai_responses(records: Iterator[Record], options: ReadOptions) -> It
             name, root = earlier.rollout, rollouts[earlier.rollout].root
             earlier.is_continued = True
         rollout = rollouts.setdefault(name, _ResponseRollout(root))
-        now = _Transcript(name, _add(rollout, exchange, question, output, earlier.messages if earlier else []))
+        now = _CallTranscript(name, _add(rollout, exchange, question, output, earlier.messages if earlier else []))
         # A later input may refer to any item of this call by its id.
         for item_list in filter(is_messages, (input_items, exchange.response["output"])):
             items |= {item["id"]: item for item in item_list if isinstance(item.get("id"), str)}

@@ -149,7 +149,7 @@ def _is_rejected(node: Node) -> bool:
 def _up_to_answer(path: list[Node]) -> list[Node]:
     """Return `path` up to its last answer that is trained and not below a deleted message."""
     kept = list(takewhile(lambda node: not node.get("deleted"), path))
-    trained = [place for place, node in enumerate(kept) if node.get("role") == "assistant" and not _is_rejected(node)]
+    trained = [index for index, node in enumerate(kept) if node.get("role") == "assistant" and not _is_rejected(node)]
     return kept[: trained[-1] + 1] if trained else []
 
 

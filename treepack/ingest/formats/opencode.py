@@ -19,16 +19,15 @@ The layout of the storage was tested with files of the program, and that of an e
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.ingest.readers.calls.call_logs import CallLog
 from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.rollout_names import within
+from treepack.ingest.readers.calls.rollout_names import of_agent
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread_notes import notes_of_record
 from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
@@ -50,7 +49,6 @@ CLEARED_NOTE = "result of a tool that later prompts do not contain any more"
 SYSTEM_NOTE = "later system prompt not used"
 NO_TEXT_NOTE = "step of an answer without text or calls not used"
 EMPTY_NOTE = "message without parts not used"
-NO_CALL = "session without a turn of the model"
 PART_OF_SESSION = "message or part of a message, which is read with its session"
 # What opencode sends in place of parts without text.
 COMPACTION, SUBTASK = "What did we do so far?", "The following tool was executed by the user"
@@ -70,21 +68,17 @@ PART_FIELDS = (
     ("tail_start_id", str | None, "text"),
 )
 
-MAX_AGENTS = 1_000_000  # sub-agents of a session that get different numbers
-
 Message = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Session:
-    """The history before the next call, the calls so far, and notes to be counted."""
+class _SessionState:
+    """The history before the next call, and the calls so far."""
 
     prompt: list[Message] = field(default_factory=list)
     reason: str | None = None
-    places: dict[str, int] = field(default_factory=dict)  # of each message of the session in `prompt`
-    calls: list[ChatCall] = field(default_factory=list)
-    notes: dict[str, None] = field(default_factory=dict)
-    models: dict[str, None] = field(default_factory=dict)
+    indices: dict[str, int] = field(default_factory=dict)  # of each message of the session in `prompt`
+    log: CallLog = field(default_factory=CallLog)
 
 
 def read_opencode(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -128,7 +122,7 @@ def _stored(record: Record) -> list[dict[str, Any]]:
 def _read_session(
     record: Record, info: dict[str, Any], messages: list[dict[str, Any]], options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
-    session = _Session()
+    session = _SessionState()
     for number, message in enumerate(messages, 1):
         where = f"{record.source}: message {number}"
         about = message.get("info")
@@ -138,10 +132,10 @@ def _read_session(
         for part in parts:
             _check_part(part, where)
             if part["type"] not in READ:
-                session.notes[f"part of type '{part['type'][:40]}' not used"] = None
+                session.log.note(f"part of type '{part['type'][:40]}' not used")
         if not parts:
-            session.notes[EMPTY_NOTE] = None
-        session.places[str(about.get("id"))] = len(session.prompt)
+            session.log.note(EMPTY_NOTE)
+        session.indices[str(about.get("id"))] = len(session.prompt)
         if about.get("role") == "assistant":
             _add_answer(session, about, parts, where)
         else:
@@ -151,17 +145,12 @@ def _read_session(
     name = info.get("id") or (head.get("sessionID") if isinstance(head, dict) else None) or record.label
     value = {
         "trajectory_id": str(name),
-        "model": ", ".join(session.models) or None,
+        "model": session.log.model,
         **{name: info.get(name) for name in ("title", "directory", "version")},
     }
-    if not session.calls:
-        yield Skipped(record.source, "; ".join(session.notes) or NO_CALL)
-        return
     parent = info.get("parentID")
-    items = read_chats(replace(record, value=value), session.calls, options)
-    for item in with_notes(items, (CONTEXT_NOTE, *session.notes)):
-        # The number of a sub-agent only has to differ from that of others of the session.
-        yield within(item, parent, 1 + zlib.crc32(str(name).encode()) % MAX_AGENTS) if isinstance(parent, str) else item
+    for item in session.log.read(replace(record, value=value), options, context=(CONTEXT_NOTE,)):
+        yield of_agent(item, parent, str(name)) if isinstance(parent, str) else item
 
 
 def _check_part(part: dict[str, Any], where: str) -> None:
@@ -175,12 +164,12 @@ def _check_part(part: dict[str, Any], where: str) -> None:
             raise TreepackError(f"{where} has a part with the {name} {shown(part.get(name))}; expected {expected}")
 
 
-def _add(session: _Session, messages: list[Message]) -> None:
+def _add(session: _SessionState, messages: list[Message]) -> None:
     session.prompt = [*session.prompt, *messages]
     session.reason = session.reason or skip_reason(messages)
 
 
-def _user(session: _Session, info: dict[str, Any], parts: list[dict[str, Any]]) -> list[Message]:
+def _user(session: _SessionState, info: dict[str, Any], parts: list[dict[str, Any]]) -> list[Message]:
     """Return the messages for a message of the user: the system prompt that the user set, and the content."""
     content: list[dict[str, Any]] = []
     for part in parts:
@@ -196,28 +185,28 @@ def _user(session: _Session, info: dict[str, Any], parts: list[dict[str, Any]]) 
     has_system = any(message["role"] == "system" for message in session.prompt)
     system = [{"role": "system", "content": info["system"]}] if info.get("system") and not has_system else []
     if has_system and info.get("system") and {"role": "system", "content": info["system"]} not in session.prompt:
-        session.notes[SYSTEM_NOTE] = None
+        session.log.note(SYSTEM_NOTE)
     return [*system, *([{"role": "user", "content": content}] if content else [])]
 
 
-def _compact(session: _Session, parts: list[dict[str, Any]]) -> None:
+def _compact(session: _SessionState, parts: list[dict[str, Any]]) -> None:
     """Remove the history before a compaction, except the system prompt and the messages that it kept."""
     tails = [part.get("tail_start_id") for part in parts if isinstance(part.get("tail_start_id"), str)]
-    start = session.places.get(str(tails[-1]), len(session.prompt)) if tails else len(session.prompt)
+    start = session.indices.get(str(tails[-1]), len(session.prompt)) if tails else len(session.prompt)
     system = [message for message in session.prompt[:start] if message["role"] == "system"]
     session.prompt = [*system, *session.prompt[start:]]
     session.reason = skip_reason(session.prompt)
-    session.places.clear()
+    session.indices.clear()
 
 
-def _add_answer(session: _Session, info: dict[str, Any], parts: list[dict[str, Any]], where: str) -> None:
+def _add_answer(session: _SessionState, info: dict[str, Any], parts: list[dict[str, Any]], where: str) -> None:
     error, is_summary = info.get("error"), info.get("summary")
     for key, value, kind in (("error", error, dict), ("summary", is_summary, bool)):
         if value is not None and not isinstance(value, kind):
             raise TreepackError(f"{where} has the {key} {shown(value)}; expected that of an answer of opencode")
     failure = (error or {}).get("name")
     if error and failure not in (ABORTED, TOO_LONG):
-        session.notes[FAILED_NOTE] = None
+        session.log.note(FAILED_NOTE)
         return
     steps = _steps(parts)
     for number, step in enumerate(steps):
@@ -225,7 +214,7 @@ def _add_answer(session: _Session, info: dict[str, Any], parts: list[dict[str, A
         answer, results = _step(session, step, where)
         if answer is None:
             if any(part["type"] in ("text", "reasoning") for part in step):
-                session.notes[NO_TEXT_NOTE] = None
+                session.log.note(NO_TEXT_NOTE)
             continue
         ends = [part.get("reason") for part in step if part.get("type") == "step-finish"]
         reason = ends[-1] if ends else info.get("finish") if is_last else None
@@ -235,18 +224,14 @@ def _add_answer(session: _Session, info: dict[str, Any], parts: list[dict[str, A
             answer["finish_reason"] = reason
         is_interrupted = failure == ABORTED and is_last
         if is_summary:
-            session.notes[SUMMARY_NOTE] = None
+            session.log.note(SUMMARY_NOTE)
         elif is_interrupted:
-            session.notes[INTERRUPTED_NOTE] = None
+            session.log.note(INTERRUPTED_NOTE)
         elif any(part.get("type") == "text" and part.get("synthetic") for part in step):
-            session.notes[SYNTHETIC_NOTE] = None
-        elif (unread := session.reason or skip_reason([answer])) is not None:
-            session.notes[f"call not used: {unread}"] = None
+            session.log.note(SYNTHETIC_NOTE)
         else:
-            session.calls.append(ChatCall(session.prompt, [answer]))
-            model = info.get("model")
-            name = info.get("modelID") or (model.get("modelID") if isinstance(model, dict) else None)
-            session.models |= {name: None} if isinstance(name, str) else {}
+            model = info.get("modelID") or object_or_empty(info.get("model")).get("modelID")
+            session.log.add(session.prompt, [answer], reason=session.reason, model=model)
         _add(session, [answer, *results])
 
 
@@ -255,15 +240,15 @@ def _steps(parts: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     # [start, text, tool, finish, start, text, finish] -> [[start, text, tool, finish], [start, text, finish]]
     kinds = [part.get("type") for part in parts]
     steps: list[list[dict[str, Any]]] = [[]]
-    for place, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
-        is_next = kind in ("text", "reasoning") and place > 0 and kinds[place - 1] == "tool"
+    for index, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
+        is_next = kind in ("text", "reasoning") and index > 0 and kinds[index - 1] == "tool"
         if steps[-1] and (kind == "step-start" if "step-start" in kinds else is_next):
             steps.append([])
         steps[-1].append(part)
     return steps
 
 
-def _step(session: _Session, step: list[dict[str, Any]], where: str) -> tuple[Message | None, list[Message]]:
+def _step(session: _SessionState, step: list[dict[str, Any]], where: str) -> tuple[Message | None, list[Message]]:
     """Return the message of a step and the results of its calls; no message if the step is empty."""
     texts, thoughts, calls = [], [], []
     results: list[Message] = []
@@ -286,14 +271,14 @@ def _step(session: _Session, step: list[dict[str, Any]], where: str) -> tuple[Me
     return answer | ({"tool_calls": calls} if calls else {}), results
 
 
-def _result(session: _Session, part: dict[str, Any], state: dict[str, Any], where: str) -> list[Message]:
+def _result(session: _SessionState, part: dict[str, Any], state: dict[str, Any], where: str) -> list[Message]:
     """Return the message with the result of a call, none if it did not end."""
     output = state.get("output") if state.get("output") is not None else state.get("error")
     if output is None:
-        session.notes[RESULT_NOTE] = None
+        session.log.note(RESULT_NOTE)
         return []
     if isinstance(state.get("time"), dict) and state["time"].get("compacted"):
-        session.notes[CLEARED_NOTE] = None
+        session.log.note(CLEARED_NOTE)
     content = [{"type": "text", "text": output}]
     # An image in a result cannot be read as text, as in messages.
     content += [{"type": "image"} for _ in as_objects(state.get("attachments"), source=where, name="attachments")]

@@ -19,8 +19,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from treepack.ingest.readers.calls.chat_calls import read_chats
-from treepack.ingest.readers.calls.conversations import with_notes
 from treepack.ingest.readers.calls.event_views import EventView
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
@@ -88,7 +86,7 @@ def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Iter
     view = EventView()
     before = list(takewhile(lambda event: not _is_response(event), events))
     if not any(event.get("action") == "system" or event.get("kind") == "SystemPromptEvent" for event in before):
-        view.notes[SYSTEM_NOTE] = None
+        view.log.note(SYSTEM_NOTE)
     description = _description(record)
     group, instruction = description.get("group_id"), record.value.get("instruction")
     if isinstance(instruction, str) and not any(event.get("source") == "user" for event in before):
@@ -100,12 +98,10 @@ def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Iter
             if (reason := add_action_event(view, event)) is not None:
                 yield Skipped(record.source, reason, group_id=group)
                 return
-    if view.calls:
-        one = replace(record, value=description)
-        yield from with_notes(read_chats(one, view.calls, options), tuple(view.notes))
+    if view.log.calls:
+        yield from view.log.read(replace(record, value=description), options, context=())
     else:
-        reason = next((note for note in view.notes if note.startswith("call not")), NO_CALL)
-        yield Skipped(record.source, reason, group_id=group)
+        yield Skipped(record.source, view.log.fault or NO_CALL, group_id=group)
 
 
 def _is_response(event: Event) -> bool:

@@ -87,7 +87,7 @@ def _entries_of_parent(header: Record) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class _Chain:
+class _CallChain:
     """Calls that continue each other: their messages, of which the first `num_prompt` are not trained."""
 
     first_call: int
@@ -97,14 +97,14 @@ class _Chain:
 
 def _chains(
     entries: dict[str, Record], copied: dict[str, Any]
-) -> tuple[list[_Chain], tuple[str, ...], tuple[str, ...]]:
+) -> tuple[list[_CallChain], tuple[str, ...], tuple[str, ...]]:
     """Return the chains of calls, the notes to count, and the names of the models. O(entries) for each chain.
 
     A call that is in `copied` too, with its id, belongs to another session.
     """
-    chains: list[_Chain] = []
-    ends: dict[str, _Chain] = {}  # by the entry of the last call
-    behind_image: set[str] = set()
+    chains: list[_CallChain] = []
+    ends: dict[str, _CallChain] = {}  # by the entry of the last call
+    after_image: set[str] = set()
     notes: dict[str, None] = {}
     models: dict[str, None] = {}
     num_calls = 0
@@ -124,16 +124,16 @@ def _chains(
         between, before = _since_last_call(entries, record)
         # A second call after the same call is a branch: pop() leaves no chain to continue, so it starts a new one.
         chain = ends.pop(before, None) if before is not None else None
-        told = _prompt(entries, record) if chain is None else between
-        if before in behind_image or any(map(_has_image, told)):
-            behind_image.add(name)
+        prompt = _prompt(entries, record) if chain is None else between
+        if before in after_image or any(map(_has_image, prompt)):
+            after_image.add(name)
             notes[IMAGE_NOTE] = None
             continue
         if chain is None:
-            chain = _Chain(num_calls, told, len(told))
+            chain = _CallChain(num_calls, prompt, len(prompt))
             chains.append(chain)
         else:
-            chain.messages += told
+            chain.messages += prompt
         chain.messages.append(_chat_message(message, record.source))
         ends[name] = chain
         if isinstance(message.get("model"), str):
@@ -173,7 +173,7 @@ def _entries(records: list[Record]) -> dict[str, Record]:
     """Return the entries after the header by their ids; in version 1 the ids are the positions."""
     entries: dict[str, Record] = {}
     before: str | None = None
-    for place, record in enumerate(records[1:], 1):
+    for index, record in enumerate(records[1:], 1):
         value = record.value
         if value.get("type") == "session":
             raise TreepackError(f"{record.source}: begins a second session; put each session into a file of its own")
@@ -181,7 +181,7 @@ def _entries(records: list[Record]) -> dict[str, Record]:
         if not isinstance(value.get("id"), str):
             kept = value.get("firstKeptEntryIndex")
             value = value | {
-                "id": str(place),
+                "id": str(index),
                 "parentId": before,
                 "firstKeptEntryId": None if kept is None else str(kept),
             }
@@ -203,12 +203,12 @@ def _prompt(entries: dict[str, Record], last: Record) -> list[dict[str, Any]]:
     path.reverse()
     # [a, b, compaction that keeps b, c] -> [summary, b, c]; a cycle of parents ends at `seen`.
     # The summary of the last compaction replaces everything before the entries that it kept.
-    compactions = [place for place, record in enumerate(path) if record.value.get("type") == "compaction"]
+    compactions = [index for index, record in enumerate(path) if record.value.get("type") == "compaction"]
     messages: list[dict[str, Any]] = []
     if compactions:
         at = compactions[-1]
         first = path[at].value.get("firstKeptEntryId")
-        start = next((place for place, record in enumerate(path[:at]) if record.value["id"] == first), at)
+        start = next((index for index, record in enumerate(path[:at]) if record.value["id"] == first), at)
         messages.append(_summary("Summary of the conversation so far", path[at]))
         path = path[start:at] + path[at + 1 :]
     for record in path:

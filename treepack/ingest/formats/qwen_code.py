@@ -15,15 +15,13 @@ Neither the system prompt nor the tools are in other files. A call after an imag
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.rollout_names import within
+from treepack.ingest.readers.calls.call_logs import CallLog
+from treepack.ingest.readers.calls.rollout_names import of_agent
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty, shown
 from treepack.ingest.readers.files.records import Record
@@ -42,7 +40,6 @@ from treepack.trajectory import Skipped, Trajectory
 CONTEXT_NOTE = "system prompt and tools are not in sessions of Qwen Code"
 PARENT_NOTE = "message before it is not in the file"
 ROOT_NOTE = "message without a parent, which begins another history"
-NO_CALL = "session without a turn of the model"
 COMPRESSION, BOOTSTRAP = "chat_compression", "agent_bootstrap"
 
 # Fields of payloads that never reach the model: what the program showed, counted or restores.
@@ -54,13 +51,11 @@ PAYLOAD = """
     truncatedCount targetUuid snapshots content textElements summary
 """.split()
 
-MAX_AGENTS = 1_000_000  # sub-agents of a session that get different numbers
-
 Message = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Entry:
+class _SessionEntry:
     """The lines of one uuid: the content of a message, or a payload that replaces the history."""
 
     source: str
@@ -71,7 +66,7 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _CallPrompt:
     """The messages up to an entry, and the reason if they cannot be read as text."""
 
     messages: list[Message]
@@ -88,21 +83,19 @@ def read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator[
     """
     rows = list(records)
     entries = _entries(rows)
-    notes = dict.fromkeys(_missing(entries))
+    log = CallLog()
+    log.note(*_missing(entries))
     system, tools = _launch(rows)
-    calls: list[ChatCall] = []
-    prompts: dict[str | None, _Prompt] = {None: _Prompt(system)}
+    prompts: dict[str | None, _CallPrompt] = {None: _CallPrompt(system)}
     for entry in entries.values():
         if entry.kind != "assistant":
             continue
         answer = messages_of_content(entry.content, where=entry.source)
         prompt = _prompt(entries, entry.parent, prompts)
-        if not answer:
-            notes[EMPTY_NOTE] = None
-        elif (reason := prompt.reason or skip_reason(answer)) is not None:
-            notes[f"call not used: {reason}"] = None
+        if answer:
+            log.add(prompt.messages, answer, reason=prompt.reason, tools=tools)
         else:
-            calls.append(ChatCall(prompt.messages, answer, tools))
+            log.note(EMPTY_NOTE)
     first = rows[0]
     session, agent = first.value.get("sessionId"), first.value.get("agentId")
     name = "/".join(part for part in (session, agent) if isinstance(part, str)) or first.label
@@ -110,19 +103,13 @@ def read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator[
     about = {name: first.value.get(name) for name in ("cwd", "version", "gitBranch")}
     value = {"trajectory_id": name, "model": ", ".join(map(str, models)) or None} | about
     record = replace(first, source=first.path, value=value)
-    if not calls:
-        yield Skipped(first.path, "; ".join(notes) or NO_CALL)
-        return
-    context = () if system and tools else (CONTEXT_NOTE,)
-    for item in with_notes(read_chats(record, calls, options), (*context, *notes)):
-        # The number of a sub-agent only has to differ from that of others of the session.
-        number = 1 + zlib.crc32(agent.encode()) % MAX_AGENTS if isinstance(agent, str) else 0
-        yield within(item, str(session), number) if number and isinstance(session, str) else item
+    for item in log.read(record, options, context=() if system and tools else (CONTEXT_NOTE,)):
+        yield of_agent(item, session, agent) if isinstance(session, str) and isinstance(agent, str) else item
 
 
-def _entries(rows: list[Record]) -> dict[str, _Entry]:
+def _entries(rows: list[Record]) -> dict[str, _SessionEntry]:
     """Return the entries by their uuid, in the order of the file."""
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, _SessionEntry] = {}
     last: str | None = None
     for row in rows:
         value = row.value
@@ -137,7 +124,7 @@ def _entries(rows: list[Record]) -> dict[str, _Entry]:
                 raise TreepackError(f"{row.source}: {name} is {shown(each)}; expected text")
         last = uuid
         if uuid not in entries:
-            entries[uuid] = _Entry(
+            entries[uuid] = _SessionEntry(
                 row.source,
                 parent,
                 value["type"],
@@ -150,7 +137,7 @@ def _entries(rows: list[Record]) -> dict[str, _Entry]:
     return entries
 
 
-def _missing(entries: dict[str, _Entry]) -> Iterator[str]:
+def _missing(entries: dict[str, _SessionEntry]) -> Iterator[str]:
     """Yield notes on entries that begin a history, although they are not the first one."""
     for number, entry in enumerate(entries.values()):
         if entry.parent is not None and entry.parent not in entries:
@@ -186,12 +173,12 @@ def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     return rest if schema is None else rest | {"parameters": schema}
 
 
-def _prompt(entries: dict[str, _Entry], last: str | None, prompts: dict[str | None, _Prompt]) -> _Prompt:
+def _prompt(entries: dict[str, _SessionEntry], last: str | None, prompts: dict[str | None, _CallPrompt]) -> _CallPrompt:
     """Return the messages up to the entry `last`, and keep them in `prompts`, so that the next call starts from there.
 
     O(entries since the last call, and messages of the prompt).
     """
-    path: list[_Entry] = []
+    path: list[_SessionEntry] = []
     uuid, seen = last, set[str]()
     while uuid is not None and uuid not in prompts and uuid in entries and uuid not in seen:
         seen.add(uuid)
@@ -208,7 +195,7 @@ def _prompt(entries: dict[str, _Entry], last: str | None, prompts: dict[str | No
         added = [message for content in contents for message in messages_of_content(content, where=entry.source)]
         messages += added
         reason = reason or skip_reason(added)
-    return prompts.setdefault(last, _Prompt(messages, reason))
+    return prompts.setdefault(last, _CallPrompt(messages, reason))
 
 
 FORMAT = Format(

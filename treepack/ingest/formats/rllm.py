@@ -43,7 +43,7 @@ SOME_NOTE = "token ids of some steps only, all steps read as text"
 
 
 def read_rllm(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """Read the trajectories of an episode, named after it, or `<episode>/<place>` if there are several.
+    """Read the trajectories of an episode, named after it, or `<episode>/<index>` if there are several.
 
     Their group is the task, which is the part of the episode's id before the colon, and the name of the agent if it has
     one.
@@ -57,7 +57,7 @@ def read_rllm(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     name = value.get("id") if value.get("id") is not None else value.get("episode_id")
     if name is not None and not isinstance(name, str | int):
         raise TreepackError(f"{source}: id is {shown(name)}; expected text")
-    for place, trajectory in enumerate(value["trajectories"]):
+    for index, trajectory in enumerate(value["trajectories"]):
         episode = record.label if name is None else str(name)
         several = len(value["trajectories"]) > 1
         agent = trajectory.get("name")
@@ -66,7 +66,7 @@ def read_rllm(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
         # "math-7:2" -> "math-7"
         task = None if name is None else str(name).partition(":")[0]
         named = {
-            "trajectory_id": f"{episode}/{place}" if several else episode,
+            "trajectory_id": f"{episode}/{index}" if several else episode,
             "group_id": task if task is None or agent in UNNAMED else f"{task}:{agent}",
             "agent": None if agent in UNNAMED else agent,
         }

@@ -82,13 +82,13 @@ def _facts(row: dict[str, Any], record: Record, number: int) -> dict[str, Any]:
     read_skyrl = {*GENERATOR, *BATCH, *OF_RESPONSE, "rewards", "trajectory_ids", "is_last_step", "stop_reasons", "uids"}
     rest = without(row, {*read_skyrl, *DROPPED})
     name = row.get("trajectory_ids")
-    group, place = row.get("uids"), f"{record.label}[{number}]"
+    group, index = row.get("uids"), f"{record.label}[{number}]"
     if isinstance(name, dict):
         group = name.get("instance_id")
         # {"instance_id": "q7", "repetition_id": 2} -> "q7/2" in the group "q7"
         name = f"{group}/{name.get('repetition_id')}"
     return rest | {
-        "trajectory_id": place if name is None else name,
+        "trajectory_id": index if name is None else name,
         "group_id": group,
         "reward": row.get("rewards"),
         "stop_reason": row.get("stop_reasons"),

@@ -37,7 +37,7 @@ from treepack.trajectory import Skipped, Trajectory
 OF_TOKENS = frozenset({"tokens", "response_length", "loss_mask", "rollout_log_probs"})
 # Statuses of samples that the sampler did not complete.
 UNFINISHED = frozenset({"pending", "aborted"})
-PLACE = re.compile(r"[:\[](\d+)\]?$")  # of a record in its file
+LINE = re.compile(r"[:\[](\d+)\]?$")  # of a record in its file
 TEXT = frozenset({"prompt", "response", "apply_chat_template_kwargs"})
 # Bookkeeping of the sampler, and fields that are read under another name.
 DROPPED = frozenset(
@@ -50,7 +50,7 @@ DROPPED = frozenset(
 
 
 def read_slime(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """Read the trajectories of a file, or the one of a sample, `<index>`, or `<rollout>/<place>` for one of several.
+    """Read the trajectories of a file, or the one of a sample, `<index>`, or `<rollout>/<index>` for one of several.
 
     Raises:
         TreepackError: a response that is not text, or an error of the `tokens` reader.
@@ -84,8 +84,8 @@ def _in_rollout_of_file(item: Trajectory | Skipped, record: Record) -> Trajector
     # samples with other rewards stay apart: group 2, rollout 8, reward 1 -> "2/8/1.0".
     facts = (item.step, item.group_id, rollout, item.reward)
     name = "/".join(str(fact) for fact in facts if fact is not None)
-    place = PLACE.search(record.source, len(record.path))
-    return replace(item, source=record.path, rollout_id=name, rollout_part=0 if place is None else int(place[1]))
+    line = LINE.search(record.source, len(record.path))
+    return replace(item, source=record.path, rollout_id=name, rollout_part=0 if line is None else int(line[1]))
 
 
 def _rollouts_of_several(samples: list[dict[str, Any]]) -> set[str]:

@@ -119,13 +119,13 @@ def _calls(
     calls_tools = any(reply.get("tool_calls") for reply in replies)
     calls: list[ChatCall] = []
     notes: dict[str, None] = {}
-    # steps [a, refused b, c] and replies [a, c]: c is compared after b did not match, so `place` skips no reply.
-    place = 0
+    # steps [a, refused b, c] and replies [a, c]: c is compared after b did not match, so `index` skips no reply.
+    index = 0
     for number, step in enumerate(steps):
         reply: dict[str, Any] | None = {"role": "assistant", "content": step.get("response")}
-        if place < len(replies) and _is_reply(replies[place], step):
-            reply = replies[place]
-            place += 1
+        if index < len(replies) and _is_reply(replies[index], step):
+            reply = replies[index]
+            index += 1
         elif calls_tools:
             reply = None
         prompt = _prompt(steps, number, source)

@@ -34,7 +34,7 @@ GROUP = ("trajectories_G", "final_rewards_G", "metrics_G", "rollout_errors")
 
 
 def read_tinker(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """Read the trajectories of a group, `<record>/<place>`, in a group named after the record; or the single one.
+    """Read the trajectories of a group, `<record>/<index>`, in a group named after the record; or the single one.
 
     Raises:
         TreepackError: fields of a different form, or an error of the `tokens` reader.
@@ -54,8 +54,8 @@ def read_tinker(record: Record, options: ReadOptions) -> Iterator[Trajectory | S
             f"{source}: final_rewards_G is {shown(finals)}; expected one for each of {len(members)} trajectories"
         )
     rest = without(value, GROUP)
-    for place, (member, final) in enumerate(zip(members, finals, strict=True)):
-        fields = rest | {"group_id": source} | member | {"trajectory_id": f"{record.label}/{place}"}
+    for index, (member, final) in enumerate(zip(members, finals, strict=True)):
+        fields = rest | {"group_id": source} | member | {"trajectory_id": f"{record.label}/{index}"}
         one = replace(record, value=fields)
         # final_rewards_G may be a numpy array.
         final = as_number(float(final) if isinstance(final, np.floating) else final, source=source, name="final reward")

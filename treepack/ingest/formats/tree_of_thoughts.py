@@ -20,7 +20,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import conversation, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.fields.values import as_objects, as_texts, shown
 from treepack.ingest.readers.files.companion_files import folder_and_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
@@ -49,7 +49,7 @@ def read_tree_of_thoughts(record: Record, options: ReadOptions) -> Iterator[Traj
     if not isinstance(puzzle, str):
         raise TreepackError(f"{source}: steps.x is {shown(puzzle)}; expected the text of the puzzle")
     # Every candidate of the last step is a leaf; earlier candidates are beginnings of these, or were dropped.
-    leaves = _texts(steps[-1].get("new_ys"), "steps.new_ys", source)
+    leaves = as_texts(steps[-1].get("new_ys"), source=source, name="steps.new_ys")
     folder, stem = folder_and_document(record)
     group = f"{folder}/{value['idx']}" if folder else str(value["idx"])
     rewards = _rewards(value, source)
@@ -69,16 +69,10 @@ def read_tree_of_thoughts(record: Record, options: ReadOptions) -> Iterator[Traj
         notes = ()  # counted once for each record
 
 
-def _texts(texts: Any, name: str, source: str) -> list[str]:
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise TreepackError(f"{source}: {name} is {shown(texts)}; expected a list of text")
-    return texts
-
-
 def _rewards(value: dict[str, Any], source: str) -> dict[str, Any]:
     """Return the reward of each answer; answers with the same text have the same reward."""
     infos = as_objects(value.get("infos"), source=source, name="infos")
-    answers = _texts(value["ys"], "ys", source)
+    answers = as_texts(value["ys"], source=source, name="ys")
     if infos and len(infos) != len(answers):
         raise TreepackError(f"{source}: has {len(answers)} ys and {len(infos)} infos; expected one info per answer")
     return {answer: info.get("r") for answer, info in zip(answers, infos, strict=False)}
@@ -88,8 +82,8 @@ def _has_dropped(steps: list[dict[str, Any]], source: str) -> bool:
     """Return whether a step before the last one made candidates that it did not select."""
     for step in steps[:-1]:
         # new_ys [a, b, c] and select_new_ys [a, c] -> b was dropped
-        kept = set(_texts(step.get("select_new_ys"), "steps.select_new_ys", source))
-        if not kept.issuperset(_texts(step.get("new_ys"), "steps.new_ys", source)):
+        kept = set(as_texts(step.get("select_new_ys"), source=source, name="steps.select_new_ys"))
+        if not kept.issuperset(as_texts(step.get("new_ys"), source=source, name="steps.new_ys")):
             return True
     return False
 

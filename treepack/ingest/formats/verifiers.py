@@ -73,8 +73,8 @@ def read_verifiers(record: Record, options: ReadOptions) -> Iterator[Trajectory 
     traces: list[list[Trajectory | Skipped]] = []
     for number, trace in enumerate(value["traces"], 1):
         # Errors name the trace, but trajectories name the record.
-        place = replace(record, source=f"{record.source}: trace {number}")
-        items = _read_trace(place, value, trace, options)
+        index = replace(record, source=f"{record.source}: trace {number}")
+        items = _read_trace(index, value, trace, options)
         traces.append([replace(item, source=record.source) for item in items])
     yield from _as_rollouts(traces, str(value.get("id") or record.label))
 
@@ -173,9 +173,9 @@ def _chat_call(trace: dict[str, Any], path: list[int], number: int, source: str)
 def _skip_reason(trace: dict[str, Any], ids: list[Any], source: str) -> str | None:
     """Return a reason if a message contains more than text, or the tokens contain a placeholder for media."""
     # The map's keys are the ids of placeholders: {"151655": 1} -> [151655]
-    places = [int(name) for name in _object(trace, "mm_token_type_id_map", source) if name.isdecimal()]
+    indices = [int(name) for name in _object(trace, "mm_token_type_id_map", source) if name.isdecimal()]
     messages = [_object(node, "message", source) for node in trace["nodes"]]
-    return MEDIA_REASON if any(np.isin(each, places).any() for each in ids) else skip_reason(messages)
+    return MEDIA_REASON if any(np.isin(each, indices).any() for each in ids) else skip_reason(messages)
 
 
 def _facts(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, Any], source: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Readers: files of any known format to trajectories. `treepack.ingest.formats` has one file a format.
+"""Readers: files of any known format to trajectories. `treepack.ingest.formats` has the formats.
 
     files/    bytes to records      registry, recognition, unknown_formats, suggestions    which format a file has
     fields/ messages/ tokens/ calls/ spans/ apis/ columns/ programs/                       shared by formats

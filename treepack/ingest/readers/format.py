@@ -50,51 +50,51 @@ ReadFile = Callable[[Iterator[Record], ReadOptions], Iterator[Trajectory | Skipp
 class Format:
     """One format: its facts for `treepack formats` and docs/formats.md, and its reader.
 
-    `program` writes it, and `recognised_by` describes `requires` in words. `used` are the fields that are read, with
-    dots for fields inside fields (`info.reward`). `dropped` are the known fields that are not read, each with its
-    reason in brackets if the reason is not plain. `ignored` are paths of known fields, written as in `used`, that no
-    training could need: times, ids of requests, counts of tokens. A path without deeper declared paths covers
-    everything under it. A field that is not in `used` is noted when a record is read, see `fields.unread`. `keeps` is a
-    subset of `KEEPS`:
-
-        token ids           the ids of the sampler; nothing is tokenised again
-        masks               the record marks the trained tokens or messages; they do not follow from the roles
-        log-probabilities   of the sampled tokens
-        rewards             of the rollout
-        lineage             the task of the rollouts, or the prefix that they share
-
     A test reads the sample of the format under tests/rollouts and compares the result with `keeps`, and the fields of
-    the sample with `used`.
-
-    `read` gets one record. A format whose records belong together has `read_file` instead, which gets all records of
-    one file. `checked` are the records that must have the required fields: each, the first of a file only, or none, if
-    the reader itself refuses a record with a more precise message. `arrays` are fields of a record, at most 64, whose
-    lists of numbers `read` accepts as int32 or float64 arrays too. JSON is read several times faster into them.
-    `links` are fields that connect records, such as the id of the one before, which are text, numbers or null.
-    `notes_unused` is False for a reader that passes records on to other formats, which note their unused fields.
-    `also` are more declared fields, of forms that neither the sample nor the documentation shows. `view` returns a
-    record of a file as it is declared, if names of fields are among its values, or values are among its names.
-
-    A record is compared with the formats by ascending `rank`, and with formats of equal rank by name. The ranks of
-    treepack's own formats are above 0, so formats of other packages come first unless they set one.
+    the sample with `used`. Paths of fields have dots for fields inside fields (`info.reward`); a path without deeper
+    declared paths covers everything under it.
     """
 
     name: str
+    # The program that writes the format.
     program: str
+    # `requires` in words.
     recognised_by: str
     requires: Requirement
+    # Paths of the fields that are read. Any other field is noted when a record is read (`fields.unread`).
     used: Sequence[str]
+    # Known fields that are not read, each with its reason in brackets if the reason is not plain.
     dropped: Sequence[str] = ()
+    # Paths of known fields that no training could need: times, ids of requests, counts of tokens.
     ignored: Sequence[str] = ()
+    # A subset of `KEEPS`:
+    #   token ids           the ids of the sampler; nothing is tokenised again
+    #   masks               the record marks the trained tokens or messages; they do not follow from the roles
+    #   log-probabilities   of the sampled tokens
+    #   rewards             of the rollout
+    #   lineage             the task of the rollouts, or the prefix that they share
     keeps: AbstractSet[str] = frozenset()
+    # Reads one record.
     read: ReadRecord | None = None
+    # Reads all records of one file, in place of `read`, for a format whose records belong together.
     read_file: ReadFile | None = None
+    # The records that must have the required fields: each, the first of a file only, or none, if the reader itself
+    # refuses a record with a more precise message.
     checked: Literal["each", "first", "none"] = "each"
+    # Fields of a record, at most 64, whose lists of numbers `read` accepts as int32 or float64 arrays too. JSON is read
+    # several times faster into them.
     arrays: Sequence[str] = ()
+    # False for a reader that passes records on to other formats, which note their unused fields.
     notes_unused: bool = True
+    # Fields that connect records, such as the id of the one before, which are text, numbers or null.
     links: Sequence[str] = ()
+    # More paths as in `used`, of forms that neither the sample nor the documentation shows.
     also: Sequence[str] = ()
+    # Returns a record of a file as it is declared, if names of fields are among its values, or values are among its
+    # names.
     view: View | None = None
+    # A record is compared with the formats by ascending rank, and with formats of equal rank by name. The ranks of
+    # treepack's own formats are above 0, so formats of other packages come first unless they set one.
     rank: int = 0
     declared: Declared = field(init=False)
 

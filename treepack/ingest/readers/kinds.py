@@ -39,6 +39,7 @@ OBJECT = ValueKind("an object", lambda value: isinstance(value, dict))
 OBJECTS = ValueKind("a list of objects", is_messages)
 TALK = ValueKind("text or a list of messages", lambda value: isinstance(value, str) or is_messages(value))
 LIST = ValueKind("a list", lambda value: isinstance(value, list))
+FILLED_LIST = ValueKind("a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
 TEXTS = ValueKind(
     "a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value)
 )

@@ -37,7 +37,7 @@ TRAINED, PROMPT, STRUCTURE, METADATA, UNUSED = "trained", "prompt", "structure",
 FACTS = tuple("trajectory_id group_id step weight reward advantage temperature rollout_id".split())
 SHORT = {"trajectory_id": "id", "group_id": "group", "rollout_id": "rollout"}
 
-Place = tuple[str | int, ...]
+Steps = tuple[str | int, ...]
 Items = list[Trajectory | Skipped]
 
 
@@ -93,7 +93,7 @@ def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordU
         except TreepackError as refusal:
             error = str(refusal)
     others = [each for each in all_formats() if each is not found]
-    trial = None if found is None or error is not None else _Trial(found, records, options, items)
+    trial = None if found is None or error is not None else _RecordTrial(found, records, options, items)
     return RecordUse(
         source=first.source,
         format=None if found is None else found.name,
@@ -132,17 +132,17 @@ def _kind(item: Trajectory) -> str:
     return names[type(item.content)]
 
 
-class _Trial:
+class _RecordTrial:
     """Reads the records of a file with one value of the first record changed."""
 
     def __init__(self, found: Format, records: Sequence[Record], options: ReadOptions, items: Items) -> None:
         self._format, self._records, self._options, self._items = found, records, options, items
 
-    def uses(self, place: Place, value: Any) -> set[str]:
-        """Return the uses of the `value` at `place`."""
+    def uses(self, steps: Steps, value: Any) -> set[str]:
+        """Return the uses of the `value` at `steps`."""
         uses: set[str] = set()
         for changed in _changes(value):
-            first = replace(self._records[0], value=_with(self._records[0].value, place, changed), line=None)
+            first = replace(self._records[0], value=_with(self._records[0].value, steps, changed), line=None)
             try:
                 items = _items(self._format, [first, *self._records[1:]], self._options)
             except TreepackError:
@@ -167,14 +167,14 @@ def _changes(value: Any) -> list[Any]:
     return [[each if each is None else each + 1 for each in numbers]]
 
 
-def _with(value: Any, place: Place, changed: Any) -> Any:
-    """Return `value` with `changed` at `place`."""
-    if not place:
+def _with(value: Any, steps: Steps, changed: Any) -> Any:
+    """Return `value` with `changed` at `steps`."""
+    if not steps:
         return changed
-    inner = _with(value[place[0]], place[1:], changed)
+    inner = _with(value[steps[0]], steps[1:], changed)
     if isinstance(value, dict):
-        return {**value, place[0]: inner}
-    return [inner if index == place[0] else each for index, each in enumerate(value)]
+        return {**value, steps[0]: inner}
+    return [inner if index == steps[0] else each for index, each in enumerate(value)]
 
 
 def _differences(before: Items, after: Items) -> set[str]:
@@ -238,34 +238,34 @@ def _is_equal(old: Any, new: Any) -> bool:
     return (old is None) == (new is None) and (old is None or np.array_equal(old, new, equal_nan=True))
 
 
-def _fields(value: dict[str, Any], trial: _Trial | None) -> Iterator[FieldUse]:
+def _fields(value: dict[str, Any], trial: _RecordTrial | None) -> Iterator[FieldUse]:
     """Yield each field in the order of the record; the same field of elements of a list is one."""
-    places: dict[str, list[tuple[Place, Any]]] = {}
-    for place, leaf in _leaves(value, ()):
-        path = "".join("[]" if isinstance(step, int) else f".{step}" for step in place).removeprefix(".")
-        places.setdefault(path, []).append((place, leaf))
-    for path, leaves in places.items():
-        filled = [(place, leaf) for place, leaf in leaves if leaf is not None and not _is_empty(leaf)]
+    by_path: dict[str, list[tuple[Steps, Any]]] = {}
+    for steps, leaf in _leaves(value, ()):
+        path = "".join("[]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+        by_path.setdefault(path, []).append((steps, leaf))
+    for path, leaves in by_path.items():
+        filled = [(steps, leaf) for steps, leaf in leaves if leaf is not None and not _is_empty(leaf)]
         # The first values and the last: 3 of [a b c d e] -> a b e
         half = MAX_TRIED // 2
         tried = filled if len(filled) <= MAX_TRIED else [*filled[:half], *filled[-half:]]
         uses: Counter[str] = Counter()
-        for place, leaf in tried:
-            uses.update(("not read",) if trial is None else sorted(trial.uses(place, leaf)))
+        for steps, leaf in tried:
+            uses.update(("not read",) if trial is None else sorted(trial.uses(steps, leaf)))
         sample = (filled or leaves)[0][1]
         yield FieldUse(path, shown(_plain(sample)), dict(uses) or {"empty": len(leaves)}, len(leaves))
 
 
-def _leaves(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
-    """Yield the place and value of each text, number, flag, null, empty list, and list of numbers."""
+def _leaves(value: Any, steps: Steps) -> Iterator[tuple[Steps, Any]]:
+    """Yield the steps and value of each text, number, flag, null, empty list, and list of numbers."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
-            yield from _leaves(inner, (*place, name))
+            yield from _leaves(inner, (*steps, name))
     elif isinstance(value, list) and value and not _is_numbers(value):
         for index, inner in enumerate(value):
-            yield from _leaves(inner, (*place, index))
+            yield from _leaves(inner, (*steps, index))
     else:
-        yield place, value
+        yield steps, value
 
 
 def _is_numbers(value: list[Any]) -> bool:

@@ -56,15 +56,15 @@ def _has_text(printed: str, text: str) -> bool:
 
 def _has_calls(answer: str, calls: list[dict[str, Any]]) -> bool:
     """Return True if the name of each of `calls` is in `answer`, in order, and all its arguments after its name."""
-    place = 0
+    index = 0
     for call in calls:
         # A name is not a part of a longer one: "get" is not in "functions.get_user".
         forms = "|".join(re.escape(form) for form in dict.fromkeys(text_forms(call["function"]["name"])))
-        match = re.compile(rf"(?<!\w)(?:{forms})(?!\w)").search(answer, place)
+        match = re.compile(rf"(?<!\w)(?:{forms})(?!\w)").search(answer, index)
         if match is None:
             return False
-        place = match.end()
-        rest = _squeeze(answer[place:])
+        index = match.end()
+        rest = _squeeze(answer[index:])
         arguments = call["function"]["arguments"]
         if not _has_text(rest, arguments if isinstance(arguments, str) else json.dumps(arguments)) and not all(
             _has_text(rest, value) for value in _values(arguments)

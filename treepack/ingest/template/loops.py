@@ -143,7 +143,7 @@ def _change(loop: nodes.For, number: int, namespaces: set[str], environment: Env
         name.name == iterated.name and name.ctx != "load" for part in loop.body for name in _all(part, nodes.Name)
     ):
         is_reversed, iterated = False, loop.iter
-    transformer = _Positions(iterated, variable) if is_reversed else _Compares(namespaces)
+    transformer = _PositionTransformer(iterated, variable) if is_reversed else _CompareTransformer(namespaces)
     loop.body = [transformer.visit(part) for part in loop.body]
     loop.iter = _filter(iterated, REVERSED if is_reversed else LOOP, [nodes.Const(number)])
     loop.target = nodes.Tuple([loop.target, nodes.Name(variable, "store")], "store")
@@ -179,7 +179,7 @@ def _filter(value: nodes.Expr, name: str, arguments: list[nodes.Expr]) -> nodes.
     return nodes.Filter(value, name, arguments, [], None, None)
 
 
-class _Compares(NodeTransformer):
+class _CompareTransformer(NodeTransformer):
     """Change comparisons with an attribute of a namespace to filters."""
 
     def __init__(self, namespaces: set[str]) -> None:
@@ -200,7 +200,7 @@ class _Compares(NodeTransformer):
         return node
 
 
-class _Positions(NodeTransformer):
+class _PositionTransformer(NodeTransformer):
     """Change the position of a message, computed from the number of messages and of iterations, to a filter."""
 
     def __init__(self, iterated: nodes.Expr, variable: str) -> None:

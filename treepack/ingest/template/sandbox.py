@@ -193,7 +193,7 @@ def new_environment(kind: type[SandboxEnvironment] = SandboxEnvironment) -> Sand
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
-        "dict": _Dict(),
+        "dict": _SafeDict(),
         "namespace": SandboxNamespace,
     }
     return environment
@@ -214,7 +214,7 @@ def _strftime_now(format: str) -> str:  # noqa: A002
     return datetime.now().strftime(format)
 
 
-class _Dict:
+class _SafeDict:
     """The function `dict` without the attributes of the type, through which code of a template could escape."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:

@@ -39,8 +39,8 @@ def _end_of_text(printed: str, turn: Message, ends: tuple[str, ...]) -> int:
     """Return the number of characters of `printed`, the text of a turn, up to the end of what the model wrote."""
     for text in _last_texts(turn):
         for form in text_forms(text):
-            if (place := printed.rfind(form)) >= 0:
-                return place + len(form)
+            if (index := printed.rfind(form)) >= 0:
+                return index + len(form)
     # Complete calls, or text that the template changes: all but the end token.
     stem = printed.rstrip()
     end = max((token for token in ends if stem.endswith(token)), key=len, default="")

@@ -42,7 +42,7 @@ from treepack.ingest.template.views import (
     UntrackedTemplate,
     attributes_of,
     namespace_class,
-    place_of,
+    number_of,
     start_of,
 )
 
@@ -59,7 +59,7 @@ _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
 _MIRRORED = {"gt": "lt", "gteq": "lteq", "lt": "gt", "lteq": "gteq", "eq": "eq", "ne": "ne"}
 
 
-class _Environment(sandbox.SandboxEnvironment):
+class _TrackedEnvironment(sandbox.SandboxEnvironment):
     """The sandbox, with a short way to attributes of `loop`, which are safe."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -88,7 +88,7 @@ class TemplateTracker:
         Raises:
             TemplateSyntaxError: of jinja2.
         """
-        self._environment = environment = sandbox.new_environment(_Environment)
+        self._environment = environment = sandbox.new_environment(_TrackedEnvironment)
         tree = environment.parse(text)
         self.loops = loops.change_loops(tree, environment)
         environment.globals["namespace"] = self._namespace = namespace_class(self)
@@ -168,26 +168,26 @@ class TemplateTracker:
         self._namespaces.append(namespace)
         return len(self._namespaces) - 1
 
-    def read(self, place: int, name: str, value: Any) -> None:
+    def read(self, index: int, name: str, value: Any) -> None:
         """Report that an attribute was read."""
-        key = (place, name)
-        if place < 0 or key in self._writes or len(self._needs.get(key, (0, 0))) == 1:
+        key = (index, name)
+        if index < 0 or key in self._writes or len(self._needs.get(key, (0, 0))) == 1:
             return
         if not is_comparable(value):
             raise UntrackedTemplate
         self._needs = {**self._needs, key: (value,)}
 
-    def write(self, place: int, name: str, value: Any) -> None:
+    def write(self, index: int, name: str, value: Any) -> None:
         """Report that an attribute was written."""
-        if place >= 0:
+        if index >= 0:
             if not is_plain(value):
                 raise UntrackedTemplate
-            self._writes = {**self._writes, (place, name): value}
+            self._writes = {**self._writes, (index, name): value}
 
     def _compare(self, other: Any, order: str, holder: Any, name: str, is_left: bool) -> Any:
         """Return `other > holder.name`, or with `is_left` the sides exchanged; an integer is read as a range."""
         if type(holder) is self._namespace and self.is_recording and type(other) is int:
-            key = (place_of(holder), name)
+            key = (number_of(holder), name)
             value = attributes_of(holder).get(name, MISSING)
             if key[0] >= 0 and key not in self._writes and type(value) is int:
                 return self._compare_integers(_MIRRORED[order] if is_left else order, other, key, value)
@@ -195,7 +195,8 @@ class TemplateTracker:
         return _ORDERS[order](value, other) if is_left else _ORDERS[order](other, value)
 
     def _compare_integers(self, order: str, other: int, key: Key, value: int) -> bool:
-        # 5 > 3 is True: values in [-inf, 4]; 5 > 7 is False: values in [5, inf]; 5 == 7 is False: values in [6, inf].
+        # The values of the attribute for which the comparison `other > value` has the same result:
+        # other 5 > value 3 is True -> [-inf, 4]; other 5 > value 7 is False -> [5, inf]; 5 == 7 is False -> [6, inf]
         result: bool = _ORDERS[order](other, value)
         need: Any = self._needs.get(key, (-UNLIMITED, UNLIMITED))
         if len(need) == 2:
@@ -228,8 +229,8 @@ class TemplateTracker:
         step = steps[known - 1] if known else memory.root
         if is_kept:
             del steps[known:]
-        for (place, name), value in step.writes.items():
-            attributes_of(self._namespaces[place])[name] = value
+        for (index, name), value in step.writes.items():
+            attributes_of(self._namespaces[index])[name] = value
         self._continue_after(step)
         loop, items = LoopView(self, start), self.items
         try:
@@ -331,8 +332,8 @@ class TemplateTracker:
             key = (start, i, *self._state(attributes))
             if start + i < self._num_common and key in memory.outcomes:
                 outcome = memory.outcomes[key]
-                for (place, name), value in outcome.items():
-                    attributes_of(self._namespaces[place])[name] = value
+                for (index, name), value in outcome.items():
+                    attributes_of(self._namespaces[index])[name] = value
                 break
             before = self._length
             loop.position = i
@@ -359,13 +360,13 @@ class TemplateTracker:
 
     def _state(self, attributes: frozenset[str]) -> Iterator[object]:
         """Yield the attributes that a loop may read, of all namespaces."""
-        for place, namespace in enumerate(self._namespaces):
+        for index, namespace in enumerate(self._namespaces):
             values = attributes_of(namespace)
             for name in sorted(attributes & values.keys()):
                 value = values[name]
                 if type(value) not in (str, int, bool, type(None)):
                     raise UntrackedTemplate
-                yield (place, name, type(value), value)
+                yield (index, name, type(value), value)
 
 
 def _position(loop: Any) -> Any:

@@ -8,7 +8,7 @@ from jinja2.runtime import Macro, Undefined
 from markupsafe import Markup
 
 from treepack.ingest.template import sandbox
-from treepack.ingest.template.views import MISSING, MessageView, place_of, start_of
+from treepack.ingest.template.views import MISSING, MessageView, number_of, start_of
 
 _SCALARS = frozenset({str, int, bool, type(None), Markup})
 
@@ -48,7 +48,7 @@ def same(a: Any, b: Any) -> bool:
     if kind is MessageView:
         return start_of(a) == start_of(b)
     if isinstance(a, sandbox.SandboxNamespace):
-        return place_of(a) == place_of(b) >= 0
+        return number_of(a) == number_of(b) >= 0
     if isinstance(a, Macro):
         return a._func.__code__ is b._func.__code__
     return isinstance(a, Undefined)  # they differ in the text of errors only, which ends a rendering

@@ -39,10 +39,10 @@ class IterationReads(Protocol):
     def register(self, namespace: Any) -> int:
         """Return the number of a new namespace, or -1 if it is local to an iteration."""
 
-    def read(self, place: int, name: str, value: Any) -> None:
+    def read(self, index: int, name: str, value: Any) -> None:
         """Report that an attribute was read."""
 
-    def write(self, place: int, name: str, value: Any) -> None:
+    def write(self, index: int, name: str, value: Any) -> None:
         """Report that an attribute was written."""
 
 
@@ -62,35 +62,35 @@ class MessageView:
     def __bool__(self) -> bool:
         return self._has(0)
 
-    def __getitem__(self, place: Any) -> Any:
-        if type(place) is int and place >= 0:
-            if self._has(place):
-                return self._reads.items[self._start + place]
+    def __getitem__(self, index: Any) -> Any:
+        if type(index) is int and index >= 0:
+            if self._has(index):
+                return self._reads.items[self._start + index]
             raise IndexError("list index out of range")
-        if isinstance(place, slice):
-            start, step = place.start, place.step
-            is_end = place.stop is None and (step is None or step == 1)
+        if isinstance(index, slice):
+            start, step = index.start, index.step
+            is_end = index.stop is None and (step is None or step == 1)
             if is_end and (start is None or (type(start) is int and start >= 0)):
                 return MessageView(self._reads, self._start + (start or 0))
         whole: Any = self._list()
-        return whole[place]  # from the end, so it depends on the number of messages; or an error of lists
+        return whole[index]  # from the end, so it depends on the number of messages; or an error of lists
 
     def __iter__(self) -> Iterator[Any]:
-        place = 0
-        while self._has(place):
-            yield self._reads.items[self._start + place]
-            place += 1
+        index = 0
+        while self._has(index):
+            yield self._reads.items[self._start + index]
+            index += 1
 
     def __reversed__(self) -> Iterator[Any]:
         backwards: Iterator[Any] = reversed(self._list())
         return backwards
 
-    def _has(self, place: int) -> bool:
-        """Return True if there is a message number `place` in this list."""
-        if self._start + place < self._reads.size:
-            self._reads.at_least(self._start + place + 1)
+    def _has(self, index: int) -> bool:
+        """Return True if there is a message number `index` in this list."""
+        if self._start + index < self._reads.size:
+            self._reads.at_least(self._start + index + 1)
             return True
-        self._reads.at_most(self._start + place)
+        self._reads.at_most(self._start + index)
         return False
 
     def _list(self) -> list[Any]:
@@ -100,6 +100,7 @@ class MessageView:
     def _refuse(self, *_: Any) -> NoReturn:
         raise UntrackedTemplate
 
+    # Every other use of a list would depend on messages that no read has recorded.
     __contains__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __add__ = __radd__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _refuse
     __hash__ = __str__ = __repr__ = __format__ = _refuse
@@ -165,11 +166,11 @@ class LoopView:
         return values[self.index0 % len(values)]
 
     def _has_next(self) -> bool:
-        place = self._start + self.index0 + 1
-        if place < self._reads.size:
-            self._reads.at_least(place + 1)
+        index = self._start + self.index0 + 1
+        if index < self._reads.size:
+            self._reads.at_least(index + 1)
             return True
-        self._reads.at_most(place)
+        self._reads.at_most(index)
         return False
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -236,7 +237,7 @@ def namespace_class(reads: IterationReads) -> type[sandbox.SandboxNamespace]:
     class TrackedNamespace(sandbox.SandboxNamespace):
         def __init__(*args: Any, **kwargs: Any) -> None:
             sandbox.SandboxNamespace.__init__(*args, **kwargs)
-            object.__setattr__(args[0], "_place", reads.register(args[0]))
+            object.__setattr__(args[0], "_number", reads.register(args[0]))
 
         def __getattribute__(self, name: str) -> Any:
             if name in (_ATTRIBUTES, "__class__"):
@@ -244,14 +245,14 @@ def namespace_class(reads: IterationReads) -> type[sandbox.SandboxNamespace]:
             values = attributes_of(self)
             value = values.get(name, MISSING)
             if reads.is_recording:
-                reads.read(place_of(self), name, value)
+                reads.read(number_of(self), name, value)
             if value is MISSING:
                 raise AttributeError(name)
             return value
 
         def __setitem__(self, name: str, value: Any) -> None:
             if reads.is_recording:
-                reads.write(place_of(self), name, value)
+                reads.write(number_of(self), name, value)
             sandbox.SandboxNamespace.__setitem__(self, name, value)
 
         def __repr__(self) -> str:
@@ -262,10 +263,10 @@ def namespace_class(reads: IterationReads) -> type[sandbox.SandboxNamespace]:
     return TrackedNamespace
 
 
-def place_of(namespace: Any) -> int:
+def number_of(namespace: Any) -> int:
     """Return the number of a tracked namespace, or -1 if it is local to an iteration."""
-    place: int = object.__getattribute__(namespace, "_place")
-    return place
+    index: int = object.__getattribute__(namespace, "_number")
+    return index
 
 
 def attributes_of(namespace: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from treepack.attention.indexed import skip_indexers
 from treepack.attention.interface import BadCallError
 from treepack.errors import TreepackError
 from treepack.model.accept.compatibility import check_config, path_too_long, position_limit
-from treepack.model.accept.observation import Observation, check_observed_attention, observe
+from treepack.model.accept.observation import ForwardObservation, check_observed_attention, observe
 from treepack.model.accept.probe import probe
 from treepack.model.foreign_errors import REMEDY
 from treepack.model.head.output_head import measure_logit_map
@@ -60,7 +60,7 @@ def check_first_batch(model: nn.Module, causal: Any, position_ids: Tensor, run: 
     Args:
         model: the model with the wrappers of the trainer.
         causal: the causal language model of transformers inside `model`.
-        position_ids: those of the batch.
+        position_ids: of the batch.
         run: runs the batch through `model`, passes its argument as `record`, and returns the model's output.
 
     Raises:
@@ -92,7 +92,7 @@ def _class_name(causal: nn.Module) -> str:
     return type(causal).__name__.removeprefix("FSDP")
 
 
-def _complaint(seen: Observation, causal: Any, source: str) -> TreepackError | None:
+def _complaint(seen: ForwardObservation, causal: Any, source: str) -> TreepackError | None:
     """Return the reason to refuse the model whose forward pass was observed, None if there is none."""
     assert seen.logits is not None
     try:
@@ -131,7 +131,7 @@ def _agree(complaint: TreepackError | None, groups: list[Any], device: torch.dev
     """Raise the complaint on every rank of `groups` if any rank has one.
 
     Raises:
-        TreepackError: the complaint of this rank, or a sentence that refers to the complaint of another rank.
+        TreepackError: the complaint of this rank, or a sentence that refers to the complaint of a different rank.
     """
     refused = torch.tensor(int(complaint is not None), device=device)
     # One group after the other: in a mesh of 2 x 2 ranks, rank 3 has no group with rank 0, but both have one with 1.

@@ -6,7 +6,7 @@
     check_attention       every attention layer called tree attention, and every recurrent layer its functions on trees
     measure_logit_map     how the model changes the result of its output layer (`head`)
 
-The two checks need no second forward pass, so they work at any precision, and also if weights are sharded. `probe`
+The two checks need no second forward pass, so they work at any precision, and with sharded weights. `probe`
 compares two forward passes, and needs the whole weights.
 """
 
@@ -32,7 +32,7 @@ from treepack.recurrent.interface import CONVOLUTION, RecurrentCall
 class AttentionRecord:
     """The calls of attention in one forward pass.
 
-    Wrappers of trainers copy lists that they pass on, so this is no list.
+    This is not a list, because wrappers of trainers copy the lists that they pass on.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class AttentionRecord:
 
 
 @dataclass
-class Observation:
+class ForwardObservation:
     """The output layer's call in one forward pass, the calls of attention, and the logits [B, 1, V] of the last token.
 
-    The logits are those that the model makes of `known_logits`.
+    The model makes the logits from `known_logits`.
     """
 
     head: HeadCall
@@ -65,7 +65,7 @@ class Observation:
 
 
 @contextmanager
-def observe(causal: Any) -> Iterator[Observation]:
+def observe(causal: Any) -> Iterator[ForwardObservation]:
     """Record the forward pass that runs inside the block, without gradients.
 
     Args:
@@ -75,13 +75,13 @@ def observe(causal: Any) -> Iterator[Observation]:
         TreepackError: if the block does not run the output layer once.
     """
     head = find_head(causal)
-    # The rows of the weight may be sharded, but not the number of words that the layer says it has.
+    # The rows of the weight may be sharded, but the layer's number of words is not.
     numbers = known_logits(head.out_features, next(causal.parameters()).device)
     with torch.no_grad(), head_replaced(causal, lambda *_: None, returns=numbers) as call:
-        yield Observation(call)
+        yield ForwardObservation(call)
 
 
-def check_observed_attention(seen: Observation, causal: Any, *, source: str) -> None:
+def check_observed_attention(seen: ForwardObservation, causal: Any, *, source: str) -> None:
     """Refuse a model unless each of its layers that mix tokens called a function on trees.
 
     Raises:

@@ -23,7 +23,7 @@ from treepack.attention import IMPLEMENTATIONS
 from treepack.attention.indexed import skip_indexers
 from treepack.attention.interface import AttentionKind, BadCallError
 from treepack.errors import TreepackError
-from treepack.model.accept.observation import Observation, check_observed_attention, observe
+from treepack.model.accept.observation import ForwardObservation, check_observed_attention, observe
 from treepack.model.foreign_errors import REMEDY, translate_errors
 from treepack.model.head.output_head import measure_logit_map
 from treepack.model.layers import find_decoder
@@ -129,7 +129,7 @@ def _undisturbed(model: Any, device: torch.device) -> Iterator[None]:
             module.training = mode
 
 
-def _run_tree(model: Any, ids: Tensor, source: str) -> Observation:
+def _run_tree(model: Any, ids: Tensor, source: str) -> ForwardObservation:
     """Return the observed forward pass of the probe tree, after the checks of attention and logits.
 
     Raises:
@@ -166,7 +166,7 @@ def _path(token: int) -> list[int]:
     return [] if token < 0 else [*_path(_PROBE_PARENT[token]), token]
 
 
-def compute_dtype(seen: Observation) -> torch.dtype:
+def compute_dtype(seen: ForwardObservation) -> torch.dtype:
     """Return the dtype of lowest precision in which the model computed: under autocast, that of its layers."""
     dtypes = {call.dtype for call in seen.attention.calls} | {call.dtype for call in seen.attention.recurrent}
     return max({seen.states.dtype, *dtypes}, key=PROBE_TOLERANCE.__getitem__)

@@ -1,1 +1,1 @@
-"""Adapters on a model: LoRA, where it is put, and a base in 4 bits."""
+"""Adapters on a model: LoRA, the layers that get it, and a base in 4 bits."""

@@ -1,19 +1,18 @@
 """LoRA adapters over a causal language model, in the format of PEFT.
 
-    --model DIR --find_adapter--> Adapter(directory, base), None if DIR is a whole model
+    --model DIR --find_adapter--> LocalAdapter(directory, base), None if DIR is a whole model
     causal, LoraOptions --new_adapter--> PeftModel, initial weights        B is zero, so the model is unchanged
     causal, Adapter --read_adapter--> PeftModel, its weights               a trained adapter, which may train on
     PeftModel, weights --assign--> the same with these weights             train.sharding gives each rank its rows
     PeftModel --save_adapter--> adapter_model.safetensors, adapter_config.json
 
-A LoRA adapter adds scale * B A x to the result W x of a linear layer, for each token by itself. So it is exact under
+A LoRA adapter adds scale * B A x to the result W x of a linear layer, token by token. So it is exact under
 tree attention, as long as it has no dropout (`dropout`). All weights of the model itself stay frozen.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ from torch import Tensor, nn
 from treepack.errors import TreepackError, install_hint
 from treepack.files.remote.hub import is_offline
 from treepack.model.adapters.adapter_targets import conv1d_class, target_names
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.foreign_errors import translate_errors
 from treepack.model.source import local_source
 
-DEFAULT_ALPHA = 32.0  # for every rank, as in "LoRA Without Regret" (Schulman et al., 2025): the rate fits every rank
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 # Parts of PEFT's LoraConfig that change more than products of tokens with weights, or the base itself.
@@ -42,62 +41,14 @@ _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")  # the others subt
 
 
 @dataclass(frozen=True)
-class LoraOptions:
-    """An adapter to train, and its base.
-
-    `rank` is the rank of a new adapter; None continues with the adapter that the model's directory contains. Its scale
-    is `alpha` / `rank`. `targets` are the names of linear layers, separated by commas; "auto" for all linear layers
-    except routers and the output layer, "all-linear" for all except the output layer. `quantize` "nf4" rounds the
-    base's linear layers to 4 bits. With `merge`, a run writes a whole model instead of an adapter.
-    """
-
-    rank: int | None = None
-    alpha: float | None = None
-    targets: str = "auto"
-    dropout: float = 0.0
-    quantize: str | None = None
-    merge: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse invalid values.
-
-        Raises:
-            TreepackError: with the name of the option.
-        """
-        if self.rank is not None and self.rank < 1:
-            raise TreepackError(f"lora_rank is {self.rank}; expected at least 1")
-        if self.alpha is not None and not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise TreepackError(f"lora_alpha is {self.alpha}; expected a positive number")
-        if self.rank is None and (self.alpha is not None or self.targets != "auto"):
-            raise TreepackError("lora_alpha and lora_targets are about a new adapter; give lora_rank too")
-        if self.dropout:
-            raise TreepackError(
-                f"lora_dropout is {self.dropout:g}, but a token shared by branches has one hidden state for all of "
-                "them, so no branch can drop numbers of its own; leave it at 0"
-            )
-        if self.quantize not in (None, "nf4"):
-            raise TreepackError(f"quantize is {self.quantize!r}; expected nf4")
-        if self.merge and self.quantize:
-            raise TreepackError(
-                "merge is not possible over a base of 4 bits: rounding the sum to 4 bits again would lose the adapter, "
-                "and the base before rounding is not the base that it was trained on; keep base and adapter"
-            )
-
-    @property
-    def scale_alpha(self) -> float:
-        """The numerator of the scale."""
-        return DEFAULT_ALPHA if self.alpha is None else self.alpha
-
-
-@dataclass(frozen=True)
-class Adapter:
+class LocalAdapter:
     """An adapter on this machine: its directory, and the name of its base model."""
 
     directory: str
     base: str
 
 
-def find_adapter(source: str | Path) -> Adapter | None:
+def find_adapter(source: str | Path) -> LocalAdapter | None:
     """Return the adapter in the directory, at the address or under the hub name `source`; None if there is none.
 
     Raises:
@@ -118,7 +69,7 @@ def find_adapter(source: str | Path) -> Adapter | None:
         raise TreepackError(f"{source}: its {CONFIG_FILE} cannot be read ({error}); save the adapter again") from error
     if not base:
         raise TreepackError(f"{source}: its {CONFIG_FILE} names no base model; set base_model_name_or_path in it")
-    return Adapter(str(file.parent), str(base))
+    return LocalAdapter(str(file.parent), str(base))
 
 
 def _hub_file(name: str) -> Path | None:
@@ -143,7 +94,7 @@ def require_packages(*, quantize: bool) -> None:
             raise TreepackError(f"{name} needs {package}, which is not installed; {install_hint(extra)}")
 
 
-def base_of(source: str | Path, options: LoraOptions | None) -> tuple[str, Adapter | None]:
+def base_of(source: str | Path, options: LoraOptions | None) -> tuple[str, LocalAdapter | None]:
     """Return the name of the whole model of `source`, and the adapter in it, None if it is a whole model.
 
     Raises:
@@ -158,7 +109,7 @@ def base_of(source: str | Path, options: LoraOptions | None) -> tuple[str, Adapt
 
 
 def put_adapter(
-    causal: Any, adapter: Adapter | None, options: LoraOptions | None, *, source: str, seed: int
+    causal: Any, adapter: LocalAdapter | None, options: LoraOptions | None, *, source: str, seed: int
 ) -> tuple[Any, dict[str, Tensor], tuple[str, ...]]:
     """Put the saved `adapter`, or a new one, on `causal`; return the model, the adapter's weights, and notes.
 
@@ -205,7 +156,7 @@ def new_adapter(causal: Any, options: LoraOptions, *, source: str, seed: int) ->
     if getattr(config, "target_parameters", None):
         names = ", ".join(sorted(config.target_parameters))
         raise TreepackError(f"{source}: PEFT puts adapters of {options.targets} on experts ({names}); leave these out")
-    # PEFT writes the folder that the base came from: for an address, that is a copy in the cache.
+    # PEFT writes the folder of the base: if the base is an address, the folder of its copy in the cache.
     config.base_model_name_or_path = str(Path(source).resolve()) if Path(source).exists() else source
     return model, initial_weights(model, seed)
 
@@ -227,11 +178,11 @@ def initial_weights(model: nn.Module, seed: int, *, random_b: bool = False) -> d
     return weights
 
 
-def read_adapter(causal: Any, adapter: Adapter, *, source: str) -> tuple[Any, dict[str, Tensor], tuple[str, ...]]:
+def read_adapter(causal: Any, adapter: LocalAdapter, *, source: str) -> tuple[Any, dict[str, Tensor], tuple[str, ...]]:
     """Put a saved adapter on `causal`; return the PeftModel, the adapter's weights by parameter, and notes.
 
     Raises:
-        TreepackError: PEFT is not installed, the adapter is of a kind that is not supported, or its files are damaged.
+        TreepackError: PEFT is not installed, the kind of the adapter is not supported, or its files are damaged.
     """
     require_packages(quantize=False)
     from peft import PeftConfig, get_peft_model

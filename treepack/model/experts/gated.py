@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from treepack.model.experts import kernels
-from treepack.model.experts.kernels import Tiles
-from treepack.model.experts.routing import Routing
+from treepack.model.experts.kernels import ExpertTiles
+from treepack.model.experts.routing import ExpertRouting
 from treepack.model.experts.weights import cast_weight
 
 
 def gated_experts(
-    hidden: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, dtype: torch.dtype
+    hidden: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor, routing: ExpertRouting, dtype: torch.dtype
 ) -> Tensor:
     """Return the weighted sum of the experts of each token, [T, D] in the dtype of `hidden`.
 
@@ -50,10 +50,10 @@ class _GatedExperts(torch.autograd.Function):
         top_k_weights: Tensor,
         gate_up: Tensor,
         down: Tensor,
-        routing: Routing,
+        routing: ExpertRouting,
         dtype: torch.dtype,
     ) -> Tensor:
-        tiles = Tiles.of(routing)
+        tiles = ExpertTiles.of(routing)
         x = hidden.to(dtype).contiguous()
         weights = top_k_weights.flatten().float()[routing.order]
         both, act = kernels.gate_up(x, cast_weight(gate_up, dtype), weights, routing, tiles)
@@ -66,7 +66,7 @@ class _GatedExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, gate_up, down, both, expert, first, *rest = ctx.saved_tensors
-        routing, tiles = Routing(*rest), Tiles(expert, first)
+        routing, tiles = ExpertRouting(*rest), ExpertTiles(expert, first)
         hidden_dtype, weights_dtype = ctx.dtypes
         need_hidden, _, need_gate_up, need_down, *_ = ctx.needs_input_grad
         grad = grad.to(x.dtype).contiguous()

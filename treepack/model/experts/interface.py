@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 
 from treepack.errors import TreepackError
 from treepack.model.experts.products import grouped_linear
-from treepack.model.experts.routing import Routing, combine_pairs, sort_pairs, sort_slots, spread_tokens
+from treepack.model.experts.routing import ExpertRouting, combine_pairs, sort_pairs, sort_slots, spread_tokens
 
 NAME = "treepack"
 _KERNEL_SIZE = 64  # the kernels read rows in blocks of this many elements, without masks
@@ -28,7 +28,7 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 def implementation_of(dtype: torch.dtype) -> str | None:
     """Register `compute_experts` with transformers, and return the implementation for weights of `dtype`.
 
-    None leaves the choice to transformers, if this version accepts no implementation of another library.
+    None leaves the choice to transformers, if this version accepts no implementation from other libraries.
     """
     if dtype == torch.float64:
         return "eager"  # float64 verifies gradients, so it runs code of transformers instead of treepack
@@ -47,7 +47,7 @@ def register_experts() -> None:
 
     if not _register():
         raise TreepackError(
-            f"transformers {transformers.__version__} accepts no experts of another library; install 5.10 or later"
+            f"transformers {transformers.__version__} accepts no experts from other libraries; install 5.10 or later"
         )
 
 
@@ -103,7 +103,7 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
-def _expert_outputs(module: Any, x: Tensor, routing: Routing) -> Tensor:
+def _expert_outputs(module: Any, x: Tensor, routing: ExpertRouting) -> Tensor:
     """Return the output [S, D] of each pair's expert for its row of `x` [S, D], without the router's weight."""
     # Versions of transformers before 5.17 lack some of these attributes, and have only gated experts.
     transposed, has_bias = getattr(module, "is_transposed", False), getattr(module, "has_bias", False)
@@ -120,7 +120,7 @@ def _expert_outputs(module: Any, x: Tensor, routing: Routing) -> Tensor:
     return module.post_expert_norm(x) if getattr(module, "has_post_expert_norm", False) else x
 
 
-def _pair_bias(bias: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+def _pair_bias(bias: Tensor, routing: ExpertRouting, dtype: torch.dtype) -> Tensor:
     """Return the bias [S, N] of each pair's expert, in `dtype`, of biases [E, N]."""
     pairs = torch.arange(len(routing.order), device=bias.device, dtype=routing.ends.dtype)
     # ends [2, 3, 4], pairs 0 1 2 3 -> experts 0 0 1 2

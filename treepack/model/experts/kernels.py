@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treepack.model.experts.routing import Routing
+from treepack.model.experts.routing import ExpertRouting
 
 BLOCK_M = 128  # pairs per tile, and rows of a result of `outer`
 BLOCK_K = 64  # elements per step of a sum
@@ -53,7 +53,7 @@ def _config(x: Tensor) -> ExpertConfig:
     return HOPPER if large else PORTABLE
 
 
-class Tiles(NamedTuple):
+class ExpertTiles(NamedTuple):
     """The tiles of a row's pairs, more than there are: the number that exists is known only on the GPU.
 
     expert  int32 [count], the expert of each tile; E for a tile that does not exist
@@ -64,7 +64,7 @@ class Tiles(NamedTuple):
     first: Tensor
 
     @classmethod
-    def of(cls, routing: Routing) -> Tiles:
+    def of(cls, routing: ExpertRouting) -> ExpertTiles:
         """Return the tiles of a routing; their number is an upper bound, so that nothing waits for the GPU."""
         ends, num_experts = routing.ends, len(routing.ends)
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -259,7 +259,7 @@ def _block(size: int, largest: int) -> int:
     return next(block for block in (256, 128, 64) if block <= largest and size % block == 0)
 
 
-def gate_up(x: Tensor, w: Tensor, weights: Tensor, routing: Routing, tiles: Tiles) -> tuple[Tensor, Tensor]:
+def gate_up(x: Tensor, w: Tensor, weights: Tensor, routing: ExpertRouting, tiles: ExpertTiles) -> tuple[Tensor, Tensor]:
     """Return gate and up [S, 2I] of the pairs, and weight * silu(gate) * up [S, I]; x [T, D], weights float32 [S]."""
     (num_experts, width, size), pairs = w.shape, len(routing.order)
     width //= 2
@@ -274,7 +274,9 @@ def gate_up(x: Tensor, w: Tensor, weights: Tensor, routing: Routing, tiles: Tile
     return both, out
 
 
-def product(x: Tensor, w: Tensor, routing: Routing, tiles: Tiles, *, gather: bool, transposed: bool) -> Tensor:
+def product(
+    x: Tensor, w: Tensor, routing: ExpertRouting, tiles: ExpertTiles, *, gather: bool, transposed: bool
+) -> Tensor:
     """Return the rows of the pairs times the weights of their experts: [S, N].
 
     Args:
@@ -310,7 +312,7 @@ def gate_back(c: Tensor, weights: Tensor, both: Tensor) -> tuple[Tensor, Tensor,
     return both_grad, out, weights_grad
 
 
-def outer(a: Tensor, b: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+def outer(a: Tensor, b: Tensor, routing: ExpertRouting, dtype: torch.dtype) -> Tensor:
     """Return the sum over each expert's rows of a[s] outer b[s]: [S, M], [S, N] -> [E, M, N] in `dtype`."""
     height, width = a.shape[1], b.shape[1]
     out = a.new_empty(len(routing.ends), height, width, dtype=dtype)
@@ -324,7 +326,7 @@ def outer(a: Tensor, b: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def combine(x: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+def combine(x: Tensor, routing: ExpertRouting, dtype: torch.dtype) -> Tensor:
     """Return [T, D] in `dtype`: the sum of each token's pairs among the rows of x [S, D], first expert first."""
     tokens, num = routing.place.shape
     out = x.new_empty(tokens, x.shape[1], dtype=dtype)

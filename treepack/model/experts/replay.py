@@ -10,9 +10,9 @@ router, so gradients still reach the router (arXiv:2510.11370, "R3").
     recorded [[1, 0]]                 replayed    values [.7, .1], experts [1, 0]
 
 Only the choice changes: the `topk` of k among all experts becomes a `gather` at the recorded ones. So softmax, bias,
-renormalisation and scale are those of the model's code. A mask of groups (DeepSeek) does not apply to tokens with
-recorded experts, because the sampler may have chosen other groups. If the recorded experts are those that the router
-would choose, in its order, then all bits are equal to those without replay.
+renormalisation and scale come from the model's code. A mask of groups (DeepSeek) does not apply to tokens with
+recorded experts, because the sampler may have chosen other groups. If the router would choose the recorded
+experts, in their order, then all bits are equal with and without replay.
 
 Experts that were not recorded are k times `missing_expert`; the router chooses for them. `routes` stay in use until the
 next forward pass, because layers that are recomputed run their router again in the backward pass.
@@ -30,21 +30,21 @@ from torch.overrides import TorchFunctionMode
 from treepack.data.batch import is_route_recorded
 from treepack.errors import TreepackError
 from treepack.model.experts.active import experts_per_token
-from treepack.model.experts.routers import TOPK, Switch, chooses_one_by_one, follow_routers, has_experts, scores_of
+from treepack.model.experts.routers import TOPK, chooses_one_by_one, follow_routers, has_experts, scores_of
 from treepack.model.layers import find_layers
 
 _REMEDY = "train without them (--routes ignore), or sample again with this model"
-# Attribute of a model: its `_Replay`.
+# Attribute of a model: its `_RouterReplay`.
 _REPLAY = "_treepack_replay"
 _MASKS = (torch.masked_fill, Tensor.masked_fill)
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-class _Replay:
+class _RouterReplay:
     """The routers of a model, with the layer and the number of experts of each."""
 
     def __init__(self, causal: Any, source: str) -> None:
-        self.switches: list[Switch] = follow_routers(causal, "--routes replay")
+        self.switches = follow_routers(causal, "--routes replay")
         self.source, self.num_experts = source, _num_experts(causal)
         layers = find_layers(causal)
         self.num_layers = len(layers)
@@ -110,16 +110,16 @@ def use_routes(causal: Any, source: str, routes: Tensor | None) -> None:
         switch.set("replay", partial(_ReplayMode, replay, routes[:, layer]))
 
 
-def _replay_of(causal: Any, source: str) -> _Replay:
+def _replay_of(causal: Any, source: str) -> _RouterReplay:
     """Return the routers of a model, found at the first call.
 
     Raises:
         TreepackError: it has none that can be replayed.
     """
-    replay: _Replay | None = getattr(causal, _REPLAY, None)
+    replay: _RouterReplay | None = getattr(causal, _REPLAY, None)
     if replay is not None:
         return replay
-    replay = _Replay(causal, source)
+    replay = _RouterReplay(causal, source)
     if not replay.switches:
         raise TreepackError(f"{source}: has no routers, but the rows have recorded routes; give --routes ignore")
     one_by_one = next((s.router for s in replay.switches if chooses_one_by_one(s.router)), None)
@@ -144,7 +144,7 @@ class _ReplayMode(TorchFunctionMode):
 
     hides_choices = False
 
-    def __init__(self, replay: _Replay, routes: Tensor) -> None:
+    def __init__(self, replay: _RouterReplay, routes: Tensor) -> None:
         super().__init__()
         self._replay = replay
         self._is_recorded = is_route_recorded(routes)  # [T, 1]

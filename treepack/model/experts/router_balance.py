@@ -14,7 +14,7 @@ first backward pass: a forward pass without gradients counts first, and costs ab
 
     balance = RouterBalance(causal, coefficient)      hooks on the routers, idle between the blocks
     with balance.counting(scale): forward             every row; then add the sums of all ranks
-    loss = balance.finish(sums)                       a number, for the metrics
+    loss = balance.finish(sums)                       a number for the metrics
     with balance.attached(scale): forward, backward   every row; gradients of coefficient * loss are added
 
 The last block attaches the row's part of the loss to the router's weights, which the layer uses anyway, so layers that
@@ -70,7 +70,7 @@ class RouterBalance:
             self._scale = None
 
     def sums(self) -> Tensor:
-        """Return what this rank has counted since `finish`, float64 [2 E + 1]; sums of ranks add up."""
+        """Return the counts of this rank since `finish`, float64 [2 E + 1]; sums of ranks add up."""
         assert self._sums is not None, "every rank computes at least one row"
         return self._sums
 
@@ -140,7 +140,7 @@ def _is_routed(output: Any) -> bool:
     return logits.ndim == 2 and weights.shape == experts.shape and not experts.is_floating_point()
 
 
-class _Attach(torch.autograd.Function):
+class _AttachLoss(torch.autograd.Function):
     """Return `x` as it is, and give the scalar `part` the gradient 1 in the backward pass of `x`."""
 
     @staticmethod
@@ -154,6 +154,6 @@ class _Attach(torch.autograd.Function):
 
 
 def _attach(x: Tensor, part: Tensor) -> Tensor:
-    apply: Any = _Attach.apply
+    apply: Any = _AttachLoss.apply
     attached: Tensor = apply(x, part)
     return attached

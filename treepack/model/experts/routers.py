@@ -2,7 +2,7 @@
 
     follow_routers(causal) --> [Switch, ...]      one per router, in the order of the layers
     switch.set("carry", make_mode)                each forward of the router runs in a mode that make_mode() returns
-    switch.set("carry", None)                     the router chooses by itself again
+    switch.set("carry", None)                     the router chooses again
 
 A router is a module with a method that calls `torch.topk`, or the sparsemixer of PhiMoE, which takes the `max` along a
 dimension twice. The method is `forward`, or `route_tokens_to_experts` of a whole mixture (GLM-4.5, Hunyuan and
@@ -24,7 +24,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 from treepack.errors import TreepackError
 from treepack.model.layers import find_decoder
 
-# Methods that may choose, and functions whose call in one of them makes a module a router. sparsemixer is of PhiMoE.
+# Methods that may choose, and functions whose call in one of them makes a module a router. PhiMoE has sparsemixer.
 _METHODS = ("forward", "route_tokens_to_experts")
 _CHOICES = frozenset({"topk", "sparsemixer"})
 TOPK = (torch.topk, Tensor.topk)
@@ -37,11 +37,11 @@ _ORDER = ("replay", "carry")
 MakeMode: TypeAlias = Callable[[], Any]
 
 
-class Switch:
+class RouterSwitch:
     """The modes in which a router runs."""
 
     def __init__(self, router: nn.Module) -> None:
-        """Let the router choose by itself."""
+        """Let the router choose without a mode."""
         self.router = router
         self._makers: dict[str, MakeMode] = {}
 
@@ -57,14 +57,14 @@ class Switch:
         return [self._makers[name]() for name in _ORDER if name in self._makers]
 
 
-def follow_routers(causal: Any, option: str = "--carry") -> list[Switch]:
+def follow_routers(causal: Any, option: str = "--carry") -> list[RouterSwitch]:
     """Return the switch of each router of a model of transformers; a second call changes nothing.
 
     As long as no mode is set, the choices of a router do not change, but a compiled layer now breaks its graph at its
     router. So call this before the first step if equal bits matter.
 
     Raises:
-        TreepackError: some layers with experts have no router that could be followed; the remedy is no `option`.
+        TreepackError: some layers with experts have no router that could be followed; the remedy is to omit `option`.
     """
     decoder = find_decoder(causal)
     modules = [] if decoder is None else list(decoder.modules())
@@ -100,20 +100,20 @@ def chooses_one_by_one(router: nn.Module) -> bool:
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Return whether a module has stacked weights of experts, [E, N, K]."""
+    """Return True if a module has stacked weights of experts, [E, N, K]."""
     size = getattr(module, "num_experts", 0)
     return any(x.ndim == 3 and len(x) == size for x in module.parameters(recurse=False))
 
 
-def _follow(router: nn.Module, method: str) -> Switch:
+def _follow(router: nn.Module, method: str) -> RouterSwitch:
     """Put a switch in front of the method that chooses, or return the one that is there."""
     there = getattr(router.__dict__.get(method), "switch", None)
     if there is not None:
-        assert isinstance(there, Switch)
+        assert isinstance(there, RouterSwitch)
         return there
-    switch, choose = Switch(router), getattr(router, method)
+    switch, choose = RouterSwitch(router), getattr(router, method)
 
-    # A compiled layer breaks its graph here, because what happens changes from pass to pass.
+    # A compiled layer breaks its graph here, because its modes change from pass to pass.
     @_disable_dynamo
     def follow(*arguments: Any, **options: Any) -> Any:
         modes = switch.modes()

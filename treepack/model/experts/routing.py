@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Routing(NamedTuple):
+class ExpertRouting(NamedTuple):
     """The S = T * k pairs of a row of T tokens with k experts each, sorted by expert, then by token.
 
     order  int64 [S], the slot t * k + j of each pair
@@ -29,7 +29,7 @@ class Routing(NamedTuple):
     ends: Tensor
 
 
-def sort_pairs(top_k_index: Tensor, num_experts: int) -> Routing:
+def sort_pairs(top_k_index: Tensor, num_experts: int) -> ExpertRouting:
     """Return the pairs of `top_k_index`, integers [T, k] in [0, num_experts); does not wait for the GPU."""
     experts, order = torch.sort(top_k_index.flatten(), stable=True)
     numbers = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
@@ -37,12 +37,12 @@ def sort_pairs(top_k_index: Tensor, num_experts: int) -> Routing:
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    return Routing(order, order // top_k_index.shape[1], place.view_as(top_k_index), ends)
+    return ExpertRouting(order, order // top_k_index.shape[1], place.view_as(top_k_index), ends)
 
 
-class _Spread(torch.autograd.Function):
+class _SpreadTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, routing: Routing) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, routing: ExpertRouting) -> Tensor:
         ctx.routing = routing
         return hidden.index_select(0, routing.token)
 
@@ -51,9 +51,9 @@ class _Spread(torch.autograd.Function):
         return sum_pairs(grad, ctx.routing.place, grad.dtype), None
 
 
-class _Sort(torch.autograd.Function):
+class _SortTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, slots: Tensor, routing: Routing) -> Tensor:
+    def forward(ctx: Any, slots: Tensor, routing: ExpertRouting) -> Tensor:
         ctx.routing = routing
         return slots.flatten()[routing.order]
 
@@ -62,9 +62,9 @@ class _Sort(torch.autograd.Function):
         return grad[ctx.routing.place], None
 
 
-class _Combine(torch.autograd.Function):
+class _CombineExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pairs: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, pairs: Tensor, routing: ExpertRouting, dtype: torch.dtype) -> Tensor:
         ctx.routing, ctx.dtype = routing, pairs.dtype
         return sum_pairs(pairs, routing.place, dtype)
 
@@ -74,24 +74,24 @@ class _Combine(torch.autograd.Function):
 
 
 # torch does not annotate `apply`.
-_spread: Any = _Spread.apply
-_sort: Any = _Sort.apply
-_combine: Any = _Combine.apply
+_spread: Any = _SpreadTokens.apply
+_sort: Any = _SortTokens.apply
+_combine: Any = _CombineExperts.apply
 
 
-def spread_tokens(hidden: Tensor, routing: Routing) -> Tensor:
+def spread_tokens(hidden: Tensor, routing: ExpertRouting) -> Tensor:
     """Return a row [S, D] for each pair, of rows [T, D] of tokens; a token's gradients are added in one order."""
     rows: Tensor = _spread(hidden, routing)
     return rows
 
 
-def sort_slots(slots: Tensor, routing: Routing) -> Tensor:
+def sort_slots(slots: Tensor, routing: ExpertRouting) -> Tensor:
     """Return the numbers [S] of the pairs, of numbers [T, k] of the slots."""
     numbers: Tensor = _sort(slots, routing)
     return numbers
 
 
-def combine_pairs(pairs: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+def combine_pairs(pairs: Tensor, routing: ExpertRouting, dtype: torch.dtype) -> Tensor:
     """Return `sum_pairs` of rows [S, D], with its gradient."""
     total: Tensor = _combine(pairs, routing, dtype)
     return total

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from treepack.model.head.head_chunks import ChunkTargets
-from treepack.model.head.logit_map import LogitMap, Slopes, Statistics
+from treepack.model.head.logit_map import LogitMap, TargetSlopes, TargetStatistics
 
 STATISTICS_BLOCK = 4096  # words per step of a target
 GRADIENT_BLOCK = 4096  # words per program
@@ -143,7 +143,7 @@ def _gradient_kernel(
     tl.store(p_x, b_grad.to(x.dtype.element_ty), mask=m_word)
 
 
-def fused_statistics(x: Tensor, targets: ChunkTargets, logit_map: LogitMap) -> Statistics:
+def fused_statistics(x: Tensor, targets: ChunkTargets, logit_map: LogitMap) -> TargetStatistics:
     """Compute `token_statistics.token_statistics` in one kernel; entropies cost nothing and are always there."""
     assert x.stride(1) == 1
     num_targets, num_words = len(targets.labels), x.shape[1]
@@ -167,11 +167,11 @@ def fused_statistics(x: Tensor, targets: ChunkTargets, logit_map: LogitMap) -> S
         BLOCK=min(STATISTICS_BLOCK, triton.next_power_of_2(num_words)),
         num_warps=NUM_WARPS,
     )
-    return Statistics(logprobs, totals, entropies)
+    return TargetStatistics(logprobs, totals, entropies)
 
 
 def fused_gradients(
-    x: Tensor, targets: ChunkTargets, logit_map: LogitMap, statistics: Statistics, slopes: Slopes
+    x: Tensor, targets: ChunkTargets, logit_map: LogitMap, statistics: TargetStatistics, slopes: TargetSlopes
 ) -> None:
     """Compute `token_statistics.turn_into_gradients` in one kernel."""
     assert x.stride(1) == 1

@@ -1,7 +1,7 @@
 """The products of an output layer with chunks of states, and all gradients of a loss through it.
 
     token_scores    log-probability and entropy of each target; backward computes the logits of a chunk again
-    priced_loss     a loss that knows its slopes as soon as a chunk's log-probabilities are there: its gradients are
+    priced_loss     a loss whose slopes follow from a chunk's log-probabilities at once: its gradients are
                     computed in the forward pass, from logits that are computed once
 
 Both keep one float32 sum for the gradient of the weight, cast the weight at most once per pass (`experts.weights`:
@@ -24,11 +24,11 @@ from torch.nn.functional import linear
 from treepack.errors import TreepackError
 from treepack.model.experts.weights import cast_weight
 from treepack.model.head.head_chunks import ChunkTargets
-from treepack.model.head.logit_map import LogitMap, Slopes, Statistics
+from treepack.model.head.logit_map import LogitMap, TargetSlopes, TargetStatistics
 from treepack.model.head.token_statistics import token_statistics, turn_into_gradients
 
 
-class Price(NamedTuple):
+class TargetPrices(NamedTuple):
     """A loss of n targets in the order of the chunks, whose slopes at a target depend on that target alone.
 
     Attributes:
@@ -36,18 +36,18 @@ class Price(NamedTuple):
         value: the loss, float64, and further sums, float64 [k], from log-probabilities and entropies [n].
     """
 
-    slopes: Callable[[int, Statistics], Slopes]
+    slopes: Callable[[int, TargetStatistics], TargetSlopes]
     value: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What an output layer does with its products.
+    """Options of the products with an output layer.
 
     Attributes:
         chunks: the targets.
         logit_map: the change that the model makes to the result of its output layer.
-        with_entropies: False if nobody reads entropies.
+        with_entropies: False if entropies are not read.
     """
 
     chunks: Sequence[ChunkTargets]
@@ -62,14 +62,14 @@ def token_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: H
         hidden: [T, D].
         weight: [V, D].
         bias: [V] or None.
-        options: the targets, at least one; entropies that nobody reads are NaN.
+        options: the targets, at least one; entropies that are not computed are NaN.
     """
     scores: tuple[Tensor, Tensor] = _TokenScores.apply(hidden, weight, bias, options)  # type: ignore[no-untyped-call]
     return scores
 
 
 def priced_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions, price: Price
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions, price: TargetPrices
 ) -> tuple[Tensor, Tensor]:
     """Return a loss, attached to the three tensors, and its further sums, which have no graph.
 
@@ -110,7 +110,7 @@ class _TokenScores(torch.autograd.Function):
         if all(each is None for each in slopes):
             return None, None, None, None
         options, layer = ctx.options, _cast(weight, bias, ctx.dtype)
-        sums = _Sums((hidden, weight, bias), ctx.needs_input_grad)
+        sums = _GradientSums((hidden, weight, bias), ctx.needs_input_grad)
         sizes = [len(targets.labels) for targets in options.chunks]
         # totals, entropies and slopes [n] -> one part of each for every chunk
         parts = [[None] * len(sizes) if each is None else each.split(sizes) for each in (*saved, *slopes)]
@@ -118,9 +118,9 @@ class _TokenScores(torch.autograd.Function):
             for targets, totals, entropies, *pair in zip(options.chunks, *parts, strict=True):
                 states = _states(hidden, targets, layer)
                 x = linear(states, *layer)
-                # Log-probabilities are not read again; totals stand in for them.
-                statistics = Statistics(totals, totals, entropies)
-                turn_into_gradients(x, targets, options.logit_map, statistics, Slopes(*pair))
+                # Log-probabilities are not read again; the totals are a placeholder for them.
+                statistics = TargetStatistics(totals, totals, entropies)
+                turn_into_gradients(x, targets, options.logit_map, statistics, TargetSlopes(*pair))
                 sums.add(x, states, targets, layer)
                 del x
         return (*sums.take(), None)
@@ -136,12 +136,12 @@ class _PricedLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         options: HeadOptions,
-        price: Price,
+        price: TargetPrices,
         with_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
         layer = _cast(weight, bias, _autocast_dtype(hidden))
         needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
-        ctx.sums = _Sums((hidden, weight, bias), needs)
+        ctx.sums = _GradientSums((hidden, weight, bias), needs)
         found = []
         with _exact_dtypes(hidden):
             for number, targets in enumerate(options.chunks):
@@ -184,7 +184,7 @@ def is_float16(hidden: Tensor) -> bool:
     return (_autocast_dtype(hidden) or hidden.dtype) == torch.float16
 
 
-class _Layer(NamedTuple):
+class _CastLayer(NamedTuple):
     """Weight [V, D] and bias [V] of an output layer in the dtype of its products."""
 
     weight: Tensor
@@ -198,12 +198,12 @@ def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if is_lower else None
 
 
-def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> _Layer:
+def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> _CastLayer:
     """Return the layer in `dtype`, or as it is."""
     own = None if bias is None else bias.detach()
     if dtype is None:
-        return _Layer(weight.detach(), own)
-    return _Layer(cast_weight(weight, dtype), None if own is None else own.to(dtype))
+        return _CastLayer(weight.detach(), own)
+    return _CastLayer(cast_weight(weight, dtype), None if own is None else own.to(dtype))
 
 
 def _exact_dtypes(hidden: Tensor) -> AbstractContextManager[Any]:
@@ -211,7 +211,7 @@ def _exact_dtypes(hidden: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(hidden.device.type, enabled=False)
 
 
-def _states(hidden: Tensor, targets: ChunkTargets, layer: _Layer) -> Tensor:
+def _states(hidden: Tensor, targets: ChunkTargets, layer: _CastLayer) -> Tensor:
     """Return the states of a chunk [m, D] in the dtype of the products, or as they are without autocast."""
     # If a root has weight by mistake, `states` contains its parent -1: index_select then fails, while hidden[states]
     # would take the last token of the row without an error.
@@ -220,8 +220,8 @@ def _states(hidden: Tensor, targets: ChunkTargets, layer: _Layer) -> Tensor:
     return states.to(layer.weight.dtype) if is_lower else states
 
 
-class _Sums:
-    """Gradients of states [T, D], weight [V, D] and bias [V], summed over chunks; those of the layer in float32."""
+class _GradientSums:
+    """Gradients of states [T, D], weight [V, D] and bias [V], summed over chunks; weight and bias in float32."""
 
     def __init__(self, inputs: tuple[Tensor, Tensor, Tensor | None], needs: Sequence[bool]) -> None:
         self._dtypes = [None if each is None else each.dtype for each in inputs]
@@ -231,7 +231,7 @@ class _Sums:
         self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
         self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
 
-    def add(self, grad: Tensor, states: Tensor, targets: ChunkTargets, layer: _Layer) -> None:
+    def add(self, grad: Tensor, states: Tensor, targets: ChunkTargets, layer: _CastLayer) -> None:
         """Add the products of a chunk with the gradient of its logits [m, V]."""
         if self.hidden is not None:
             # [m, V] x [V, D]; a chunk has each state once, so the sum has one order and equal bits in every run

@@ -1,4 +1,4 @@
-"""The last step of a model's logits, and numbers about the targets of a chunk: values of `token_statistics`."""
+"""An output layer with the last step of a model's logits, and numbers about the targets of a chunk: values only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn.functional import linear
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,20 @@ class LogitMap:
         return self.scale if self.cap is None else (1 - (logits / self.cap).square_()).mul_(self.scale)
 
 
-class Statistics(NamedTuple):
+@dataclass(frozen=True)
+class OutputLayer:
+    """The whole weights [V, D] and bias [V] of an output layer, and the change that the model makes to its result."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    logit_map: LogitMap = LogitMap()
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the model's logits [..., V] of hidden states [..., D]."""
+        return self.logit_map(linear(states, self.weight, self.bias))
+
+
+class TargetStatistics(NamedTuple):
     """Numbers about n targets, [n] each: float64 for float64 logits, else float32.
 
     `totals` are log sum exp z. Entropies are NaN if they are not wanted.
@@ -41,7 +55,7 @@ class Statistics(NamedTuple):
     entropies: Tensor
 
 
-class Slopes(NamedTuple):
+class TargetSlopes(NamedTuple):
     """The derivatives of a loss by the log-probabilities and by the entropies of n targets, [n] each; None for 0.
 
     Their dtype is that of the statistics.

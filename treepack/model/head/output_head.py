@@ -5,17 +5,17 @@
     call.result                      compute(states [B * T, D], OutputLayer), in place of the logits [B, T, V]
 
 During the block the output layer calls `compute` and returns the logits of the last token only. Wrappers see an
-ordinary call of the module: FSDP and ZeRO-3 gather its weights before it, and its output tells them when to gather the
-weights for the backward pass. `compute` uses the weights in chunks, so the logits of all tokens never exist together.
+ordinary call of the module: FSDP and ZeRO-3 gather its weights before it. Hooks on its output gather the weights for
+the backward pass. `compute` uses the weights in chunks, so the logits of all tokens never exist together.
 
 A model may change its logits after the output layer. `measure_logit_map` finds the change without reading the code: the
-output layer returns known numbers, and the model returns what it makes of them.
+output layer returns known numbers, and the model returns logits that it computes from them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,14 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import disable
-from torch.nn.functional import linear
 
 from treepack.errors import TreepackError
-from treepack.model.head.head_gradients import Price
-from treepack.model.head.logit_map import LogitMap
-from treepack.model.head.token_loss import nll_of_rows, priced_terms, tree_logprobs
+from treepack.model.head.logit_map import LogitMap, OutputLayer
 
-# Maximum relative difference between the logits that a model makes of known numbers and those of its `LogitMap`, if the
+# Maximum relative difference between the logits that a model and its `LogitMap` make of known numbers, if the
 # model computes them in float32 or float64. In bfloat16 and float16 its own rounding is larger.
 _MAP_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _LARGEST = 200.0  # of the known numbers: far beyond every cap in use, which are 15 to 50
@@ -39,73 +36,6 @@ _HUGE = 2.0**14  # tanh(x / cap) is 1 here; float16 reaches 2**16
 
 # How each model changes its logits. Weak, so that a model can be freed.
 _MAPS: weakref.WeakKeyDictionary[nn.Module, LogitMap] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class OutputLayer:
-    """The whole weights [V, D] and bias [V] of an output layer, and the change that the model makes to its result."""
-
-    weight: Tensor
-    bias: Tensor | None
-    logit_map: LogitMap
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Return the model's logits [..., V] of hidden states [..., D]."""
-        return self.logit_map(linear(states, self.weight, self.bias))
-
-    def nll(self, states: Tensor, targets: tuple[Tensor, Tensor, Tensor], *, chunk: int) -> Tensor:
-        """Return `loss.weighted_nll` of the states [T, D]."""
-        return self.nll_of_rows(states, targets, None, chunk=chunk)[0]
-
-    def nll_of_rows(
-        self, states: Tensor, targets: tuple[Tensor, Tensor, Tensor], edges: Sequence[int] | None, *, chunk: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return `loss.nll_of_rows` of the states [T, D]."""
-        return nll_of_rows(
-            states, self.weight, targets, edges=edges, bias=self.bias, logit_map=self.logit_map, chunk=chunk
-        )
-
-    def logprobs(
-        self,
-        states: Tensor,
-        targets: tuple[Tensor, Tensor, Tensor],
-        *,
-        temperature: Tensor | float = 1.0,
-        with_entropies: bool = True,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Return `loss.tree_logprobs` of the states [T, D]; `targets` are its tokens, input_ids and parent."""
-        return tree_logprobs(
-            states,
-            self.weight,
-            *targets,
-            bias=self.bias,
-            temperature=temperature,
-            logit_map=self.logit_map,
-            with_entropies=with_entropies,
-            chunk=chunk,
-        )
-
-    def priced(
-        self,
-        states: Tensor,
-        targets: tuple[Tensor, Tensor, Tensor],
-        prices: Callable[[Tensor], Price],
-        *,
-        temperature: Tensor | float = 1.0,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Return `loss.priced_terms` of the states [T, D]."""
-        return priced_terms(
-            states,
-            self.weight,
-            targets,
-            prices,
-            bias=self.bias,
-            temperature=temperature,
-            logit_map=self.logit_map,
-            chunk=chunk,
-        )
 
 
 @dataclass
@@ -191,7 +121,7 @@ def _check_whole(causal: Any, head: nn.Linear, states: Tensor) -> None:
 
 
 def logit_map_of(causal: nn.Module) -> LogitMap:
-    """Return what the model does with its output layer's result, as measured; the identity before that."""
+    """Return the measured change that the model makes to its output layer's result; the identity before that."""
     return _MAPS.get(causal, LogitMap())
 
 
@@ -217,7 +147,7 @@ def measure_logit_map(causal: nn.Module, logits: Tensor, *, source: str) -> None
     limit = float(after[1])
     # A linear map keeps the ratio of two numbers; a cap does not let the larger one through.
     is_linear = abs(limit / _HUGE - scale) <= 1e-3 * abs(scale)
-    # A dtype that the model computed in rounds the measured numbers. Powers of two are exact, so those have no error.
+    # A dtype that the model computed in rounds the measured numbers. Powers of two are exact, so they have no error.
     found = LogitMap(scale, None if is_linear else limit)
     tolerance = _MAP_TOLERANCE.get(logits.dtype, _MAP_TOLERANCE[torch.float32])
     # "not error <=" instead of "error >": a NaN must fail.

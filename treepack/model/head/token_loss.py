@@ -34,38 +34,30 @@ from torch.nn.functional import linear
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
 from treepack.model.head.head_chunks import ChunkTargets, invert, split_targets
-from treepack.model.head.head_gradients import HeadOptions, Price, priced_loss, token_scores
-from treepack.model.head.logit_map import LogitMap, Slopes
+from treepack.model.head.head_gradients import HeadOptions, TargetPrices, priced_loss, token_scores
+from treepack.model.head.logit_map import OutputLayer, TargetSlopes
 
 # Targets whose logits are in memory at a time: enough rows for a fast product, 1.2 GB in float32 with 151,936 words.
 CHUNK = 2048
 
 
 def weighted_nll(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: tuple[Tensor, Tensor, Tensor],
-    *,
-    bias: Tensor | None = None,
-    logit_map: LogitMap = LogitMap(),  # noqa: B008  # a frozen value
-    chunk: int = CHUNK,
+    hidden: Tensor, layer: OutputLayer, targets: tuple[Tensor, Tensor, Tensor], *, chunk: int = CHUNK
 ) -> Tensor:
     """Return the sum over the row's tokens j with loss_weight[j] != 0 of loss_weight[j] * nll(j | hidden[parent[j]]).
 
-    Arguments and errors are those of `nll_of_rows`. The result is a float64 scalar, attached to `hidden` and the
+    Arguments and errors are as in `nll_of_rows`. The result is a float64 scalar, attached to `hidden` and the
     weights; 0 for a row without targets.
     """
-    return nll_of_rows(hidden, weight, targets, bias=bias, logit_map=logit_map, chunk=chunk)[0]
+    return nll_of_rows(hidden, layer, targets, chunk=chunk)[0]
 
 
 def nll_of_rows(
     hidden: Tensor,
-    weight: Tensor,
+    layer: OutputLayer,
     targets: tuple[Tensor, Tensor, Tensor],
     *,
     edges: Sequence[int] | None = None,
-    bias: Tensor | None = None,
-    logit_map: LogitMap = LogitMap(),  # noqa: B008  # a frozen value
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Return `weighted_nll` of a batch of n rows, and the part of each row.
@@ -75,12 +67,10 @@ def nll_of_rows(
 
     Args:
         hidden: [T, D], after the model's final norm.
-        weight: [V, D], the output embedding.
+        layer: the output layer.
         targets: input_ids int64 [T], parent int64 [T] and loss_weight float [T] of the row. If the last two are on the
             CPU, nothing waits for a GPU.
         edges: n + 1 numbers; row i has the targets edges[i] .. edges[i + 1] - 1. None for one row.
-        bias: [V], if the output layer has one.
-        logit_map: the change that the model makes to the result of its output layer.
         chunk: targets whose logits are in memory at a time.
 
     Returns:
@@ -99,12 +89,12 @@ def nll_of_rows(
     tokens = loss_weight.nonzero().squeeze(-1)
     if len(tokens) == 0:
         # [0, D] -> [0, V] -> 0, still attached to `hidden` and the weights: FSDP needs gradients from every rank.
-        nothing = linear(hidden[:0], weight, bias).sum(dtype=torch.float64)
+        nothing = linear(hidden[:0], layer.weight, layer.bias).sum(dtype=torch.float64)
         return nothing, nothing.detach().new_zeros(1 if edges is None else len(edges) - 1)
 
     chosen = sent(loss_weight.index_select(0, tokens), hidden.device)
 
-    def prices(order: Tensor) -> Price:
+    def prices(order: Tensor) -> TargetPrices:
         weights = chosen.index_select(0, order)
         parts = torch.split(weights, chunk)
 
@@ -114,18 +104,11 @@ def nll_of_rows(
             return total, total[None] if edges is None else sums_of_rows(losses[invert(order)], edges)
 
         # In the dtype of the log-probabilities, into which the subtraction casts the weights.
-        return Price(lambda number, found: Slopes(torch.zeros_like(found.logprobs).sub_(parts[number]), None), value)
+        return TargetPrices(
+            lambda number, found: TargetSlopes(torch.zeros_like(found.logprobs).sub_(parts[number]), None), value
+        )
 
-    return priced_terms(
-        hidden,
-        weight,
-        (tokens, input_ids, parent),
-        prices,
-        bias=bias,
-        logit_map=logit_map,
-        with_entropies=False,
-        chunk=chunk,
-    )
+    return priced_terms(hidden, layer, (tokens, input_ids, parent), prices, with_entropies=False, chunk=chunk)
 
 
 def sums_of_rows(values: Tensor, edges: Sequence[int]) -> Tensor:
@@ -136,48 +119,40 @@ def sums_of_rows(values: Tensor, edges: Sequence[int]) -> Tensor:
 
 def priced_terms(
     hidden: Tensor,
-    weight: Tensor,
+    layer: OutputLayer,
     targets: tuple[Tensor, Tensor, Tensor],
-    prices: Callable[[Tensor], Price],
+    prices: Callable[[Tensor], TargetPrices],
     *,
-    bias: Tensor | None = None,
     temperature: Tensor | float = 1.0,
-    logit_map: LogitMap = LogitMap(),  # noqa: B008  # a frozen value
     with_entropies: bool = True,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Return a loss that knows its slopes chunk by chunk, and its further sums; one backward pass may go through it.
+    """Return a loss with slopes that are computed chunk by chunk, and further sums; for one backward pass only.
 
     Args:
         hidden: [T, D], after the model's final norm.
-        weight: [V, D], the output embedding.
+        layer: the output layer.
         targets: int64 tokens [n], at least one, input_ids [T] and parent [T], as in `tree_logprobs`. If tokens and
             parents are on the CPU, nothing waits for a GPU.
         prices: gets the numbers of the tokens in the order of the chunks, int64 [n], and returns their price.
-        bias: [V], if the output layer has one.
         temperature: as in `tree_logprobs`.
-        logit_map: the change that the model makes to the result of its output layer.
         with_entropies: False if the price reads no entropies.
         chunk: tokens of a chunk.
 
     Returns:
         a float64 scalar, attached to `hidden` and the weights, and float64 [k] without a graph.
     """
-    tokens, input_ids, parent = targets
-    order, chunks = _split((tokens, input_ids, parent), _divisors(hidden, len(tokens), temperature), chunk)
-    return priced_loss(hidden, weight, bias, HeadOptions(chunks, logit_map, with_entropies), prices(order))
+    order, chunks = _split(targets, _divisors(hidden, len(targets[0]), temperature), chunk)
+    options = HeadOptions(chunks, layer.logit_map, with_entropies)
+    return priced_loss(hidden, layer.weight, layer.bias, options, prices(order))
 
 
 def tree_logprobs(
     hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    input_ids: Tensor,
-    parent: Tensor,
+    layer: OutputLayer,
+    targets: tuple[Tensor, Tensor, Tensor],
     *,
-    bias: Tensor | None = None,
     temperature: Tensor | float = 1.0,
-    logit_map: LogitMap = LogitMap(),  # noqa: B008  # a frozen value
     with_entropies: bool = True,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
@@ -188,26 +163,24 @@ def tree_logprobs(
 
     Args:
         hidden: [T, D], after the model's final norm.
-        weight: [V, D], the output embedding.
-        tokens: int64 [n], row indices of the chosen tokens; none may be a root. A token may occur several times.
-        input_ids: int64 [T].
-        parent: int64 [T]. If tokens and parents are on the CPU, nothing waits for a GPU.
-        bias: [V], if the output layer has one.
-        temperature: one for all, or float [n], one for each entry of `tokens`; all above 0.
-        logit_map: the change that the model makes to the result of its output layer.
+        layer: the output layer.
+        targets: int64 tokens [n], input_ids [T] and parent [T]. The tokens are row indices without roots, and one may
+            occur several times. If tokens and parents are on the CPU, nothing waits for a GPU.
+        temperature: one for all, or float [n], one for each of the tokens; all above 0.
         with_entropies: if False, the entropies are not computed, and NaN takes their place.
         chunk: tokens whose logits are in memory at a time.
 
     Returns:
         log-probabilities [n] and entropies [n], in nats; attached to `hidden` even if n is 0.
     """
-    if len(tokens) == 0:
+    if len(targets[0]) == 0:
         # [0, D] -> [0, V] -> [0], still attached to `hidden` and the weights: FSDP needs gradients from every rank.
-        empty = linear(hidden[:0], weight, bias).sum(-1)
+        empty = linear(hidden[:0], layer.weight, layer.bias).sum(-1)
         empty = empty if empty.dtype == torch.float64 else empty.float()
         return empty, empty
-    order, chunks = _split((tokens, input_ids, parent), _divisors(hidden, len(tokens), temperature), chunk)
-    logprobs, entropies = token_scores(hidden, weight, bias, HeadOptions(chunks, logit_map, with_entropies))
+    order, chunks = _split(targets, _divisors(hidden, len(targets[0]), temperature), chunk)
+    options = HeadOptions(chunks, layer.logit_map, with_entropies)
+    logprobs, entropies = token_scores(hidden, layer.weight, layer.bias, options)
     places = invert(order)
     return logprobs.index_select(0, places), entropies.index_select(0, places)
 

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from treepack.model.head.head_chunks import ChunkTargets
-from treepack.model.head.logit_map import LogitMap, Slopes, Statistics
+from treepack.model.head.logit_map import LogitMap, TargetSlopes, TargetStatistics
 
 
-def token_statistics(x: Tensor, targets: ChunkTargets, logit_map: LogitMap, *, with_entropies: bool) -> Statistics:
+def token_statistics(
+    x: Tensor, targets: ChunkTargets, logit_map: LogitMap, *, with_entropies: bool
+) -> TargetStatistics:
     """Return the statistics of the targets of a chunk.
 
     Args:
@@ -36,7 +38,7 @@ def token_statistics(x: Tensor, targets: ChunkTargets, logit_map: LogitMap, *, w
 
 
 def turn_into_gradients(
-    x: Tensor, targets: ChunkTargets, logit_map: LogitMap, statistics: Statistics, slopes: Slopes
+    x: Tensor, targets: ChunkTargets, logit_map: LogitMap, statistics: TargetStatistics, slopes: TargetSlopes
 ) -> None:
     """Overwrite the logits `x` [m, V] with the derivatives of a loss by them.
 
@@ -59,7 +61,9 @@ def _runs_kernels(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64
 
 
-def torch_statistics(x: Tensor, targets: ChunkTargets, logit_map: LogitMap, *, with_entropies: bool) -> Statistics:
+def torch_statistics(
+    x: Tensor, targets: ChunkTargets, logit_map: LogitMap, *, with_entropies: bool
+) -> TargetStatistics:
     """Compute `token_statistics` in torch."""
     z = _tempered(x, targets, logit_map)
     totals = z.logsumexp(-1)  # [n]
@@ -69,11 +73,11 @@ def torch_statistics(x: Tensor, targets: ChunkTargets, logit_map: LogitMap, *, w
         # In the memory of z, unless this is x, which is still needed; entr(p) = -p log p, with 0 for p = 0
         p = (z - totals[:, None] if z is x else z.sub_(totals[:, None])).exp_()
         entropies = torch.special.entr(p, out=p).sum(-1)
-    return Statistics(logprobs, totals, entropies)
+    return TargetStatistics(logprobs, totals, entropies)
 
 
 def torch_gradients(
-    x: Tensor, targets: ChunkTargets, logit_map: LogitMap, statistics: Statistics, slopes: Slopes
+    x: Tensor, targets: ChunkTargets, logit_map: LogitMap, statistics: TargetStatistics, slopes: TargetSlopes
 ) -> None:
     """Compute `turn_into_gradients` in torch."""
     z = _tempered(x, targets, logit_map)

@@ -2,7 +2,7 @@
 
     directory of a model --read_value_head--> its weights, None if there are none
     causal model --add_value_head--> the same with a module `value_head`, and its first weights
-    model with a head, without_value_head(...)   what transformers, PEFT and safetensors see when the model is saved
+    model with a head, without_value_head(...)   the model that transformers, PEFT and safetensors save
     head weights --write_value_head--> DIR/value_head.safetensors, beside the weights of the model
 
 The hidden state at a token gives the value after this token: the expected rest of the return in the state that begins
@@ -80,7 +80,7 @@ def add_value_head(causal: Any, sources: tuple[str, ...], *, random: int | None 
             comparison of gradients needs it.
 
     Raises:
-        TreepackError: the file cannot be read, or has weights of another size.
+        TreepackError: the file cannot be read, or its weights have a different size.
     """
     output = find_head(causal)
     size = output.in_features
@@ -138,7 +138,7 @@ def whole_value_head(causal: Any) -> dict[str, Tensor] | None:
 
 
 def write_value_head(weights: dict[str, Tensor], directory: Path) -> None:
-    """Write the weights of a head beside those of its model.
+    """Write the weights of a head into the directory of its model.
 
     Raises:
         OSError: the disk fails.

@@ -129,7 +129,7 @@ def step_means(sums: dict[str, float]) -> dict[str, float]:
 def _policy_loss(
     logprobs: Tensor, entropies: Tensor, terms: TermTensors, factors: Tensor, objective: Objective, chunk: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the part of `objective_loss` that reads log-probabilities, for a policy loss."""
+    """Return the part of a policy loss that reads log-probabilities; arguments as in `objective_loss`."""
     log_ratios = None
     if objective.loss == "gspo":
         with torch.no_grad():
@@ -145,7 +145,7 @@ def _policy_loss(
 
 
 def name_sums(terms: TermTensors, sums: Tensor, objective: Objective) -> dict[str, Tensor]:
-    """Return the sums of `objective_loss` of a policy loss, from those of `term_sums`."""
+    """Return the sums of `objective_loss` of a policy loss, from the sums of `term_sums`."""
     sum_of = dict(zip(TERM_MEANS, sums.unbind(), strict=True))
     return {"weight": terms.weight.sum(), **{name: sum_of[name] for name in _policy_means(objective)}}
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.option_fields import check_options, option
 
 LOSSES = ("sft", "grpo", "ppo", "gspo", "cispo", "dpo", "value")
 DENOMINATORS = ("token", "trajectory", "group", "global", "edge")
@@ -51,21 +52,45 @@ _OPTIONS: dict[str, set[str]] = {
 class Objective:
     """A loss with its options; `choose_objective` fills in the usual values of a loss."""
 
-    loss: str = "sft"  # one of `LOSSES`; sft is `token_loss.weighted_nll` and has no options
-    clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low
-    clip_high: float = 0.2  # and at 1 + clip_high
-    dual_clip: float | None = None  # bound of the loss for a negative advantage; None: off
-    denominator: str = "token"  # one of `DENOMINATORS`
-    response_length: int = 1  # the constant of the denominator global, for each trajectory
-    kl: float = 0.0  # coefficient of the divergence from the reference
-    kl_estimator: str = "k3"  # one of `ESTIMATORS`
-    entropy: float = 0.0  # coefficient of the entropy
-    importance_cap: float | None = None  # bound of the ratio of old policy and sampler; None: off
-    beta: float = 0.1  # of dpo
-    # Of the sampler, for terms that have none; 1 if None. sft and dpo always compute at 1.
-    temperature: float | None = None
-    value_coef: float = 0.0  # coefficient of the value loss beside a policy loss; 0: off
-    value_clip: float = 0.2  # bound of `value_loss`; 0: off
+    # One of `LOSSES`; sft is `token_loss.weighted_nll` and has no options. A command also takes `PRESETS`.
+    loss: str = option(
+        "sft",
+        "Loss to minimise: weighted cross-entropy (sft), an objective over terms, or the value loss of a critic alone "
+        "(value).",
+        choices=LOSSES,
+    )
+    clip_low: float = option(0.2, "Clip ratios below 1 minus this.", minimum=0)
+    clip_high: float = option(0.2, "Clip ratios above 1 plus this.", minimum=0)
+    # A bound below 1 would bound the loss at ratio 1 already, without a gradient if the advantage is negative.
+    dual_clip: float | None = option(None, "Maximum ratio if the advantage is negative.", minimum=1)
+    denominator: str = option(
+        "token",
+        "Unit that has equal weight in a step; global divides by trajectories times --response-length, and edge is the "
+        "objective of TreeRPO, for advantages with --edges.",
+        choices=DENOMINATORS,
+    )
+    response_length: int = option(
+        1, "Constant of --denominator global, the maximum length of Dr. GRPO; 1 if it is not given.", minimum=1
+    )
+    kl: float = option(0.0, "Coefficient of the KL divergence from the reference.", minimum=0)
+    kl_estimator: str = option("k3", "Estimator of the KL divergence.", choices=ESTIMATORS)
+    entropy: float = option(0.0, "Coefficient of the entropy bonus.", minimum=0)
+    importance_cap: float | None = option(
+        None, "Weight terms by old / sampling probability, with this maximum.", minimum=0
+    )
+    beta: float = option(0.1, "Inverse temperature of dpo.", minimum=0)
+    # For terms that have none; 1 if None. sft and dpo always compute at 1.
+    temperature: float | None = option(
+        None, "The sampler's temperature, if the data does not have it; it is an error if the data has another one."
+    )
+    value_coef: float = option(
+        0.0, "Coefficient of the value loss beside a policy loss; one model then learns policy and values.", minimum=0
+    )
+    value_clip: float = option(
+        0.2,
+        "Maximum distance of a value from its old value in the value loss, 0.2 by default; 0 clips nothing.",
+        minimum=0,
+    )
     preset: str | None = field(default=None, compare=False)  # the name that `choose_objective` got, for messages
 
     def __post_init__(self) -> None:
@@ -74,17 +99,7 @@ class Objective:
         Raises:
             TreepackError: if a value is none of the choices, not finite or too small; the message names the option.
         """
-        choices_of = {"loss": LOSSES, "denominator": DENOMINATORS, "kl_estimator": ESTIMATORS}
-        for name, choices in choices_of.items():
-            if getattr(self, name) not in choices:
-                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
-        # A dual_clip below 1 would bound the loss at ratio 1 already, without a gradient if the advantage is negative.
-        minima = {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "response_length": 1, "kl": 0, "entropy": 0}
-        minima |= {"importance_cap": 0, "beta": 0, "value_coef": 0, "value_clip": 0}
-        for name, minimum in minima.items():
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= minimum):
-                raise TreepackError(f"{name} is {value}; expected a finite number of at least {minimum}")
+        check_options(self)
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
 
@@ -141,7 +156,7 @@ def choose_objective(name: str, **options: Any) -> Objective:
     if unknown:
         available = sorted(_OPTIONS[usual["loss"]])
         remedy = f"it has {', '.join(available)}" if available else "it has no options"
-        raise TreepackError(f"{unknown[0]} is no option of the loss {name}; {remedy}")
+        raise TreepackError(f"{unknown[0]} is not an option of the loss {name}; {remedy}")
     if "value_clip" in changes and usual["loss"] != "value" and not changes.get("value_coef"):
         raise TreepackError("value_clip is about the value loss, which has no weight; give value_coef too, or neither")
     objective = Objective(**{**usual, **changes}, preset=name)

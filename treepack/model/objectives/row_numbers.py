@@ -1,7 +1,7 @@
 """Requests for numbers of a row, and the results: values without code, shared by all ways to run a row.
 
     LossPart    the loss of an optimiser step, of which the row has a part      -> RowResult
-    Reads       which numbers about tokens are computed                         -> Scores
+    Reads       which numbers about tokens are computed                         -> TokenScores
 
 A row runs as a whole (`model.forward.WholeRows`) or in pieces (`carry.backward.RowsInPieces`).
 """
@@ -23,8 +23,8 @@ class LossPart:
     """The part of a step's loss that a row, or joined rows, have.
 
     Attributes:
-        objective: the loss. dpo computes log-probabilities at the temperature 1, all others at those of the terms, and
-            at `objective.temperature` for terms without one.
+        objective: the loss. dpo computes log-probabilities at the temperature 1. All others use the temperatures of the
+            terms, and `objective.temperature` for terms without one.
         factors: float64 [num_trajectories] of all rows, from `denominators.step_factors`; None for sft.
         denominator: total weight of the step's rows, for sft.
     """
@@ -41,7 +41,7 @@ class LossPart:
         """
         loss = self.objective.loss
         if self.factors is None and loss != "sft":
-            raise TreepackError(f"factors of the loss {loss} are missing; pass those of step_factors")
+            raise TreepackError(f"factors of the loss {loss} are missing; pass the factors of step_factors")
         if self.factors is not None and loss == "sft":
             raise TreepackError("factors of the loss sft have no use; pass none")
 
@@ -69,7 +69,7 @@ class RowResult(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reads:
+class ScoreRequest:
     """The numbers that are computed about each of some tokens; entropies only beside log-probabilities."""
 
     logprobs: bool = True
@@ -82,7 +82,7 @@ class Reads:
         return cls(objective.loss != "value", objective.is_policy, objective.has_values)
 
 
-class Scores(NamedTuple):
+class TokenScores(NamedTuple):
     """The numbers of the model about n tokens, [n] each; None if they are not computed."""
 
     logprobs: Tensor | None

@@ -4,7 +4,7 @@
     the same                                      --temperature_of_terms--> 0.7, "data", "data, 1 where missing"
 
 Losses of reinforcement learning are about the distribution that was sampled, softmax(logits / temperature). sft and dpo
-have nothing to do with the sampler and compute at 1. A column of old or reference log-probabilities is of use only if
+have nothing to do with the sampler and compute at 1. A column with old or reference log-probabilities is useful only if
 the loss computes its own ones at the same temperature, so `treepack logprobs` records it in the manifest.
 """
 

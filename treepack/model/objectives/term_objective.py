@@ -1,7 +1,7 @@
 """Objectives over terms from the states of a row, joined rows or a piece, through the output layer.
 
     states [T, D], terms --TermObjective.loss--> RowResult: the loss, that of each row, sums for the step's means
-    states [T, D], tokens --score--> Scores: log-probabilities, entropies, values of the tokens
+    states [T, D], tokens --score--> TokenScores: log-probabilities, entropies, values of the tokens
 
 `forward` runs whole rows and `carry.backward` pieces of rows.
 """
@@ -19,38 +19,29 @@ from treepack.data.joined import terms_of_row
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
 from treepack.model.head.head_gradients import is_float16
-from treepack.model.head.output_head import OutputLayer
-from treepack.model.head.token_loss import filled_temperature
+from treepack.model.head.logit_map import OutputLayer
+from treepack.model.head.token_loss import filled_temperature, priced_terms, tree_logprobs
 from treepack.model.head.value_head import ValueHead
 from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.losses import name_sums, objective_loss, weigh_terms
 from treepack.model.objectives.objective import Objective
 from treepack.model.objectives.policy_terms import TERM_MEANS
-from treepack.model.objectives.row_numbers import Reads, RowResult, Scores
+from treepack.model.objectives.row_numbers import RowResult, ScoreRequest, TokenScores
 from treepack.model.objectives.term_prices import prices_of_terms
 from treepack.model.objectives.value_loss import value_loss
 
 
 def score(
     loaded: LoadedModel,
-    reads: Reads,
+    reads: ScoreRequest,
     states: Tensor,
     layer: OutputLayer,
     targets: tuple[Tensor, Tensor, Tensor],
     *,
     temperature: Tensor | float,
     chunk: int,
-) -> Scores:
-    """Return the numbers that an objective reads, from the states [T, D] of a row or piece.
-
-    Args:
-        loaded: the model, with a value head if values are read.
-        reads: the numbers to compute.
-        states: what the output layer gets.
-        layer: the output layer.
-        targets: int64 tokens [n], input_ids [T] and parent [T], see `loss.tree_logprobs`.
-        temperature: one for all tokens, or one for each.
-        chunk: tokens whose logits are in memory at a time.
+) -> TokenScores:
+    """Return the requested numbers about tokens, from the states [T, D] of a row or piece; see `loss.tree_logprobs`.
 
     Raises:
         TreepackError: the model has no value head and values are read.
@@ -58,14 +49,14 @@ def score(
     tokens, _, parent = targets
     logprobs = entropies = values = None
     if reads.logprobs:
-        logprobs, entropies = layer.logprobs(
-            states, targets, temperature=temperature, with_entropies=reads.entropies, chunk=chunk
+        logprobs, entropies = tree_logprobs(
+            states, layer, targets, temperature=temperature, with_entropies=reads.entropies, chunk=chunk
         )
         entropies = entropies if reads.entropies else None  # they would be NaN
     if reads.values:
         # The value before a token is that of the state after its parent.
         values = require_value_head(loaded)(states, sent(parent.index_select(0, tokens), states.device))
-    return Scores(logprobs, entropies, values)
+    return TokenScores(logprobs, entropies, values)
 
 
 @dataclass(frozen=True)
@@ -102,13 +93,14 @@ class TermObjective:
         is_priced = self.objective.is_tokenwise and len(self.targets[0]) > 0 and torch.is_grad_enabled()
         # A loss scale acts after the loss: too late for the slopes here, of 1 / tokens of a step, if they are float16.
         if not is_priced or is_float16(states):
-            reads, divisor = Reads.of(self.objective), self.temperature
+            reads, divisor = ScoreRequest.of(self.objective), self.temperature
             scores = score(loaded, reads, states, layer, self.targets, temperature=divisor, chunk=self.chunk)
             return self._by_row(self.terms, scores, self._objective_loss)
         terms = weigh_terms(self.terms, self.objective)
         edges = None if self.edges is None else self.edges.terms
-        total, numbers = layer.priced(
+        total, numbers = priced_terms(
             states,
+            layer,
             self.targets,
             lambda order: prices_of_terms(terms, self.factors, self.objective, order, chunk=self.chunk, edges=edges),
             temperature=self.temperature,
@@ -120,12 +112,12 @@ class TermObjective:
             return loss
         tokens, _, parent = self.targets
         values = require_value_head(loaded)(states, sent(parent.index_select(0, tokens), states.device))
-        more = self._by_row(terms, Scores(None, None, values), self._value_loss)
+        more = self._by_row(terms, TokenScores(None, None, values), self._value_loss)
         coefficient = self.objective.value_coef
         return RowResult(total + coefficient * more.loss, rows + coefficient * more.rows, {**loss.sums, **more.sums})
 
     def _by_row(
-        self, terms: TermTensors, scores: Scores, compute: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+        self, terms: TermTensors, scores: TokenScores, compute: Callable[..., tuple[Tensor, dict[str, Tensor]]]
     ) -> RowResult:
         """Return the sums over the rows of compute(terms of a row, its scores, its factors)."""
         if self.edges is None:
@@ -134,17 +126,19 @@ class TermObjective:
         losses, sums = [], {}
         for i in range(len(self.edges.row_ids)):
             scored, owners = (slice(each[i], each[i + 1]) for each in (self.edges.scored, self.edges.trajectories))
-            own = Scores(*(None if each is None else each[scored] for each in scores))
+            own = TokenScores(*(None if each is None else each[scored] for each in scores))
             loss, part = compute(terms_of_row(terms, self.edges, i), own, self.factors[owners])
             losses.append(loss)
             sums = {name: value + sums[name] if sums else value for name, value in part.items()}
         rows = torch.stack(losses)
         return RowResult(rows.sum(), rows.detach(), sums)
 
-    def _objective_loss(self, terms: TermTensors, scores: Scores, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _objective_loss(
+        self, terms: TermTensors, scores: TokenScores, factors: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         return objective_loss(scores.logprobs, scores.entropies, terms, factors, self.objective, values=scores.values)
 
-    def _value_loss(self, terms: TermTensors, scores: Scores, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _value_loss(self, terms: TermTensors, scores: TokenScores, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         assert scores.values is not None
         return value_loss(scores.values, terms, factors, clip=self.objective.value_clip)
 

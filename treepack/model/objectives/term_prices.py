@@ -17,8 +17,8 @@ from torch import Tensor
 
 from treepack.data.batch import PER_TERM, TermTensors
 from treepack.model.head.head_chunks import invert
-from treepack.model.head.head_gradients import Price
-from treepack.model.head.logit_map import Slopes, Statistics
+from treepack.model.head.head_gradients import TargetPrices
+from treepack.model.head.logit_map import TargetSlopes, TargetStatistics
 from treepack.model.objectives.objective import Objective
 from treepack.model.objectives.policy_terms import TERM_MEANS, term_sums
 from treepack.model.objectives.term_slices import TERM_CHUNK, term_slices
@@ -33,10 +33,10 @@ def prices_of_terms(
     chunk: int,
     term_chunk: int = TERM_CHUNK,
     edges: Sequence[int] | None = None,
-) -> Price:
+) -> TargetPrices:
     """Return the price of the terms of a row or of joined rows. Waits for the GPU.
 
-    Its sums are those of `policy_terms.term_sums`, then the part of each row of the loss.
+    Its sums are the result of `policy_terms.term_sums`, then the part of each row of the loss.
 
     Args:
         terms: the terms of the tokens, as `objectives.weigh_terms` returns them.
@@ -57,7 +57,7 @@ def prices_of_terms(
     starts = torch.arange(0, len(order) + chunk, chunk, device=places.device)
     cuts = torch.searchsorted(places, starts).tolist()
 
-    def slopes(number: int, statistics: Statistics) -> Slopes:
+    def slopes(number: int, statistics: TargetStatistics) -> TargetSlopes:
         logprobs = statistics.logprobs.detach().requires_grad_()
         entropies = statistics.entropies.detach().requires_grad_(objective.entropy > 0)
         read = [logprobs, entropies] if objective.entropy else [logprobs]
@@ -69,7 +69,7 @@ def prices_of_terms(
                 loss, _ = term_sums(logprobs, entropies, part, factors, None, objective)
             for total, slope in zip(totals, torch.autograd.grad(loss, read), strict=True):
                 total += slope
-        return Slopes(totals[0], totals[1] if objective.entropy else None)
+        return TargetSlopes(totals[0], totals[1] if objective.entropy else None)
 
     def value(logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
         # In the order of the terms, so that the size of a chunk changes no bit.
@@ -84,10 +84,10 @@ def prices_of_terms(
                 sums = sums + part_sums
         return losses.sum(), torch.cat([sums, losses])
 
-    return Price(slopes, value)
+    return TargetPrices(slopes, value)
 
 
 def _select(terms: TermTensors, numbers: Tensor) -> TermTensors:
-    """Return some of the terms; what is about tokens and trajectories stays."""
+    """Return some of the terms; columns about tokens and trajectories stay."""
     columns = {name: getattr(terms, name) for name in PER_TERM}
     return replace(terms, **{name: each.index_select(0, numbers) for name, each in columns.items() if each is not None})

@@ -11,7 +11,7 @@ TERM_CHUNK = 1 << 17
 
 
 def term_slices(terms: TermTensors, chunk: int, *, begin: int = 0, end: int | None = None) -> list[TermTensors]:
-    """Cut `terms`, or those from `begin` to `end`, into views of at most `chunk` terms each."""
+    """Cut `terms`, or the terms from `begin` to `end`, into views of at most `chunk` terms each."""
     end = len(terms.index) if end is None else end
     # Columns with one value per term are cut; tokens, group and reward stay whole, because terms refer to them.
     values = {field.name: getattr(terms, field.name) for field in fields(terms)}

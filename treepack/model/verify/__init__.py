@@ -1,1 +1,1 @@
-"""Gradients of a model on rows, compared with those of every trajectory alone."""
+"""Gradients of a model on rows, compared with gradients of every trajectory alone."""

@@ -50,7 +50,7 @@ RunnerMaker: TypeAlias = Callable[[LoadedModel, int], RowRunner]
 # Maximum relative difference: seven and three digits above the rounding unit, since sums over tokens add up rounding.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
-# Numbers of a gradient that are in memory in float64 at one time: 256 MB.
+# Numbers of a gradient that are in memory in float64 at once: 256 MB.
 _NORM_BLOCK = 1 << 25
 
 # Some gradients are zero in exact arithmetic and pure rounding noise in practice: a bias of all keys shifts every score
@@ -65,7 +65,7 @@ class GradientReport:
 
     `errors` contains |packed - alone| / |alone| in Euclidean norms for each parameter. For sft the losses are sums of
     weight * nll. `loss_scale` is the sum of the absolute losses of the trajectories: advantages of both signs may
-    cancel in `loss_alone`, and what remains may be rounding.
+    cancel in `loss_alone`, and the remainder may be rounding.
     """
 
     dtype: str
@@ -137,7 +137,7 @@ def verify_gradients(
         if plan is not None and plan.offload:
             packed = packed[0], {name: gradient.cpu() for name, gradient in packed[1].items()}, packed[2]
             if loaded.device.type == "cuda":
-                torch.cuda.empty_cache()  # so that the second set does not find the memory in pieces
+                torch.cuda.empty_cache()  # so that the second set finds memory without gaps
         plain = PlainModel(model, loaded.causal, chunk if recompute else None)
         _log.info("gradients of the trajectories, one by one")
         with use_attention(model, loaded.attention_alone), _fused_attention():

@@ -19,16 +19,17 @@ from torch.utils.checkpoint import checkpoint
 
 from treepack.data.batch import Batch, TermTensors
 from treepack.model.experts.replay import use_routes
-from treepack.model.head.output_head import OutputLayer, head_replaced
+from treepack.model.head.logit_map import OutputLayer
+from treepack.model.head.output_head import head_replaced
 from treepack.model.head.value_head import value_head_of
 from treepack.model.objectives.losses import objective_loss
 from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.row_numbers import Reads, Scores
+from treepack.model.objectives.row_numbers import ScoreRequest, TokenScores
 
 
 @dataclass(frozen=True)
 class PlainModel:
-    """The model under its own attention; with a `chunk`, that many positions have logits in memory at one time."""
+    """The model under its own attention; with a `chunk`, that many positions have logits in memory at a time."""
 
     model: Any
     causal: Any
@@ -57,8 +58,8 @@ class PlainModel:
                 return function(layer.logits(states), *parts)
 
             # The logits of a chunk are computed again in the backward pass.
-            pieces = zip(*(torch.split(column, chunk) for column in (states[positions], *columns)), strict=True)
-            return [checkpoint(part, *piece, use_reentrant=False) for piece in pieces]
+            chunks = zip(*(torch.split(column, chunk) for column in (states[positions], *columns)), strict=True)
+            return [checkpoint(part, *each, use_reentrant=False) for each in chunks]
 
         with head_replaced(self.causal, compute) as call:
             self.model(input_ids=tokens[None], use_cache=False)
@@ -107,7 +108,7 @@ def _objective_alone(plain: PlainModel, batch: Batch, factors: Tensor, objective
     terms = batch.terms
     assert terms is not None
     num, each = len(batch.trajectory_ids), torch.arange(len(terms.index), device=factors.device)
-    reads, divisors = Reads.of(objective), _term_temperatures(terms, objective)
+    reads, divisors = ScoreRequest.of(objective), _term_temperatures(terms, objective)
     with torch.no_grad():
         parts = [_scores_alone(plain, batch, reads, divisors, i) for i in range(num)]
     # Numbers of [N] terms each: one value per term, even if several terms are about one token.
@@ -121,7 +122,7 @@ def _objective_alone(plain: PlainModel, batch: Batch, factors: Tensor, objective
                 column[mine] = value.double()
     leaves = [column.requires_grad_() for column in columns if column is not None]
     logprobs, entropies, values_before = columns
-    # index [0, 1, ..., N - 1]: each term reads its own value, where the packed row lets terms of one token share one.
+    # index [0, 1, ..., N - 1]: each term reads its own value; in the packed row, terms of one token share one.
     own = replace(terms, index=each)
     loss, _ = objective_loss(logprobs, entropies, own, factors, objective, values=values_before)
     slopes = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
@@ -147,7 +148,9 @@ def _term_temperatures(terms: TermTensors, objective: Objective) -> Tensor:
     return torch.where(of_terms.isnan(), torch.full_like(of_terms, fill), of_terms).double()
 
 
-def _scores_alone(plain: PlainModel, batch: Batch, reads: Reads, divisors: Tensor, i: int) -> tuple[Tensor, Scores]:
+def _scores_alone(
+    plain: PlainModel, batch: Batch, reads: ScoreRequest, divisors: Tensor, i: int
+) -> tuple[Tensor, TokenScores]:
     """Run trajectory `i` alone; return the indices of its terms, and the numbers that the objective reads of them.
 
     `divisors` float64 [N] are the temperatures of all terms.
@@ -165,7 +168,7 @@ def _scores_alone(plain: PlainModel, batch: Batch, reads: Reads, divisors: Tenso
         logprobs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
     if reads.values:
         values = plain.values(tokens, positions - 1)
-    return mine, Scores(logprobs, entropies if reads.entropies else None, values)
+    return mine, TokenScores(logprobs, entropies if reads.entropies else None, values)
 
 
 def _label_statistics(logits: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:

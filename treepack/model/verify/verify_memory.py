@@ -30,7 +30,7 @@ _USABLE = 0.8
 # Maximum floating-point operations of the trajectories one by one on a GPU. Together with the packed row that takes two
 # to three minutes on an H200, in float32 at 5 (attention of the row) to 40 TFLOP/s (products with weights).
 MAX_OPERATIONS = 2e15
-# Targets whose logits are in memory at one time; smaller than in training, which has no weights in float64.
+# Targets whose logits are in memory at a time; smaller than in training, which has no weights in float64.
 LOGITS_CHUNK = 512
 
 
@@ -43,7 +43,7 @@ class ModelSizes:
     """
 
     parameters: int
-    trained: int  # those with a gradient
+    trained: int  # parameters with a gradient
     embeddings: int
     layers: int
     hidden: int

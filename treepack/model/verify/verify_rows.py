@@ -79,7 +79,7 @@ def verify_rows(
         except (RuntimeError, MemoryError) as error:
             if not is_memory_error(error):
                 raise
-            # The next part would be too small, or this one was no smaller than the one before.
+            # The next part would be too small, or this one was as large as the one before.
             if plan.max_tokens < 2 * _MIN_TOKENS or tokens >= tried:
                 raise TreepackError(
                     f"{loaded.source}: out of memory for the gradients of {tokens:,} tokens; verify on a GPU "

@@ -5,8 +5,8 @@
     experts.0.up_proj.weight   [I, H]  --+--->     experts.gate_up_proj [E, 2 I, H]
     experts.1.gate_proj.weight [I, H]  --+
 
-    trace_loading    for each tensor in memory, the pieces of checkpoint tensors that it consists of
-    trace_saving     for each tensor of a checkpoint, the pieces of tensors in memory that it consists of
+    trace_loading    for each tensor in memory, the boxes of checkpoint tensors that it consists of
+    trace_saving     for each tensor of a checkpoint, the boxes of tensors in memory that it consists of
 
 transformers converts whole models at once. These functions run its conversion on tensors without memory
 (`weights.traced`), so that a process can read or write any part of a model alone. If a conversion computes with
@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from treepack.errors import TreepackError
-from treepack.model.weights.traced import Traced
+from treepack.model.weights.traced import TracedTensor
 
 
 def trace_loading(
     model: Any, stored: Mapping[str, tuple[list[int], torch.dtype]], *, source: str
-) -> dict[str, Traced] | None:
-    """Return the pieces of the tensors of `model`, or None if the conversion computes with elements.
+) -> dict[str, TracedTensor] | None:
+    """Return the boxes of the tensors of `model`, or None if the conversion computes with elements.
 
     Args:
         model: a model on the meta device. It learns which conversions its checkpoint needs, so that they are undone
@@ -43,7 +43,7 @@ def trace_loading(
     """
     if getattr(model.config, "quantization_config", None) is not None:
         return None
-    state = {name: Traced.whole(name, shape, dtype) for name, (shape, dtype) in stored.items()}
+    state = {name: TracedTensor.whole(name, shape, dtype) for name, (shape, dtype) in stored.items()}
     try:
         with _quiet(), torch.random.fork_rng(devices=[]):
             made, report = type(model).from_pretrained(
@@ -64,28 +64,28 @@ def trace_loading(
         )
     traced = made.state_dict(keep_vars=True)
     plan = {name: traced.get(name) for name in stored_tensors(model)}
-    if not all(isinstance(each, Traced) and each.is_known for each in plan.values()):
+    if not all(isinstance(each, TracedTensor) and each.is_known for each in plan.values()):
         return None
     if hasattr(made, "_weight_conversions"):
         model._weight_conversions = made._weight_conversions
     return plan
 
 
-def trace_saving(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Traced] | None:
-    """Return the pieces of every tensor of a checkpoint of `model`, or None if the conversion computes with elements.
+def trace_saving(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, TracedTensor] | None:
+    """Return the boxes of every tensor of a checkpoint of `model`, or None if the conversion computes with elements.
 
     Args:
         model: the model, whose weights may be sharded.
-        tensors: the tensors to save by name, such as `stored_tensors(model)`; pieces refer to these names.
+        tensors: the tensors to save by name, such as `stored_tensors(model)`; boxes refer to these names.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    whole = {name: Traced.whole(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    whole = {name: TracedTensor.whole(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     try:
         plan: dict[str, Any] = revert_weight_conversion(model, whole)
     except Exception:
         return None  # as in `trace_loading`
-    return plan if all(isinstance(each, Traced) and each.is_known for each in plan.values()) else None
+    return plan if all(isinstance(each, TracedTensor) and each.is_known for each in plan.values()) else None
 
 
 def stored_tensors(model: Any) -> dict[str, Tensor]:

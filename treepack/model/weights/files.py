@@ -18,7 +18,7 @@ from treepack.model.source import local_source
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
-# Names of dtypes in safetensors files. Others, such as those of eight bits, need scales that are stored elsewhere.
+# Names of dtypes in safetensors files. Others, such as types of eight bits, need scales that are stored elsewhere.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

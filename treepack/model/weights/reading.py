@@ -1,6 +1,6 @@
 """Read the weights of a sharded model: each rank reads its part of every tensor, one tensor at a time.
 
-    model on the meta device, files --find_plan--> for each tensor of the model, the pieces of files it consists of
+    model on the meta device, files --find_plan--> for each tensor of the model, the boxes of files it consists of
     plan, sharded model             --fill-------> the rank's part in memory
 
                             rank 0                  rank 1
@@ -23,11 +23,11 @@ from torch import Tensor
 from treepack.model.adapters.adapter import base_name
 from treepack.model.weights.conversion import stored_tensors, trace_loading
 from treepack.model.weights.files import DTYPES, translate_read_errors
-from treepack.model.weights.traced import Ranges, Traced, TracedBox
+from treepack.model.weights.traced import Ranges, TracedBox, TracedTensor
 
 
-def find_plan(model: Any, files: Mapping[str, Path], source: str) -> dict[str, Traced] | None:
-    """Return the pieces of each tensor of `model`; None if only transformers can convert the weights.
+def find_plan(model: Any, files: Mapping[str, Path], source: str) -> dict[str, TracedTensor] | None:
+    """Return the boxes of each tensor of `model`; None if only transformers can convert the weights.
 
     Args:
         model: a model on the meta device.
@@ -51,7 +51,9 @@ def find_plan(model: Any, files: Mapping[str, Path], source: str) -> dict[str, T
 
 
 @torch.no_grad()
-def fill(model: Any, plan: Mapping[str, Traced], files: Mapping[str, Path], device: torch.device, source: str) -> None:
+def fill(
+    model: Any, plan: Mapping[str, TracedTensor], files: Mapping[str, Path], device: torch.device, source: str
+) -> None:
     """Allocate the memory of a sharded model on the meta device, and read this rank's part of the frozen weights.
 
     The parameters of an adapter are in no file of the base, and stay NaN.
@@ -87,20 +89,20 @@ def fill(model: Any, plan: Mapping[str, Traced], files: Mapping[str, Path], devi
     model.initialize_weights()
 
 
-def read_part(traced: Traced, part: Ranges, files: Mapping[str, Path], tensor: Tensor) -> None:
-    """Read the box `part` of a traced tensor into `tensor`, which has its shape."""
+def read_part(traced: TracedTensor, part: Ranges, files: Mapping[str, Path], tensor: Tensor) -> None:
+    """Read the window `part` of a traced tensor into `tensor`, which has its shape."""
     from safetensors import safe_open
 
-    pieces: dict[str, list[TracedBox]] = {}
-    for piece in traced.pieces or ():
-        if (inside := piece.within(part)) is not None:
-            pieces.setdefault(inside.name, []).append(inside)
-    for path, names in _by_file({name: files[name] for name in pieces}).items():
+    boxes: dict[str, list[TracedBox]] = {}
+    for box in traced.boxes or ():
+        if (inside := box.within(part)) is not None:
+            boxes.setdefault(inside.name, []).append(inside)
+    for path, names in _by_file({name: files[name] for name in boxes}).items():
         with safe_open(path, "pt") as file:
             for name in names:
                 stored = file.get_slice(name)
-                for piece in pieces[name]:
-                    piece.put(stored, tensor)
+                for box in boxes[name]:
+                    box.put(stored, tensor)
 
 
 def _by_file(files: Mapping[str, Path]) -> dict[Path, list[str]]:
@@ -111,7 +113,7 @@ def _by_file(files: Mapping[str, Path]) -> dict[Path, list[str]]:
 
 
 def own_part(tensor: Tensor) -> Ranges:
-    """Return the box of a whole tensor that this rank holds; all of it if the tensor is not sharded."""
+    """Return the window of a whole tensor that this rank holds; all of it if the tensor is not sharded."""
     from torch.distributed.tensor import DTensor
 
     ranges = [(0, size) for size in tensor.shape]

@@ -85,7 +85,7 @@ def save_whole(model: Any, source: str | Path, directory: Path, state: dict[str,
 
 
 def _fill_in(path: Path, plan: dict[str, str], model: Any, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors of a file of the source, those of the text half with values from `state`, and its metadata."""
+    """Return the tensors of a file of the source, with values from `state` for the text half, and its metadata."""
     from safetensors import safe_open
 
     tensors: dict[str, Tensor] = {}

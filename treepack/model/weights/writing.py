@@ -27,7 +27,7 @@ from torch import Tensor
 from treepack.model.adapters.adapter import is_adapted
 from treepack.model.weights.conversion import stored_tensors, trace_saving
 from treepack.model.weights.files import DTYPES, INDEX_FILE, SINGLE_FILE
-from treepack.model.weights.traced import Traced, TracedBox
+from treepack.model.weights.traced import TracedBox, TracedTensor
 
 MAX_FILE_BYTES = 50_000_000_000  # the default of transformers
 
@@ -39,11 +39,11 @@ class SavedWeights:
     """The weight files to write, and the tensors in memory in the order in which all ranks gather them.
 
     Attributes:
-        layout: for each tensor of the checkpoint, the pieces of `tensors` that it consists of.
+        layout: for each tensor of the checkpoint, the boxes of `tensors` that it consists of.
         tensors: the tensors of the model by name, sharded or not.
     """
 
-    layout: Mapping[str, Traced]
+    layout: Mapping[str, TracedTensor]
     tensors: Mapping[str, Tensor]
     _rest: Iterator[tuple[str, Tensor]] = field(init=False, repr=False)
 
@@ -62,11 +62,11 @@ class SavedWeights:
             OSError: the disk fails. Other ranks then wait for the rest: call `gather`.
         """
         places = _plan_files(self.layout, self._names_in_order(), max_file_bytes)
-        pieces: dict[str, list[tuple[str, TracedBox]]] = {}
+        boxes: dict[str, list[tuple[str, TracedBox]]] = {}
         for target, traced in self.layout.items():
-            for piece in traced.pieces or ():
-                pieces.setdefault(piece.name, []).append((target, piece))
-        waiting: dict[str, _Assembled] = {}
+            for box in traced.boxes or ():
+                boxes.setdefault(box.name, []).append((target, box))
+        waiting: dict[str, _AssembledTensor] = {}
         with ExitStack() as stack:
             files = {name: stack.enter_context((directory / name).open("wb")) for name in places}
             at = {
@@ -75,13 +75,13 @@ class SavedWeights:
             for name, file in places.items():
                 files[name].write(file.header)
             for name, tensor in self._rest:
-                for target, piece in pieces.get(name, ()):
+                for target, box in boxes.get(name, ()):
                     traced = self.layout[target]
-                    if piece.num_elements == traced.numel():
-                        _write(*at[target], piece.take(tensor))
+                    if box.num_elements == traced.numel():
+                        _write(*at[target], box.take(tensor))
                         continue
-                    part = waiting.setdefault(target, _Assembled(torch.empty(traced.shape, dtype=traced.dtype)))
-                    if part.add(piece, tensor):
+                    part = waiting.setdefault(target, _AssembledTensor(torch.empty(traced.shape, dtype=traced.dtype)))
+                    if part.add(box, tensor):
                         _write(*at[target], waiting.pop(target).tensor)
         if len(places) > 1:
             self._write_index(directory, places)
@@ -91,11 +91,11 @@ class SavedWeights:
         order = {name: number for number, name in enumerate(self.tensors)}
 
         def first(name: str) -> int:
-            return min((order[piece.name] for piece in self.layout[name].pieces or ()), default=0)
+            return min((order[box.name] for box in self.layout[name].boxes or ()), default=0)
 
         return sorted(self.layout, key=first)
 
-    def _write_index(self, directory: Path, places: Mapping[str, _File]) -> None:
+    def _write_index(self, directory: Path, places: Mapping[str, _TensorFile]) -> None:
         tensors = self.layout.values()
         sizes = {"total_parameters": sum(t.numel() for t in tensors), "total_size": sum(map(_num_bytes, tensors))}
         weight_map = {target: name for name, file in places.items() for target in file.starts}
@@ -104,21 +104,21 @@ class SavedWeights:
 
 
 @dataclass
-class _Assembled:
+class _AssembledTensor:
     """A tensor of the checkpoint that is complete once `num_elements` of it are in place."""
 
     tensor: Tensor
     num_elements: int = 0
 
-    def add(self, piece: TracedBox, source: Tensor) -> bool:
-        """Put a piece of `source` in its place; return True if the tensor is complete."""
-        piece.put(source, self.tensor)
-        self.num_elements += piece.num_elements
+    def add(self, box: TracedBox, source: Tensor) -> bool:
+        """Put a box of `source` in its place; return True if the tensor is complete."""
+        box.put(source, self.tensor)
+        self.num_elements += box.num_elements
         return self.num_elements == self.tensor.numel()
 
 
 @dataclass(frozen=True)
-class _File:
+class _TensorFile:
     """The header of a safetensors file, and the offset of each of its tensors in bytes."""
 
     header: bytes
@@ -140,7 +140,7 @@ def saved_weights(model: Any) -> SavedWeights | None:
 
 
 def save_settings(model: Any, directory: Path) -> None:
-    """Write what `save_pretrained` writes except the weights: configuration, generation settings, code of the model."""
+    """Write the files of `save_pretrained` except weights: configuration, generation settings, code of the model."""
     model.save_pretrained(directory, state_dict={"none": torch.zeros(1)}, save_original_format=False)
     (directory / SINGLE_FILE).unlink()
 
@@ -158,7 +158,7 @@ def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.cpu()
 
 
-def _plan_files(layout: Mapping[str, Traced], names: list[str], max_bytes: int) -> dict[str, _File]:
+def _plan_files(layout: Mapping[str, TracedTensor], names: list[str], max_bytes: int) -> dict[str, _TensorFile]:
     """Distribute the tensors over files in the order of `names`; a file has at most `max_bytes`, or one tensor."""
     groups: list[list[str]] = [[]]
     total = 0
@@ -178,7 +178,7 @@ def _plan_files(layout: Mapping[str, Traced], names: list[str], max_bytes: int) 
     }
 
 
-def _plan_file(layout: Mapping[str, Traced], names: list[str]) -> _File:
+def _plan_file(layout: Mapping[str, TracedTensor], names: list[str]) -> _TensorFile:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     first = 0
@@ -193,10 +193,10 @@ def _plan_file(layout: Mapping[str, Traced], names: list[str]) -> _File:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
-    return _File(header, {name: len(header) + start for name, start in starts.items()})
+    return _TensorFile(header, {name: len(header) + start for name, start in starts.items()})
 
 
-def _num_bytes(traced: Traced) -> int:
+def _num_bytes(traced: TracedTensor) -> int:
     return traced.numel() * traced.itemsize
 
 

@@ -1,10 +1,10 @@
-"""Other rows of single trees, because the best rows of each tree alone may be pieces that merge badly.
+"""Other rows of single trees, because the best rows of each tree alone may be items that merge badly.
 
-    trees 1 and 2, pieces of auto       5 4 | 5 4      capacity 10, merged   5+5   4+4+1   1
+    trees 1 and 2, items of auto       5 4 | 5 4      capacity 10, merged   5+5   4+4+1   1
     the same trees by heuristic         9   | 9                              9+1   9+1
     tree 3                              1 1
 
-The pieces of auto are finished: merged, or spread over ranks. The pieces of each quick method are finished twice:
+The items of auto are finished: merged, or spread over ranks. The items of each quick method are finished twice:
 once for all trees, and once for only the trees whose rows have as few tokens as the rows of auto. The rows of
 `greedy-online` are finished too. The result with the minimum number of tokens, then of rows, is returned. So auto never
 needs more tokens than `contiguous`, `heuristic` or `greedy-online`, and never more rows if the tokens are equal, except
@@ -36,22 +36,22 @@ def best_final_rows(
     trie: Trie,
     forest: PlanForest,
     limits: RowLimits,
-    pieces: Int64,
+    items: Int64,
     finish: Finish,
     *,
     lower_bound: int,
     multiple_of: int,
 ) -> Int64:
-    """Return the final row of each trajectory, int64 [trajectories], made of `pieces` or of other rows of single trees.
+    """Return the final row of each trajectory, int64 [trajectories], made of `items` or of other rows of single trees.
 
-    `pieces` are the rows of `auto` for each tree; any rows have at least `lower_bound` tokens together. `finish` turns
+    `items` are the rows of `auto` for each tree; any rows have at least `lower_bound` tokens together. `finish` turns
     rows of single trees into final rows, and `multiple_of` divides their number in each step. If no plan can be better,
     nothing else is tried. O(nodes log nodes) and first fit, and at most six calls of `finish`.
 
     Raises:
-        TreepackError: `finish` raises it for `pieces`.
+        TreepackError: `finish` raises it for `items`.
     """
-    best = finish(pieces)
+    best = finish(items)
     tokens = _tokens_of_rows(trie, best)
     cost = int(tokens.sum()), len(tokens)
     has_fewest_rows = cost[1] == _min_rows(trie, best, tokens, limits.capacity, multiple_of)
@@ -60,7 +60,7 @@ def best_final_rows(
 
     def others() -> Iterator[Int64]:
         # Exchanging the rows of single trees can only save rows, so it is left out if there are none to save.
-        yield from _alternatives(trie, forest, limits, pieces, mixed=not has_fewest_rows)
+        yield from _alternatives(trie, forest, limits, items, mixed=not has_fewest_rows)
         if cost[0] > lower_bound:
             greedy = online.greedy_online_within(trie, limits, max_tokens=cost[0])
             if greedy is not None:
@@ -69,7 +69,7 @@ def best_final_rows(
     for other in others():
         try:
             rows = finish(other)
-        except TreepackError:  # a step would have more rows than trajectories; with `pieces` it has not
+        except TreepackError:  # a step would have more rows than trajectories; with `items` it has not
             continue
         tokens = _tokens_of_rows(trie, rows)
         if (int(tokens.sum()), len(tokens)) < cost:
@@ -77,14 +77,14 @@ def best_final_rows(
     return best
 
 
-def _alternatives(trie: Trie, forest: PlanForest, limits: RowLimits, pieces: Int64, *, mixed: bool) -> Iterator[Int64]:
-    """Yield the rows of each quick method, and if `mixed`, first `pieces` with these rows for some of the trees.
+def _alternatives(trie: Trie, forest: PlanForest, limits: RowLimits, items: Int64, *, mixed: bool) -> Iterator[Int64]:
+    """Yield the rows of each quick method, and if `mixed`, first `items` with these rows for some of the trees.
 
-    These trees are the ones for which the quick method needs as few tokens as `pieces`. A quick plan with more tokens
-    can still win, because pieces of one tree that are merged share their prefix again.
+    These trees are the ones for which the quick method needs as few tokens as `items`. A quick plan with more tokens
+    can still win, because items of one tree that are merged share their prefix again.
     """
     tree_of = trie.tree_id[trie.end_node].astype(np.int64)
-    tokens = _tokens_of_trees(trie, pieces, tree_of)
+    tokens = _tokens_of_trees(trie, items, tree_of)
     for method in QUICK_METHODS:
         rows_of_trees, num_rows = [], 0
         for tree in forest.trees():
@@ -95,7 +95,7 @@ def _alternatives(trie: Trie, forest: PlanForest, limits: RowLimits, pieces: Int
         # tokens of the trees [9, 7] against [9, 8], trees of the trajectories [0, 0, 1] -> [True, True, False]
         as_good = (_tokens_of_trees(trie, quick, tree_of) == tokens)[tree_of]
         if mixed and as_good.any() and not as_good.all():
-            yield np.unique(np.where(as_good, quick, pieces + num_rows), return_inverse=True)[1].astype(np.int64)
+            yield np.unique(np.where(as_good, quick, items + num_rows), return_inverse=True)[1].astype(np.int64)
         yield quick
 
 

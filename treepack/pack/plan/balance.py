@@ -1,13 +1,13 @@
 """Rows for R ranks: every training step has a multiple of R rows, none of them empty, with even costs.
 
-    pieces of a step --split_cheapest--> at least as many pieces as rows --_spread--> row of each piece
+    items of a step --split_cheapest--> at least as many items as rows --_spread--> row of each item
 
 The cost of a row is its score pairs, or with `token_pairs` the time of a model: its score pairs plus that many pairs
 for each token. Ranks take R rows at a time, in order, and wait for the slowest rank. So `plan_rows` sorts the rows of a
 step by cost. Then R consecutive rows are nearly equal even if not all rows of the step can be.
 
-The number of rows is the number that `fill.py` needs, rounded up to a multiple of R. If there are fewer pieces than
-rows, pieces are split at the cuts that repeat the minimum of tokens. With the trajectories of a piece in the order of
+The number of rows is the number that `fill.py` needs, rounded up to a multiple of R. If there are fewer items than
+rows, items are split at the cuts that repeat the minimum of tokens. With the trajectories of a item in the order of
 the trie, a cut before one of them repeats the tokens that it shares with the one before it.
 """
 
@@ -29,54 +29,54 @@ from treepack.trie.trie import Trie
 
 ROWS_TO_TRY = 32  # rows checked for room before the assignment by cost gives up
 SAMPLED_ROWS = 512  # rows from which the partners of a move are taken
-PARTNERS = 24  # rows with which a row may trade pieces in one move; 8 of them have the lowest costs
-PIECES_PER_ROW = 12  # pieces of a row that one move considers: at most 1 + 12 + 66 bundles of up to two
-MOVES_PER_ROW = 4  # moves tried for each row of a step ...
-MAX_MOVES = 2000  # ... and at most in total, to bound the time of steps with many rows
+PARTNERS = 24  # rows with which a row may trade items in one move; 8 of them have the lowest costs
+ITEMS_PER_ROW = 12  # items of a row that one move considers: at most 1 + 12 + 66 bundles of up to two
+MOVES_PER_ROW = 4  # moves tried for each row of a step
+MAX_MOVES = 2000  # moves tried for all rows of a step, to bound the time of steps with many rows
 EVEN_RATIO = 1.005  # cost of a row over the mean of all rows, at which the row is even enough
 
 
 def balanced_rows(trie: Trie, row_of: Int64, limits: RowLimits, multiple_of: int, *, token_pairs: int = 0) -> Int64:
     """Return the final row of each trajectory, int64 [num_trajectories], from the rows `row_of` of single trees.
 
-    A token costs as much as `token_pairs` score pairs.
+    The cost of a token is that of `token_pairs` score pairs.
 
     Raises:
         TreepackError: a step has fewer trajectories than rows.
     """
     steps = trie.step_rank
-    num_pieces = int(row_of.max()) + 1
-    piece_steps = steps_of(row_of, steps, num_pieces)
-    num_rows = _num_rows(row_sizes(trie, row_of, num_pieces), piece_steps, limits, multiple_of)
+    num_items = int(row_of.max()) + 1
+    item_steps = steps_of(row_of, steps, num_items)
+    num_rows = _num_rows(row_sizes(trie, row_of, num_items), item_steps, limits, multiple_of)
     _refuse_small_steps(trie, num_rows, multiple_of)
-    lacking = num_rows - np.bincount(piece_steps)
+    lacking = num_rows - np.bincount(item_steps)
     if (lacking > 0).any():
         row_of = split_cheapest(trie, row_of, lacking)
-        num_pieces = int(row_of.max()) + 1
-        piece_steps = steps_of(row_of, steps, num_pieces)
-    sizes = row_sizes(trie, row_of, num_pieces)
-    return _spread_steps(_Pieces.of(sizes, token_pairs), piece_steps, limits, num_rows)[row_of]
+        num_items = int(row_of.max()) + 1
+        item_steps = steps_of(row_of, steps, num_items)
+    sizes = row_sizes(trie, row_of, num_items)
+    return _spread_steps(_Items.of(sizes, token_pairs), item_steps, limits, num_rows)[row_of]
 
 
-def balanced_pieces(sizes: RowSizes, steps: Int64, limits: RowLimits, multiple_of: int) -> Int64:
-    """Return the row of each piece, int64 [pieces], as `balanced_rows` if no piece has to be split.
+def balanced_items(sizes: RowSizes, steps: Int64, limits: RowLimits, multiple_of: int) -> Int64:
+    """Return the row of each item, int64 [items], as `balanced_rows` if no item has to be split.
 
     Raises:
-        TreepackError: a step has fewer pieces than rows.
+        TreepackError: a step has fewer items than rows.
     """
     num_rows = _num_rows(sizes, steps, limits, multiple_of)
     counts = np.unique(steps, return_counts=True)[1]
     small = np.flatnonzero(counts < num_rows)
     if len(small):
         raise TreepackError(
-            f"a training step has {counts[small[0]]} pieces, too few for {num_rows[small[0]]} rows, a multiple of "
+            f"a training step has {counts[small[0]]} items, too few for {num_rows[small[0]]} rows, a multiple of "
             f"{multiple_of}; balance the rows where the trie is, with plan_rows"
         )
-    return _spread_steps(_Pieces.of(sizes), steps, limits, num_rows)
+    return _spread_steps(_Items.of(sizes), steps, limits, num_rows)
 
 
 def _num_rows(sizes: RowSizes, steps: Int64, limits: RowLimits, multiple_of: int) -> Int64:
-    """Return the number of rows of each step, int64 [steps], from its pieces."""
+    """Return the number of rows of each step, int64 [steps], from its items."""
     merged = merge_rows(sizes, steps, limits)
     merged_rows = [len(np.unique(merged[mine])) for mine in by_step(steps)]
     # 5 rows, a multiple of 4 -> 8 rows
@@ -89,24 +89,24 @@ def row_costs(sizes: RowSizes, token_pairs: int) -> Int64:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pieces:
-    """The sizes and costs of pieces."""
+class _Items:
+    """The sizes and costs of items."""
 
     sizes: RowSizes
     costs: Int64
 
     @classmethod
-    def of(cls, sizes: RowSizes, token_pairs: int = 0) -> _Pieces:
+    def of(cls, sizes: RowSizes, token_pairs: int = 0) -> _Items:
         return cls(sizes, row_costs(sizes, token_pairs))
 
-    def take(self, pieces: Int64) -> _Pieces:
-        return _Pieces(self.sizes.take(pieces), self.costs[pieces])
+    def take(self, items: Int64) -> _Items:
+        return _Items(self.sizes.take(items), self.costs[items])
 
 
-def _spread_steps(pieces: _Pieces, steps: Int64, limits: RowLimits, num_rows: Int64) -> Int64:
+def _spread_steps(items: _Items, steps: Int64, limits: RowLimits, num_rows: Int64) -> Int64:
     row_of, first = np.zeros(len(steps), np.int64), 0
     for mine, rows in zip(by_step(steps), num_rows.tolist(), strict=True):
-        row_of[mine] = first + _spread(pieces.take(mine), limits, rows)
+        row_of[mine] = first + _spread(items.take(mine), limits, rows)
         first += rows
     return row_of
 
@@ -139,7 +139,7 @@ def split_cheapest(trie: Trie, row_of: Int64, lacking: Int64) -> Int64:
     rows = row_of[order]
     shared = shared_in_rows(shared_in_order(trie), row_of, order)
     stop = np.cumsum(path_pairs(trie.lengths[order]) - path_pairs(shared))
-    # rows [0, 0, 1, 1, 1] -> begins [1, 0, 1, 0, 0]; a cut is possible at the places [1, 3, 4].
+    # rows [0, 0, 1, 1, 1] -> begins [1, 0, 1, 0, 0]; a cut is possible at the indices [1, 3, 4].
     begins = np.concatenate([[True], rows[1:] != rows[:-1]])
     # start[k], stop[k]: pairs of all rows before and after trajectory k. `before` counts the pairs of its row before k,
     # and `after` the pairs from k on, with the shared prefix that a cut before k repeats.
@@ -158,29 +158,29 @@ def split_cheapest(trie: Trie, row_of: Int64, lacking: Int64) -> Int64:
     return new_row_of
 
 
-def _spread(pieces: _Pieces, limits: RowLimits, num_rows: int) -> Int64:
-    """Assign the pieces of one step to exactly `num_rows` rows, none empty, with even costs."""
-    row_of = _assign_by_cost(pieces, limits, num_rows)
+def _spread(items: _Items, limits: RowLimits, num_rows: int) -> Int64:
+    """Assign the items of one step to exactly `num_rows` rows, none empty, with even costs."""
+    row_of = _assign_by_cost(items, limits, num_rows)
     if row_of is None:
-        merged = merge_rows(pieces.sizes, np.zeros(len(pieces.costs), np.int64), limits)
-        row_of = _split_rows(pieces.costs, merged, num_rows)
-    return _improve(_CostSpread.of(pieces, limits, row_of))
+        merged = merge_rows(items.sizes, np.zeros(len(items.costs), np.int64), limits)
+        row_of = _split_rows(items.costs, merged, num_rows)
+    return _improve(_CostSpread.of(items, limits, row_of))
 
 
-def _assign_by_cost(pieces: _Pieces, limits: RowLimits, num_rows: int) -> Int64 | None:
-    """Assign each piece, by falling cost, to the row with the lowest cost that has room; None if a row is missing.
+def _assign_by_cost(items: _Items, limits: RowLimits, num_rows: int) -> Int64 | None:
+    """Assign each item, by falling cost, to the row with the lowest cost that has room; None if a row is missing.
 
-    A piece gives up after `ROWS_TO_TRY` rows without room.
+    A item gives up after `ROWS_TO_TRY` rows without room.
     """
-    left = [list(_row_limits(pieces.sizes, limits)) for _ in range(num_rows)]
-    # A heap of (cost, row). The first `num_rows` pieces open a row each, so no row stays empty.
+    left = [list(_row_limits(items.sizes, limits)) for _ in range(num_rows)]
+    # A heap of (cost, row). The first `num_rows` items open a row each, so no row stays empty.
     rows = [(0, row) for row in range(num_rows)]
-    row_of = np.zeros(len(pieces.costs), np.int64)
-    columns = pieces.sizes
+    row_of = np.zeros(len(items.costs), np.int64)
+    columns = items.sizes
     sizes = list(zip(columns.tokens.tolist(), columns.pairs.tolist(), columns.terms.tolist(), strict=True))
-    costs = pieces.costs.tolist()
-    for piece in np.lexsort([np.arange(len(sizes)), -columns.tokens, -pieces.costs]).tolist():
-        size = sizes[piece]
+    costs = items.costs.tolist()
+    for item in np.lexsort([np.arange(len(sizes)), -columns.tokens, -items.costs]).tolist():
+        size = sizes[item]
         refused: list[tuple[int, int]] = []
         while rows and len(refused) < ROWS_TO_TRY:
             cost, row = heapq.heappop(rows)
@@ -190,40 +190,40 @@ def _assign_by_cost(pieces: _Pieces, limits: RowLimits, num_rows: int) -> Int64 
         else:
             return None
         left[row] = [b - a for a, b in zip(size, left[row], strict=True)]
-        row_of[piece] = row
-        for entry in (*refused, (cost + costs[piece], row)):
+        row_of[item] = row
+        for entry in (*refused, (cost + costs[item], row)):
             heapq.heappush(rows, entry)
     return row_of
 
 
-def _row_limits(pieces: RowSizes, limits: RowLimits) -> tuple[int, int, int]:
-    """Return the maximum tokens, pairs and terms of a row; without a limit, the sum over all pieces."""
+def _row_limits(items: RowSizes, limits: RowLimits) -> tuple[int, int, int]:
+    """Return the maximum tokens, pairs and terms of a row; without a limit, the sum over all items."""
     return (
         limits.capacity,
-        int(pieces.pairs.sum()) if limits.pairs is None else limits.pairs,
-        int(pieces.terms.sum()) if limits.terms is None else limits.terms,
+        int(items.pairs.sum()) if limits.pairs is None else limits.pairs,
+        int(items.terms.sum()) if limits.terms is None else limits.terms,
     )
 
 
 def _split_rows(costs: Int64, row_of: Int64, num_rows: int) -> Int64:
     """Split the row with the highest cost in two, again and again, until there are `num_rows` rows."""
     members: list[list[int]] = [[] for _ in range(num_rows)]
-    for piece, row in enumerate(row_of.tolist()):
-        members[row].append(piece)
+    for item, row in enumerate(row_of.tolist()):
+        members[row].append(item)
     cost = costs.tolist()
     count = int(row_of.max()) + 1
-    # heapq is a heap of minima, so costs are negative. A row of one piece cannot be split.
+    # heapq is a heap of minima, so costs are negative. A row of one item cannot be split.
     heap = [(-sum(cost[i] for i in ids), row) for row, ids in enumerate(members[:count]) if len(ids) > 1]
     heapq.heapify(heap)
     while count < num_rows:
         _, row = heapq.heappop(heap)
         halves: list[list[int]] = [[], []]
         sums = [0, 0]
-        # Each piece, the largest first, goes to the smaller half: costs 9, 6, 5, 2 -> 9 + 2 and 6 + 5.
-        for piece in sorted(members[row], key=lambda i: (-cost[i], i)):
+        # Each item, the largest first, goes to the smaller half: costs 9, 6, 5, 2 -> 9 + 2 and 6 + 5.
+        for item in sorted(members[row], key=lambda i: (-cost[i], i)):
             side = 0 if sums[0] <= sums[1] else 1
-            halves[side].append(piece)
-            sums[side] += cost[piece]
+            halves[side].append(item)
+            sums[side] += cost[item]
         for at, half, total in ((row, halves[0], sums[0]), (count, halves[1], sums[1])):
             members[at] = half
             if len(half) > 1:
@@ -237,9 +237,9 @@ def _split_rows(costs: Int64, row_of: Int64, num_rows: int) -> Int64:
 
 @dataclass(slots=True)
 class _CostSpread:
-    """The pieces of each row, while pieces move from row to row.
+    """The items of each row, while items move from row to row.
 
-    `sizes` int64 [pieces, 4] are the tokens, pairs, terms and costs of pieces, `used` int64 [rows, 4] their sums over
+    `sizes` int64 [items, 4] are the tokens, pairs, terms and costs of items, `used` int64 [rows, 4] their sums over
     each row, and `maxima` int64 [3] the limits of a row, which has none for its cost.
     """
 
@@ -250,15 +250,15 @@ class _CostSpread:
     used: Int64
 
     @classmethod
-    def of(cls, pieces: _Pieces, limits: RowLimits, row_of: Int64) -> _CostSpread:
-        columns = pieces.sizes
-        sizes = np.stack([columns.tokens, columns.pairs, columns.terms, pieces.costs], axis=1)
+    def of(cls, items: _Items, limits: RowLimits, row_of: Int64) -> _CostSpread:
+        columns = items.sizes
+        sizes = np.stack([columns.tokens, columns.pairs, columns.terms, items.costs], axis=1)
         num_rows = int(row_of.max()) + 1
         used = np.zeros((num_rows, 4), np.int64)
         np.add.at(used, row_of, sizes)
         members: list[list[int]] = [[] for _ in range(num_rows)]
-        for piece, row in enumerate(row_of.tolist()):
-            members[row].append(piece)
+        for item, row in enumerate(row_of.tolist()):
+            members[row].append(item)
         return cls(sizes, np.array(_row_limits(columns, limits)), row_of.copy(), members, used)
 
     @property
@@ -266,17 +266,17 @@ class _CostSpread:
         """The cost of each row, int64 [rows]."""
         return self.used[:, 3]
 
-    def move(self, piece: int, row: int) -> None:
-        old = int(self.row_of[piece])
-        self.members[old].remove(piece)
-        self.members[row].append(piece)
-        self.used[old] -= self.sizes[piece]
-        self.used[row] += self.sizes[piece]
-        self.row_of[piece] = row
+    def move(self, item: int, row: int) -> None:
+        old = int(self.row_of[item])
+        self.members[old].remove(item)
+        self.members[row].append(item)
+        self.used[old] -= self.sizes[item]
+        self.used[row] += self.sizes[item]
+        self.row_of[item] = row
 
 
 def _improve(spread: _CostSpread) -> Int64:
-    """Let the row with the highest cost give or trade pieces, while this lowers the maximum of the two rows."""
+    """Let the row with the highest cost give or trade items, while this lowers the maximum of the two rows."""
     num_rows = len(spread.used)
     even = EVEN_RATIO * spread.costs.mean()
     settled = np.zeros(num_rows, bool)  # rows for which no trade helps
@@ -289,15 +289,15 @@ def _improve(spread: _CostSpread) -> Int64:
             settled[row] = True
             continue
         outgoing, other, incoming = trade
-        for piece in outgoing:
-            spread.move(piece, other)
-        for piece in incoming:
-            spread.move(piece, row)
+        for item in outgoing:
+            spread.move(item, other)
+        for item in incoming:
+            spread.move(item, row)
     return spread.row_of
 
 
 def _best_trade(spread: _CostSpread, row: int, *, together: int) -> tuple[list[int], int, list[int]] | None:
-    """Return up to `together` pieces to give away, the row to give them to, and the pieces to take back.
+    """Return up to `together` items to give away, the row to give them to, and the items to take back.
 
     None if no trade helps. Trades are the rows of one array, so that numpy checks all of them at once.
     """
@@ -310,7 +310,7 @@ def _best_trade(spread: _CostSpread, row: int, *, together: int) -> tuple[list[i
     partners = np.concatenate([others[: PARTNERS // 3], evenly])
     bundles = [_bundles(spread.members[other], together) for other in partners.tolist()]
     owner = np.repeat(partners, [len(of_partner) for of_partner in bundles])
-    # incoming [n, 2], outgoing [m, 2]: pieces, -1 for none. Bundle 0 of a row is empty: to give nothing is no trade.
+    # incoming [n, 2], outgoing [m, 2]: items, -1 for none. Bundle 0 of a row is empty: to give nothing is not a trade.
     incoming, outgoing = np.concatenate(bundles), _bundles(spread.members[row], together)[1:]
     # gain [n, 4], loss [m, 4]: tokens, pairs, terms and cost of each bundle
     gain, loss = (np.where(b[:, :, None] < 0, 0, spread.sizes[b]).sum(axis=1) for b in (incoming, outgoing))
@@ -330,13 +330,13 @@ def _best_trade(spread: _CostSpread, row: int, *, together: int) -> tuple[list[i
 
 
 def _bundles(members: list[int], together: int) -> Int64:
-    """Return no piece, each single piece, and with `together` 2 each pair of pieces; int64 [bundles, 2], -1 for none.
+    """Return no item, each single item, and with `together` 2 each pair of items; int64 [bundles, 2], -1 for none.
 
-    Of a row with more than `PIECES_PER_ROW` pieces only so many are used, evenly spaced.
+    Of a row with more than `ITEMS_PER_ROW` items only so many are used, evenly spaced.
     """
     # members [7, 9], together 2 -> [[-1, -1], [7, -1], [9, -1], [7, 9]]
-    pieces = np.array([-1, *_evenly_spaced(np.array(members), PIECES_PER_ROW)])
-    return pieces[_choices(len(pieces), together)]
+    items = np.array([-1, *_evenly_spaced(np.array(members), ITEMS_PER_ROW)])
+    return items[_choices(len(items), together)]
 
 
 @functools.cache
@@ -353,5 +353,5 @@ def _evenly_spaced(values: Int64, count: int) -> Int64:
     """Return at most `count` of `values`, evenly spaced."""
     if len(values) <= count:
         return values
-    # 10 values, count 4 -> places [0, 3, 6, 9]
+    # 10 values, count 4 -> indices [0, 3, 6, 9]
     return values[np.linspace(0, len(values) - 1, count).astype(np.int64)]

@@ -19,7 +19,7 @@ def check_plan(trie: Trie, plan: Plan) -> PlanTotals:
 
     Raises:
         TreepackError: a trajectory has no row; a row exceeds a limit, is empty or mixes training steps; the number of
-            rows of a step is no multiple of `plan.multiple_of`; or the plan has fewer tokens than its lower bound.
+            rows of a step is not a multiple of `plan.multiple_of`; or the plan has fewer tokens than its lower bound.
     """
     row_of, num_rows = plan.row_of, plan.num_rows
     if row_of.shape != (trie.num_trajectories,) or row_of.min(initial=0) < 0:
@@ -38,7 +38,7 @@ def check_plan(trie: Trie, plan: Plan) -> PlanTotals:
             row = int((values > limit).argmax())
             raise TreepackError(f"row {row} of the plan has {values[row]} {unit}, over {name} {limit}")
     steps = trie.step_rank
-    # steps_of keeps one step of each row, so a trajectory of another step differs from it: steps [0, 1], row_of [0, 0]
+    # steps_of keeps one step of each row, so a trajectory of a second step differs from it: steps [0, 1], row_of [0, 0]
     # -> step of row 0 is 1 -> [0, 1] != [1, 1] -> trajectory 0 is in a mixed row.
     mixed = steps != balance.steps_of(row_of, steps, num_rows)[row_of]
     if mixed.any():

@@ -87,7 +87,7 @@ def greedy_starts(measures: Sequence[RangeMeasure]) -> list[int]:
 
 
 def costs_in_order(*costs: list[int]) -> list[int]:
-    """Return one cost for `best_starts` of several, each of which decides between equal sums of those before it."""
+    """Return one cost for `best_starts` of several, each of which decides if the sums of the earlier ones are equal."""
     # No sum of later costs reaches the factor: [4, 5] and then [1, 1] -> factor 3 -> [13, 16]
     joined = costs[-1]
     for before in reversed(costs[:-1]):

@@ -55,7 +55,7 @@ class PlanFile:
 def lines_of_file(header: dict[str, Any], row_of: Int64, trajectory_ids: list[str]) -> Iterator[str]:
     """Yield the lines of a plan file, without line ends. Keys of `header` whose value is None are left out."""
     yield json.dumps({"format": FORMAT, "version": VERSION} | {k: v for k, v in header.items() if v is not None})
-    # row_of [1, 0, 1] -> order [1, 0, 2], rows in order [0, 1, 1], cut after place 0 -> [1], [0, 2]
+    # row_of [1, 0, 1] -> order [1, 0, 2], rows in order [0, 1, 1], cut after index 0 -> [1], [0, 2]
     order = np.argsort(row_of, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(row_of[order])) + 1):
         ids = [trajectory_ids[i] for i in members.tolist()]
@@ -83,7 +83,7 @@ def read_plan_file(path: AnyPath) -> PlanFile:
     for number, record in records[1:]:
         ids = record.get("trajectory_ids")
         if not isinstance(ids, list) or not ids or not all(isinstance(name, str) for name in ids):
-            raise TreepackError(f'{path}:{number}: is no row; expected {{"trajectory_ids": [at least one id]}}')
+            raise TreepackError(f'{path}:{number}: is not a row; expected {{"trajectory_ids": [at least one id]}}')
     return PlanFile(
         path,
         RowLimits(header["capacity"], header.get("pairs"), header.get("terms")),
@@ -102,14 +102,14 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise TreepackError(f"{path}:{number}: malformed JSON ({error}); expected one object per line") from error
     if not isinstance(value, dict):
-        raise TreepackError(f"{path}:{number}: is no JSON object; expected one object per line")
+        raise TreepackError(f"{path}:{number}: is not a JSON object; expected one object per line")
     return value
 
 
 def _check_header(path: Path, number: int, header: dict[str, Any]) -> None:
     if header.get("format") != FORMAT or "capacity" not in header:
         raise TreepackError(
-            f"{path}:{number}: is no header of a plan; expected "
+            f"{path}:{number}: is not the header of a plan; expected "
             f'{{"format": "{FORMAT}", "version": {VERSION}, "capacity": N}}'
         )
     if header.get("version") != VERSION:

@@ -1,9 +1,9 @@
 """Merge rows that are not full, whatever trees they contain: fewer rows, and not one token more.
 
-    pieces   tokens 5 3 3 2 2 1, capacity 8        rows   5+3   3+2+2+1
+    items    tokens 5 3 3 2 2 1, capacity 8        rows   5+3   3+2+2+1
 
-This is bin packing, done for each training step alone. A piece is a row of a single tree. Best fit decreasing comes
-first. If it needs more rows than a lower bound, rows are also filled one at a time, as full as their pieces allow, and
+This is bin packing, done for each training step alone. A item is a row of a single tree. Best fit decreasing comes
+first. If it needs more rows than a lower bound, rows are also filled one at a time, as full as their items allow, and
 the result with fewer rows is returned. So the result is never worse than best fit decreasing.
 """
 
@@ -19,38 +19,38 @@ from treepack.pack.plan.problem import RowLimits
 from treepack.pack.plan.unions import RowSizes
 from treepack.trajectory import Int64
 
-WORD_BITS = 10  # low bits of a room, which select a bit of a word of `_Rooms`; the high bits select the word
+WORD_BITS = 10  # low bits of a room, which select a bit of a word of `_OpenRows`; the high bits select the word
 LIMIT_UNITS = 1 << 20  # a larger limit is counted in this many units if it orders the rows: 1,024 words of 1,024 bits
-PROBES_PER_END = 4  # rows tried from either end of the rooms if limits other than tokens refuse a piece
+PROBES_PER_END = 4  # rows tried from either end of the rooms if limits other than tokens refuse a item
 GOOD_ROWS_RATIO = 1.0005  # rows over the lower bound on rows at which best fit is good enough
-CANDIDATES = 96  # pieces among which a row is filled; each costs one shift of `capacity` bits
-MAX_FILL_WORK = 1e10  # about ten seconds; inputs that need more have so many pieces that best fit is near the bound
+CANDIDATES = 96  # items among which a row is filled; each costs one shift of `capacity` bits
+MAX_FILL_WORK = 1e10  # about ten seconds; inputs that need more have so many items that best fit is near the bound
 WORK_PER_CANDIDATE = 1500  # time of Python for each candidate, in bytes that are shifted in the same time
 
 
-def merge_rows(pieces: RowSizes, steps: Int64, limits: RowLimits) -> Int64:
-    """Return the row of each piece, int64 [pieces]. Pieces of different `steps` int64 [pieces] never share a row.
+def merge_rows(items: RowSizes, steps: Int64, limits: RowLimits) -> Int64:
+    """Return the row of each item, int64 [items]. Items of different `steps` int64 [items] never share a row.
 
-    The numbers of the rows are arbitrary, without a gap. O(pieces log pieces), and at most `MAX_FILL_WORK`.
+    The numbers of the rows are arbitrary, without a gap. O(items log items), and at most `MAX_FILL_WORK`.
     """
     row_of = np.zeros(len(steps), np.int64)
     num_rows = 0
     for mine in by_step(steps):
-        row_of[mine] = num_rows + _merge_step(pieces.take(mine), limits)
+        row_of[mine] = num_rows + _merge_step(items.take(mine), limits)
         num_rows = int(row_of[mine].max()) + 1
     return row_of
 
 
 def by_step(steps: Int64) -> Iterator[Int64]:
-    """Yield the pieces of each step, ascending."""
-    # steps [1, 0, 1] -> order [1, 0, 2], steps in order [0, 1, 1], cut after place 0 -> [1], [0, 2]
+    """Yield the items of each step, ascending."""
+    # steps [1, 0, 1] -> order [1, 0, 2], steps in order [0, 1, 1], cut after index 0 -> [1], [0, 2]
     order = np.argsort(steps, kind="stable")
     yield from np.split(order, np.flatnonzero(np.diff(steps[order])) + 1)
 
 
-def _merge_step(pieces: RowSizes, limits: RowLimits) -> Int64:
-    # The scarcest limit comes first: it orders the pieces and the rows.
-    uses = sorted(_uses(pieces, limits), key=_Use.rows, reverse=True)
+def _merge_step(items: RowSizes, limits: RowLimits) -> Int64:
+    # The scarcest limit comes first: it orders the items and the rows.
+    uses = sorted(_uses(items, limits), key=_LimitUse.rows, reverse=True)
     best = _best_fit(uses)
     if best.max() + 1 <= _min_rows(uses) * GOOD_ROWS_RATIO:
         return best
@@ -58,36 +58,36 @@ def _merge_step(pieces: RowSizes, limits: RowLimits) -> Int64:
     if len(uses) > 1:
         other = _best_fit(uses[1:] + uses[:1])
     elif (best.max() + 1) * CANDIDATES * (limits.capacity / 8 + WORK_PER_CANDIDATE) <= MAX_FILL_WORK:
-        other = _fill_rows(pieces.tokens, limits.capacity)
+        other = _fill_rows(items.tokens, limits.capacity)
     else:
         other = best
     return other if other.max() < best.max() else best
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
-    """The amount that each piece uses of one limit: `amounts` int64 [pieces]."""
+class _LimitUse:
+    """The amount that each item uses of one limit: `amounts` int64 [items]."""
 
     amounts: Int64
     limit: int
 
     def rows(self) -> float:
-        """Return how many rows the pieces would fill if this were the only limit."""
+        """Return how many rows the items would fill if this were the only limit."""
         return float(self.amounts.sum() / self.limit)
 
 
-def _uses(pieces: RowSizes, limits: RowLimits) -> list[_Use]:
-    """Return the `_Use` of the tokens, and one for each other limit that is set."""
-    pairs_of_use = ((pieces.tokens, limits.capacity), (pieces.pairs, limits.pairs), (pieces.terms, limits.terms))
-    return [_Use(amounts, limit) for amounts, limit in pairs_of_use if limit is not None]
+def _uses(items: RowSizes, limits: RowLimits) -> list[_LimitUse]:
+    """Return the `_LimitUse` of the tokens, and one for each other limit that is set."""
+    pairs_of_use = ((items.tokens, limits.capacity), (items.pairs, limits.pairs), (items.terms, limits.terms))
+    return [_LimitUse(amounts, limit) for amounts, limit in pairs_of_use if limit is not None]
 
 
-def _min_rows(uses: list[_Use]) -> int:
+def _min_rows(uses: list[_LimitUse]) -> int:
     """Return a lower bound on rows: the maximum over all limits of the bound L2 of Martello and Toth (1990).
 
-    L2, for any threshold a up to half the limit: pieces over half the limit need a row each. Those over limit - a
-    leave no room for a piece of a or more. Pieces from a to half the limit first use the room that the other large
-    pieces leave, and the rest of them needs further rows.
+    L2, for any threshold a up to half the limit: items over half the limit need a row each. Those over limit - a
+    leave no room for a item of a or more. Items from a to half the limit first use the room that the other large
+    items leave, and the rest of them needs further rows.
     """
     min_rows = 0
     for use in uses:
@@ -97,14 +97,14 @@ def _min_rows(uses: list[_Use]) -> int:
         threshold = np.unique(np.concatenate([[0], amounts[2 * amounts <= limit]]))
         low, half = np.searchsorted(amounts, threshold, "left"), np.searchsorted(amounts, limit // 2, "right")
         high = np.searchsorted(amounts, limit - threshold, "right")
-        # Threshold 3: low 1, half 2, high 4. Piece 3 against the room 4 + 3 of pieces 6 and 7 -> rest -4, so 3 rows.
+        # Threshold 3: low 1, half 2, high 4. Item 3 against the room 4 + 3 of items 6 and 7 -> rest -4, so 3 rows.
         rest = before[half] - before[low] - ((high - half) * limit - (before[high] - before[half]))
         min_rows = max(min_rows, int((len(amounts) - half + np.maximum(0, -(-rest // limit))).max()))
     return min_rows
 
 
 @dataclass(slots=True)
-class _Rooms:
+class _OpenRows:
     """Open rows by their room, the tokens they have left. Two levels of bits find the smallest room that suffices.
 
     Bit i of `words[w]` is set if a row has room `w * 1024 + i`, and bit w of `summary` if `words[w]` is not 0.
@@ -180,22 +180,22 @@ class _Rooms:
             room = self.largest(room - 1) if room else -1
 
 
-def _best_fit(uses: list[_Use]) -> Int64:
-    """Assign pieces by falling amounts of the first use; each goes to the row with the smallest room that suffices."""
+def _best_fit(uses: list[_LimitUse]) -> Int64:
+    """Assign items by falling amounts of the first use; each goes to the row with the smallest room that suffices."""
     first, others = uses[0], uses[1:]
     amounts, limit = first.amounts, first.limit
     if limit > LIMIT_UNITS:
         amounts, limit = -(-amounts * LIMIT_UNITS // limit), LIMIT_UNITS  # rounded up, so rows stay within the limit
     order = np.argsort(-amounts, kind="stable")
     row_of = np.zeros(len(order), np.int64)
-    others = [_Use(use.amounts[order], use.limit) for use in others]
+    others = [_LimitUse(use.amounts[order], use.limit) for use in others]
     sizes = amounts[order].tolist()
     row_of[order] = _best_fit_of_several(sizes, limit, others) if others else _best_fit_of_one(sizes, limit)
     return row_of
 
 
 def _best_fit_of_one(sizes: list[int], limit: int) -> list[int]:
-    rooms, num_rows, chosen = _Rooms(), 0, []
+    rooms, num_rows, chosen = _OpenRows(), 0, []
     for size in sizes:
         room = rooms.smallest(size)
         if room < 0:
@@ -204,18 +204,18 @@ def _best_fit_of_one(sizes: list[int], limit: int) -> list[int]:
             row = rooms.rows[room][-1]
             rooms.remove(room, -1)
         chosen.append(row)
-        # A full row is dropped: tokens are the only limit here, and every piece has at least one token.
+        # A full row is dropped: tokens are the only limit here, and every item has at least one token.
         if room > size:
             rooms.add(room - size, row)
     return chosen
 
 
-def _best_fit_of_several(sizes: list[int], limit: int, others: list[_Use]) -> list[int]:
+def _best_fit_of_several(sizes: list[int], limit: int, others: list[_LimitUse]) -> list[int]:
     """Return the rows by best fit, where only the fullest and the emptiest rows are checked for the other limits.
 
     Of the rows with room, `PROBES_PER_END` of the fullest and as many of the emptiest are checked.
     """
-    rooms, chosen = _Rooms(), []
+    rooms, chosen = _OpenRows(), []
     minima = [int(use.amounts.min()) for use in others]
     left: list[list[int]] = []  # per row: the amounts left of the other limits
     for size, *amounts in zip(sizes, *(use.amounts.tolist() for use in others), strict=True):
@@ -229,16 +229,16 @@ def _best_fit_of_several(sizes: list[int], limit: int, others: list[_Use]) -> li
             left.append([use.limit for use in others])
         left[row] = [b - a for a, b in zip(amounts, left[row], strict=True)]
         chosen.append(row)
-        # A row that has no room for the smallest piece stays closed, so that it takes no probe from the others.
+        # A row that has no room for the smallest item stays closed, so that it takes no probe from the others.
         if room > size and all(a <= b for a, b in zip(minima, left[row], strict=True)):
             rooms.add(room - size, row)
     return chosen
 
 
 def _fill_rows(tokens: Int64, capacity: int) -> Int64:
-    """Fill row after row: the largest piece left, and with it the pieces that fill the row best.
+    """Fill row after row: the largest item left, and with it the items that fill the row best.
 
-    This is the minimum bin slack heuristic of Gupta and Ho (1999), started with the largest piece as Fleszar and Hindi
+    This is the minimum bin slack heuristic of Gupta and Ho (1999), started with the largest item as Fleszar and Hindi
     (2002) do. Subset sums are the bits of one integer.
     """
     order = np.argsort(tokens, kind="stable")
@@ -256,17 +256,17 @@ def _fill_rows(tokens: Int64, capacity: int) -> Int64:
                 room -= size
                 if not waiting[size]:
                     del sizes[bisect.bisect_left(sizes, size)]
-            # A row may get further pieces, because not all that fit were candidates.
+            # A row may get further items, because not all that fit were candidates.
             chosen = _best_subset(_candidates(sizes, waiting, room), room)
         row += 1
     return row_of
 
 
 def _candidates(sizes: list[int], waiting: dict[int, list[int]], room: int) -> list[int]:
-    """Return at most `CANDIDATES` sizes of waiting pieces that fit `room`, ascending.
+    """Return at most `CANDIDATES` sizes of waiting items that fit `room`, ascending.
 
     Half of the sizes are the largest ones, the others are spread evenly over the rest. A size counts once for each of
-    its pieces.
+    its items.
     """
     stop = bisect.bisect_right(sizes, room)
     largest = range(max(0, stop - CANDIDATES // 2), stop)
@@ -283,7 +283,7 @@ def _candidates(sizes: list[int], waiting: dict[int, list[int]], room: int) -> l
 def _best_subset(candidates: list[int], room: int) -> list[int]:
     """Return a subset of `candidates`, ascending, with the maximum sum up to `room`; large ones are preferred.
 
-    Small pieces are easier to fit into later rows.
+    Small items are easier to fit into later rows.
     """
     # Bit s of reached[i] is set if some of the first i candidates sum to s: [2, 3] -> 0b1, 0b101, 0b101101.
     mask = (1 << room + 1) - 1

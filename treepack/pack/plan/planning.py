@@ -9,8 +9,8 @@ N_pack, the tokens of all rows together, is a sum over trees, so each tree is pl
     workers.py        all trees, in one process or several    auto.py          the default: it combines several methods
     bounds/           lower bounds on N_pack                  unions.py        sizes of given rows
 
-These rows are pieces, the result of `plan_pieces`. Pieces that are not full are merged by their sizes alone, whatever
-trees they contain: `merge_pieces`. This costs no token, and it is bin packing:
+These rows are items, the result of `plan_items`: they are merged into full rows by their sizes alone, whatever trees
+they contain, by `merge_items`. This costs no token, and it is bin packing:
 
     fill.py           merge rows                              balance.py       the same for R ranks, with even rows
     alternatives.py   other rows that merge better            check.py         check a plan against its definition
@@ -84,30 +84,30 @@ def plan_rows(
             "--balance splits groups to make rows even, but the method groups keeps each group in one row; choose one"
         )
     limits = RowLimits(capacity) if isinstance(capacity, int) else capacity
-    pieces = plan_pieces(trie, capacity=limits, method=method, search=search, workers=workers, progress=progress)
-    bound = int(pieces.tree_bounds.sum())
+    items = plan_items(trie, capacity=limits, method=method, search=search, workers=workers, progress=progress)
+    bound = int(items.tree_bounds.sum())
     # Balancing counts score pairs, and the rows of the method sequence are rows of the unshared trie.
     source = packed_trie(trie, method) if multiple_of > 1 else trie
 
-    def finish(piece_of: Int64) -> Int64:
+    def finish(item_of: Int64) -> Int64:
         if multiple_of > 1:
-            return balance.balanced_rows(source, piece_of, limits, multiple_of, token_pairs=token_pairs)
+            return balance.balanced_rows(source, item_of, limits, multiple_of, token_pairs=token_pairs)
         if method in FOREST_METHODS:
-            return piece_of
-        merging = pieces if piece_of is pieces.piece_of else _pieces(trie, piece_of, pieces.tree_bounds)
-        return merge_pieces(merging.sizes, merging.steps, limits)[piece_of]
+            return item_of
+        merging = items if item_of is items.item_of else _items(trie, item_of, items.tree_bounds)
+        return merge_items(merging.sizes, merging.steps, limits)[item_of]
 
     if progress is not None and method in METHODS:
         progress(Progress("merging rows", 0, None, ""))
     if method == "auto":
         forest = shapes_of_trees(trie, split_ends=limits.terms is not None)
         row_of = best_final_rows(
-            trie, forest, limits, pieces.piece_of, finish, lower_bound=bound, multiple_of=multiple_of
+            trie, forest, limits, items.item_of, finish, lower_bound=bound, multiple_of=multiple_of
         )
     else:
-        row_of = finish(pieces.piece_of)
+        row_of = finish(items.item_of)
     row_of = _renumber_by_cost(source, row_of, token_pairs) if multiple_of > 1 else _renumber(row_of)
-    return Plan(method, limits, row_of, bound, multiple_of, pieces.tree_bounds, token_pairs)
+    return Plan(method, limits, row_of, bound, multiple_of, items.tree_bounds, token_pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +115,19 @@ class TreeRows:
     """The first half of a plan: rows of single trees. Their sizes alone decide how they are merged.
 
     Attributes:
-        piece_of: piece of each trajectory, int64 [num_trajectories].
-        sizes: tokens, score pairs and loss terms of each piece.
-        steps: training step of each piece as a rank from 0, int64 [pieces].
-        tree_bounds: a lower bound on the tokens of all pieces of each tree, for any plan; int64 [num_trees].
+        item_of: item of each trajectory, int64 [num_trajectories].
+        sizes: tokens, score pairs and loss terms of each item.
+        steps: training step of each item as a rank from 0, int64 [items].
+        tree_bounds: a lower bound on the tokens of all items of each tree, for any plan; int64 [num_trees].
     """
 
-    piece_of: Int64
+    item_of: Int64
     sizes: RowSizes
     steps: Int64
     tree_bounds: Int64
 
 
-def plan_pieces(
+def plan_items(
     trie: Trie,
     *,
     capacity: int | RowLimits,
@@ -136,10 +136,10 @@ def plan_pieces(
     workers: int = 1,
     progress: ReportProgress | None = None,
 ) -> TreeRows:
-    """Assign every trajectory to a piece of at most `capacity` tokens: a row of one tree, which need not be full.
+    """Assign every trajectory to a item of at most `capacity` tokens: a row of one tree, which need not be full.
 
-    Pieces of "greedy-online" and "sequence" are rows of all trees of a step, and those of "groups" are whole groups.
-    `merge_pieces` is the second half. For "auto", `plan_rows` also tries other pieces, which may merge better.
+    Items of "greedy-online" and "sequence" are rows of all trees of a step, and items of "groups" are whole groups.
+    `merge_items` is the second half. For "auto", `plan_rows` also tries other items, which may merge better.
 
     Raises:
         TreepackError: a trajectory that exceeds a limit alone, or an unknown method.
@@ -150,33 +150,33 @@ def plan_pieces(
     limits = RowLimits(capacity) if isinstance(capacity, int) else capacity
     refuse_excesses(excesses(trie, limits), limits)
     if method == GROUPS:
-        return _pieces(trie, whole_groups(trie, limits), tree_bounds(trie, limits))
+        return _items(trie, whole_groups(trie, limits), tree_bounds(trie, limits))
     if method in FOREST_METHODS:
-        pieces = online.plan_first_fit(trie, limits, FOREST_METHODS[method])
-        return _pieces(trie, pieces, tree_bounds(trie, limits))
+        items = online.plan_first_fit(trie, limits, FOREST_METHODS[method])
+        return _items(trie, items, tree_bounds(trie, limits))
     forest = shapes_of_trees(trie, split_ends=limits.terms is not None)
     row_of_leaf, bounds = plan_trees(forest, limits, METHODS[method], search, workers=workers, progress=progress)
-    # rows of the leaves [0, 0, 1], leaves of the trajectories [0, 1, 1, 2] -> pieces [0, 0, 0, 1]
-    return _pieces(trie, row_of_leaf[forest.leaf_of], bounds)
+    # rows of the leaves [0, 0, 1], leaves of the trajectories [0, 1, 1, 2] -> items [0, 0, 0, 1]
+    return _items(trie, row_of_leaf[forest.leaf_of], bounds)
 
 
-def _pieces(trie: Trie, piece_of: Int64, bounds: Int64) -> TreeRows:
-    num_pieces = int(piece_of.max()) + 1
-    steps = balance.steps_of(piece_of, trie.step_rank, num_pieces)
-    return TreeRows(piece_of, row_sizes(trie, piece_of, num_pieces), steps, bounds)
+def _items(trie: Trie, item_of: Int64, bounds: Int64) -> TreeRows:
+    num_items = int(item_of.max()) + 1
+    steps = balance.steps_of(item_of, trie.step_rank, num_items)
+    return TreeRows(item_of, row_sizes(trie, item_of, num_items), steps, bounds)
 
 
-def merge_pieces(sizes: RowSizes, steps: Int64, limits: RowLimits, multiple_of: int = 1) -> Int64:
-    """Return the row of each piece, int64 [pieces]; rows never mix training steps. The pieces may be of several tries.
+def merge_items(sizes: RowSizes, steps: Int64, limits: RowLimits, multiple_of: int = 1) -> Int64:
+    """Return the row of each item, int64 [items]; rows never mix training steps. The items may be of several tries.
 
     The rows are numbered without a gap. If `multiple_of` is over 1, the number of rows of every step is a multiple of
     it, with even score pairs.
 
     Raises:
-        TreepackError: a step has too few pieces for `multiple_of`.
+        TreepackError: a step has too few items for `multiple_of`.
     """
     if multiple_of > 1:
-        return balance.balanced_pieces(sizes, steps, limits, multiple_of)
+        return balance.balanced_items(sizes, steps, limits, multiple_of)
     return merge_rows(sizes, steps, limits)
 
 

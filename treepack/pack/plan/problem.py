@@ -100,14 +100,12 @@ class RowLimits:
 class SearchOptions:
     """The work that a method may do.
 
-    `effort` is one of `options.EFFORTS`. It limits counted work, not time, so the plan is the same on any machine.
-    `time_limit` is in seconds for each tree; only the exact method uses it. `num_leaves` is the number of leaves of all
-    trees that are planned together; `plan_trees` sets it.
+    `effort` limits counted work, not time, so the plan is the same on any machine.
     """
 
-    effort: str = "normal"
-    time_limit: float | None = None
-    num_leaves: int = 0
+    effort: str = "normal"  # one of `options.EFFORTS`
+    time_limit: float | None = None  # seconds for each tree; only the exact method uses it
+    num_leaves: int = 0  # leaves of all trees that are planned together; `plan_trees` sets it
 
 
 @dataclass(frozen=True, slots=True)

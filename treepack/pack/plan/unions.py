@@ -59,7 +59,7 @@ def row_sizes(trie: Trie, row_of: Int64, num_rows: int) -> RowSizes:
 def row_tokens(lengths: Int64, shared: Int64, row_of: Int64, num_rows: int) -> Int64:
     """Return the tokens of each row, int64 [num_rows], of sequences in the order of their trie.
 
-    `lengths` int64 [n] are the tokens of each sequence, and `shared` int64 [n] those that it has in common with the
+    `lengths` int64 [n] are the tokens of each sequence, and `shared` int64 [n] its common tokens with the
     sequence before it.
     """
     order = np.argsort(row_of, kind="stable")

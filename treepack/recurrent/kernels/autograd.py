@@ -38,11 +38,11 @@ def triton_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
     """
     q, k = q.to(v.dtype), k.to(v.dtype)
     g, beta = g.float(), None if beta is None else beta.float()
-    out: Tensor = _Scan.apply(q, k, v, g, beta, chunks)
+    out: Tensor = _TreeScan.apply(q, k, v, g, beta, chunks)
     return out
 
 
-class _Scan(torch.autograd.Function):
+class _TreeScan(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks: TokenChunks

@@ -15,6 +15,7 @@ i, which reads the i-th ancestor. SIZES are W, C, and the row strides of x and o
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treepack.attention.kernel_launch import Launch
+from treepack.attention.kernel_launch import KernelLaunch
 from treepack.recurrent.convolution import ConvolutionTaps, check_activation
 
 # A program is one warp, and a thread has 8 neighbouring channels of every token of a tile: 16 bytes in half precision.
@@ -220,7 +221,7 @@ class ConvolutionGradients(NamedTuple):
     dbias: Tensor
 
 
-def convolution_launch(inputs: ConvolutionInputs, out: Tensor) -> Launch:
+def convolution_launch(inputs: ConvolutionInputs, out: Tensor) -> KernelLaunch:
     """Return the launch that writes the convolution to `out` [N, C]."""
     arguments, constants = _operands(inputs), _constants(inputs)
     constants |= {"HAS_BIAS": inputs.bias is not None, "SILU": inputs.is_silu}
@@ -228,7 +229,7 @@ def convolution_launch(inputs: ConvolutionInputs, out: Tensor) -> Launch:
     return _launch(_convolution_kernel, programs, {**arguments, "out": out}, constants)
 
 
-def weight_launch(inputs: ConvolutionInputs, gradients: ConvolutionGradients) -> Launch:
+def weight_launch(inputs: ConvolutionInputs, gradients: ConvolutionGradients) -> KernelLaunch:
     """Return the launch that writes `dweights`, `dbias` and, with silu, `inner`."""
     constants = _constants(inputs, gradients.do) | {"HAS_BIAS": inputs.bias is not None, "SILU": inputs.is_silu}
     block = constants["BLOCK_T"] // 2
@@ -237,7 +238,7 @@ def weight_launch(inputs: ConvolutionInputs, gradients: ConvolutionGradients) ->
     return _launch(_convolution_weight_kernel, partial_sums(len(inputs.x)), {**_operands(inputs), **tensors}, constants)
 
 
-def distant_launch(inputs: ConvolutionInputs, gradients: ConvolutionGradients) -> Launch:
+def distant_launch(inputs: ConvolutionInputs, gradients: ConvolutionGradients) -> KernelLaunch:
     """Return the launch that reads `inner` and writes `distant`; there is at least one target."""
     taps = inputs.taps
     arguments = {
@@ -251,7 +252,7 @@ def distant_launch(inputs: ConvolutionInputs, gradients: ConvolutionGradients) -
     return _launch(_convolution_distant_kernel, len(taps.targets), arguments, _constants(inputs, gradients.inner))
 
 
-def input_launch(inputs: ConvolutionInputs, gradients: ConvolutionGradients) -> Launch:
+def input_launch(inputs: ConvolutionInputs, gradients: ConvolutionGradients) -> KernelLaunch:
     """Return the launch that reads `inner` and `distant` and writes `dx`."""
     arguments = {
         "weights": inputs.weights,
@@ -291,10 +292,10 @@ def _constants(inputs: ConvolutionInputs, gradient: Tensor | None = None) -> dic
     return {"SIZES": sizes, "BLOCK_T": BLOCK_T if len(inputs.weights) <= 4 else BLOCK_T // 2, "BLOCK_C": BLOCK_C}
 
 
-def _launch(kernel: Any, rows: int, arguments: dict[str, Any], constants: dict[str, Any]) -> Launch:
+def _launch(kernel: Any, rows: int, arguments: dict[str, Any], constants: dict[str, Any]) -> KernelLaunch:
     """Return the launch with one program for each of `rows` and each block of channels."""
     programs = rows * triton.cdiv(constants["SIZES"][1], BLOCK_C)
-    return Launch(kernel, programs, arguments, constants, {"num_warps": 1})
+    return KernelLaunch(kernel, programs, arguments, constants, {"num_warps": 1})
 
 
 class _TreeConvolution(torch.autograd.Function):
@@ -317,15 +318,14 @@ class _TreeConvolution(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         (count, channels), parts = x.shape, partial_sums(len(x))
         inputs = ConvolutionInputs(x, _by_taps(weight), bias, ctx.is_silu, ctx.taps)
-        wide: Any = {"dtype": torch.float32, "device": x.device}
-        do = _with_rows(gradients[0])
+        do, wide = _with_rows(gradients[0]), functools.partial(torch.empty, dtype=torch.float32, device=x.device)
         results = ConvolutionGradients(
             do=do,
-            inner=torch.empty((count, channels), **wide) if ctx.is_silu else do,
-            distant=torch.empty((len(ctx.taps.targets), channels), **wide),
+            inner=wide((count, channels)) if ctx.is_silu else do,
+            distant=wide((len(ctx.taps.targets), channels)),
             dx=torch.empty((count, channels), dtype=x.dtype, device=x.device),
-            dweights=torch.empty((parts, weight.shape[1], channels), **wide),
-            dbias=torch.empty((parts, channels), **wide),
+            dweights=wide((parts, weight.shape[1], channels)),
+            dbias=wide((parts, channels)),
         )
         with torch.cuda.device_of(x):
             if results.dx.numel():

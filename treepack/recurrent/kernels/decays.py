@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treepack.attention.kernel_launch import Launch
+from treepack.attention.kernel_launch import KernelLaunch
 from treepack.recurrent.chunks import TokenChunks
 
 _MAX_HEADS = 32  # per program
@@ -36,7 +36,7 @@ def _sum_kernel(x, out, begin, length, heads, blocks, SIZE: tl.constexpr, BLOCK_
     tl.store(out + o_x, tl.cumsum(b_x, 0, reverse=REVERSE), mask=m_x)
 
 
-def decay_sum_launch(x: Tensor, out: Tensor, chunks: TokenChunks, *, reverse: bool) -> Launch:
+def decay_sum_launch(x: Tensor, out: Tensor, chunks: TokenChunks, *, reverse: bool) -> KernelLaunch:
     """Return the launch that writes the sums of `x` [N, H] inside each chunk to `out`."""
     heads = x.shape[1]
     block = min(_MAX_HEADS, int(triton.next_power_of_2(heads)))
@@ -50,7 +50,9 @@ def decay_sum_launch(x: Tensor, out: Tensor, chunks: TokenChunks, *, reverse: bo
         "blocks": blocks,
     }
     constants = {"SIZE": max(16, int(triton.next_power_of_2(chunks.size))), "BLOCK_H": block, "REVERSE": reverse}
-    return Launch(_sum_kernel, len(chunks.begin) * blocks, arguments, constants, {"num_warps": 4, "num_stages": 1})
+    return KernelLaunch(
+        _sum_kernel, len(chunks.begin) * blocks, arguments, constants, {"num_warps": 4, "num_stages": 1}
+    )
 
 
 def decays(g: Tensor, chunks: TokenChunks) -> Tensor:

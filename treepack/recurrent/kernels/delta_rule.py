@@ -12,7 +12,7 @@ contiguous and on one device; `TokenChunks` of at most 64 tokens. Head h of v ha
 
 One program computes one chunk of one head, and nothing else writes its tokens: two runs agree in every bit.
 
-The left matrix of a product of 64 tokens is loaded from memory, never the result of another product; the header of
+The left matrix of a product of 64 tokens is loaded from memory and is never the result of a product; the header of
 `outputs` gives the reason.
 """
 
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treepack.attention.kernel_launch import LOG2E, Launch, is_on_hopper, padded_width
+from treepack.attention.kernel_launch import LOG2E, KernelLaunch, is_on_hopper, padded_width
 from treepack.recurrent.chunks import CHUNK, TokenChunks
 from treepack.recurrent.kernels.inverse import (
     chunk_place,
@@ -235,7 +235,7 @@ def solve_backward(
     return gradients.dk, gradients.dv, gradients.dbeta, gradients.da
 
 
-def inverse_launch(operands: DeltaRuleOperands, inverse: Tensor, config: DeltaRuleConfig) -> Launch:
+def inverse_launch(operands: DeltaRuleOperands, inverse: Tensor, config: DeltaRuleConfig) -> KernelLaunch:
     """Describe the launch that writes `inverse`."""
     k, _, beta, a, chunks = operands
     # Three products of parts of float32 numbers have the errors of float32, and need fewer registers than exact ones.
@@ -247,7 +247,7 @@ def inverse_launch(operands: DeltaRuleOperands, inverse: Tensor, config: DeltaRu
 
 def delta_products_launch(
     operands: DeltaRuleOperands, inverse: Tensor, w: Tensor, u: Tensor, config: DeltaRuleConfig
-) -> Launch:
+) -> KernelLaunch:
     """Describe the launch that writes `w` and `u`."""
     arguments = {**_inputs(operands), "inverse": inverse, "w": w, "u": u}
     return _launch(_products_kernel, operands, arguments, _widths(operands, config), config)
@@ -255,7 +255,7 @@ def delta_products_launch(
 
 def gradient_launch(
     operands: DeltaRuleOperands, inverse: Tensor, gradients: DeltaRuleGradients, config: DeltaRuleConfig
-) -> Launch:
+) -> KernelLaunch:
     """Describe the launch that writes the gradients of k, v, beta and a."""
     arguments = {**_inputs(operands), "inverse": inverse, **gradients._asdict(), "ends": operands.chunks.end}
     return _launch(_backward_kernel, operands, arguments, _widths(operands, config), config)
@@ -281,9 +281,9 @@ def _launch(
     arguments: dict[str, Any],
     constants: dict[str, Any],
     config: DeltaRuleConfig,
-) -> Launch:
+) -> KernelLaunch:
     chunks, heads = operands.chunks, operands.beta.shape[1]
-    return Launch(
+    return KernelLaunch(
         kernel,
         len(chunks.begin) * heads,
         {**arguments, "begins": chunks.begin, "lengths": chunks.length},

@@ -8,7 +8,7 @@ diagonal, in float32. Products make the blocks below, row after row, from X_ij =
     T_20 T_21 T_22                    T_32 = -X_32 T_22        T_31 = -X_31 T_11 - X_32 T_21
     T_30 T_31 T_32 T_33
 
-This is as accurate as a triangular solve, also if keys are equal and powers of A are large.
+This is as accurate as a triangular solve, even if keys are equal and powers of A are large.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treepack.attention.kernel_launch import LOG2E, Launch, is_on_hopper, padded_width
+from treepack.attention.kernel_launch import LOG2E, KernelLaunch, is_on_hopper, padded_width
 from treepack.recurrent.chunks import TokenChunks
 from treepack.recurrent.kernels.inverse import load_columns, load_ends, store_columns
 
@@ -305,25 +305,25 @@ def output_configs(q: Tensor) -> OutputConfigs:
     return HOPPER if is_on_hopper(q) else PORTABLE
 
 
-def outputs_launch(operands: OutputOperands, new: Tensor, h: Tensor, o: Tensor, config: OutputConfig) -> Launch:
+def outputs_launch(operands: OutputOperands, new: Tensor, h: Tensor, o: Tensor, config: OutputConfig) -> KernelLaunch:
     """Return the launch that computes the outputs `o`."""
     constants, options = _shape(operands, new, config)
     tiles = -(-new.shape[-1] // constants["TILE_V"])
     arguments = {**_arguments(operands), "new": new, "h": h, "out": o}
-    return Launch(_outputs_kernel, tiles * _programs(operands, new), arguments, constants, options)
+    return KernelLaunch(_outputs_kernel, tiles * _programs(operands, new), arguments, constants, options)
 
 
-def local_launch(operands: OutputOperands, do: Tensor, du: Tensor, config: OutputConfig) -> Launch:
+def local_launch(operands: OutputOperands, do: Tensor, du: Tensor, config: OutputConfig) -> KernelLaunch:
     """Return the launch that computes the local gradient of the new values, `du`."""
     constants, options = _shape(operands, do, config)
     arguments = {**_arguments(operands), "do": do, "du": du}
-    return Launch(_local_kernel, _programs(operands, do), arguments, constants, options)
+    return KernelLaunch(_local_kernel, _programs(operands, do), arguments, constants, options)
 
 
 def gradient_products_launch(
     operands: OutputOperands, new: Tensor, h: Tensor, incoming: dict[str, Tensor], results: dict[str, Tensor],
     config: OutputConfig, *, delta: bool,
-) -> Launch:  # fmt: skip
+) -> KernelLaunch:  # fmt: skip
     """Return the launch that computes dq, dk, dw and da.
 
     Args:
@@ -336,7 +336,7 @@ def gradient_products_launch(
     constants, options = _shape(operands, new, config)
     arguments = {**_arguments(operands), "new": new, "h": h, **incoming, **results}
     programs = results["da"].shape[-1] * _programs(operands, new)
-    return Launch(_products_kernel, programs, arguments, {**constants, "DELTA": delta}, options)
+    return KernelLaunch(_products_kernel, programs, arguments, {**constants, "DELTA": delta}, options)
 
 
 def count_key_tiles(keys: int, config: OutputConfig) -> int:
@@ -369,6 +369,6 @@ def _shape(operands: OutputOperands, values: Tensor, config: OutputConfig) -> tu
         "TILE_V": min(config.tile_v, padded_width(width)),
         "PRECISION": "ieee",
     }
-    # Rows that are no multiple of 16 bytes are not copied asynchronously, and Triton 3.7 pipelines their tails wrongly.
+    # Rows with a remainder of 16 bytes are not copied asynchronously, and Triton 3.7 pipelines their tails wrongly.
     aligned = all(x * operands.q.element_size() % 16 == 0 for x in (keys, width))
     return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages if aligned else 1}

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treepack.attention.kernel_launch import Launch, padded_width
+from treepack.attention.kernel_launch import KernelLaunch, padded_width
 from treepack.recurrent.chunks import RunStage, TokenChunks
 from treepack.recurrent.kernels.state_shapes import StateConfig, choose_shape, state_configs
 
@@ -254,25 +254,29 @@ class BackwardOperands(NamedTuple):
     d_states: Tensor
 
 
-def run_forward_launch(tensors: ForwardOperands, chunks: TokenChunks, stage: RunStage, config: StateConfig) -> Launch:
+def run_forward_launch(
+    tensors: ForwardOperands, chunks: TokenChunks, stage: RunStage, config: StateConfig
+) -> KernelLaunch:
     """Return the launch that computes the runs of a stage."""
     arguments = {**tensors._asdict(), **_table(chunks, stage)}
     return _launch(_forward_kernel, arguments, tensors.h, chunks, config)
 
 
-def run_backward_launch(tensors: BackwardOperands, chunks: TokenChunks, stage: RunStage, config: StateConfig) -> Launch:
+def run_backward_launch(
+    tensors: BackwardOperands, chunks: TokenChunks, stage: RunStage, config: StateConfig
+) -> KernelLaunch:
     """Return the launch that computes the gradients of the runs of a stage."""
     arguments = {**tensors._asdict(), **_table(chunks, stage), **_followers(chunks)}
     return _launch(_backward_kernel, arguments, tensors.dh, chunks, config)
 
 
-def run_sum_launch(d_states: Tensor, chunks: TokenChunks, stage: RunStage) -> Launch:
+def run_sum_launch(d_states: Tensor, chunks: TokenChunks, stage: RunStage) -> KernelLaunch:
     """Return the launch that adds the entries of the runs of a stage, any but the first."""
     elements = d_states[0].numel()
     arguments = {"d_states": d_states, "run_state": chunks.run_state, "first_run": stage.first, **_followers(chunks)}
     constants = {"ELEMENTS": elements, "BLOCK": _SUM_BLOCK}
     programs = (len(stage.begins) - 1) * triton.cdiv(elements, _SUM_BLOCK)
-    return Launch(_sum_kernel, programs, arguments, constants, {"num_warps": 4, "num_stages": 2})
+    return KernelLaunch(_sum_kernel, programs, arguments, constants, {"num_warps": 4, "num_stages": 2})
 
 
 def _table(chunks: TokenChunks, stage: RunStage) -> dict[str, Any]:
@@ -293,7 +297,9 @@ def _followers(chunks: TokenChunks) -> dict[str, Any]:
     return {"state_begins": chunks.state_begins, "state_runs": chunks.state_runs, "num_roots": count_roots(chunks)}
 
 
-def _launch(kernel: Any, arguments: dict[str, Any], h: Tensor, chunks: TokenChunks, config: StateConfig) -> Launch:
+def _launch(
+    kernel: Any, arguments: dict[str, Any], h: Tensor, chunks: TokenChunks, config: StateConfig
+) -> KernelLaunch:
     k, w = arguments["k"], arguments["w"]
     heads, keys, values = h.shape[1:]
     part = min(keys, _PART)
@@ -312,7 +318,7 @@ def _launch(kernel: Any, arguments: dict[str, Any], h: Tensor, chunks: TokenChun
     arguments["w"] = k if w is None else w  # not read without the delta rule
     programs = (len(arguments["begins"]) - 1) * heads * triton.cdiv(values, constants["BLOCK_V"])
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return Launch(kernel, programs, arguments, constants, options)
+    return KernelLaunch(kernel, programs, arguments, constants, options)
 
 
 def count_roots(chunks: TokenChunks) -> int:

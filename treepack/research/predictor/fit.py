@@ -29,6 +29,7 @@ from treepack.files.directory import MANIFEST, finished_directory
 from treepack.files.manifest import file_sha256, read_manifest
 from treepack.files.remote.address import AnyPath, as_output
 from treepack.memory.shortage import LOADING, memory_errors
+from treepack.model.head.value_head import ValueHead
 from treepack.model.layers import adapt_layers, find_decoder
 from treepack.research.predictor.model import (
     METRICS,
@@ -44,8 +45,8 @@ from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_
 from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.rl.leaf_weights import leaf_weights
 from treepack.train.options import TrainOptions
-from treepack.train.ranks import find_device
 from treepack.train.schedule import OptimiserStep, learning_rate
+from treepack.train.setup.compute import choose_compute
 from treepack.train.watch.metrics import MetricsLog
 from treepack.trajectory import Float64
 from treepack.trie.store.trie_files import read_trie
@@ -59,25 +60,21 @@ SHARED_OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options of a fit, with the names of the command line.
+    """Options of a fit, with the names of the command line; the defaults of lr and epochs are from TRACE too.
 
-    `train` has the options that `treepack train` has too, of which only `SHARED_OPTIONS` are used. `prefix_share` is
-    the share of prefixes among the supervised prompts and prefixes. The defaults of `prefix_share`, lr and epochs are
-    from TRACE (appendix E.6). `freeze` leaves the backbone unchanged and fits only the head.
+    Raises:
+        TreepackError: an invalid value, by the name of the option.
     """
 
+    # The options that `treepack train` has too, of which only `SHARED_OPTIONS` are used.
     train: TrainOptions = field(default_factory=lambda: TrainOptions(lr=3e-5, epochs=2))
-    capacity: int = 8192
-    segment: str = "turn"
-    prefix_share: float = 0.06
-    freeze: bool = False
+    capacity: int = 8192  # maximum tokens of a row
+    segment: str = "turn"  # the segments after which prefixes end, see `trace.targets.anchors`
+    prefix_share: float = 0.06  # of prefixes among the supervised prompts and prefixes: TRACE, appendix E.6
+    freeze: bool = False  # leaves the backbone unchanged and fits only the head
 
     def __post_init__(self) -> None:
-        """Refuse invalid values.
-
-        Raises:
-            TreepackError: with the name of the option.
-        """
+        """Refuse invalid values."""
         if self.capacity < 1:
             raise TreepackError(f"capacity is {self.capacity}; expected at least 1")
         if not 0 <= self.prefix_share <= 1:
@@ -127,7 +124,7 @@ class FitStep:
     seconds: float
 
 
-def squared_error(head: nn.Linear, states: Tensor, target: Float64) -> Tensor:
+def squared_error(head: ValueHead, states: Tensor, target: Float64) -> Tensor:
     """Return the sum of squared differences between the values of `states` [n, D] and `target` [n]: float64, eq. 19."""
     # In float64, so that the sum over thousands of prefixes is as exact as their values.
     targets = torch.from_numpy(target).to(states.device)
@@ -141,8 +138,8 @@ def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> Checke
         TreepackError: a reward is not 0 or 1, a prefix is longer than the capacity, the device is missing, the trie is
             damaged, or the model does not fit the data.
     """
-    directory, device = Path(trie), find_device(options.train.device)
-    train, manifest = options.train.with_dtype(device), read_manifest(directory, schema.TRIE_FORMAT)
+    directory, compute = Path(trie), choose_compute(options.train)
+    train, manifest = replace(options.train, dtype=compute.dtype), read_manifest(directory, schema.TRIE_FORMAT)
     options = replace(options, train=train)
     rollouts = read_trie(directory)
     reward = binary_rewards(rollouts)
@@ -152,7 +149,7 @@ def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> Checke
     nodes = draw_nodes(prefixes, prefix_share=options.prefix_share, seed=train.seed)
     rows = anchor_rows(prefixes, nodes, capacity=options.capacity)
     with memory_errors(*LOADING):
-        predictor = start_values(model, train.dtype, train.attention, device, train.seed)
+        predictor = start_values(model, train.dtype, train.attention, compute.device, train.seed)
     loaded = predictor.loaded
     check_rows(predictor, rows, manifest.get("tokenizer"), directory)
     # A frozen backbone runs without gradients, so nothing has to be computed again.
@@ -237,6 +234,7 @@ def _frozen_states(run: CheckedFit) -> Callable[[AnchorRow], Tensor]:
 
 def _optimiser(parameters: Sequence[nn.Parameter], train: TrainOptions) -> torch.optim.AdamW:
     """Return AdamW without weight decay for parameters of one dimension (biases and norms)."""
+    # Not `train.optimiser.make_adamw`, whose fused kernel rounds differently: a fit would get other bits.
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -282,7 +280,7 @@ def _fit_step(
 
 
 def accumulate(
-    head: nn.Linear, rows: Sequence[AnchorRow], target: Float64, states_of: Callable[[AnchorRow], Tensor]
+    head: ValueHead, rows: Sequence[AnchorRow], target: Float64, states_of: Callable[[AnchorRow], Tensor]
 ) -> float:
     """Return the mean squared error over all prefixes of `rows`, and add its gradients to the parameters.
 

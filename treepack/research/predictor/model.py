@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from treepack import __version__
 from treepack.attention import row_multiple
@@ -37,6 +37,7 @@ from treepack.memory.shortage import memory_errors
 from treepack.model.accept.compatibility import check_fits
 from treepack.model.adapters.adapter import is_adapted
 from treepack.model.forward import hidden_states, prepare_batch
+from treepack.model.head.value_head import ValueHead
 from treepack.model.load import hide_progress_bars, load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.source import local_source
@@ -54,26 +55,23 @@ RECORD, HEAD, METRICS = "values.json", "head.safetensors", "metrics.jsonl"
 
 @dataclass(frozen=True)
 class ValueModel:
-    """A backbone and its head, a linear layer from hidden states [n, D] to logits [n, 1] in the dtype of the weights.
+    """A backbone and its head, a critic's value head, whose values are the logits of success.
 
+    The head is not a part of the backbone, which is saved and computed without it.
     `record` is the content of values.json; it is empty if the predictor was not read from a directory.
     """
 
     loaded: LoadedModel
-    head: nn.Linear
+    head: ValueHead
     record: dict[str, Any] = field(default_factory=dict)
 
 
-def new_head(loaded: LoadedModel) -> nn.Linear:
+def new_head(loaded: LoadedModel) -> ValueHead:
     """Return a head that gives every prefix the value 0.5, in the dtype and on the device of the model's weights."""
     # Zeros, because a random direction would rank prefixes before any of them was seen. The first update gives the head
     # a direction, and from the second update on gradients reach the backbone.
     weight = loaded.model.get_input_embeddings().weight
-    size = loaded.model.config.get_text_config().hidden_size
-    head = nn.Linear(size, 1, device=weight.device, dtype=weight.dtype)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    return head
+    return ValueHead(loaded.model.config.get_text_config().hidden_size, weight.dtype).to(weight.device)
 
 
 def end_states(loaded: LoadedModel, row: AnchorRow, *, dtype: str = "fp32") -> Tensor:
@@ -93,11 +91,9 @@ def row_memory_errors(row: AnchorRow) -> AbstractContextManager[None]:
     )
 
 
-def values_of_states(head: nn.Linear, states: Tensor) -> Tensor:
-    """Return the values [n] in 0 .. 1 of hidden states [n, D], in the dtype of the head: equation 17."""
-    # The head's float32, outside autocast: in bf16, values near 1 would have steps of 0.004.
-    values: Tensor = torch.sigmoid(head(states.to(head.weight.dtype)))[:, 0]
-    return values
+def values_of_states(head: ValueHead, states: Tensor) -> Tensor:
+    """Return the values [n] in 0 .. 1 of hidden states [n, D], float32 or float64: equation 17."""
+    return torch.sigmoid(head(states, torch.arange(len(states), device=states.device)))
 
 
 def check_rows(model: ValueModel, rows: Sequence[AnchorRow], tokenizer: TokenizerEntry | None, trie: Path) -> None:
@@ -201,7 +197,7 @@ def read_values_record(directory: Path) -> dict[str, Any]:
     return dict(record)
 
 
-def _tensors(head: nn.Linear) -> dict[str, Tensor]:
+def _tensors(head: ValueHead) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in sorted(head.state_dict().items())}
 
 

@@ -106,10 +106,10 @@ def _prompt_lengths(trie: Trie, ends: TurnPrefixes) -> Int64:
 def draw_nodes(prefixes: NodePrefixes, *, prefix_share: float, seed: int) -> Int64:
     """Draw all prompts, and random prefixes until they are `prefix_share` of the drawn nodes; return ascending nodes.
 
-    If there are too few prefixes, all are drawn. At least one is drawn unless the share is 0. TRACE (arXiv 2606.11119)
+    If there are too few prefixes, all are drawn. One or more are drawn unless the share is 0. TRACE (arXiv 2606.11119)
     uses roots and "informative internal nodes" (section 4.3); the latter are 0.06 of the total (appendix E.6). Here a
     prefix is informative if two or more trajectories pass through it, so that its target is more than the outcome of
-    one trajectory. Other prefixes are drawn only if these are too few. Mixed outcomes are no condition, because that
+    one trajectory. Other prefixes are drawn only if these are too few. Mixed outcomes are not required, because that
     would bias values towards 0.5.
     """
     num_groups, num_prefixes = prefixes.num_groups, len(prefixes.owner) - prefixes.num_groups

@@ -128,7 +128,7 @@ def augment(
 
     Raises:
         TreepackError: an unknown boundary, or a successful rollout whose entropies or values are missing, not finite,
-            or of another number than its trained tokens.
+            or their number differs from its trained tokens.
     """
     if boundary not in BOUNDARIES:
         raise TreepackError(f"boundary is {boundary!r}; expected {' or '.join(BOUNDARIES)}")
@@ -185,7 +185,7 @@ def _successful_rollouts(
             counts["without a reward"] += 1
         elif rewards[i] <= success_above:
             counts["not successful"] += 1
-        elif num_samples[i] > 1:  # its tokens are no single sequence that could be continued
+        elif num_samples[i] > 1:  # its tokens are several sequences, and none of them is the rollout
             counts["of several trajectories"] += 1
         else:
             starts, ends, _ = spans[i]

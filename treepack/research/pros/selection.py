@@ -45,7 +45,7 @@ class QueryCounts:
 
     `query_id` is an Arrow array of strings. `parent` int64 [n] is the index of the query from which each one is
     derived, -1 for an original query. `passed` <= `tried` float64 [n] are numbers of rollouts, in which old rollouts
-    count less. `num_updates` is the number of training steps, and `steps` has the numbers of those that were given one,
+    count less. `num_updates` is the number of training steps, and `steps` has the given numbers of steps,
     ascending.
     """
 
@@ -206,7 +206,7 @@ def nearest(log_odds: Float64, k: int, *, seed: int = 0) -> Int64:
 def write_state(state: QueryCounts, path: AnyPath) -> None:
     """Write `state` over an old one; equal states give equal bytes, and a failed write leaves the old file.
 
-    Whoever reads a state and writes it again needs its lock, or counts of another process are lost.
+    Whoever reads a state and writes it again needs its lock, or counts of concurrent processes are lost.
 
     Raises:
         TreepackError: the disk fails.
@@ -234,7 +234,7 @@ def read_state(path: AnyPath) -> QueryCounts:
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise TreepackError(
-            f"{path}: is no state of treepack select ({reason}); make one with treepack select update"
+            f"{path}: is not a state of treepack select ({reason}); make one with treepack select update"
         ) from error
     try:
         table = table.cast(QUERIES)
@@ -247,7 +247,7 @@ def read_state(path: AnyPath) -> QueryCounts:
 
 def _check_version(about: dict[str, object], path: Path) -> None:
     if about.get("format") != SELECTION_FORMAT:
-        raise TreepackError(f"{path}: is no state of treepack select; make one with treepack select update")
+        raise TreepackError(f"{path}: is not a state of treepack select; make one with treepack select update")
     if (version := about.get("version")) != SELECTION_VERSION:
         raise TreepackError(
             f"{path}: has {SELECTION_FORMAT} version {version}; this treepack reads version {SELECTION_VERSION}, so "

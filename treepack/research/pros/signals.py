@@ -72,7 +72,7 @@ def read_signals(path: str | Path, trie: Trie) -> TokenSignals:
     """Read the entropies and values of the trajectories of `trie` from the records of `path`.
 
     Raises:
-        TreepackError: unreadable file, two records of one rollout, a field that is no list of numbers or has a wrong
+        TreepackError: unreadable file, two records of one rollout, a field that is not a list of numbers or has a wrong
             length, or no record with entropies or values.
     """
     index_of = {name: i for i, name in enumerate(trie.trajectories["trajectory_id"].to_pylist())}
@@ -114,7 +114,7 @@ def _numbers_at(numbers: Any, trained: Int64, length: int, record: Record, field
     """
     what = f"{record.source}: {field}"
     if not isinstance(numbers, list | np.ndarray):
-        raise TreepackError(f"{what} is no list; expected one number per token")
+        raise TreepackError(f"{what} is not a list; expected one number per token")
     values = number_values(numbers, source=record.source, name=field)
     rest = length - int(trained[0])
     # The header: trained [3, 4, 7] -> {8: [3, 4, 7], 5: [0, 1, 4], 3: [0, 1, 2]}. If two lengths are equal, the indices

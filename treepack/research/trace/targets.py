@@ -111,7 +111,7 @@ def trie_targets(trie: Trie, reward: Float64, weights: LeafWeights | None) -> Fl
     """Return the share of successes among the trajectories through each node of `trie`: TRACE, equation 18.
 
     Float64 [num_nodes]. Nodes of the trie are runs of tokens. Groups may share them, and turns do not cut them.
-    `weights` are those of `recursive_targets`; in a node of several groups, each group counts by its number of
+    `weights` are as in `recursive_targets`; in a node of several groups, each group counts by its number of
     trajectories.
     """
     # Trajectories are sorted depth-first by end node: end_node [1 2 4 5] of 6 nodes -> ends [0 0 1 2 2 3 4]. The
@@ -171,7 +171,7 @@ def effective_ratio(anchor: Int64, reward: Float64, weight: Float64 | None = Non
 def effective_ratios(prefixes: TurnPrefixes, reward: Float64, weights: LeafWeights | None) -> dict[str, EffectiveRatio]:
     """`effective_ratio` of the prompts ("root") and of the prefixes that two or more trajectories share ("prefix").
 
-    `weights` are those of `recursive_targets`, times the number of rollouts of each group, so that groups count by it.
+    `weights` are as in `recursive_targets`, times the number of rollouts of each group, so that groups count by it.
     """
     tree = prefixes.tree
     passing = np.bincount(tree.node, minlength=len(tree.parent))

@@ -17,7 +17,8 @@ from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_en
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.ingest.readers.files.inputs import displayed
-from treepack.rl.advantages.estimate import AdvantageEstimates, AdvantageOptions, estimate_advantages, with_advantages
+from treepack.rl.advantages.advantage_options import AdvantageOptions
+from treepack.rl.advantages.estimate import AdvantageEstimates, estimate_advantages, with_advantages
 from treepack.trie.store.trie_files import read_trie, write_trie
 from treepack.trie.totals import trie_totals
 

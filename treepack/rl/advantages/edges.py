@@ -33,7 +33,7 @@ from treepack.trajectory import Float64, Int64
 def edge_factors(tree: SegmentTree, trajectory: Int64, position: Int64, weight: Float64) -> Float64:
     """Return e_t of each trained token, float64 [num_trained].
 
-    `trajectory` and `position`, int64 [num_trained], are those of the trained tokens, ascending, as in
+    `trajectory` and `position`, int64 [num_trained], belong to the trained tokens, ascending, as in
     `SegmentTree.segment_of`; `weight` float64 [num_trained] are their loss weights.
     """
     edge = chain_heads(tree)[tree.node[tree.segment_of(trajectory, position)]]

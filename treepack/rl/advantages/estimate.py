@@ -23,19 +23,10 @@ from numpy.typing import NDArray
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.files import schema
+from treepack.rl.advantages.advantage_options import TREE, AdvantageOptions
 from treepack.rl.advantages.edges import edge_factors
-from treepack.rl.advantages.flat import EPSILON, dr_grpo, grpo, reinforce_pp, rloo
-from treepack.rl.advantages.gae import (
-    GAMMA,
-    LAMBDA,
-    TRUNCATED_KEY,
-    VALUES_CHOICES,
-    WHITEN_CHOICES,
-    gae,
-    is_truncated,
-    state_values,
-    whiten,
-)
+from treepack.rl.advantages.flat import dr_grpo, grpo, reinforce_pp, rloo
+from treepack.rl.advantages.gae import gae, is_truncated, state_values, whiten
 from treepack.rl.advantages.tree import of_trajectories, tree_grpo, tree_grpo_segments, treepo, treerl, treerpo
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import LeafWeights, required_leaf_weights
@@ -45,107 +36,6 @@ from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.store.token_values import carried_values
 from treepack.trie.trie import Trie, trajectories_of
-
-# Names of the command line: estimators of groups (flat.py), of the tree (tree.py) and of a critic's values (gae.py).
-FLAT = ("grpo", "dr-grpo", "rloo", "reinforce++")
-TREE = ("treepo", "treerpo", "tree-grpo", "treerl")
-ESTIMATORS = (*FLAT, *TREE, "gae")
-REJECTED_CHOICES = ("drop", "zero")
-
-# Options that only some estimators have. They are refused for the others, because they would have no effect.
-_ESTIMATORS_OF_OPTION = {
-    "std": ("grpo", "treepo"),
-    "size_weighted": ("treepo",),
-    "reject_subgroups": ("treepo",),
-    "without_root": ("treepo",),
-    "per_segment": ("tree-grpo",),
-    "leaf_scaled": ("treerl",),
-    "segment": TREE,
-    "min_depth": TREE,
-    "edges": ("treerpo", "tree-grpo", "treerl"),
-    "leaf_weights": (*FLAT, *TREE),
-    "values": ("gae",),
-    "gamma": ("gae",),
-    "lam": ("gae",),
-    "whiten": ("gae",),
-    "truncated": ("gae",),
-}
-
-
-@dataclass(frozen=True)
-class AdvantageOptions:
-    """An estimator and its variants.
-
-    `segment` and `min_depth` define the nodes of the tree, see `segments.segment_tree`. `std` "batch" takes the
-    standard deviation over the training step instead of the group. `per_segment` selects `tree_grpo_segments`; the
-    other flags are arguments of the estimators. `reject_equal` rejects groups whose rewards are all equal. None follows
-    the papers: treepo rejects them (equation 5), and the other estimators give them 0. `rejected` "drop" removes the
-    trajectories of rejected groups from the trie, "zero" keeps them with an advantage of 0.
-
-    `leaf_weights` weighs means and deviations over the trajectories of a sampled tree by their recorded leaf weights,
-    those before the first fallback; the published estimators do not. `fallback_leaves` takes the weights of all leaves
-    instead, so that the leaves of a fallback count too, which leaves a part of the bias.
-
-    `edges` also writes the factors of the tree's edges, see `edges.edge_factors`, which the denominator edge of the
-    losses needs. `values`, `gamma`, `lam` (lambda), `whiten` and `truncated` are those of `gae`: `values` "zero" takes
-    every value as 0, for the returns of a first critic, and "group" or "batch" whitens the advantages, not the returns,
-    over the group or the training step. `truncated` is the `key` of `is_truncated`.
-    """
-
-    estimator: str
-    segment: str = "auto"
-    min_depth: int = 0
-    std: str = "group"
-    size_weighted: bool = False
-    reject_subgroups: bool = False
-    without_root: bool = False
-    per_segment: bool = False
-    leaf_scaled: bool = False
-    reject_equal: bool | None = None
-    rejected: str = "drop"
-    epsilon: float = EPSILON
-    leaf_weights: bool = False
-    fallback_leaves: bool = False
-    edges: bool = False
-    values: str = "column"
-    gamma: float = GAMMA
-    lam: float = LAMBDA
-    whiten: str = "none"
-    truncated: str = TRUNCATED_KEY
-
-    def __post_init__(self) -> None:
-        """Check every value and name the option that is wrong.
-
-        Raises:
-            TreepackError: an unknown or impossible value, or an option that the estimator does not have.
-        """
-        choices = {"estimator": ESTIMATORS, "std": ("group", "batch"), "rejected": REJECTED_CHOICES}
-        for name, known in (choices | {"whiten": WHITEN_CHOICES, "values": VALUES_CHOICES}).items():
-            if getattr(self, name) not in known:
-                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
-        for name, estimators in _ESTIMATORS_OF_OPTION.items():
-            if self.estimator not in estimators and getattr(self, name) != getattr(type(self), name):
-                raise TreepackError(f"{name} is an option of {', '.join(estimators)}; {self.estimator} has none")
-        if self.fallback_leaves and not self.leaf_weights:
-            raise TreepackError("fallback_leaves selects among leaf weights; give --leaf-weights too, or neither")
-        if self.edges and not self.gives_segments:
-            raise TreepackError("edges needs an advantage per segment; give --per-segment too, or omit --edges")
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise TreepackError(f"{name} is {getattr(self, name)}; expected a number from 0 to 1")
-        if self.min_depth < 0:
-            raise TreepackError(f"min_depth is {self.min_depth}; expected 0 or a number of tokens")
-        if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
-            raise TreepackError(f"epsilon is {self.epsilon}; expected 0 or a small positive number")
-
-    @property
-    def gives_segments(self) -> bool:
-        """True if advantages belong to segments, and so to tokens, instead of whole trajectories."""
-        return self.estimator in ("treerpo", "treerl") or self.per_segment
-
-    @property
-    def rejects_equal(self) -> bool:
-        return self.estimator == "treepo" if self.reject_equal is None else self.reject_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +176,7 @@ def _no_truncated_field(key: str) -> str:
 def _usable_groups(reward: Float64, groups: Int64, options: AdvantageOptions) -> tuple[NDArray[np.bool_], Counter[str]]:
     """Mark the groups that can be used, bool [num_groups], and count the others by their first reason.
 
-    `reward` and `groups` are those of the rollouts.
+    `reward` and `groups` belong to the rollouts.
     """
     faults = {"rewards missing": np.bincount(groups, weights=~np.isfinite(reward)) > 0}
     if options.estimator not in ("reinforce++", "gae"):

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from treepack.rl.advantages.advantage_options import EPSILON
 from treepack.trajectory import Float64, Int64
 
-# Added to deviations, as verl does: it limits the quotient if a deviation is tiny and is invisible if it is about 1.
-EPSILON = 1e-6
 # Relative to the largest reward. Sums of n float64 values are off by up to n * 1e-16, so this covers 10^4 trajectories.
 ROUNDING = 1e-12
 

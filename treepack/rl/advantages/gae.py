@@ -25,18 +25,15 @@ from numpy.typing import NDArray
 from treepack.errors import TreepackError
 from treepack.files.metadata import parse_metadata
 from treepack.ingest.readers.fields.rollout_facts import marked
+from treepack.rl.advantages.advantage_options import GAMMA, LAMBDA
 from treepack.rl.advantages.flat import magnitudes, means, standardise
 from treepack.rl.group_tree import node_paths, token_places
 from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie
 
-GAMMA, LAMBDA = 1.0, 0.95
-WHITEN_CHOICES = ("none", "group", "batch")
-VALUES_CHOICES = ("column", "zero")
-# The field that `treepack rollout` writes, and texts of such fields that name a limit instead of an end. `treepack
-# rollout` writes length and depth, SkyRL's stop_reason has length, slime's status truncated, and rLLM's
-# termination_reason the names with "exceeded". APIs and harnesses write max_tokens and max_turns.
-TRUNCATED_KEY = "finish"
+# Texts of fields such as `TRUNCATED_KEY` that name a limit instead of an end. `treepack rollout` writes length and
+# depth, SkyRL's stop_reason has length, slime's status truncated, and rLLM's termination_reason the names with
+# "exceeded". APIs and harnesses write max_tokens and max_turns.
 LIMITS = frozenset(
     (
         "length depth max_tokens max_turns truncated max_turns_exceeded max_prompt_length_exceeded "
@@ -86,7 +83,7 @@ def gae(
 def state_values(trie: Trie, trajectory: Int64, position: Int64, kept: Int64) -> tuple[Float64, Float64]:
     """Return the value before each trained token, and the value after the last token of each trajectory of `kept`.
 
-    `trajectory` and `position`, int64 [num_trained], are those of the trained tokens: indices into `kept`, and places
+    `trajectory` and `position`, int64 [num_trained], belong to the trained tokens: indices into `kept`, and places
     on the path, at least 1. O(num_trained log depth).
 
     Raises:

@@ -21,7 +21,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.rl.advantages.flat import EPSILON, deviations, divide_by_deviation, grpo, magnitudes, means
+from treepack.rl.advantages.advantage_options import EPSILON
+from treepack.rl.advantages.flat import deviations, divide_by_deviation, grpo, magnitudes, means
 from treepack.rl.leaf_weights import LeafWeights
 from treepack.rl.segments import SegmentTree
 from treepack.trajectory import Float64, Int64

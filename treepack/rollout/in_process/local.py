@@ -6,7 +6,7 @@
             are in the cache, and share them.
 
 Keys are cached in pages of `page_size` tokens. Requests share full pages whose tokens are equal from the first one on,
-so the next segment of a path computes only what its prompt has after the last full page.
+so the next segment of a path computes only the tokens of its prompt after the last full page.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class LocalEngine:
 
     A continuation is a function of its ids, `seed` and its number, whatever else is in the batch, except for rounding:
     matrix products of other batch sizes differ in the last bits, which changes a token once in many thousands.
-    Log-probabilities are those of the distribution that was sampled from, after temperature, top_p and top_k.
+    Log-probabilities belong to the distribution that was sampled from, after temperature, top_p and top_k.
 
     Close the engine: its thread keeps the process alive.
 
@@ -135,7 +135,7 @@ class LocalEngine:
         if any(token >= self._vocab_size for token in sampling.stop_token_ids):
             raise TreepackError(
                 f"stop_token_ids are {list(sampling.stop_token_ids)} and the model has {self._vocab_size} tokens; "
-                "take those of its own tokenizer"
+                "take stop tokens of its own tokenizer"
             )
         self._numbers = itertools.count()
         self._calls: set[asyncio.Future[Any]] = set()
@@ -158,7 +158,7 @@ class LocalEngine:
         """Continue `ids` int32 [n] `count` times, by 1 to `max_tokens` tokens each.
 
         Raises:
-            EngineError: token ids of another tokenizer, a sequence longer than the model or the cache takes, or the
+            EngineError: token ids outside its vocabulary, a sequence longer than the model or the cache takes, or the
                 engine was closed or failed.
         """
         self._check(ids, max_tokens)

@@ -26,7 +26,7 @@ def takes(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
     windowed = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     types = set(getattr(config, "layer_types", None) or [windowed])
     is_plain = types == {"full_attention"} and not getattr(config, "attn_logit_softcapping", None)
-    # Models with v_head_dim have values of another dimension than their keys.
+    # Models with v_head_dim have values and keys of different dimensions.
     return (
         device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)

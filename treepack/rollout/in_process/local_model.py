@@ -27,19 +27,15 @@ CPU_BATCH_TOKENS = 512
 class LocalOptions:
     """Memory of a local engine.
 
-    Attributes:
-        page_size: tokens of a page of the cache; prompts share only full pages.
-        cache_tokens: tokens whose keys and values fit in the cache, of all requests together. None takes
-            `memory_share` of the GPU, or `CPU_CACHE_TOKENS`.
-        memory_share: share of the free memory of the GPU for the cache and what the manager needs beside it.
-
     Raises:
         TreepackError: a value that makes no sense, by its name.
     """
 
-    page_size: int = 16
+    page_size: int = 16  # tokens of a page of the cache; prompts share only full pages
+    # Tokens whose keys and values fit in the cache, of all requests together. None takes `memory_share` of the GPU, or
+    # `CPU_CACHE_TOKENS`.
     cache_tokens: int | None = None
-    memory_share: float = 0.8
+    memory_share: float = 0.8  # share of the free memory of the GPU for the cache and what the manager needs beside it
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense, naming the option."""
@@ -55,7 +51,7 @@ def twin(model: Any) -> Any:
     """Return a model with the parameters and buffers of `model`, not copies, under transformers' attention.
 
     Raises:
-        TreepackError: transformers cannot compute its attention over pages, or its parameters are not those of its
+        TreepackError: transformers cannot compute its attention over pages, or its parameters differ from its
             class, as with adapters, or not whole.
     """
     _check_attention(model)
@@ -74,7 +70,7 @@ def twin(model: Any) -> Any:
         ours = dict(getattr(other, f"named_{kind}")(remove_duplicate=False))
         if theirs.keys() != ours.keys() or any(theirs[name].shape != ours[name].shape for name in ours):
             raise TreepackError(
-                f"{type(model).__name__}: its {kind} are not those of its class; sample from a model with whole "
+                f"{type(model).__name__}: its {kind} differ from its class; sample from a model with whole "
                 "weights on one device, with adapters merged into them"
             )
         for name, tensor in theirs.items():
@@ -94,7 +90,7 @@ def _check_attention(model: Any) -> None:
     if getattr(config, "attn_logit_softcapping", None):
         reason = "caps its scores, which transformers does not do over pages of keys"
     widths = set(head_widths(config))
-    if getattr(config, "qk_rope_head_dim", None):  # latent attention, where head_dim is the width of a part
+    if getattr(config, "qk_rope_head_dim", None):  # latent attention: its head_dim is the width of a part
         widths.add(config.qk_nope_head_dim + config.qk_rope_head_dim)
     if getattr(config, "v_head_dim", None):
         widths.add(config.v_head_dim)

@@ -68,7 +68,7 @@ class TokenChoice(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc] 
             self._cuts.append(TopPLogitsWarper(sampling.top_p))
 
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: Tensor) -> Tensor:
-        """Note the requests of the next forward pass; those with a new token have one row of logits each, in order."""
+        """Note the requests of the next forward pass; each request with a new token has one row of logits, in order."""
         self._rows = []
         for request in requests_in_batch:
             continuation = self.continuations.get(request.state.request_id)

@@ -1,1 +1,1 @@
-"""Engines behind HTTP: the APIs of vLLM and SGLang."""
+"""Engines at an HTTP address: the APIs of vLLM and SGLang."""

@@ -7,8 +7,8 @@
 SamplingRequest --ServerDialect.body--> JSON of the request
 JSON of the answer --ServerDialect.segments--> [Segment]
 
-Chat completions are never used: a server renders and tokenizes messages again, and the ids would not be those of the
-rollout. Fields are those of vLLM 0.32 and SGLang 0.5.23.
+Chat completions are never used: a server renders and tokenizes messages again, and the ids would differ from the
+rollout. The fields belong to vLLM 0.32 and SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class ServerDialect:
     """One API: its `path`, the JSON `body` of a request, and readers of the answer.
 
     All readers raise one of `UNREADABLE` if the answer has another form. `first` returns the log-probabilities of the
-    likely first tokens, for a request with `alternatives`. `num_prompt` returns the number of prompt tokens that the
-    server counted, None if it does not say. `routes` returns the experts of each of the `segments` as the server has
-    encoded them, None where there are none.
+    likely first tokens, if the request has `alternatives`. `num_prompt` returns the number of prompt tokens that the
+    server counted, None if it is not reported. `routes` returns the experts of each of the `segments` as the server has
+    encoded them, None if there are none.
     """
 
     name: str
@@ -137,7 +137,7 @@ def _sglang_body(wish: SamplingRequest) -> Json:
 def _segment(tokens: Any, logprobs: Any, finish: Any, version: str, cached: Any) -> Segment:
     array = checked_ids(tokens)
     if not isinstance(finish, str):
-        raise TypeError("a finish reason that is no text")
+        raise TypeError("a finish reason that is not a text")
     # numpy would take texts and booleans for numbers.
     are_numbers = set(map(type, logprobs)) <= {int, float}
     if finish == ABORT and not are_numbers:
@@ -153,11 +153,11 @@ def checked_ids(tokens: Any) -> Int32:
     """Return token ids of a JSON value as int32 [n].
 
     Raises:
-        TypeError, ValueError, OverflowError: it is no list of integers from 0 to 2^31 - 1.
+        TypeError, ValueError, OverflowError: it is not a list of integers from 0 to 2^31 - 1.
     """
     # numpy would take the texts, fractions and booleans of ["1", 3.7, true] for 1, 3 and 1.
     if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
-        raise TypeError("token ids that are no integers")
+        raise TypeError("token ids that are not integers")
     array = np.array(tokens, np.int64)
     if array.size and not 0 <= array.min() <= array.max() <= LARGEST_ID:
         raise ValueError("token ids below 0 or above 2^31 - 1")

@@ -1,7 +1,7 @@
 """JSON over HTTP, with every failure as one sentence: temporary ones as TemporaryError, the others as EngineError.
 
-An answer is read in pieces, and refused as soon as it is longer than its request can need. Packed answers are unpacked
-here in pieces too, so a small body that unpacks to gigabytes is refused as early.
+An answer is read in chunks, and refused as soon as it is longer than its request can need. Packed answers are unpacked
+here in chunks too, so a small body that unpacks to gigabytes is refused as early.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LONGEST_MESSAGE = 300
 LONGEST_ANSWER = 64_000_000  # bytes without any continuation: fields of a server, and the prompt if it comes back
 
 _READABLE = 10_000  # characters of an answer that may be shown
-_PIECE = 1 << 20  # bytes that are unpacked at once
+_CHUNK_BYTES = 1 << 20  # bytes that are unpacked at once
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """An HTTP answer: `status`, the JSON value of the body (None if it is no JSON), and the beginning of its text."""
+    """An HTTP answer: `status`, the JSON value of the body (None if it is not JSON), and the beginning of its text."""
 
     status: int
     value: Any
@@ -59,14 +59,14 @@ class HttpClient:
         """Check the address. Needs a running event loop.
 
         Raises:
-            TreepackError: `url` is no address of a server, or aiohttp is not installed.
+            TreepackError: `url` is not the address of a server, or aiohttp is not installed.
         """
         try:
             import aiohttp
         except ImportError as error:
             raise TreepackError(f"{url}: a server needs the package aiohttp; {install_hint('rollout')}") from error
         if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", url):
-            raise TreepackError(f"{url}: is no address of a server; expected one such as http://localhost:8000")
+            raise TreepackError(f"{url}: is not the address of a server; expected one such as http://localhost:8000")
         # Users copy the address of an OpenAI client, which ends in /v1.
         self.url = url.rstrip("/").removesuffix("/v1")
         self._failures = (aiohttp.ClientError, ConnectionError, TimeoutError)
@@ -105,7 +105,7 @@ class HttpClient:
             reason = str(error) or type(error).__name__
             raise TemporaryError(f"{self.url}: no answer ({reason}); check that the server runs there") from error
         except ValueError as error:  # of a name of a host, a port or a key that HTTP cannot send
-            raise EngineError(f"{self.url}: cannot be asked ({error}); check the address and the API key") from error
+            raise EngineError(f"{self.url}: cannot be reached ({error}); check the address and the API key") from error
         try:
             value = orjson.loads(content)
         except orjson.JSONDecodeError:
@@ -126,8 +126,8 @@ class HttpClient:
             )
         content = bytearray()
         try:
-            async for piece in _pieces(response, is_packed=packing not in ("identity", "")):
-                content += piece
+            async for chunk in _chunks(response, is_packed=packing not in ("identity", "")):
+                content += chunk
                 if len(content) > longest:
                     raise EngineError(
                         f"{self.url}{path}: the answer is longer than {longest / 1e6:,.0f} MB, more than its request "
@@ -154,7 +154,7 @@ class HttpClient:
             raise EngineError(f"{self.url}{path}: the server refuses the request ({answer.message}); check the API key")
         if answer.status == 200:
             raise EngineError(
-                f"{self.url}{path}: the answer is no JSON, in which NaN and Infinity are not allowed either "
+                f"{self.url}{path}: the answer is not JSON, in which NaN and Infinity are not allowed either "
                 f"({answer.message}); check the server's log, and a proxy before it"
             )
         raise EngineError(f"{self.url}{path}: status {answer.status} ({answer.message}); check the request's options")
@@ -164,8 +164,8 @@ class HttpClient:
         await self._session.close()
 
 
-async def _pieces(response: aiohttp.ClientResponse, *, is_packed: bool) -> AsyncIterator[bytes]:
-    """Yield the body of an answer in bounded pieces, unpacked."""
+async def _chunks(response: aiohttp.ClientResponse, *, is_packed: bool) -> AsyncIterator[bytes]:
+    """Yield the body of an answer in bounded chunks, unpacked."""
     stream: Any = None
     async for chunk in response.content.iter_any():
         if not is_packed:
@@ -176,7 +176,7 @@ async def _pieces(response: aiohttp.ClientResponse, *, is_packed: bool) -> Async
             has_header = chunk[0] & 0xF == zlib.DEFLATED or chunk[:1] == b"\x1f"
             stream = zlib.decompressobj(_GZIP_OR_ZLIB if has_header else -zlib.MAX_WBITS)
         while chunk:
-            yield stream.decompress(chunk, _PIECE)
+            yield stream.decompress(chunk, _CHUNK_BYTES)
             chunk = stream.unconsumed_tail
     if stream is not None:
         yield stream.flush()

@@ -1,11 +1,11 @@
-"""An engine behind HTTP: a vLLM or SGLang server that somebody else started.
+"""An engine at an HTTP address: a vLLM or SGLang server that is already running.
 
     connect("http://localhost:8000", Sampling(temperature=0.7)) -> ServerEngine
 
 `connect` finds out which API the server has and whether its answers can be used, before anything is sampled:
 
     reachable, and one of treepack.rollout.servers.dialects       continuations with token ids and log-probabilities
-    temperature                                          log-probabilities are those of the temperature, not raw ones
+    temperature                                          log-probabilities at the temperature, not raw ones
     tokenizer                                            a sample text has the caller's token ids
 
 Processes, weights and ports of the server are left to its owner.
@@ -50,9 +50,9 @@ class SampleText:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """The API of a server, the name of its model, and the longest sequence that it takes; None if it does not say.
+    """The API of a server, the name of its model, and the longest sequence that it takes, None if it is not reported.
 
-    `route_layers` are the layers of the model, if the experts of its routers are kept and the server does not say.
+    `route_layers` are the layers of the model, if the experts of its routers are kept and the server reports none.
     """
 
     dialect: ServerDialect
@@ -89,7 +89,8 @@ async def connect(
 
     Raises:
         TreepackError: the server is unreachable, has none of the APIs, answers without token ids, has another
-            tokenizer or model, returns log-probabilities of another temperature, or no experts if they are to be kept.
+            tokenizer or model, returns log-probabilities at a different temperature, or lacks experts that are to be
+            kept.
     """
     client = HttpClient(url, api_key=api_key)
     try:
@@ -219,7 +220,7 @@ async def _served_model(client: HttpClient, model: str | None) -> tuple[str | No
 
 
 def _models(value: Any, url: str) -> dict[str, int | None]:
-    """Return the models of an answer, and the longest sequence of each if the server says it.
+    """Return the models of an answer, and the longest sequence of each if the server reports it.
 
     Raises:
         EngineError: the answer has another form.
@@ -238,7 +239,7 @@ def _models(value: Any, url: str) -> dict[str, int | None]:
 
 
 def longest_answer(wish: SamplingRequest) -> int:
-    """Return the most bytes that an answer to `wish` can need; a longer one is not read."""
+    """Return the maximum of bytes that an answer to `wish` can need; a longer one is not read."""
     new, old = wish.count * wish.max_tokens, wish.count * len(wish.ids)
     # A server may send the prompt back with each continuation, as ids of at most 10 digits.
     size = LONGEST_ANSWER + BYTES_PER_TOKEN * new + 12 * old
@@ -254,7 +255,7 @@ async def _find_dialect(client: HttpClient, model: str | None) -> ServerDialect:
         if answer.status == 401:
             client.checked(answer, dialect.path)
         if answer.status != 200:
-            # vLLM answers 403 on a path that is switched off, and 404 or 405 where there is none.
+            # vLLM answers 403 on a path that is switched off, and 404 or 405 if there is none.
             reason = "not there" if answer.status in (404, 405) else f"{answer.status}: {answer.message}"
             tried.append(f"{dialect.name}'s {dialect.path} ({reason.rstrip('.')})")
             continue
@@ -296,12 +297,12 @@ async def _check_temperature(client: HttpClient, dialect: ServerDialect, model: 
                 else "start it with --logprobs-mode processed_logprobs"
             )
             raise EngineError(
-                f"{client.url}: the server's log-probabilities are those of temperature 1 and not of "
+                f"{client.url}: the server's log-probabilities belong to temperature 1 and not to "
                 f"{sampling.temperature:g}; {remedy}, or sample at temperature 1"
             )
         return
     raise EngineError(
-        f"{client.url}: the most likely tokens have equal probabilities, so the temperature of the log-probabilities "
+        f"{client.url}: the likeliest tokens have equal probabilities, so the temperature of the log-probabilities "
         "cannot be checked; sample at temperature 1"
     )
 
@@ -312,7 +313,7 @@ def _likely(dialect: ServerDialect) -> Callable[[Any], dict[int, float]]:
     def read_first(answer: Any) -> dict[int, float]:
         first = dialect.first(answer)
         if not set(map(type, first)) <= {int} or not set(map(type, first.values())) <= {int, float}:
-            raise TypeError("token ids or log-probabilities that are no numbers")
+            raise TypeError("token ids or log-probabilities that are not numbers")
         return first
 
     return read_first

@@ -4,7 +4,7 @@
     SGLang    --enable-return-routed-experts, and return_routed_experts        base64 of int32, without a shape
 
 Row i has the experts of token i of prompt and continuation, [layers, k]. There is no row for the last sampled token,
-because no forward pass has computed it yet. Fields are those of vLLM 0.33 and SGLang 0.5.23.
+because no forward pass has computed it yet. The fields belong to vLLM 0.33 and SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _read_one(dialect: ServerDialect, text: str, size: int, layers: int | None, 
             )
         if size < 1 or rows.size % (size * layers):
             raise EngineError(
-                f"{url}: {rows.size} experts are not those of {size} tokens in {layers} layers; correct --route-layers"
+                f"{url}: {rows.size} experts do not fit {size} tokens in {layers} layers; correct --route-layers"
             )
         rows = rows.reshape(size, layers, -1)
     is_regular = rows.ndim == 3 and 0 not in rows.shape[1:] and rows.dtype.kind in "iu"

@@ -48,7 +48,7 @@ class TreeAgentLoop(AgentLoopBase):  # type: ignore[misc]
     """An agent loop whose n calls for one prompt sample one tree.
 
     Calls whose sampling parameters differ from the training's (validation, the greedy baseline of REMAX) sample
-    independent rollouts, because the leaves of a tree are no independent measurement.
+    independent rollouts, because the leaves of a tree are not independent.
 
     Args:
         tree: fields of `TreeOptions` other than width and max_tokens, which are the number of calls and
@@ -108,7 +108,7 @@ class TreeAgentLoop(AgentLoopBase):  # type: ignore[misc]
             return (await asyncio.shield(shared.task))[place]
         finally:
             shared.num_waiting -= 1
-            # Cancelled calls leave; a tree that nobody waits for is cancelled too.
+            # Cancelled calls leave; a tree without a waiting call is cancelled too.
             if shared.num_waiting == 0 and not shared.task.done():
                 shared.task.cancel()
                 self._waiting.pop(key, None)

@@ -1,1 +1,1 @@
-"""What a run writes: its directory, checkpoints and the model at the end."""
+"""Files of a run: its directory, checkpoints and the model at the end."""

@@ -339,7 +339,7 @@ def _record(directory: Path, store: CheckpointUpload | None, name: str) -> dict[
 
 
 def _copy_of(directory: Path, name: str, record: dict[str, Any]) -> Path:
-    """Return the directory for the copy of a checkpoint: another one for each content."""
+    """Return the directory for the copy of a checkpoint, which differs for each content."""
     return directory / f"{name}-{hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]}"
 
 

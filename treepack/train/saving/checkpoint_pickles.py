@@ -56,7 +56,7 @@ class CheckpointReader(FileSystemReader):
         """Return DCP's table of contents.
 
         Raises:
-            TreepackError: the file names another class or function, or is no table of contents.
+            TreepackError: the file names another class or function, or does not contain a table of contents.
             OSError: it cannot be read.
         """
         path = self._folder / ".metadata"
@@ -65,7 +65,7 @@ class CheckpointReader(FileSystemReader):
             metadata: Any = _MetadataUnpickler(io.BytesIO(content)).load()
         except _ForeignNameError as error:
             raise _foreign(path, f"names {error}") from None
-        except Exception as error:  # bytes that are no pickle may raise anything
+        except Exception as error:  # other bytes than a pickle may raise anything
             raise _damaged(path) from error
         if not _is_whole(metadata):
             raise _damaged(path)
@@ -76,7 +76,7 @@ class CheckpointReader(FileSystemReader):
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """DCP's planner for the flat state in `folder`; it loads values that are no tensors only if they are plain."""
+    """DCP's planner for the flat state in `folder`; it loads values other than tensors only if they are plain."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -103,7 +103,7 @@ class _ForeignNameError(Exception):
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PATHS:
-            return Path  # a path of another system or of another version of Python is only a note here
+            return Path  # the class of a path differs between systems and versions of Python; here it is only a note
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if (module, name) not in _NAMES:
@@ -112,7 +112,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _is_whole(metadata: Any) -> bool:
-    """Return True if the types are those that DCP writes, and all data are in files of the checkpoint itself."""
+    """Return True if DCP writes these types, and all data are in files of the checkpoint itself."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_meta, StorageMeta | None):
         return False
     entries, places = metadata.state_dict_metadata, metadata.storage_data
@@ -135,4 +135,4 @@ def _foreign(path: Path, problem: str) -> TreepackError:
 
 
 def _damaged(path: Path) -> TreepackError:
-    return TreepackError(f"{path}: is no table of contents of a checkpoint; take another checkpoint")
+    return TreepackError(f"{path}: is not a table of contents of a checkpoint; take another checkpoint")

@@ -42,7 +42,7 @@ class RankGroup:
         problem = next((each for _, each in results if each), None)
         if problem is not None:
             raise TreepackError(problem)
-        return [value for value, _ in results]  # type: ignore[misc]  # None only where T has it
+        return [value for value, _ in results]  # type: ignore[misc]  # None only if T allows it
 
     @property
     def collective(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Numbers that a run has chosen for options that are "auto", recorded in run.json for the runs that continue it.
+"""Numbers that a run has chosen, recorded in run.json for the runs that continue it.
 
 options with "auto" --open_run--> options with a number --chosen_numbers--> {"carry": 8192} in run.json
-options with "auto", `out` --with_recorded--> options with the number of the run in `out`
+options with "auto", `out` --with_recorded--> options with the numbers of the run in `out`
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import json
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from treepack.files.directory import RUN
 from treepack.files.remote.address import AnyPath
@@ -32,26 +30,26 @@ def chosen_numbers(options: TrainOptions) -> dict[str, dict[str, int]]:
 
 
 def with_recorded(options: TrainOptions, out: AnyPath, ranks: Ranks) -> TrainOptions:
-    """Return the options with the numbers of the run in `out` in place of "auto"; all ranks must call this function.
+    """Return the options with the numbers of the run in `out`, if there is one; all ranks must call this function.
+
+    They replace "auto", and a number of blocks that is None: a resumed run keeps its order on any number of machines.
 
     Raises:
         TreepackError: the store cannot be reached.
     """
-    names = [name for name in NAMES if getattr(options, name) == "auto"]
-    if not names:
-        return options
-    numbers = [0] * len(names)
-
-    def read() -> None:
-        numbers[:] = [-1] * len(names)  # other ranks keep 0, so that the sum is the number of the first one
-        content = read_stored(out / RUN)
-        # A damaged file is refused by `directory.begin`.
-        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            recorded = json.loads(content or b"")[ENTRY]
-            numbers[:] = [int(recorded.get(name, -1)) for name in names]
-
     # Only the first rank reads the file: it may also write it, before another one has looked for it.
-    ranks.lead(read)
-    known = ranks.sum(torch.tensor(numbers)).tolist()
-    changes: dict[str, Any] = {name: number for name, number in zip(names, known, strict=True) if number >= 0}
-    return replace(options, **changes)
+    return replace(options, **ranks.lead(lambda: _recorded(options, out)))
+
+
+def _recorded(options: TrainOptions, out: AnyPath) -> dict[str, Any]:
+    """Return the values in the run.json of `out` for options that have none."""
+    content = read_stored(out / RUN)
+    values: dict[str, Any] = {}
+    # A damaged file is refused by `run_directory.begin`.
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        record = json.loads(content or b"")
+        if options.blocks is None:
+            values["blocks"] = int(record["options"].get("blocks", 1))
+        chosen = record.get(ENTRY, {})
+        values |= {name: int(chosen[name]) for name in NAMES if getattr(options, name) == "auto" and name in chosen}
+    return values

@@ -48,7 +48,7 @@ FORMAT = "treepack-train"
 VERSION = 2
 FINISHED = "train.json"
 _COMPARED = ("format", "version", "packed_sha256", "config_sha256")
-# Entries of a model's configuration that depend on where and by which version it was saved, not on its architecture.
+# Entries of a model's configuration that depend on its folder and its version of transformers, not on its architecture.
 _INCIDENTAL = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
 
 
@@ -119,7 +119,7 @@ def is_complete(out: AnyPath, options: TrainOptions, num_steps: int) -> bool:
     if num_finished(out) != num_steps:
         return False
     record = _read(out / FINISHED)
-    # A run that ended early because of its patience goes on if it gets another patience.
+    # A run that ended early because of its patience continues if its patience changes.
     ended_early = record.get("last_step", num_steps) < num_steps
     return not ended_early or record["options"]["patience"] == options.patience
 
@@ -186,7 +186,7 @@ def finish_run(
         weights: of a sharded model the full tensors, or the tensors that the other ranks gather with this one; None
             if the model itself contains them.
         outcome: JSON values for `train.json`, such as the last step of a run that ended early.
-        value_head: the weights of a critic's head, for a file beside the model.
+        value_head: the weights of a critic's head, which get a file beside the model.
 
     Raises:
         TreepackError: the disk or the store fails.

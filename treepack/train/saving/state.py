@@ -130,7 +130,7 @@ def _load(path: Path, state: dict[str, Any], collective: dict[str, Any]) -> None
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers (not copies), tied ones under the first of their names.
 
-    Of a model with an adapter, only what is trained: the rest is in the files of the base model.
+    Of a model with an adapter, only the trained weights: the others are in the files of the base model.
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -190,7 +190,7 @@ def _check_tensors(path: Path, tensors: dict[str, Tensor], saved: dict[str, Any]
             raise TreepackError(f"{path}: {lacking} has no {name}; take the model that was trained")
         tensor, entry = tensors[name], entries[name]
         if not isinstance(entry, TensorStorageMetadata):
-            raise TreepackError(f"{path}: {name} is no tensor in the checkpoint; take another checkpoint")
+            raise TreepackError(f"{path}: {name} is not a tensor in the checkpoint; take another checkpoint")
         if (tensor.shape, tensor.dtype) != (entry.size, entry.properties.dtype):
             raise TreepackError(
                 f"{path}: {name} is {entry.properties.dtype} of shape {tuple(entry.size)} in the checkpoint and "

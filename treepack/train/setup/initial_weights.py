@@ -1,4 +1,4 @@
-"""The weights that a run starts with if they are not those of its model: another run's checkpoint or model.
+"""The weights that a run starts with if they are not its model's: a checkpoint or model of a different run.
 
     init_from --find_weights--> InitialWeights: the folder to load instead of the model, or a checkpoint to read
 
@@ -7,7 +7,7 @@
     RUN/checkpoints/step-00000100                              this checkpoint
 
 Only weights are taken. The optimiser, the data and the number of steps start afresh, and configuration and tokenizer
-are those of the model. A model of other shapes is refused.
+come from the model. A model of other shapes is refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def find_weights(init_from: str, model: str | Path) -> InitialWeights:
     """Find the weights of `init_from` for `model`; all ranks must call this.
 
     Raises:
-        TreepackError: there are none, they are damaged, or their shapes are not those of `model`.
+        TreepackError: there are none, they are damaged, or their shapes differ from `model`.
     """
     checkpoint = _find_checkpoint(init_from)
     if checkpoint is not None:
@@ -81,7 +81,7 @@ def _find_checkpoint(init_from: str) -> SavedCheckpoint | None:
 
 
 def _check_shapes(init_from: str, model: str | Path) -> None:
-    """Refuse weights whose names or shapes differ from those of the model; only the configurations are read.
+    """Refuse weights whose names or shapes differ from the model's; only the configurations are read.
 
     Raises:
         TreepackError: naming the first difference.

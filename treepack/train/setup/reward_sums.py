@@ -1,4 +1,4 @@
-"""The rewards of the trajectories of every row of a run, for the mean reward of a step."""
+"""Sums of the rewards of every row of a run, from which a step gets its mean reward."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Metrics of a run, and where they are sent."""
+"""Metrics of a run, and the trackers that receive them."""

@@ -30,7 +30,7 @@ from treepack.files.directory import finished_file
 class MetricsLog:
     """A metrics file to which one process at a time appends one line per optimiser step.
 
-    `num_lost` is the number of steps before those of a resumed run that have no line, as after a power cut.
+    `num_lost` is the number of steps before a resumed run that have no line, as after a power cut.
     """
 
     def __init__(self, path: Path, *, keep_until: int | None) -> None:

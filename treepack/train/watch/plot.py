@@ -190,7 +190,7 @@ def _drawn(panel: _Panel, steps: _Steps) -> Spec:
     title: Spec = {"text": panel.title, "subtitle": unit, "anchor": "start", "color": _TEXT, "subtitleColor": _GREY}
     first, last = float(steps.numbers[0]), float(steps.numbers[-1])
     margin = max(0.5, (last - first) * 0.02)
-    # Labels at whole steps only, and nothing is cut off that lies on the edge of the panel.
+    # Labels at whole steps only, and points on the edge of the panel are drawn whole.
     axis = {
         "title": "optimiser step",
         "titleColor": _GREY,

@@ -44,7 +44,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class SinkRun:
-    """What a tracker shows about a run.
+    """Description of a run for its trackers.
 
     `project` and `name` group and name runs there. `run_id` is unique and the same for all processes of one run.
     `config` are JSON values. `done` is the number of steps that were done before this process, 0 for a new run.
@@ -108,7 +108,7 @@ class Sinks:
 
 
 def tracker_id(place: Place) -> str:
-    """Return the id by which trackers know the run in `place`; a resumed run has the same one.
+    """Return the id of the run in `place` for trackers; a resumed run has the same one.
 
     Raises:
         TreepackError: tracker.json is damaged, or the store fails.
@@ -156,7 +156,7 @@ class _Wandb:
             resume="allow",
             dir=run.folder,
             config=run.config,
-            settings=wandb.Settings(silent=True),  # its lines would be written between those of the progress
+            settings=wandb.Settings(silent=True),  # its lines would be written between the lines of the progress
         )
 
     def write(self, record: Mapping[str, Any]) -> None:

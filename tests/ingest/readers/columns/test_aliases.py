@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.paths import ROOT
-from support.readings import chat_of, only, turns
+from support.readings import chat_of, only, tokens_of, turns
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import column_map
 from treepack.ingest.options import BuildOptions
@@ -21,7 +21,7 @@ from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format, read_trajectories
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.ingest.stream import read
-from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 USER, ANSWER = {"role": "user", "content": "Bolts?"}, {"role": "assistant", "content": "Seven."}
 SHOP = [("user", "Bolts?", 0.0), ("assistant", "Seven.", 1.0)]
@@ -106,8 +106,7 @@ def test_a_list_of_responses_is_one_group(tmp_path: Path) -> None:
 def test_token_ids_called_prompt_tokens_and_response_tokens_are_read(tmp_path: Path) -> None:
     value = {"prompt_tokens": [5, 6], "response_tokens": [7], "prompt_idx": 3, "sample_idx": 1, "step": 2, "reward": 1}
     item = one(tmp_path, value | {"finish_reason": "stop", "advantage": 0.5})
-    assert isinstance(item.content, Tokens)
-    assert (item.content.tokens.tolist(), item.content.starts.tolist()) == ([5, 6, 7], [2])
+    assert (tokens_of(item).tokens.tolist(), tokens_of(item).starts.tolist()) == ([5, 6, 7], [2])
     assert (item.group_id, item.step, item.reward, item.advantage) == ("3", 2, 1.0, 0.5)
     assert item.metadata == {"sample_idx": 1, "finish_reason": "stop"}
 
@@ -163,8 +162,7 @@ def test_two_possible_answers_are_refused_with_the_lines_that_read_them(
     trained = []
     for line in lines:
         record = Record("r:1", "r", value)
-        (item,) = formats_by_name()["columns"].trajectories([record], ReadOptions(columns=column_map(line)))
-        assert isinstance(item, Trajectory)
+        item = only(formats_by_name()["columns"].trajectories([record], ReadOptions(columns=column_map(line))))
         trained.append(str(item.content))
     assert len(set(trained)) == len(lines)
 

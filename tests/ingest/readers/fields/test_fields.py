@@ -7,27 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.tokens.token_records import read_tokens
+from support.readings import only, read_as, refusal_as
 from treepack.trajectory import Trajectory
 
 MASKED = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}
 
 
 def read(value: dict[str, Any], **options: Any) -> Trajectory:
-    (trajectory,) = read_tokens(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
-    assert isinstance(trajectory, Trajectory)
-    return trajectory
-
-
-def refusal(value: dict[str, Any], **options: Any) -> str:
-    with pytest.raises(TreepackError) as caught:
-        read(value, **options)
-    where, _, message = str(caught.value).partition(": ")
-    assert where == "r.jsonl:1"
-    return message
+    return only(read_as("tokens", value, **options))
 
 
 @pytest.mark.parametrize(
@@ -52,9 +39,12 @@ def test_rewards_come_in_many_forms(value: dict[str, Any], reward: float | None)
 def test_a_reward_key_picks_one_of_several() -> None:
     assert read(MASKED | {"reward": {"a": 1, "b": {"score": 2}}}, reward_key="b").reward == 2.0
     reward = {"a": 1, "b": 2}
-    assert refusal(MASKED | {"reward": reward}) == "reward is a dict with the keys a, b; choose one with --reward-key"
+    assert (
+        refusal_as("tokens", MASKED | {"reward": reward})
+        == "reward is a dict with the keys a, b; choose one with --reward-key"
+    )
     expected = "reward has no key 'c'; expected one of a, b"
-    assert refusal(MASKED | {"reward": reward}, reward_key="c") == expected
+    assert refusal_as("tokens", MASKED | {"reward": reward}, reward_key="c") == expected
 
 
 def test_ids_groups_steps_and_weights_are_found() -> None:
@@ -121,4 +111,4 @@ def test_metadata_that_is_nested_too_deeply_is_noted() -> None:
     ],
 )
 def test_a_bad_field_is_refused_in_one_sentence(value: dict[str, Any], expected: str) -> None:
-    assert refusal(value) == expected
+    assert refusal_as("tokens", value) == expected

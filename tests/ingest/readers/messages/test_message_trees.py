@@ -19,7 +19,7 @@ Node = dict[str, Any]
 
 
 def said(items: Items) -> dict[str, str]:
-    """The messages of each trajectory as `role:text`, those that are trained in capitals."""
+    """The messages of each trajectory as `role:text`; trained texts are in capitals."""
     return {
         item.trajectory_id: " ".join(
             f"{role}:{text.upper() if weight else text.lower()}" for role, text, weight in turns(content)
@@ -208,7 +208,7 @@ def test_a_path_ends_before_an_image_and_a_spoken_text_is_read() -> None:
     ],
 )
 def test_the_end_of_an_answer_is_passed_on(more: Node, reason: str | None) -> None:
-    turn = chatgpt._Turns()
+    turn = chatgpt._PathTurns()
     answer = node("2", "1", "assistant", "A", **more)["message"]
     chatgpt._add_answer(turn, answer, "A", answer["metadata"])
     assert turn.messages[0].get("finish_reason") == reason

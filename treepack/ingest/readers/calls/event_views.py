@@ -14,14 +14,14 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
-from treepack.ingest.readers.calls.chat_calls import ChatCall
+from treepack.ingest.readers.calls.call_logs import CallLog
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 
 Message = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Event:
+class _ViewedEvent:
     """An event by its id, its message, and the reason if the message is not text."""
 
     event: Any
@@ -33,18 +33,17 @@ class _Event:
 
 
 class EventView:
-    """The events that the next prompt contains, the calls so far, and notes to be counted."""
+    """The events that the next prompt contains, and the calls so far."""
 
     def __init__(self) -> None:
-        self.calls: list[ChatCall] = []
+        self.log = CallLog()
         self.tools: Any = None
-        self.notes: dict[str, None] = {}
-        self._events: list[_Event] = []
+        self._events: list[_ViewedEvent] = []
         self._responses: set[str] = set()
 
     def add(self, event: Any, message: Message | None = None) -> None:
         """Add an event by its id, and its message if it has one of its own."""
-        self._events.append(_Event(event if isinstance(event, str | int) else None, message))
+        self._events.append(_ViewedEvent(event if isinstance(event, str | int) else None, message))
 
     def answer(self, event: Any, response: Message, *, name: str | None, history: Message | None = None) -> None:
         """Add a response of the model as a call; later prompts contain `history` instead of it, unless that is None.
@@ -55,22 +54,19 @@ class EventView:
             self.add(event)
             return
         self._responses |= {name} - {None}  # type: ignore[arg-type]
-        reasons = [each.reason for each in self._events if each.reason is not None]
-        if (reason := next(iter(reasons), None) or skip_reason([response])) is None:
-            prompt = [each.message for each in self._events if each.message is not None]
-            self.calls.append(ChatCall(prompt, [response], self.tools))
-        else:
-            self.notes[f"call not used: {reason}"] = None
+        reason = next((each.reason for each in self._events if each.reason is not None), None)
+        prompt = [each.message for each in self._events if each.message is not None]
+        self.log.add(prompt, [response], reason=reason, tools=self.tools)
         self.add(event, response if history is None else history)
 
-    def forget(self, events: Container[Any], summary: Any, place: Any) -> None:
-        """Take `events` out of the view, and put the text `summary` before the `place`-th of the others."""
+    def forget(self, events: Container[Any], summary: Any, index: Any) -> None:
+        """Take `events` out of the view, and put the text `summary` before the `index`-th of the others."""
         # view 1 2 3 4, forget 2 3, summary S at 1 -> 1 S 4
         self._events = [each for each in self._events if each.event not in events]
-        if isinstance(summary, str) and isinstance(place, int):
+        if isinstance(summary, str) and isinstance(index, int):
             # A damaged log may have a place beyond the view, or too large for an index.
             message = {"role": "user", "content": summary}
-            self._events.insert(min(max(place, 0), len(self._events)), _Event(None, message))
+            self._events.insert(min(max(index, 0), len(self._events)), _ViewedEvent(None, message))
 
 
 def event_parts(value: Any) -> list[Any]:

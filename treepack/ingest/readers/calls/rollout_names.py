@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from treepack.trajectory import (
 
 SPLIT_NOTE = "split where the prompt of a call does not continue the calls before it"
 EMPTY_NOTE = "call without a response not used"
+MAX_AGENTS = 1_000_000  # sub-agents of a session that get different numbers
 
 
 def with_rollout_names(
@@ -49,6 +51,12 @@ def within(item: Trajectory | Skipped, rollout: str, number: int) -> Trajectory 
     if isinstance(item, Skipped):
         return item
     return replace(item, rollout_id=rollout, rollout_part=number * MAX_INSIDE + (item.rollout_part or 0))
+
+
+def of_agent(item: Trajectory | Skipped, rollout: str, agent: str) -> Trajectory | Skipped:
+    """Return `item` as a part of the conversation of the sub-agent `agent` in the session `rollout`."""
+    # The number only has to differ from the numbers of other sub-agents; the session itself is 0.
+    return within(item, rollout, 1 + zlib.crc32(agent.encode()) % MAX_AGENTS)
 
 
 def in_rollout(item: Trajectory, first_call: int) -> Trajectory:

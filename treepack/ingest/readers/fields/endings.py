@@ -172,9 +172,9 @@ def mark(messages: Sequence[Any], ending: Any) -> list[Any]:
     """Return `messages` with the raw `ending` in the last message of the assistant, unless it is null."""
     done = list(messages)
     if ending is not None:
-        for place in range(len(done) - 1, -1, -1):
-            if isinstance(done[place], dict) and done[place].get("role") == "assistant":
-                done[place] = done[place] | {"finish_reason": ending}
+        for index in range(len(done) - 1, -1, -1):
+            if isinstance(done[index], dict) and done[index].get("role") == "assistant":
+                done[index] = done[index] | {"finish_reason": ending}
                 break
     return done
 
@@ -183,8 +183,8 @@ def last_is_cut(chat: Chat) -> bool:
     """Return True if the last message of the assistant is cut."""
     if chat.message_cuts is None:
         return False
-    places = [place for place, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    return bool(places) and chat.message_cuts[places[-1]]
+    indices = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    return bool(indices) and chat.message_cuts[indices[-1]]
 
 
 def cut(item: Trajectory) -> Trajectory:
@@ -194,11 +194,11 @@ def cut(item: Trajectory) -> Trajectory:
         content = replace(content, is_cut=True)
     elif isinstance(content, Chat):
         cuts = list(content.message_cuts or [False] * len(content.messages))
-        places = [place for place, message in enumerate(content.messages) if message["role"] == "assistant"]
+        indices = [index for index, message in enumerate(content.messages) if message["role"] == "assistant"]
         weights = list(content.message_weights)
-        for place in places[-1:]:
-            cuts[place] = True
-            weights[place] *= has_text(content.messages[place])
+        for index in indices[-1:]:
+            cuts[index] = True
+            weights[index] *= has_text(content.messages[index])
         content = replace(content, message_cuts=cuts, message_weights=weights)
     return replace(item, content=content, is_truncated=True)
 

@@ -68,6 +68,17 @@ def as_objects(value: Any, *, source: str, name: str) -> list[dict[str, Any]]:
     return value or []
 
 
+def as_texts(value: Any, *, source: str, name: str) -> list[str]:
+    """Return the list of texts `value`.
+
+    Raises:
+        TreepackError: it is something else.
+    """
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise TreepackError(f"{source}: {name} is {shown(value)}; expected a list of text")
+    return value
+
+
 def shown(value: Any) -> str:
     """Return `value` as JSON of at most 40 characters, to be quoted in a message."""
     try:

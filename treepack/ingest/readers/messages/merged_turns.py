@@ -39,11 +39,11 @@ def merged_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def _follows(before: Message, after: Message) -> bool:
-    places = [
-        [place for place, key in enumerate(("reasoning_content", "content", "tool_calls")) if message.get(key)]
+    indices = [
+        [index for index, key in enumerate(("reasoning_content", "content", "tool_calls")) if message.get(key)]
         for message in (before, after)
     ]
-    first, second = places
+    first, second = indices
     # Only calls may be followed by more of their kind, and content in parts is left as it is.
     is_text = all(isinstance(message.get("content") or "", str) for message in (before, after))
     return is_text and bool(first and second) and (first[-1] < second[0] or first[-1] == second[0] == 2)

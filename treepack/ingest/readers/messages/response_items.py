@@ -21,7 +21,7 @@ from treepack.ingest.readers.fields.values import is_messages, quoted, shown
 
 Item = dict[str, Any]
 
-REASONING, TEXT, CALL = range(3)  # the places of an item in a turn, in order
+REASONING, TEXT, CALL = range(3)  # the order of items in a turn
 CALLS = ("function_call", "custom_tool_call", "local_shell_call", "mcp_call")
 RESULTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
@@ -55,7 +55,7 @@ def messages_of_items(items: Any, *, source: str, summaries: bool = False) -> It
     messages: list[dict[str, Any]] = []
     parts: list[list[Item]] = []
     for group in _turns(_usable(items, notes)):
-        if _place(group[0]) is None:
+        if _rank(group[0]) is None:
             message = _input_message(group[0], source)
         else:
             message = _turn(group, source, notes, summaries=summaries)
@@ -71,8 +71,8 @@ def _kind(item: Item) -> str:
     return str(item.get("type") or "message")
 
 
-def _place(item: Item) -> int | None:
-    """Return the place of an item in a turn of the assistant, or None if the assistant has not written it."""
+def _rank(item: Item) -> int | None:
+    """Return the rank of an item in a turn of the assistant, or None if the assistant has not written it."""
     kind = _kind(item)
     if kind == "reasoning":
         return REASONING
@@ -99,8 +99,8 @@ def _turns(items: Iterator[Item]) -> Iterator[list[Item]]:
     # reasoning text call call | user | text | text call -> four groups: a second text starts a new turn.
     group: list[Item] = []
     for item in items:
-        place, last = _place(item), _place(group[-1]) if group else None
-        if group and (place is None or last is None or place < last or place == last == TEXT):
+        rank, last = _rank(item), _rank(group[-1]) if group else None
+        if group and (rank is None or last is None or rank < last or rank == last == TEXT):
             yield group
             group = []
         group.append(item)
@@ -112,8 +112,8 @@ def _turn(group: list[Item], source: str, notes: dict[str, None], *, summaries: 
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     reasoning: list[str] = []
     for item in group:
-        place = _place(item)
-        if place == REASONING:
+        rank = _rank(item)
+        if rank == REASONING:
             content = _text(item.get("content"), source)
             # The paragraphs of a summary are parts of their own, without newlines between them.
             summary = _text(item.get("summary"), source, between="\n\n")
@@ -123,7 +123,7 @@ def _turn(group: list[Item], source: str, notes: dict[str, None], *, summaries: 
                 notes[ENCRYPTED_NOTE] = None
             # A summary is not what the model generated, so it must not be trained as reasoning.
             reasoning.append(content or (summary if summaries else ""))
-        elif place == TEXT:
+        elif rank == TEXT:
             message["content"] = _content(item.get("content"), source)
         else:
             message.setdefault("tool_calls", []).append(_call(item, source))

@@ -89,8 +89,8 @@ def read_conversation(
 
 def _of_last_answer(messages: Sequence[Message], weights: Sequence[float]) -> list[float]:
     # roles [user, assistant, user, assistant], weights [0, 1, 0, 1] -> [0, 0, 0, 1]
-    last = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-    return [weight if place == last else 0.0 for place, weight in enumerate(weights)]
+    last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    return [weight if index == last else 0.0 for index, weight in enumerate(weights)]
 
 
 def read_pair(

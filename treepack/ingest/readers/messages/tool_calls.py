@@ -74,16 +74,16 @@ def _tool_call(call: dict[str, Any], default_id: str, where: str, notes: dict[st
     if call.get("type") not in (None, "function", "function_call", "tool_use", "tool_call"):
         notes[f"tool call of type '{str(call['type'])[:40]}' read as a function"] = None
     # Arguments next to the function, and not in it, mean the same.
-    places = [(holder, key) for holder in (function, call) for key in ARGUMENTS if holder.get(key) is not None]
-    arguments = _without_nothing(places[0][0][places[0][1]]) if places else "{}"
-    if not places:
+    found = [(holder, key) for holder in (function, call) for key in ARGUMENTS if holder.get(key) is not None]
+    arguments = _without_nothing(found[0][0][found[0][1]]) if found else "{}"
+    if not found:
         notes["tool call without arguments"] = None
     if not isinstance(arguments, str | dict):
         raise TreepackError(f"{where} calls {name} with {shown(arguments)}; expected an object or JSON text")
     if isinstance(arguments, dict) and (fault := fault_in_json(arguments)) is not None:
         raise TreepackError(f"{where} calls {name} with arguments {fault}; expected an object in JSON")
     for each in (call, function) if function is not call else (call,):
-        rest = {key: value for key, value in each.items() if not places or (each, key) != places[0]}
+        rest = {key: value for key, value in each.items() if not found or (each, key) != found[0]}
         note_rest(rest, OF_CALLS, "tool call", notes)
     return {
         "id": default_id if call.get("id") is None else checked_name(call["id"], "id", where),

@@ -23,7 +23,7 @@ FILES = "rollout-*.jsonl*"
 
 
 @dataclass(frozen=True, slots=True)
-class _Thread:
+class _CodexThread:
     """A file of a folder: its path, its number in the order of names, and the thread that spawned it."""
 
     path: str
@@ -89,15 +89,15 @@ def _spawned_by(meta: dict[str, Any]) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _threads_beside(path: str) -> dict[str, _Thread]:
+def _threads_beside(path: str) -> dict[str, _CodexThread]:
     folder = Path(path).parent
     return {} if path == STDIN or not folder.is_dir() else _threads(str(folder), folder.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=16)
-def _threads(folder: str, _changed: int) -> dict[str, _Thread]:
+def _threads(folder: str, _changed: int) -> dict[str, _CodexThread]:
     """Return the sessions of a folder by their ids. O(files); reads one line of each."""
-    threads: dict[str, _Thread] = {}
+    threads: dict[str, _CodexThread] = {}
     for number, path in enumerate(sorted(Path(folder).glob(FILES))):
         for record in islice(first_records(path), 1):
             meta = record.value.get("payload")
@@ -106,5 +106,5 @@ def _threads(folder: str, _changed: int) -> dict[str, _Thread]:
                 and isinstance(meta, dict)
                 and isinstance(meta.get("id"), str)
             ):
-                threads.setdefault(meta["id"], _Thread(str(path), number, _spawned_by(meta)))
+                threads.setdefault(meta["id"], _CodexThread(str(path), number, _spawned_by(meta)))
     return threads

@@ -71,7 +71,7 @@ def _with_images(args: Event) -> list[Any]:
 def _add_observation(view: EventView, event: Event) -> None:
     kind, extras, content = event.get("observation"), _object(event.get("extras")), event.get("content") or ""
     if kind == "recall":
-        view.notes[RECALL_NOTE] = None
+        view.log.note(RECALL_NOTE)
     if str(kind) in HIDDEN:
         return
     if kind == "run":

@@ -35,7 +35,7 @@ def add_events(view: EventView, events: Sequence[Event]) -> None:
             if is_messages(tools) and all("function" in tool for tool in tools):
                 view.tools = tools or None
             elif tools:
-                view.notes[TOOLS_NOTE] = None
+                view.log.note(TOOLS_NOTE)
             prompt = [event_text(first.get("system_prompt")), event_text(first.get("dynamic_context"))]
             view.add(first.get("id"), {"role": "system", "content": "".join(filter(None, map(str, prompt)))})
         elif kind == "ActionEvent":

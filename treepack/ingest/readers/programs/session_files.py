@@ -3,7 +3,7 @@
     Claude Code    S.jsonl   S/subagents/agent-a1.jsonl, or agent-a1.jsonl next to it if S.jsonl names a1
     Codex          rollout-<time>-S.jsonl, and in the same folder the files that name S as the thread that spawned them
 
-The rollout is named after the session, its place is the file of the session, and its group comes from the first prompt
+The rollout is named after the session, its source is the file of the session, and its group comes from the first prompt
 of the session. The parts of the session come first, and then the parts of each sub-agent, by the name of its file.
 """
 

@@ -1,11 +1,11 @@
-"""Files of one trial of Harbor: the rollout of a trajectory file, and its place in the order of sampling.
+"""Files of one trial of Harbor: the rollout of a trajectory file, and its number in the order of sampling.
 
     agent/trajectory.json                               order 0
     agent/trajectory.summarization-1-summary.json       order 1, then -questions 2 and -answers 3
     agent/trajectory.cont-1.json                        order 4: it continues after the first summary
     agent/trajectory.summarization-2-summary.json       order 5, ...
 
-All of them are one rollout, whose place is the folder of the trial. Without a `result.json`, the sessions name the
+All of them are one rollout, whose source is the folder of the trial. Without a `result.json`, the sessions name the
 rollout: the sessions of a trial are `s`, `s-cont-1` and `s-summarization-1-summary`.
 """
 
@@ -29,10 +29,10 @@ _FILES = "trajectory*.json*"
 
 @dataclass(frozen=True, slots=True)
 class FileOfRollout:
-    """A file of a rollout of several: the name and the place of the rollout, its group if known, the file's `order`."""
+    """A file of a rollout of several: name and source of the rollout, its group if known, and the file's `order`."""
 
     rollout: str
-    place: str
+    source: str
     group: str | None
     order: int
 
@@ -58,15 +58,15 @@ def file_of_trial_session(record: Record) -> FileOfRollout | None:
     if match is None and not _has_links(record.value):
         return None
     name = session[: match.start()] if match is not None else session
-    place = record.path if record.path == STDIN else str(Path(record.path).parent)
-    return FileOfRollout(name, place, name, 0 if match is None else _order(session, 0))
+    source = record.path if record.path == STDIN else str(Path(record.path).parent)
+    return FileOfRollout(name, source, name, 0 if match is None else _order(session, 0))
 
 
-def _order(name: str, place: int) -> int:
-    """Return the order of a file by its name or session, or by its `place` in the folder if the name is not known."""
+def _order(name: str, index: int) -> int:
+    """Return the order of a file by its name or session, or by its `index` in the folder if the name is not known."""
     match = _SUFFIX.search(name)
     if match is None:
-        return _UNKNOWN + min(place, 999)
+        return _UNKNOWN + min(index, 999)
     continuation, summary, kind = match.groups()
     return 4 * int(continuation) if continuation else 4 * int(summary) - 3 + _KINDS.index(kind)
 

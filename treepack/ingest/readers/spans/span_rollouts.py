@@ -41,7 +41,7 @@ SCORES = tuple(
 
 
 @dataclass(slots=True)
-class _Conversation:
+class _SpanConversation:
     """The spans of one conversation that have calls, and the record of the first of them."""
 
     record: Record
@@ -56,7 +56,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     Raises:
         TreepackError: OTLP without spans in it.
     """
-    conversations: dict[str, _Conversation] = {}
+    conversations: dict[str, _SpanConversation] = {}
     # Damaged spans by trace and conversation, and by trace the facts of spans that are not calls, such as a root.
     faults: dict[str, str] = {}
     others: dict[str, list[TraceSpan]] = {}
@@ -77,7 +77,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
                     others.setdefault(span.trace, []).append(bare)
             else:
                 # A whole file of spans must not stay in memory.
-                talk = conversations.setdefault(name, _Conversation(replace(record, value={})))
+                talk = conversations.setdefault(name, _SpanConversation(replace(record, value={})))
                 talk.spans.append((span, found))
     # How many conversations have calls of each trace.
     spread = Counter(trace for talk in conversations.values() for trace in {span.trace for span, _ in talk.spans})
@@ -110,7 +110,7 @@ def _name(span: TraceSpan) -> str:
 
 
 def _read(
-    name: str, talk: _Conversation, others: Sequence[TraceSpan], options: ReadOptions
+    name: str, talk: _SpanConversation, others: Sequence[TraceSpan], options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
     names = {span.name for span, _ in talk.spans if span.name}
     calls: list[ChatCall] = []

@@ -93,7 +93,7 @@ def _rows(value: Any, source: str, name: str, stored: int) -> NDArray[Any]:
         rows = rows[0]
     if rows.dtype.kind == "O":
         raise TreepackError(
-            f"{source}: {name} has lists of different lengths, or an entry that is no integer; {_FORMS}"
+            f"{source}: {name} has lists of different lengths, or an entry that is not an integer; {_FORMS}"
         )
     if rows.ndim != 3 or rows.dtype.kind not in "iu" or 0 in rows.shape[1:]:
         raise TreepackError(f"{source}: {name} has the shape {list(rows.shape)} of {rows.dtype}; {_FORMS}")
@@ -125,7 +125,7 @@ def _decoded(value: Any, source: str, name: str, stored: int) -> NDArray[Any]:
         try:
             return npy_array(_bytes(value, source, name))
         except ValueError:
-            raise TreepackError(f"{source}: {name} is text that is no .npy file; {_FORMS}") from None
+            raise TreepackError(f"{source}: {name} is text that is not a .npy file; {_FORMS}") from None
     try:
         return np.asarray(_plain(value))
     except (ValueError, OverflowError):

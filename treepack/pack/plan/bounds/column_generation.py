@@ -77,7 +77,7 @@ def generated_bound(program: PricingProgram, allowance: WorkBudget, *, known: in
 
     Stops if no bound above `known` is possible, if `upper` is proven, or if the allowance is used up.
     """
-    generator = _Generator(program)
+    generator = _RowGenerator(program)
     for _ in range(MAX_ROUNDS):
         if allowance.left <= 0 or not generator.advance(allowance) or generator.value <= known:
             break
@@ -90,7 +90,7 @@ def generated_bound(program: PricingProgram, allowance: WorkBudget, *, known: in
     return max(known, generator.certified()) if generator.best > known else known
 
 
-class _Generator:
+class _RowGenerator:
     """The rows so far and the prices that they allow: no row may earn more than it costs.
 
     A demand is a node and a kind, rows or tokens. Demands for tokens and their prices are in units of `unit_of` tokens,

@@ -122,8 +122,8 @@ def _windows(rows: Int64, fill: Int64, turn: int) -> list[Int64]:
     window_of_row[order] = (np.arange(num_rows) + turn * WINDOW_ROWS // 2) // WINDOW_ROWS
     window = window_of_row[rows]
     by_window = np.argsort(window, kind="stable")
-    pieces = np.split(by_window, np.flatnonzero(np.diff(window[by_window])) + 1)
-    return [piece for piece in pieces if len(piece) > 1]
+    windows = np.split(by_window, np.flatnonzero(np.diff(window[by_window])) + 1)
+    return [leaves for leaves in windows if len(leaves) > 1]
 
 
 def _shared_within(shared: Int64, leaves: Int64) -> Int64:
@@ -159,7 +159,7 @@ def anneal_rows(
 ) -> None:
     """Make `steps` steps from `row_of`, and write the best rows of the leaves into `best_rows`.
 
-    The arrays are those of `AnnealShape` and `AnnealedRows`. `through`, `passing` and `by_row` begin as 0. Each step
+    The arrays are fields of `AnnealShape` and `AnnealedRows`. `through`, `passing` and `by_row` begin as 0. Each step
     multiplies the temperature by `factor`.
     """
     shape, rows = AnnealShape(*by_node, *by_leaf), AnnealedRows(row_of, through, passing, *by_row)

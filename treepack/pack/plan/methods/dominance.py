@@ -8,7 +8,7 @@ of a has a partner: a different traversal of b with at most as much room.
 In a plan with b, replace each partner by its traversal of a, and remove the other traversals of b. Then no row gets
 longer and no row is added, no ancestor is repeated in more rows, and all leaves below the node are still in rows. It is
 enough to try the traversals of b with the smallest rooms, in order. So with missing traversals of infinite room, a
-dominates b if a >= b in every place. States of only the first children of a node are compared in the same way.
+dominates b if a >= b in every component. States of only the first children of a node are compared in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def drop_dominated(states: list[State]) -> list[State]:
         return states
     width = max(len(rooms) for _, rooms in states)
     # A missing traversal has infinite room: rooms (5, 9) and (4, 7, 8) -> [5, 9, IMPOSSIBLE], [4, 7, 8]; the first is
-    # >= the second in every place.
+    # >= the second in every component.
     padded = np.full((len(states), width), IMPOSSIBLE)
     for i, (_, rooms) in enumerate(states):
         padded[i, : len(rooms)] = rooms

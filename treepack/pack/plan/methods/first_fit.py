@@ -24,6 +24,7 @@ from treepack.trajectory import Int32, Int64
 
 FIRST_BLOCKS = 1024  # before they are doubled
 NO_LIMIT = 2**62
+PLACED, BLOCKS_USED, TOKENS = range(3)  # entries of `progress`
 BLOCK = 16  # rows per block: few enough to read at once, many enough that most blocks are skipped by one comparison
 
 
@@ -59,8 +60,8 @@ def first_fit(
         place_leaves(
             order, leaf, parent, path, min_below, limit, head, load, rows, blocks, seen, row_of, progress, max_tokens
         )
-        if progress[0] == len(order) or progress[2] > max_tokens:
-            return row_of, int(progress[2])
+        if progress[PLACED] == len(order) or progress[TOKENS] > max_tokens:
+            return row_of, int(progress[TOKENS])
         rows, blocks = (np.concatenate([some, np.empty_like(some)]) for some in (rows, blocks))
 
 
@@ -81,23 +82,24 @@ def place_leaves(
     progress: Int64,
     max_tokens: int,
 ) -> None:
-    """Continue first fit at leaf `progress[0]` of `order`, until all leaves have a row or the blocks may not suffice.
+    """Continue first fit at leaf `progress[PLACED]` of `order`, until all leaves have a row or too few blocks are free.
 
-    Stops as well if the rows have more than `max_tokens`.
+    Stops as well if the rows have more than `max_tokens`. C allocates nothing, so the caller passes every array, and
+    calls again with more blocks. Arguments that are not of `first_fit`:
 
     - `load` [limits, 2 * size]: the segment trees, and `row_of` [len(order)]: the result
     - `rows` int32 [blocks, BLOCK]: the rows of each block; `blocks` [blocks, 3]: their number, a lower bound on their
       tokens, and the next block of the node
     - `seen` [2, rows]: the last turn in which each row was met, -1 at the beginning, and the deepest node that the row
       shares with the leaf of this turn; the walk goes up, so the first node at which a row is met is the deepest
-    - `progress` [3]: leaves that have a row, blocks in use, and tokens of all rows
+    - `progress` [3]: the number of leaves `PLACED`, of `BLOCKS_USED`, and of `TOKENS` of all rows
     """
     size = load.shape[1] // 2
     seen, seen_at = seen
-    for turn in range(progress[0], len(order)):
+    for turn in range(progress[PLACED], len(order)):
         node = leaf[order[turn]]
         # Before the walk, so that a call with more blocks can repeat the turn: each node of the path may need a block.
-        if progress[1] + _num_above(parent, node) > len(blocks):
+        if progress[BLOCKS_USED] + _num_above(parent, node) > len(blocks):
             return
         row = _first_with_room(load, size, limit - path[:, node])
         up = parent[node]
@@ -132,16 +134,16 @@ def place_leaves(
         while up != common:
             at = head[up]
             if at < 0 or blocks[at, 0] == BLOCK:
-                blocks[progress[1]] = 0, load[0, size + row], at
-                at = head[up] = progress[1]
-                progress[1] += 1
+                blocks[progress[BLOCKS_USED]] = 0, load[0, size + row], at
+                at = head[up] = progress[BLOCKS_USED]
+                progress[BLOCKS_USED] += 1
             rows[at, blocks[at, 0]] = row
             blocks[at, 0] += 1
             blocks[at, 1] = min(blocks[at, 1], load[0, size + row])
             up = parent[up]
-        progress[0] = turn + 1
-        progress[2] += path[0, node] - (path[0, common] if common >= 0 else 0)
-        if progress[2] > max_tokens:
+        progress[PLACED] = turn + 1
+        progress[TOKENS] += path[0, node] - (path[0, common] if common >= 0 else 0)
+        if progress[TOKENS] > max_tokens:
             return
 
 
@@ -206,8 +208,8 @@ def _has_room(load: Int64, at: int, limit: Int64, path: Int64, node: int, common
 def _add(load: Int64, at: int, path: Int64, node: int, common: int) -> None:
     """Add the path to `node` below `common` (-1: the whole path) to the row at entry `at`, and update the minima."""
     for kind in range(len(load)):
-        minima, place = load[kind], at
-        minima[place] += path[kind, node] - (path[kind, common] if common >= 0 else 0)
-        while place > 1:
-            place //= 2
-            minima[place] = min(minima[2 * place], minima[2 * place + 1])
+        minima, entry = load[kind], at
+        minima[entry] += path[kind, node] - (path[kind, common] if common >= 0 else 0)
+        while entry > 1:
+            entry //= 2
+            minima[entry] = min(minima[2 * entry], minima[2 * entry + 1])

@@ -1,8 +1,8 @@
 """The method groups: each group whole in one row, for objectives that compare the trajectories of a group (dpo).
 
-    groups   g0: t0 t1 t2   g1: t3 t4   g2: t5      pieces 0 0 0 1 1 2     rows of whole pieces by `fill.py`
+    groups   g0: t0 t1 t2   g1: t3 t4   g2: t5      items 0 0 0 1 1 2     rows of whole items by `fill.py`
 
-Groups in one row share their common prefixes, but common prefixes are no reason to put groups into one row.
+Groups in one row share their common prefixes, but common prefixes are not a reason to put groups into one row.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from treepack.trie.trie import Trie
 
 
 def whole_groups(trie: Trie, limits: RowLimits) -> Int64:
-    """Return the piece of each trajectory, int64 [num_trajectories]: one piece for each training step and group.
+    """Return the item of each trajectory, int64 [num_trajectories]: one item for each training step and group.
 
     Raises:
         TreepackError: a group exceeds a limit.
     """
     names = trie.trajectories["group_id"]
     groups = text_codes(names)
-    # steps [0, 0, 1], groups [1, 0, 1] -> columns (0, 1), (0, 0), (1, 1) -> pieces [1, 0, 2]
-    _, pieces = np.unique(np.stack([trie.step_rank.astype(np.int64), groups]), axis=1, return_inverse=True)
-    pieces = pieces.reshape(-1).astype(np.int64)
-    sizes = row_sizes(trie, pieces, int(pieces.max(initial=-1)) + 1)
+    # steps [0, 0, 1], groups [1, 0, 1] -> columns (0, 1), (0, 0), (1, 1) -> items [1, 0, 2]
+    _, items = np.unique(np.stack([trie.step_rank.astype(np.int64), groups]), axis=1, return_inverse=True)
+    items = items.reshape(-1).astype(np.int64)
+    sizes = row_sizes(trie, items, int(items.max(initial=-1)) + 1)
     checked = (
         (sizes.tokens, "tokens", "the capacity", limits.capacity),
         (sizes.pairs, "score pairs", "the budget of pairs", limits.pairs),
@@ -37,9 +37,9 @@ def whole_groups(trie: Trie, limits: RowLimits) -> Int64:
     for values, unit, name, limit in checked:
         if limit is not None and (values > limit).any():
             worst = int(values.argmax())
-            group = names[int((pieces == worst).argmax())].as_py()
+            group = names[int((items == worst).argmax())].as_py()
             raise TreepackError(
                 f"group {group} has {values[worst]} {unit} and {name} is {limit} ({int((values > limit).sum())} such "
                 "groups); raise it, or use a --method that splits groups"
             )
-    return pieces
+    return items

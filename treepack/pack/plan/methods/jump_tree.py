@@ -1,4 +1,4 @@
-"""The tree of some leaves, with jumps from every node to an ancestor, for the search of `anneal.py`.
+"""The tree of some leaves, with jumps from every node to an ancestor, in which `anneal.py` searches.
 
     lengths and shared tokens of the leaves --jump_tree--> by node: parent, jump, stop, pairs; by leaf: its node
 
@@ -18,7 +18,7 @@ def jump_tree(lengths: Int64, shared: Int64) -> tuple[Int64, Int64]:
     """Return arrays by node, int64 [4, nodes], and the node of each leaf, int64 [leaves].
 
     By node: the parent, an ancestor to jump to, and the tokens and score pairs from the root to its end; -1 if there is
-    no such node. `lengths` are the tokens of each leaf's path, and `shared` those that it shares with the leaf before.
+    no such node. `lengths` are the tokens of each leaf's path, and `shared` its common tokens with the leaf before.
     """
     num = len(lengths)
     parent, stop = np.full(2 * num, -1), np.zeros(2 * num, np.int64)

@@ -100,7 +100,7 @@ def rows_within(
     loads = np.stack([load for load, limit in loads_and_limits if limit is not None])  # [limits, nodes]
     maxima = np.array([limit for _, limit in loads_and_limits if limit is not None])
     assert (loads[:, tree.leaf] <= maxima[:, None]).all(), "a trajectory exceeds a limit alone"
-    # The blocks of a node are those of one step.
+    # The blocks of a node belong to one step.
     tree_of = np.searchsorted(np.flatnonzero(tree.parent < 0), tree.leaf, side="right")
     assert (np.diff(steps)[np.diff(tree_of) == 0] == 0).all(), "a tree contains several steps"
     head = np.full(tree.num_nodes, -1)

@@ -16,9 +16,9 @@ of u are merged one after another: each traversal of the next child joins a diff
 rules keep the number of states small, and none of them loses the best plan:
 
 - Completion (`completion.py`): a partial plan is dropped if its cheapest completion exceeds the target.
-- Rounding (`TokenSums`): the room of a traversal is rounded down to the largest sum that can still be added, so that
-many
-  states become equal. At the root nothing can be added, so all states of the same number of traversals are equal.
+- Rounding (`TokenSums`): the room of a traversal is rounded down to the largest sum that can still be added, so
+  that many states become equal. At the root nothing can be added, so all states of the same number of traversals are
+  equal.
 - Dominance (`dominance.py`): a state is dropped if another one is at least as good in every plan.
 - Exact fit: if traversal t fills up traversal r exactly, t joins r or an earlier one. In a plan with t in another row
   q, and r in row p with other tokens X, X needs at most the room of r. So X fits into q in place of t, and t into p.
@@ -29,8 +29,7 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,13 +44,12 @@ from treepack.pack.plan.methods.completion import (
     suffix_maximum,
 )
 from treepack.pack.plan.methods.packing import PlanTarget, is_small, pack
+from treepack.pack.plan.methods.placements import NEW, RoundedRooms, placements, placements_of_closed
 from treepack.pack.plan.problem import SearchOptions
 from treepack.trajectory import Int64
 
-# The origin of a partial state: the partial state before it, the state of the child, and for each traversal of the
-# child the index of the earlier traversal that it joins, or NEW.
+# The origin of a partial state: the partial state before it, the state of the child, and the placement of the latter.
 Step = tuple[Rooms, Rooms, tuple[int, ...]]
-NEW = -1
 MAX_STATES = 1_000_000  # of one run, about half a gigabyte
 _WORK = {"low": 1e5, "normal": 1e6, "high": 1e7}  # placements for one tree without a time limit
 STATES_FOR_CP_SAT = 20_000  # of the first children of the root; with more, CP-SAT packs all of its children
@@ -87,7 +85,7 @@ class PlacementBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class _Level:
+class _ChildLimits:
     """Limits for merging a child with the children before it: `room` below their parent, and bounds by traversals.
 
     `max_tokens[k]` tokens may be in k traversals or more. In k traversals, `fits[k]` tokens of room may be used, so
@@ -95,23 +93,9 @@ class _Level:
     """
 
     room: int
-    rounding: _Rounding
+    rounding: RoundedRooms
     max_tokens: list[int]
     fits: list[int]
-
-
-class _Rounding(dict[int, int]):
-    """A cache of rounded rooms: each room is rounded down to the largest sum of tokens that may still be added."""
-
-    def __init__(self, sums: int | None) -> None:
-        super().__init__()
-        self.sums = sums
-
-    def __missing__(self, left: int) -> int:
-        # sums {0, 3, 6} = 0b1001001, left 5: keep the bits 0 to 5 -> 0b001001, whose highest bit is 3
-        rounded = left if self.sums is None else (self.sums & ((2 << left) - 1)).bit_length() - 1
-        self[left] = rounded
-        return rounded
 
 
 @dataclass(slots=True)
@@ -137,7 +121,7 @@ class TraversalProgram:
         self.num_states = 0
         self.excess = 1 << 50  # no plan outside the target has been dropped yet
         self.steps: list[list[dict[Rooms, tuple[int, Step]]]] = [[] for _ in shape.size]
-        self.roundings: list[list[_Rounding]] = [[] for _ in shape.size]
+        self.roundings: list[list[RoundedRooms]] = [[] for _ in shape.size]
         self.states: list[list[State]] = [[] for _ in shape.size]
 
     def run(self) -> SearchOutcome:
@@ -172,7 +156,7 @@ class TraversalProgram:
             # The minimum tokens of the children that are still to come.
             rest = rest - self.completion.lifted[child]
             fits = (np.arange(len(rest)) * room - rest).tolist()
-            level = _Level(room, self.roundings[node][at], suffix_maximum(allowed - rest).tolist(), fits)
+            level = _ChildLimits(room, self.roundings[node][at], suffix_maximum(allowed - rest).tolist(), fits)
             merged = self._merge_child(partial, children[at], level)
             self.steps[node].append(merged)
             partial = drop_dominated([(cost, rooms) for rooms, (cost, _) in merged.items()])
@@ -222,15 +206,17 @@ class TraversalProgram:
             self.steps[0].append({rooms: (total, (before, items, places))})
         return total, rooms
 
-    def _roundings(self, node: int) -> list[_Rounding]:
+    def _roundings(self, node: int) -> list[RoundedRooms]:
         """Return the roundings after the first, second, ... child is merged."""
         # From the last child back: outside alone, outside and the last child, ...; then reversed.
         later = [self.sums.of_outside(node)]
         for child in self.shape.children[node][:0:-1]:
             later.append(add_sums(later[-1], self.sums.parts[child], self.shape.room[node]))
-        return [_Rounding(sums) for sums in reversed(later)]
+        return [RoundedRooms(sums) for sums in reversed(later)]
 
-    def _merge_child(self, partial: list[State], lifted: list[State], level: _Level) -> dict[Rooms, tuple[int, Step]]:
+    def _merge_child(
+        self, partial: list[State], lifted: list[State], level: _ChildLimits
+    ) -> dict[Rooms, tuple[int, Step]]:
         """Return every set of rooms that merging a child can give, with its minimum cost and the step.
 
         `partial` are the states of the children before it, `lifted` the states of the child; both are sorted by cost.
@@ -256,12 +242,12 @@ class TraversalProgram:
                     if widest < 1:
                         break  # all later states of the child cost at least as much
                     continue
-                placements = (
-                    _placements_of_closed(rooms, items, room)
+                tried = (
+                    placements_of_closed(rooms, items, room)
                     if is_closed
-                    else _placements(rooms, rounded, items, widest - len(rooms), room, rounding)
+                    else placements(rooms, rounded, items, widest - len(rooms), room, rounding)
                 )
-                for result, places in placements:
+                for result, places in tried:
                     work += 1
                     if work > 1000:  # the clock is read once for 1000 placements
                         self.budget.spend(work)
@@ -318,92 +304,3 @@ class TraversalProgram:
             leaves_of[node] = traversals
         row_of_node = {leaf: row for row, leaves in enumerate(leaves_of[0]) for leaf in leaves}
         return np.array([row_of_node[node] for node in sorted(row_of_node)], np.int64)
-
-
-def _placements(
-    rooms: Rooms, rounded: list[int], items: Rooms, most_new: int, room: int, rounding: _Rounding
-) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
-    """Yield every way to place the traversals `items` of a child: each joins a different one of `rooms` or is new.
-
-    At most `most_new` of them are new. Of equal rooms only the first is tried. Yields the new rooms, and for each item
-    the index in `rooms` or NEW. In the new rooms, a room that no item joins has its value from `rounded`.
-    """
-    item = items[0]
-    if len(items) == 1:
-        previous = -1
-        for place, left in enumerate(rooms):
-            if left == previous or left + item < room:
-                continue
-            previous = left
-            # rooms [3, 5], room 8, item 6 -> join the 5: 5 + 6 - 8 = 3 left -> [3, 3]; or new: [3, 5, 6]
-            result = rounded[:place] + rounded[place + 1 :]
-            insort(result, rounding[left + item - room])
-            yield tuple(result), (place,)
-            if left + item == room:  # an exact fit: nothing else can be better
-                return
-        if most_new:
-            result = rounded.copy()
-            insort(result, rounding[item])
-            yield tuple(result), (NEW,)
-        return
-    yield from _placements_of_many(rooms, rounded, items, most_new, room, rounding)
-
-
-def _placements_of_many(
-    rooms: Rooms, rounded: list[int], items: Rooms, most_new: int, room: int, rounding: _Rounding
-) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
-    """Yield the placements of several items: the same as `_placements`, by depth-first search over the items."""
-    num, end = len(items), len(rooms)
-    places: list[int] = []
-    free = [True] * end
-
-    def place_next(most_new: int) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
-        at = len(places)
-        if at == num:
-            result = [rounded[i] for i in range(end) if free[i]]
-            result += [
-                rounding[item if place == NEW else rooms[place] + item - room]
-                for item, place in zip(items, places, strict=True)
-            ]
-            result.sort()
-            yield tuple(result), tuple(places)
-            return
-        item = items[at]
-        begin = 0
-        if at and items[at - 1] == item:  # equal ones in ascending places, new ones last
-            begin = places[-1] + 1 if places[-1] != NEW else end
-        previous = -1
-        for place in range(begin, end):
-            left = rooms[place]
-            if not free[place] or left == previous or left + item < room:
-                continue
-            previous = left
-            free[place] = False
-            places.append(place)
-            yield from place_next(most_new)
-            places.pop()
-            free[place] = True
-            if left + item == room:
-                return
-        if most_new:
-            places.append(NEW)
-            yield from place_next(most_new - 1)
-            places.pop()
-
-    yield from place_next(most_new)
-
-
-def _placements_of_closed(rooms: Rooms, items: Rooms, room: int) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
-    """Yield the best placement if nothing can be added later: as many items as possible join a traversal."""
-    # The item with the largest room joins the first traversal with room for it: rooms (2, 5), items (4, 7), room 8 ->
-    # 7 joins the 2 (2 + 7 >= 8), 4 joins the 5 (5 + 4 >= 8) -> places [1, 0].
-    places = [NEW] * len(items)
-    widest = len(items) - 1
-    for place, left in enumerate(rooms):
-        if widest < 0:
-            break
-        if left + items[widest] >= room:
-            places[widest] = place
-            widest -= 1
-    num = len(rooms) + places.count(NEW)
-    yield (0,) * num, tuple(places)

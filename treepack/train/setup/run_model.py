@@ -1,0 +1,178 @@
+"""The third stage of opening: the model of a run, with the checks that it fits the data.
+
+model, options, ranks --load_run_model--> LoadedModel      whole, or sharded over the ranks; layers as in the options
+LoadedModel, RunData --check_fit--> RunFit                 data that does not fit the model is refused here
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from treepack.attention import row_multiple
+from treepack.data.mixture import AnyDataset, sources_of
+from treepack.errors import TreepackError
+from treepack.files.manifest import TokenizerEntry
+from treepack.ingest.tokenization import load_tokenizer
+from treepack.memory.shortage import memory_errors
+from treepack.model.accept.compatibility import check_fits, position_limit
+from treepack.model.accept.saved_tokenizer import saved_tokenizer
+from treepack.model.adapters.adapter import adapter_base, is_adapted
+from treepack.model.adapters.four_bits import num_weights
+from treepack.model.experts.replay import check_routes
+from treepack.model.experts.router_balance import RouterBalance
+from treepack.model.head.value_head import VALUE_FILE, has_saved_head, without_value_head
+from treepack.model.load import load_model
+from treepack.model.loaded import LoadedModel
+from treepack.model.weights.whole_checkpoint import check_savable, has_rest
+from treepack.train.options import TrainOptions
+from treepack.train.ranks import Ranks
+from treepack.train.saving.saved_model import repair_generation_config
+from treepack.train.setup.compute import ComputeSetting
+from treepack.train.setup.initial_weights import find_weights
+from treepack.train.setup.reward_sums import sum_rewards
+from treepack.train.setup.run_data import RunData
+from treepack.train.sharding import adapt, load_sharded
+from treepack.trajectory import Float64
+
+NO_ROOM = (
+    "while the model was loaded",
+    "free the memory that other processes use there, or train on more GPUs, or under torchrun with --cpu-offload",
+)
+
+
+@dataclass(frozen=True)
+class RunFit:
+    """Results of the check that model and data fit together, as fields of `run.TrainingRun`."""
+
+    tokenizer: Any
+    rewards: Float64 | None
+    notes: tuple[str, ...]
+
+
+def load_run_model(model: str | Path, options: TrainOptions, compute: ComputeSetting, ranks: Ranks) -> LoadedModel:
+    """Load the model, whole or sharded over the ranks, with the initial weights that the options name.
+
+    Raises:
+        TreepackError: the model is not supported, or memory is too small.
+    """
+    initial = None if options.init_from is None else find_weights(options.init_from, model)
+    source = model if initial is None else initial.source
+    with memory_errors(*NO_ROOM):
+        if ranks.grouped:
+            loaded = load_sharded(source, options, compute.device)
+        else:
+            loaded = load_model(
+                source,
+                attention=options.attention,
+                autocast=compute.autocast,
+                device=compute.device,
+                seed=options.seed,
+                lora=options.lora,
+                value_head=options.objective.has_values,
+            )
+            adapt(loaded.causal, options, compute.device)
+        if initial is not None:
+            initial.fill(loaded.model)
+            loaded = replace(loaded, source=str(model), notes=(*loaded.notes, initial.note))
+            if has_rest(loaded.causal, model):
+                with without_value_head(loaded.causal):
+                    check_savable(
+                        loaded.causal, model
+                    )  # the names in its files may differ from the names of the weights
+    return loaded
+
+
+def check_rows_fit(dataset: AnyDataset, loaded: LoadedModel) -> None:
+    """Check that the model has the ids, the positions and the tokenizer of rows.
+
+    Raises:
+        TreepackError: the rows do not fit the model.
+    """
+    # The largest position is read from all rows, which takes time: only for models whose positions end somewhere.
+    positions = dataset.max_position() if position_limit(loaded.causal) else 0
+    check_fits(
+        loaded,
+        max_token_id=dataset.manifest["max_token_id"],
+        tokenizer=dataset.manifest.get("tokenizer"),
+        max_position=positions,
+    )
+
+
+def check_fit(
+    data: RunData,
+    loaded: LoadedModel,
+    options: TrainOptions,
+    *,
+    balance: RouterBalance | None = None,
+    held_out: RunData | None = None,
+) -> RunFit:
+    """Check that model and data fit together, and pad rows as the attention of the model prefers.
+
+    Raises:
+        TreepackError: the data does not fit the model, or the model cannot replay the recorded routes.
+    """
+    dataset, objective = data.dataset, options.objective
+    for each in (held_out, data):
+        if each is not None:
+            each.dataset.multiple = row_multiple(loaded.attention)
+            check_rows_fit(each.dataset, loaded)
+    _check_routes(dataset, loaded)
+    tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))
+    notes = (*loaded.notes, *notes, *repair_generation_config(loaded.causal), *_adapter_notes(loaded, options.seed))
+    notes = (*notes, *_router_notes(loaded, options, balance), *data.notes)
+    if not objective.has_values and has_saved_head(loaded.source):
+        notes = (*notes, f"the model has a {VALUE_FILE}, which is neither trained nor written: the loss has no values")
+    num_left_out = len(dataset) - len(data.rows)
+    if num_left_out:
+        lacking = "pairs to compare" if objective.loss == "dpo" else "trained tokens"
+        notes = (*notes, f"{num_left_out} rows without {lacking} are left out")
+    if objective.is_policy and "term_old_logprob" not in dataset.term_columns:
+        notes = (*notes, "the rows have no old log-probabilities: every update counts as on-policy, with ratios of 1")
+    return RunFit(tokenizer, sum_rewards(dataset), notes)
+
+
+def _check_routes(dataset: AnyDataset, loaded: LoadedModel) -> None:
+    """Check that the model can replay recorded routes, by the first row of each directory that has some.
+
+    Raises:
+        TreepackError: it cannot.
+    """
+    for source in sources_of(dataset):
+        if source.routes and source.has_routes and len(source) and (routes := source[0].routes) is not None:
+            check_routes(loaded.causal, loaded.source, routes)
+
+
+def _adapter_notes(loaded: LoadedModel, seed: int) -> tuple[str, ...]:
+    model = loaded.model
+    if not is_adapted(model):
+        return ()
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(num_weights(parameter) for parameter in model.parameters())
+    notes: tuple[str, ...] = (f"an adapter of {trained:,} weights is trained, {trained / total:.2g} of all",)
+    base = adapter_base(model)
+    if base.endswith(".json"):
+        notes = (*notes, f"the base has random weights: the adapter fits load_model({base!r}, seed={seed})")
+    return notes
+
+
+def _router_notes(loaded: LoadedModel, options: TrainOptions, balance: RouterBalance | None) -> tuple[str, ...]:
+    config = loaded.causal.config.get_text_config()
+    if balance is not None or not getattr(config, "router_aux_loss_coef", None):
+        return ()
+    if options.router_aux:
+        return ("the gradients are compared without the load-balancing loss of the routers",)
+    reason = (
+        "; --router-aux adds it" if options.objective.loss == "sft" else f", as usual with {options.objective.loss}"
+    )
+    return (f"the load-balancing loss of the routers is left out{reason}",)
+
+
+def _tokenizer(loaded: LoadedModel, made_by: TokenizerEntry | None) -> tuple[Any, tuple[str, ...]]:
+    """Return the tokenizer to save with the weights (that of the model, else that of the data, else None) and notes."""
+    try:
+        tokenizer = saved_tokenizer(loaded.source)
+        return load_tokenizer(made_by["name"]) if tokenizer is None and made_by is not None else tokenizer, ()
+    except TreepackError as error:
+        return None, (f"no tokenizer is saved with the model: {error}",)
