@@ -101,7 +101,7 @@ _training_options = option_group(
 @click.option(
     "--cache-size",
     metavar="BYTES",
-    help="Maximum size of the copies of remote parts, such as 100G; by default half of the disk's free space.",
+    help="Maximum size of all copies of remote inputs, such as 100G; by default half of the disk's free space.",
 )
 @quiet_option
 def train(

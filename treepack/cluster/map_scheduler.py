@@ -64,13 +64,13 @@ class MapScheduler:
 
     def run(self, function: Callable[..., Any], calls: Iterable[Call]) -> Iterator[Any]:
         """Yield `function(*call)` for each of `calls`, in their order; see `Scheduler`."""
-        return self._results(_Run(function), calls)
+        return self._results(_RunTask(function), calls)
 
     def keep(
         self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]
     ) -> Iterator[tuple[TableHandle, Any]]:
         """Yield a handle of the table and the summary of each of `calls`, in their order; see `Scheduler`."""
-        return self._results(_Keep(function, self._folder), calls)
+        return self._results(_KeepTask(function, self._folder), calls)
 
     def _results(self, function: Callable[[Any], Any], calls: Iterable[Call]) -> Iterator[Any]:
         waiting = list(calls)
@@ -80,7 +80,7 @@ class MapScheduler:
         self, tables: Sequence[TableHandle], assign: Callable[..., Int64], arguments: Call, num_ranges: int
     ) -> list[TableHandle]:
         """Return handles of `num_ranges` tables; see `Scheduler`. Each task writes a file for each range it has."""
-        split = _Split(assign, arguments, num_ranges, self._folder)
+        split = _SplitTask(assign, arguments, num_ranges, self._folder)
         pieces = list(self._map(split, [(table,) for table in tables]))
         columns = pieces[0][0].columns
         return [
@@ -123,7 +123,7 @@ def _load_all(call: Call) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _RunTask:
     function: Callable[..., Any]
 
     def __call__(self, call: Call) -> Any:
@@ -131,7 +131,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Keep:
+class _KeepTask:
     function: Callable[..., tuple[pa.Table, Any]]
     folder: AnyPath
 
@@ -141,7 +141,7 @@ class _Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Split:
+class _SplitTask:
     assign: Callable[..., Int64]
     arguments: Call
     num_ranges: int

@@ -165,7 +165,7 @@ class _Stages:
             ]
             ranges = self.scheduler.exchange(open_tables, range_of_open_rows, arguments, len(layout.joins))
             join_calls = [
-                (table, [[open_row_id(*place) for place in row] for row in join.rows], join.facts, output)
+                (table, [[open_row_id(*open_row) for open_row in row] for row in join.rows], join.facts, output)
                 for table, join in zip(ranges, layout.joins, strict=True)
             ]
             rows = self.scheduler.run(write_joined, join_calls)

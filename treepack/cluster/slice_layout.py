@@ -56,7 +56,7 @@ class SliceLayout:
     def ranges_of_open_rows(self) -> tuple[Int64, Int64]:
         """Return the `row_id` of all open rows, ascending, and the number of their join; int64 [num_open] each."""
         pairs = sorted(
-            (open_row_id(*place), i) for i, join in enumerate(self.joins) for row in join.rows for place in row
+            (open_row_id(*open_row), i) for i, join in enumerate(self.joins) for row in join.rows for open_row in row
         )
         return np.array([row_id for row_id, _ in pairs], np.int64), np.array([i for _, i in pairs], np.int64)
 
@@ -78,7 +78,7 @@ class _NextNumbers:
 
 
 def make_layout(slices: Sequence[TrieSlice], plans: Sequence[SlicePlan], job: PackJob) -> SliceLayout:
-    """Return the places of all rows, and the facts that each slice needs of the others."""
+    """Return the numbers of all rows, and the facts that each slice needs of the others."""
     known = frozenset[str]().union(*(plan.known for plan in plans))
     groups, num_groups = _groups_of_all([plan.groups for plan in plans])
     shared = _times_trained(plans)
@@ -141,8 +141,8 @@ def _join_open_rows(plans: Sequence[SlicePlan], job: PackJob) -> dict[int, list[
     joined = {}
     for step, numbers in slices_of.items():
         if len(numbers) > 1:
-            places = [(number, row) for number in numbers for row in _open_rows(plans[number], step, job)]
-            rows = _merge(plans, places, job)
+            open_rows = [(number, row) for number in numbers for row in _open_rows(plans[number], step, job)]
+            rows = _merge(plans, open_rows, job)
             if rows:
                 joined[numbers[0]] = rows
     return joined
@@ -156,15 +156,15 @@ def _open_rows(plan: SlicePlan, step: int | None, job: PackJob) -> list[int]:
     return rows
 
 
-def _merge(plans: Sequence[SlicePlan], places: list[tuple[int, int]], job: PackJob) -> list[_JoinedRow]:
+def _merge(plans: Sequence[SlicePlan], open_rows: list[tuple[int, int]], job: PackJob) -> list[_JoinedRow]:
     """Merge open rows by their sizes; return the rows that consist of several."""
-    if not places:
+    if not open_rows:
         return []
-    alone = [(place,) for place in places]
-    row_of = merge_items(_sizes_of_joins(plans, alone), np.zeros(len(places), np.int64), job.limits).tolist()
+    alone = [(open_row,) for open_row in open_rows]
+    row_of = merge_items(_sizes_of_joins(plans, alone), np.zeros(len(open_rows), np.int64), job.limits).tolist()
     rows: dict[int, list[tuple[int, int]]] = {}
-    for place, row in zip(places, row_of, strict=True):
-        rows.setdefault(row, []).append(place)
+    for open_row, row in zip(open_rows, row_of, strict=True):
+        rows.setdefault(row, []).append(open_row)
     return [tuple(row) for row in rows.values() if len(row) > 1]
 
 

@@ -188,8 +188,8 @@ class PackedDataset(Dataset[Batch]):
         self._reader.claim(self._groups_of(rows))
 
     def _groups_of(self, rows: Sequence[int] | Int64) -> list[StoredGroup]:
-        places = np.searchsorted(self._firsts, np.asarray(rows, np.int64), side="right") - 1
-        return [self._reader.groups[place] for place in dict.fromkeys(places.tolist())]
+        numbers = np.searchsorted(self._firsts, np.asarray(rows, np.int64), side="right") - 1
+        return [self._reader.groups[number] for number in dict.fromkeys(numbers.tolist())]
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the rows of this rank that remain in the epoch."""
@@ -268,9 +268,9 @@ class PackedDataset(Dataset[Batch]):
         table = epoch_rounds(parts, self.world, done=self._position, blocks=self.blocks)
         own, counts = table[:, self.rank], (table >= 0).sum(axis=1)
         # rank 1 of 2, table [[3, 1], [2, -1]] -> (1, 2), (-1, 1): the second round is padding here and counts one row
-        for place, pair in enumerate(zip(own.tolist(), counts.tolist(), strict=True)):
-            if place % (AHEAD_ROWS // 2) == 0:
-                ahead = own[place : place + AHEAD_ROWS]
+        for number, pair in enumerate(zip(own.tolist(), counts.tolist(), strict=True)):
+            if number % (AHEAD_ROWS // 2) == 0:
+                ahead = own[number : number + AHEAD_ROWS]
                 self.expect(ahead[ahead >= 0].tolist())
             yield pair
 

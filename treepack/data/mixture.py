@@ -84,8 +84,8 @@ class MixedDataset:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        place = self._place(index)
-        return replace(self.sources[place][index - int(self.first[place])], row_id=index)
+        owner = self._owner(index)
+        return replace(self.sources[owner][index - int(self.first[owner])], row_id=index)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield all rows in order."""
@@ -94,9 +94,9 @@ class MixedDataset:
     def expect(self, rows: Sequence[int]) -> None:
         """Download the remote parts that these rows need, which come next in this order; return at once."""
         indices = np.asarray(rows, np.int64)
-        places = np.searchsorted(self.first, indices, side="right") - 1
-        for place in dict.fromkeys(places.tolist()):
-            self.sources[place].expect((indices[places == place] - self.first[place]).tolist())
+        owners = np.searchsorted(self.first, indices, side="right") - 1
+        for owner in dict.fromkeys(owners.tolist()):
+            self.sources[owner].expect((indices[owners == owner] - self.first[owner]).tolist())
 
     def claim(self, rows: Sequence[int] | Int64) -> None:
         """Take into account that the processes of this machine will read only these rows."""
@@ -121,7 +121,7 @@ class MixedDataset:
         for source in self.sources:
             yield from source.tables(columns)
 
-    def _place(self, index: int) -> int:
+    def _owner(self, index: int) -> int:
         # first [0, 4, 6]: row 3 -> directory 0, row 4 -> directory 1; a directory without rows has none here
         return int(np.searchsorted(self.first, index, side="right")) - 1
 
@@ -176,9 +176,9 @@ def mixed_rows(sources: Sequence[Int64], shares: Sequence[float], *, seed: int) 
         number += 1
         # The source that is the furthest below its share of `number` rows. Shares 2 : 1, rows taken [1, 0], number 2:
         # [2 / 3 * 2 - 1, 1 / 3 * 2 - 0] = [0.33, 0.67] -> source 1. The first one wins a tie.
-        place = max(range(len(sources)), key=lambda s: shares[s] / total * number - taken[s])
-        taken[place] += 1
-        yield next(streams[place])
+        owner = max(range(len(sources)), key=lambda s: shares[s] / total * number - taken[s])
+        taken[owner] += 1
+        yield next(streams[owner])
 
 
 def mixed_blocks(sources: Sequence[Sequence[Int64]], shares: Sequence[float], *, seed: int) -> Iterator[int]:
@@ -206,10 +206,10 @@ def mixed_blocks(sources: Sequence[Sequence[Int64]], shares: Sequence[float], *,
         # 0 and 1: number 1 takes source 0 of block 0, number 2 source 1 of block 1. The third row is again of block 0:
         # the sources are [.5, .5] below their share of all rows, and [0, 1] of the block, so it is one of source 1.
         lacking = ratios * number - taken + ratios * (taken_of[block].sum() + 1) - taken_of[block]
-        place = int(lacking.argmax())
-        taken[place] += 1
-        taken_of[block, place] += 1
-        yield next(streams[place][block])
+        owner = int(lacking.argmax())
+        taken[owner] += 1
+        taken_of[block, owner] += 1
+        yield next(streams[owner][block])
 
 
 def _passes(rows: Int64, seed: list[int]) -> Iterator[int]:

@@ -97,7 +97,7 @@ def copies_below(prefix: AnyPath, objects: Mapping[str, ObjectInfo]) -> dict[str
     """
     assert not isinstance(prefix, Path)
     key = _key_of(prefix, objects)
-    _copy_all(key, [_Wanted(prefix / name, entry) for name, entry in objects.items()])
+    _copy_all(key, [_WantedObject(prefix / name, entry) for name, entry in objects.items()])
     return {name: _path(prefix / name, key) for name in objects}
 
 
@@ -168,8 +168,10 @@ def _key_of(prefix: RemotePath, objects: Mapping[str, ObjectInfo]) -> str:
 def _directory_of_manifest(path: RemotePath, content: bytes) -> Path:
     """Copy the manifest with this content and the files that it lists; a damaged manifest is copied alone."""
     key = _key(path, hashlib.sha256(content).hexdigest())
-    manifest = _Wanted(path / _MANIFEST, ObjectInfo(len(content), ""), content=content)
-    parts = [_Wanted(path / name, ObjectInfo(size, ""), sha256=digest) for name, size, digest in _files_of(content)]
+    manifest = _WantedObject(path / _MANIFEST, ObjectInfo(len(content), ""), content=content)
+    parts = [
+        _WantedObject(path / name, ObjectInfo(size, ""), sha256=digest) for name, size, digest in _files_of(content)
+    ]
     _copy_all(key, [manifest, *parts])
     return _path(path, key)
 
@@ -196,12 +198,12 @@ def _present(path: RemotePath) -> ObjectInfo:
 
 def _pinned(path: RemotePath, entry: ObjectInfo) -> Path:
     key = _key(path, entry.version)
-    _copy_all(key, [_Wanted(path, entry, is_checked=True)])
+    _copy_all(key, [_WantedObject(path, entry, is_checked=True)])
     return _path(path, key)
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _WantedObject:
     """An object to copy, of the size of `entry`.
 
     `content` are its bytes if they are known, `sha256` their hash. With `is_checked` its version must be that of
@@ -215,7 +217,7 @@ class _Wanted:
     is_checked: bool = False
 
 
-def _copy_all(key: str, objects: Sequence[_Wanted]) -> None:
+def _copy_all(key: str, objects: Sequence[_WantedObject]) -> None:
     """Make copies of objects in the folder of `key`, which is protected from removal from now on.
 
     Raises:
@@ -240,7 +242,7 @@ def _copy_all(key: str, objects: Sequence[_Wanted]) -> None:
         ) from error
 
 
-def _fetch(wanted: _Wanted, local: Path) -> None:
+def _fetch(wanted: _WantedObject, local: Path) -> None:
     """Copy an object to the file `local`, which appears whole.
 
     Raises:
@@ -259,7 +261,7 @@ def _fetch(wanted: _Wanted, local: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _download(wanted: _Wanted, partial: Path) -> None:
+def _download(wanted: _WantedObject, partial: Path) -> None:
     try:
         object_store.download(wanted.path, partial)
     except MissingError as error:
@@ -271,7 +273,7 @@ def _download(wanted: _Wanted, partial: Path) -> None:
         ) from error
 
 
-def _check(wanted: _Wanted, partial: Path) -> None:
+def _check(wanted: _WantedObject, partial: Path) -> None:
     path, size = wanted.path, partial.stat().st_size
     if wanted.sha256 is None:
         if size != wanted.entry.size or (wanted.is_checked and object_store.info(path) != wanted.entry):
@@ -286,7 +288,7 @@ def _check(wanted: _Wanted, partial: Path) -> None:
             raise TreepackError(f"{path}: was altered since it was written (its sha256 differs); write it again")
 
 
-def _is_there(wanted: _Wanted, key: str) -> bool:
+def _is_there(wanted: _WantedObject, key: str) -> bool:
     try:
         return _path(wanted.path, key).stat().st_size == wanted.entry.size
     except OSError:

@@ -162,11 +162,11 @@ def locate(path: str | Path | RemotePath, filesystem: fs.FileSystem | None = Non
                 "PyFileSystem(FSSpecHandler(filesystem)) for a filesystem of fsspec"
             )
         return DirectoryLocation(name, name, filesystem)
-    place = as_path(path)
-    if isinstance(place, RemotePath):
-        return DirectoryLocation(str(place), place.path, _arrow(place), place)
+    target = as_path(path)
+    if isinstance(target, RemotePath):
+        return DirectoryLocation(str(target), target.path, _arrow(target), target)
     # "file:///data/packed" is a local path, and messages call it /data/packed.
-    return DirectoryLocation(str(place), str(place), fs.LocalFileSystem())
+    return DirectoryLocation(str(target), str(target), fs.LocalFileSystem())
 
 
 class _ByRange(fs.FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
@@ -176,5 +176,5 @@ class _ByRange(fs.FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
         return pa.PythonFile(self.fs.open(path, "rb", cache_type="none"), mode="r")
 
 
-def _arrow(place: RemotePath) -> fs.FileSystem:
-    return fs.PyFileSystem(_ByRange(object_store.client(place)))
+def _arrow(target: RemotePath) -> fs.FileSystem:
+    return fs.PyFileSystem(_ByRange(object_store.client(target)))

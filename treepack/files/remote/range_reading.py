@@ -1,6 +1,6 @@
 """Raw inputs that are read without a copy: bytes of a file, on this machine or by range from an object store.
 
-    stored_size(path), range_reader(path)          bytes of any place of a file
+    range_reader(path)                             bytes from any offset of a file
     parquet_source(path)                           what pyarrow opens
     ObjectReader(address, size).read(offset, size) bytes, if the object is read once from its start; the offsets may go
                              .hexdigest()          back a little; then the sha256 of the whole object
@@ -42,11 +42,11 @@ def range_reader(path: str) -> Iterator[Read]:
         OSError: a file of this machine cannot be opened or read.
         TreepackError: there is no such object, or the store fails.
     """
-    place = as_path(path)
-    if not isinstance(place, Path):
-        yield partial(object_store.read_range, place)
+    target = as_path(path)
+    if not isinstance(target, Path):
+        yield partial(object_store.read_range, target)
         return
-    with place.open("rb", buffering=0) as file:
+    with target.open("rb", buffering=0) as file:
         descriptor = file.fileno()
         yield lambda offset, size: os.pread(descriptor, size, offset)
 
@@ -54,11 +54,11 @@ def range_reader(path: str) -> Iterator[Read]:
 @contextmanager
 def parquet_source(path: str) -> Iterator[Any]:
     """Yield what pyarrow opens: a path, or an object that is read by range."""
-    place = as_path(path)
-    if isinstance(place, Path):
+    target = as_path(path)
+    if isinstance(target, Path):
         yield path
         return
-    location = locate(place)
+    location = locate(target)
     with location.filesystem.open_input_file(location.root) as source:
         yield source
 

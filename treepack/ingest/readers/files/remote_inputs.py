@@ -86,5 +86,5 @@ def opened_path(path: str) -> str:
     """
     if not is_address(path):
         return path
-    place = as_path(path)
-    return str(place if isinstance(place, Path) else recent_copy(place))
+    target = as_path(path)
+    return str(target if isinstance(target, Path) else recent_copy(target))
