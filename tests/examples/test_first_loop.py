@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "first-loop.md").read_text()
 def pass_rate(path: Path) -> float:
     rewards = [json.loads(line)["reward"] for line in path.read_text().splitlines()]
     assert len(rewards) == 400
-    return sum(rewards) / len(rewards)
+    return float(sum(rewards) / len(rewards))
 
 
 @pytest.mark.slow
