@@ -4,8 +4,9 @@
 
 Rows of several lengths run through a small model, with all or some layers recomputed and offloaded. Losses and
 gradients must equal the same rows without offloading, or for compiled layers with ordinary copies: equal in every bit,
-or, if torch's own sums differ from run to run, at most twice as far as two plain runs. Two traps make a race visible: every copy starts some milliseconds
-late, so that work which does not wait for it reads or overwrites too early, and pages that were given back become NaN.
+or, if torch's own sums differ from run to run, at most twice as far as two plain runs. Two traps make a race visible:
+every copy starts some milliseconds late, so that work which does not wait for it reads or overwrites too early, and
+pages that were given back become NaN.
 The last check measures layers, as `train --checkpoint-layers auto` does.
 """
 
