@@ -37,4 +37,4 @@ def test_every_install_command_names_extras_of_the_project() -> None:
         named += [name for group in re.findall(r"'\.\[([\w,-]+)\]'", text) for name in group.split(",")]
         named += re.findall(r"install_hint\(['\"](\w+)", text)
     assert set(named) <= extras
-    assert {"train", "report", "plot"} <= set(named)
+    assert {"train", "report"} <= set(named)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -131,9 +131,11 @@ def test_a_carried_key_that_no_query_sees_has_no_gradient() -> None:
 @given(forests(lengths=[1, 30, 64, 90], max_nodes=6), st.data())
 @settings(max_examples=3, deadline=None)
 def test_any_tree_from_any_token(end: Tensor, data: st.DataObject) -> None:
-    check(
-        end, data.draw(st.integers(0, end.shape[1] - 1)), KeyReach("window", 50) if data.draw(st.booleans()) else None
-    )
+    first = data.draw(st.integers(0, end.shape[1] - 1))
+    tokens = torch.arange(end.shape[1])
+    # If every query sees itself alone, the exact gradients of queries and keys are 0, and only rounding is compared.
+    assume(bool(((tokens[:, None] < tokens) & (tokens < end[0][:, None]))[:, first:].any()))
+    check(end, first, KeyReach("window", 50) if data.draw(st.booleans()) else None)
 
 
 def test_two_runs_agree_in_every_bit() -> None:

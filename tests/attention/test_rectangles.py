@@ -285,7 +285,7 @@ def test_chains_and_flash_refuse_rectangles_by_name() -> None:
     with pytest.raises(TreepackError, match="flash has no rectangles and first is 128; use triton or flex"):
         prepare(END, "flash", first=128)
     chains = find_chains(torch.full((1, 300), 300))
-    with pytest.raises(TreepackError, match="the Chains has queries from token 0 on and they begin at 128"):
+    with pytest.raises(TreepackError, match="the ChainRows has queries from token 0 on and they begin at 128"):
         tree_attention(Q, K, K, torch.full((300,), 300), impl="triton", schedule=chains, first=128)
     with pytest.raises(TreepackError, match="begins at query 100; pass a multiple of 128"):
         build_schedule(END, first=100)

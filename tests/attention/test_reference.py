@@ -155,7 +155,7 @@ def test_shapes_that_do_not_fit_are_refused(attend: Any) -> None:
         attend(q, k, v, end[:, :11])
     with pytest.raises(TreepackError, match="without a cache"):
         attend(q[:, :, :3], k, v, end[:, :3])
-    with pytest.raises(TreepackError, match="no multiple"):
+    with pytest.raises(TreepackError, match="not a multiple"):
         attend(q[:, :3], k, v, end)
 
 
