@@ -1,11 +1,11 @@
-"""Common functions of the benchmarks: the commit and the device of a run, seconds of a call, and heads of tables."""
+"""Common functions of the benchmarks: the commit and the device of a run, and seconds of a call."""
 
 from __future__ import annotations
 
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +48,3 @@ def product_rate(device: torch.device) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     times = [seconds_of(device, lambda: a @ b) for _ in range(23)][3:]
     return float(2 * size**3 / statistics.median(times))
-
-
-def table_head(names: Sequence[str]) -> str:
-    """Return the first two lines of a Markdown table."""
-    return f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
