@@ -206,7 +206,7 @@ class _Places:
     location: DirectoryLocation
     footers: TrieFooters
     known: dict[int, tuple[Int32, Int32]] = field(default_factory=dict)  # by row group: parents and depths
-    near: _Trajectories | None = None  # of the last cut: the next one is often in the same row groups
+    near: _Trajectories | None = None  # those of the last cut; the next cut often needs the same ones
 
     def node_at(self, token: float) -> int:
         """Return about the node that contains a token; nodes of a row group count as equally long."""
