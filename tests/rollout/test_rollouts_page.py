@@ -53,7 +53,7 @@ def test_the_commands_of_the_page_run_as_they_are(
     monkeypatch.chdir(tmp_path)
     program, _ = blocks("python")
     run_program(program)
-    (commands,) = blocks("sh")
+    _, commands = blocks("sh")  # The first block is the page's opening, with names for a reader to fill in.
     for line in commands.replace("\\\n", "").splitlines():
         name, *arguments = shlex.split(line)
         done = treepack(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ VALUES = st.one_of(st.sampled_from([0.0, 1.0, 0.5, 0.25, 0.75, 0.1, 1e-12, 1e-20
 
 
 def mixed(value: float, count: int) -> float:
-    """Utility of a prompt by equation 12, term by term."""
-    return 1 - value**count - (1 - value) ** count if count >= 2 else 0.0
+    """Utility of a prompt by equation 12, term by term, without rounding: 1 - (1 - v)^m cancels for small v."""
+    exact = Fraction(value)
+    return float(1 - exact**count - (1 - exact) ** count) if count >= 2 else 0.0
 
 
 def best_roots(values: list[float], budget: int, maximum: list[int]) -> float | None:
@@ -95,6 +97,12 @@ def agrees(value: float, reward: float) -> float:
     return reward * value + (1 - reward) * (1 - value)
 
 
+def differs(value: float, reward: float, count: int) -> float:
+    """Utility of a prefix by equation 15, 1 - q^k, without rounding."""
+    exact = Fraction(value)
+    return float(1 - (exact if reward else 1 - exact) ** count)
+
+
 PREFIXES = st.lists(st.tuples(VALUES, st.sampled_from([0.0, 1.0])), min_size=1, max_size=4)
 
 
@@ -135,7 +143,7 @@ def test_utilities_are_the_chances_of_mixed_outcomes(pairs: list[tuple[float, in
     value, count = np.array([v for v, _ in pairs]), np.array([m for _, m in pairs])
     assert root_utility(value, count) == pytest.approx([mixed(*pair) for pair in pairs], rel=1e-12, abs=1e-15)
     for reward in (0.0, 1.0):
-        expected = [1 - agrees(v, reward) ** k for v, k in pairs]
+        expected = [differs(v, reward, k) for v, k in pairs]
         utility = prefix_utility(value, np.full(len(pairs), reward), count)
         assert utility == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
