@@ -80,6 +80,20 @@ class LayerCount(click.ParamType[Any]):
         return int(value)
 
 
+class Bounds(click.ParamType[tuple[float, float]]):
+    """Two numbers, the lower one first."""
+
+    name = "LOW,HIGH"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
+        """Parse `value`; wrong usage if it is not two numbers."""
+        try:
+            low, high = (float(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not two numbers such as 0.5,2", param, ctx)
+        return low, high
+
+
 class Size(click.ParamType[int]):
     """A number of bytes, with one of the suffixes K, M and G for 1024, 1024^2 and 1024^3."""
 
@@ -117,5 +131,6 @@ KINDS: dict[str, click.ParamType[Any]] = {
     "pass_tokens": TokensOrWord("32768 or 32k", auto="auto"),
     "checkpoint_layers": LayerCount(),
     "max_record_size": Size(),
+    "importance_mask": Bounds(),
 }
 """Types of the fields of option classes that are more than a number or a word, by the names of the fields."""

@@ -37,6 +37,7 @@ def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) 
 _SECTIONS = {
     "Data, model and output": "mix blocks model init-from out overwrite resume cache cache-size",
     "Loss": "loss clip-low clip-high dual-clip denominator response-length kl kl-estimator entropy importance-cap "
+    "importance-mask importance-level sequence-mask "
     "temperature beta value-coef value-clip router-aux routes",
     "Optimiser": "steps epochs rows-per-step lr min-lr-ratio warmup-steps weight-decay clip optimizer seed",
     "LoRA": "lora-rank lora-alpha lora-targets lora-dropout quantize merge",
