@@ -84,7 +84,10 @@ def clip(value: Tensor, low: float, high: float) -> Tensor:
 
 def policy_losses(rollout: Rollout, logprobs: dict[int, Tensor], o: Any, *, has_old: bool) -> dict[int, Tensor]:
     """The policy loss of each trained token, before KL, entropy and importance weights."""
-    olds = {j: torch.tensor(rollout.old[j]).double() if has_old else logprobs[j].detach() for j in rollout.trained}
+    olds = {
+        j: torch.tensor(rollout.old[j], dtype=torch.float64) if has_old else logprobs[j].detach()
+        for j in rollout.trained
+    }
     if o.loss == "gmpo":
         return gmpo_losses(rollout, logprobs, olds, o)
     losses = {}
