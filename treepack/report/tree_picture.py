@@ -64,7 +64,7 @@ class PictureScale:
 
 def tree_svg(subject: ReportSubject, figures: ReportFigures, contents: PageContents, colours: dict[str, str]) -> str:
     """Draw the tree of the group with the largest spread of rewards, in the page's `colours` by their names."""
-    part, rollouts = figures.opened_group, figures.rollouts
+    part, rollouts = figures.explorer.opened_group, figures.rollouts
     members = np.flatnonzero(figures.groups.of == part)
     lines = np.unique(rollouts.of[members])[:MAX_LINES]
     blocks = outline(subject.trie, members[np.isin(rollouts.of[members], lines)], rollouts)
