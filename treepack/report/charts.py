@@ -288,6 +288,7 @@ def framed(title: str, spec: Spec) -> Spec:
     }
     config = {"axis": axis, "axisX": {"grid": False}, "view": {"stroke": None}, "background": "transparent"}
     config |= {"text": {"font": "inherit", "fontSize": 12}}
+    config |= {"legend": {"labelColor": "var(--muted)", "titleColor": "var(--muted)", "labelFont": "inherit"}}
     # The page sets the width; Vega fits the axes into it.
     size = {"width": "container", "height": HEIGHT, "autosize": {"type": "fit-x", "contains": "padding"}}
     return {"description": title, **size, **spec, "config": config}

@@ -20,7 +20,8 @@ from treepack.report.live.run_series import RunSeries, thin_points, trailing_mea
 from treepack.report.words import printable
 from treepack.trajectory import Float64
 
-BINS = 1000  # of a line: more than the pixels of a chart's width
+BINS = 500  # of a line: more than the pixels of a chart's width
+MEAN_BINS = 150  # of a mean, which is smooth
 SMOOTH_SHARE = 25  # the mean takes 1/25 of the steps
 FEW_POINTS = 40  # up to this many points have a dot each, because one point alone makes no line
 MIN_LOG_RANGE = 100  # largest over smallest value: from two decades on, a linear axis hides the small values
@@ -35,12 +36,12 @@ OFF_POLICY_COLUMNS = set("ratio clip_fraction_low clip_fraction_high old_kl".spl
 TERMS, PAIRS, NATS, ODDS = "share of terms", "share of pairs", "nats per token", "mean over pairs"
 TITLES_AND_UNITS = {
     "reward": ("Reward", "mean over trajectories"),
-    "ratio": ("Ratio", "new / old probability"),
-    "clip_fraction_low": ("Clip fraction low", TERMS),
-    "clip_fraction_high": ("Clip fraction high", TERMS),
-    "old_kl": ("KL from the old policy", NATS),
     "kl": ("KL from the reference", NATS),
     "entropy": ("Entropy", NATS),
+    "clip_fraction_high": ("Clip fraction high", TERMS),
+    "clip_fraction_low": ("Clip fraction low", TERMS),
+    "ratio": ("Ratio", "new / old probability"),
+    "old_kl": ("KL from the old policy", NATS),
     "importance": ("Importance", "weight of a term"),
     "truncated": ("Truncated", TERMS),
     "accuracy": ("Accuracy", PAIRS),
@@ -91,13 +92,13 @@ class CurveView:
 
     def data(self, series: RunSeries) -> dict[str, Any]:
         """Return the points of all steps, at most 2 * bins + 2 on a line."""
-        return self._data(series, 0, self._bins)
+        return self._data(series, 0, self._bins, MEAN_BINS)
 
     def new_data(self, series: RunSeries, start: int) -> dict[str, Any]:
         """Return the points from step number `start` on; they continue the points of `data`, without thinning."""
-        return self._data(series, start, len(series))
+        return self._data(series, start, len(series), len(series))
 
-    def _data(self, series: RunSeries, start: int, bins: int) -> dict[str, Any]:
+    def _data(self, series: RunSeries, start: int, bins: int, mean_bins: int) -> dict[str, Any]:
         steps = series.steps
         first = steps[start] if start < len(steps) else np.inf
         data: dict[str, Any] = {"skipped": [step for step in series.skipped if step >= first]}
@@ -111,7 +112,7 @@ class CurveView:
                     # The mean of logarithms, because on this axis an arithmetic mean would follow the largest values.
                     mean = trailing_mean(at, np.log(values) if panel.log else values, self.window, from_)
                     mean = np.exp(mean) if panel.log else mean
-                    points["mean"][label] = _pairs(*thin_points(at[from_:], mean, bins))
+                    points["mean"][label] = _pairs(*thin_points(at[from_:], mean, mean_bins))
             data[f"curve-{i}"] = points
         return data
 
@@ -168,7 +169,9 @@ def _panels(series: RunSeries) -> list[CurvePanel]:
         if name not in excluded:
             # A column without an entry: "old_entropy" -> "Old entropy", without a unit.
             title, unit = TITLES_AND_UNITS.get(name, (title_of(name), ""))
-            others.append(CurvePanel(title, unit, {name: ""}, from_zero=unit == TERMS))
+            # Equal values differ by the rounding of their means, which must not fill the chart.
+            equal = float(np.ptp(known[name])) <= 1e-9 * float(np.abs(known[name]).max())
+            others.append(CurvePanel(title, unit, {name: ""}, from_zero=unit == TERMS or equal))
     order = [title for title, _ in TITLES_AND_UNITS.values()]
     others.sort(key=lambda panel: order.index(panel.title) if panel.title in order else len(order))
     return [panels[0], *others[:4], *panels[1:], *others[4:]]
@@ -190,7 +193,7 @@ def _spec(panel: CurvePanel, *, few: bool) -> Spec:
     x: Spec = {"field": "step", "type": "quantitative", "title": "optimiser step"}
     x |= {"axis": {"tickMinStep": 1, "grid": False}, "scale": {"zero": False, "nice": False, "padding": 6}}
     y: Spec = {"field": "value", "type": "quantitative", "title": panel.unit or None}
-    y |= {"scale": {"type": "log" if panel.log else "linear", "zero": panel.from_zero}}
+    y |= {"scale": {"type": "log"} if panel.log else {"zero": panel.from_zero}}
     y |= {"axis": {"tickCount": 5, "labelExpr": NUMBER}}
     legend: Spec | None = None
     if len(labels) > 1:
@@ -203,7 +206,7 @@ def _spec(panel: CurvePanel, *, few: bool) -> Spec:
     ]
     line: Spec = {"encoding": {"x": x, "y": y, "color": colour, "tooltip": tooltip}}
     smooth = panel.smooth and not few
-    each: Spec = {"type": "line", "strokeWidth": 1 if smooth else 1.8, "opacity": 0.4 if smooth else 1}
+    each: Spec = {"type": "line", "strokeWidth": 1 if smooth else 1.8, "opacity": 0.25 if smooth else 1}
     each |= {"point": {"size": 25}} if few else {}
     layers: list[Spec] = [
         {"data": {"name": "points"}, "mark": each, **line},

@@ -74,9 +74,8 @@ async function showCharts(charts, data) {
 }
 
 async function appendPoints(data) {
-  const { changeset } = window.vegaEmbed.vega;
   for (const [name, view] of views) {
-    for (const [kind, rows] of Object.entries(rowsOfChart(data, name))) view.change(kind, changeset().insert(rows));
+    for (const [kind, rows] of Object.entries(rowsOfChart(data, name))) view.insert(kind, rows);
     await view.runAsync();
   }
 }

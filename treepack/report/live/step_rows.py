@@ -101,7 +101,9 @@ def open_run_rows(record: dict[str, Any], folder: Path) -> RunRows:
     Raises:
         TreepackError: the rows cannot be found, are not those of the run, or their order is not known.
     """
-    options, packed = record.get("options"), str(record.get("packed"))
+    options, packed = record.get("options"), record.get("packed")
+    if not isinstance(packed, str):
+        raise TreepackError("run.json does not name the rows of the run")
     if not isinstance(options, dict):
         raise TreepackError("run.json has no options of a run")
     for name, minimum in {"rows_per_step": 1, "epochs": 1, "seed": 0, "steps": 1, "blocks": 1}.items():
