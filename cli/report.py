@@ -95,7 +95,7 @@ def report(
             options=options,
             overwrite=overwrite,
             progress=progress,
-            note=lambda remark: click.echo(f"note: {remark}", err=True),
+            note=_note,
         )
     _show(summary)
 
@@ -126,9 +126,13 @@ def _report_run(
     if options.capacities:
         raise click.UsageError("--capacity is about rollouts, and PATH is a training run; leave one of them out")
     if not watch:
-        _show(write_run_report(run, page=out, pictures=png, options=options, overwrite=overwrite))
+        _show(write_run_report(run, page=out, pictures=png, options=options, overwrite=overwrite, note=_note))
         return
     watch_run(run, options, lambda url: click.echo(f"{url}\nThe page follows the run; end with Ctrl-C.", err=True))
+
+
+def _note(remark: str) -> None:
+    click.echo(f"note: {remark}", err=True)
 
 
 def _show(summary: ReportSummary) -> None:

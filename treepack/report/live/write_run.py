@@ -29,6 +29,7 @@ def write_run_report(
     pictures: str | AnyPath | None = None,
     options: ReportOptions = ReportOptions(),  # noqa: B008 (immutable)
     overwrite: bool = False,
+    note: Callable[[str], None] | None = None,
 ) -> ReportSummary:
     """Write a page about a training run, with the rollouts of its newest steps, or a picture of each curve, or both.
 
@@ -38,6 +39,7 @@ def write_run_report(
         pictures: directory to write PNG files into.
         options: the text of the page.
         overwrite: replace files that an earlier report wrote.
+        note: called with remarks for the user, such as the number of damaged lines.
 
     Raises:
         TreepackError: bad input, no step yet, an output that exists, or a package that is not installed.
@@ -47,6 +49,9 @@ def write_run_report(
     watch = _open(run, options)
     if not len(watch.series):
         raise TreepackError(f"{watch.folder.metrics}: contains no step yet; write the report after the first step")
+    if note is not None and watch.facts is not None:
+        for remark in watch.facts.notes:
+            note(remark)
     charts = whole_charts(watch.series) if pictures is not None else []
     outputs: list[tuple[AnyPath, str]] = [] if page is None else [(page, "--out")]
     if pictures is not None:

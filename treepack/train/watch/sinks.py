@@ -209,7 +209,8 @@ class _Page:
         command = [sys.executable, "-P", "-m", "treepack.report.live", str(run.folder)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         # Its first line comes after a second of imports, for which no step waits.
-        threading.Thread(target=self._announce, args=(run.note,), daemon=True).start()
+        self._announcing = threading.Thread(target=self._announce, args=(run.note,), daemon=True)
+        self._announcing.start()
 
     def _announce(self, note: Callable[[str], None]) -> None:
         assert self._process.stdout is not None
