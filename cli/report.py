@@ -1,7 +1,7 @@
 """`treepack report`: the sharing in rollouts, a trie or a packed directory, or the course of a training run.
 
 rollouts, trie/, packed/ --write_report--> page about sharing, pictures
-run/ --write_run_report--> page of the run, curves       run/ --watch_run--> the same page while the run goes on
+run/ --write_run_report--> page of the run, curves       run/ --watch_run--> the same page while the run continues
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _is_run(paths: tuple[str, ...], *, watch: bool) -> bool:
         return True
     if watch:
         raise TreepackError(
-            f"{paths[0]}: is no training run on this machine; --watch takes the --out of treepack train"
+            f"{paths[0]}: is not a training run on this machine; --watch takes the --out of treepack train"
         )
     return False
 

@@ -41,7 +41,7 @@ def test_a_run_becomes_one_file_and_a_picture_of_each_curve(treepack: Run, tmp_p
     [
         (["run"], "give --out for a page, --png for pictures, or both; or --watch for a training run"),
         (["run", "--watch", "--out", "x.html"], "--watch writes no file; run report again with --out or --png"),
-        (["packed", "--watch"], "packed: is no training run on this machine; --watch takes the --out of treepack train"),
+        (["packed", "--watch"], "packed: is not a training run on this machine; --watch takes the --out of"),
         (["run", "--out", "x.html", "--capacity", "4k"], "--capacity is about rollouts, and PATH is a training run"),
         (["run", "--out", "x.html", "--model", "qwen3-8b"], "--model is about rollouts, and PATH is a training run"),
         (["run", "--out", "x.html"], "metrics.jsonl: contains no step yet; write the report after the first step"),

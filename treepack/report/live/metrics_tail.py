@@ -41,7 +41,7 @@ class MetricsTail:
         """Yield the records that are new since the last call, and None before them if the file was replaced.
 
         Raises:
-            TreepackError: the file is a link or no regular file, or the disk fails.
+            TreepackError: the file is a link, or not a regular file, or the disk fails.
         """
         if self._is_replaced():
             self.close()
@@ -116,7 +116,7 @@ def open_regular(path: Path) -> int | None:
         raise TreepackError(f"{path}: cannot be read ({reason}); expected a regular file of a training run") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise TreepackError(f"{path}: is no regular file; expected the file of a training run")
+        raise TreepackError(f"{path}: is not a regular file; expected the file of a training run")
     return descriptor
 
 

@@ -1,4 +1,4 @@
-"""The page of a run: for the server, which sends its parts, and as one file that needs no network.
+"""The page of a run, in parts that the server sends, or as one file that needs no network.
 
 RunWatch --live_page--> HTML          style, scripts, events and rollouts come from the server
 RunWatch --whole_page--> HTML         everything is inside, with the explorer of the newest steps

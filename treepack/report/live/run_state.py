@@ -50,8 +50,8 @@ class RunFolder:
 
         Args:
             folder: the directory.
-            is_alive: returns true while the trainer runs, for a process that the trainer has started: then no lock is
-                looked for.
+            is_alive: returns true while the trainer runs; a process that the trainer has started passes it, and then
+                locks are not looked at.
 
         Raises:
             TreepackError: it has no run, or run.json is damaged.
@@ -87,7 +87,7 @@ class RunFolder:
         held, owner = self._probe(folder.parent / f".{folder.name}.lock")
         if held is False:
             return RunState("died", owner)
-        if held is None:  # no lock file: where none can be made, the run directory itself is locked
+        if held is None:  # no lock file: if none can be made, the run directory itself is locked
             held = self._probe(folder)[0]
         if held or (held is None and self._is_young()):
             return RunState("running", owner)

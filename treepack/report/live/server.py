@@ -5,8 +5,8 @@
     GET /TOKEN/rollouts     the explorer of the newest steps as JSON; with ?step=N of the steps up to N
 
 It listens on 127.0.0.1 only. TOKEN is random, so that other users of the machine cannot guess the address. The name in
-the header Host must be one of this machine: a page of another site, whose name an attacker makes point here (DNS
-rebinding), has another one. The content policy lets the page load from this server alone, and run no inline script.
+the header Host must be one of this machine: if an attacker makes the name of a site point here (DNS rebinding),
+the name is a different one. The content policy lets the page load from this server alone, and run no inline script.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RunServer:
         return self._stopped.is_set()
 
     def serve(self) -> None:
-        """Answer viewers until `stop` is called from another thread or by a signal; then tell them the last news.
+        """Answer viewers until `stop` is called from another thread or by a signal; then send them the last news.
 
         Raises:
             TreepackError: metrics.jsonl cannot be read any more.
@@ -122,7 +122,7 @@ class _LoopbackServer(ThreadingHTTPServer):
             self._free.acquire(timeout=max(0.0, end - time.monotonic()))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A viewer that has gone is no error."""
+        """Ignore the error: the viewer has gone."""
 
 
 def _handler(run: RunServer) -> type[BaseHTTPRequestHandler]:

@@ -26,7 +26,7 @@ MAX_STEP_TOKENS = 2_000_000  # of the only step
 
 @dataclass(frozen=True, slots=True)
 class StepRollouts:
-    """The explorer of the steps `first` to `last`: settings, blocks, and a sentence about what is shown."""
+    """The explorer of the steps `first` to `last`: settings, blocks, and a sentence about its contents."""
 
     first: int
     last: int
@@ -47,7 +47,7 @@ class StepRollouts:
 
 @dataclass(frozen=True, slots=True)
 class RolloutTexts:
-    """How token ids become text: the tokenizer or None, the limit or None for no text, and a remark for the reader."""
+    """The tokenizer, None to show token ids; the limit, None for no text; and a remark for the reader."""
 
     tokenizer: Any
     limit: int | None

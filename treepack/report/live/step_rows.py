@@ -33,7 +33,7 @@ SCALARS = ["row_id", "step", "num_tokens", "total_weight"]
 
 @dataclass(slots=True)
 class RunRows:
-    """The rows of a run; those of each step follow from its options."""
+    """The rows of a run; the rows of each step follow from its options."""
 
     files: list[Path]
     groups: list[tuple[int, int, int]]  # for each row group its file, its number there, and its first row
@@ -99,7 +99,7 @@ def open_run_rows(record: dict[str, Any], folder: Path) -> RunRows:
             the current one.
 
     Raises:
-        TreepackError: the rows cannot be found, are not those of the run, or their order is not known.
+        TreepackError: the rows cannot be found, are different rows, or their order is not known.
     """
     options, packed = record.get("options"), record.get("packed")
     if not isinstance(packed, str):

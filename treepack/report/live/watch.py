@@ -1,13 +1,13 @@
-"""A run that is watched: its steps, facts and curves up to date, and the messages that its viewers need next.
+"""A run that is watched: its steps, facts and curves up to date, and the next messages for its viewers.
 
-RunWatch.poll()                 reads what is new in the run's directory; one thread calls it again and again
+RunWatch.poll()                 reads the news in the run's directory; one thread calls it again and again
 RunWatch.wait(place, seconds)   the next message for a viewer at `place`, or None; any number of threads
 
 ViewerPlace(view 3, 120 steps) --> "steps": the points of the steps after 120, if view 3 is still the one shown
                                --> "snapshot": charts and thinned points of all steps, if there is a newer view
                                --> "reset": the same after a resumed run has cut steps off
 
-A viewer that is behind by many steps, or comes from another server, gets a snapshot.
+A viewer that lacks many steps, or comes from a different server, gets a snapshot.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_CACHED = 4  # explorers in memory
 
 @dataclass(frozen=True, slots=True)
 class ViewerPlace:
-    """What a viewer has: the points of `num_steps` steps in the charts of view number `view`, and facts `version`."""
+    """The state of a viewer: the points of `num_steps` steps in the charts of view `view`, and facts `version`."""
 
     view: int = 0
     num_steps: int = 0
@@ -79,7 +79,7 @@ class RunWatch:
         self.poll()
 
     def poll(self) -> None:
-        """Read what is new, and wake the viewers if something is.
+        """Read the new lines and the state, and wake the viewers if something has changed.
 
         Raises:
             TreepackError: metrics.jsonl is a link, or cannot be read.

@@ -1,4 +1,4 @@
-"""Write the page of a run, or its curves as a picture, or show the page while the run goes on."""
+"""Write the page of a run, or its curves as a picture, or show the page while the run continues."""
 
 from __future__ import annotations
 
