@@ -113,7 +113,8 @@ def _baselines(figures: ReportFigures) -> list[dict[str, Any]]:
     """Return the bars beside the headline: the tokens of each baseline, and then the tokens of the tree."""
     entries = figures.forecast["baselines"]
     decisive = figures.forecast["gain"]["baseline"]
-    computed = next(entry["tokens_computed"] for entry in entries if entry["baseline"] == decisive)
+    chosen = next(entry for entry in entries if entry["baseline"] == decisive)
+    computed, capacity = chosen["tokens_computed"], chosen["capacity"]
     most = max([computed, *(entry["tokens_flat"] for entry in entries)])
     bars = [
         {
@@ -124,7 +125,8 @@ def _baselines(figures: ReportFigures) -> list[dict[str, Any]]:
         }
         for entry in sorted(entries, key=lambda entry: (entry["baseline"] != decisive, entry["tokens_flat"]))
     ]
-    bars.append({"what": "the tree, in rows", "tokens": computed, "gain": "", "kind": "tree"})
+    rows = "the tree, in rows" + ("" if capacity is None else f" of {capacity:,} tokens")
+    bars.append({"what": rows, "tokens": computed, "gain": "", "kind": "tree"})
     return [bar | {"value": f"{bar['tokens']:,}", "share": f"{100 * bar['tokens'] / most:.2f}"} for bar in bars]
 
 

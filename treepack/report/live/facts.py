@@ -194,8 +194,11 @@ def _flat(entries: dict[str, Any], prefix: str) -> Iterator[Line]:
         for name, value in inside.items():
             if isinstance(value, dict):
                 waiting.append((f"{start}{name} ", value))
-            else:
-                yield [text(f"{start}{name}".replace("_", " ")), text(value)]
+                continue
+            # A list of sentences, such as the reasons of the choices, is a line for each.
+            lines = value if isinstance(value, list) and all(isinstance(each, str) for each in value) else [value]
+            for line in lines[:MAX_LINES]:
+                yield [text(f"{start}{name}".replace("_", " ")), text(line)]
 
 
 def _slowest(series: RunSeries, seconds: Float64, rows: RunRows | None) -> list[Line]:
