@@ -22,7 +22,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.tokenization import load_tokenizer
 from treepack.report.live import step_rollouts
 from treepack.report.live.run_state import RunFolder
-from treepack.report.live.step_rollouts import read_steps, texts_of
+from treepack.report.live.step_rollouts import read_steps, rollout_texts
 from treepack.report.live.step_rows import RunRows, open_run_rows
 from treepack.train.options import TrainOptions
 from treepack.train.schedule import plan_steps
@@ -123,7 +123,7 @@ def test_the_explorer_has_the_rollouts_of_the_newest_steps_with_their_steps(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = rows_of(packed, tmp_path / "run", rows_per_step=2)
-    texts = texts_of(rows, name=None, limit=100)
+    texts = rollout_texts(rows, name=None, limit=100)
     whole = read_steps(rows, rows.num_steps, texts)
     assert (whole.first, whole.last) == (1, rows.num_steps)
     ids = {
@@ -147,8 +147,8 @@ def test_texts_are_decoded_by_the_tokenizer_of_the_rows(tmp_path: Path) -> None:
     ids = load_tokenizer(str(TOKENIZER)).encode("Ride slower.", add_special_tokens=False)
     path = packed_text(tmp_path / "packed", [make("a", ids)], capacity=64)
     rows = rows_of(path, tmp_path / "run")
-    shown = read_steps(rows, 1, texts_of(rows, name=None, limit=1000))
+    shown = read_steps(rows, 1, rollout_texts(rows, name=None, limit=1000))
     assert "Ride slower." in "".join("".join(node) for node in block(shown.blocks, "text-0"))
-    hidden = read_steps(rows, 1, texts_of(rows, name=None, limit=None))
+    hidden = read_steps(rows, 1, rollout_texts(rows, name=None, limit=None))
     assert not any(name.startswith("text-") for name in hidden.blocks)
     assert "contains no text" in hidden.about

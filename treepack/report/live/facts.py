@@ -71,7 +71,7 @@ def run_facts(
     total = _num_steps(folder, rows, finished)
     ended = finished.get("last_step")  # of a run that ended early because of its patience
     seconds = series.column("seconds")
-    notes = notes + [text(note) for note in _list(finished.get("notes"))]
+    notes = notes + [one_line(note) for note in _list(finished.get("notes"))]
     if series.skipped:
         notes = [*notes, f"{len(series.skipped):,} of {len(series):,} steps were skipped: not finite."]
     if series.names_left_out:
@@ -90,20 +90,22 @@ def run_facts(
     )
 
 
-def text(value: object) -> str:
+def one_line(value: object) -> str:
     """Return a value of a file as a short text of one line."""
-    shown = printable(value if isinstance(value, str) else number(value) if isinstance(value, float) else str(value))
+    shown = printable(
+        value if isinstance(value, str) else shown_number(value) if isinstance(value, float) else str(value)
+    )
     return shown if len(shown) <= MAX_TEXT else shown[: MAX_TEXT - 3] + "..."
 
 
-def number(value: float) -> str:
+def shown_number(value: float) -> str:
     """Return a number for readers: 12,345 or 0.01234."""
     if not math.isfinite(value):
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
-def duration(seconds: float) -> str:
+def shown_duration(seconds: float) -> str:
     """Return a duration in a unit that fits: 1.5 h, 12 s."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
@@ -139,11 +141,11 @@ def _state_text(state: RunState, last: int, total: int, ended: object) -> str:
 def _progress(last: int, total: int, seconds: Float64, state: RunState) -> str:
     shown = f"step {last:,} of {total:,}" if total else f"step {last:,}"
     spent = float(np.nansum(seconds))
-    parts = [shown, f"{duration(spent)} of training"] if spent else [shown]
+    parts = [shown, f"{shown_duration(spent)} of training"] if spent else [shown]
     recent = seconds[1:][-RECENT:]  # the first step compiles
     recent = recent[np.isfinite(recent)]
     if state.kind == "running" and total > last and len(recent):
-        parts.append(f"{duration(float(recent.mean()) * (total - last))} left")
+        parts.append(f"{shown_duration(float(recent.mean()) * (total - last))} left")
     return ", ".join(parts)
 
 
@@ -155,7 +157,7 @@ def _tiles(series: RunSeries, seconds: Float64) -> list[Line]:
         if not len(values):
             continue
         title = "Held-out loss" if name == "eval_loss" else TITLES_AND_UNITS.get(name, (title_of(name), ""))[0]
-        tiles.append([title.removesuffix(" from the reference"), number(float(values[-1]))])
+        tiles.append([title.removesuffix(" from the reference"), shown_number(float(values[-1]))])
     flat, computed = (float(np.nansum(series.column(name))) for name in ("tokens_flat", "tokens"))
     if computed:
         tiles.append(["tokens computed", _short(computed)])
@@ -178,7 +180,7 @@ def _plan(record: dict[str, Any], finished: dict[str, Any]) -> Iterator[Line]:
     for name in ("packed", "model", "attention", "num_ranks", "treepack"):
         value = record.get(name, finished.get(name))
         if value is not None:
-            yield [text(name), text(value)]
+            yield [one_line(name), one_line(value)]
     options = {**_dict(finished.get("options")), **_dict(record.get("options"))}
     objective = _dict(options.pop("objective", None))
     for name, value in _flat({**options, **objective}, ""):
@@ -198,7 +200,7 @@ def _flat(entries: dict[str, Any], prefix: str) -> Iterator[Line]:
             # A list of sentences, such as the reasons of the choices, is a line for each.
             lines = value if isinstance(value, list) and all(isinstance(each, str) for each in value) else [value]
             for line in lines[:MAX_LINES]:
-                yield [text(f"{start}{name}".replace("_", " ")), text(line)]
+                yield [one_line(f"{start}{name}".replace("_", " ")), one_line(line)]
 
 
 def _slowest(series: RunSeries, seconds: Float64, rows: RunRows | None) -> list[Line]:
@@ -209,7 +211,7 @@ def _slowest(series: RunSeries, seconds: Float64, rows: RunRows | None) -> list[
     lines = []
     for i in order.tolist():
         wait, tokens, speed = (float(column[i]) for column in columns)
-        line = [f"{int(steps[i])}", f"{seconds[i]:.3g}", number(wait), number(tokens), number(speed)]
+        line = [f"{int(steps[i])}", f"{seconds[i]:.3g}", shown_number(wait), shown_number(tokens), shown_number(speed)]
         lines.append([*line, _largest(rows, int(steps[i]))])
     return lines
 
@@ -246,10 +248,10 @@ def _metrics(series: RunSeries) -> list[Line]:
         lines.append(
             [
                 printable(name),
-                number(float(values[-1])),
-                number(float(values[-RECENT:].mean())),
-                f"{number(float(values[low]))} at {int(at[low]):,}",
-                f"{number(float(values[high]))} at {int(at[high]):,}",
+                shown_number(float(values[-1])),
+                shown_number(float(values[-RECENT:].mean())),
+                f"{shown_number(float(values[low]))} at {int(at[low]):,}",
+                f"{shown_number(float(values[high]))} at {int(at[high]):,}",
             ]
         )
     return lines

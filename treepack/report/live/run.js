@@ -7,6 +7,7 @@ let shownCharts = ""; // titles and specifications of the charts on the page
 let pending = null; // points that are not drawn yet
 let drawing = false;
 let lastShown = 0; // the last step in the explorer
+let reading = false; // while rollouts are on their way
 
 const pristine = byId("explorer").cloneNode(true);
 
@@ -129,20 +130,31 @@ async function openExplorer(about) {
   document.documentElement.dataset.explorer = "ready";
 }
 
+async function fetchRollouts(step) {
+  lastShown ||= 1; // asked once
+  byId("rollouts-about").textContent = "Reading the rollouts.";
+  byId("newest").hidden = true;
+  const answer = await (await fetch(step ? `rollouts?step=${step}` : "rollouts")).json();
+  if (answer.error) {
+    byId("rollouts").hidden = false;
+    byId("rollouts-about").textContent = `Rollouts are not shown: ${answer.error}`;
+    return false;
+  }
+  lastShown = answer.last;
+  usePage(answer.settings, answer.blocks);
+  await openExplorer(answer.about);
+  return true;
+}
+
 async function showRollouts(step) {
+  if (reading) return;
   if (page.live) {
-    lastShown ||= 1; // asked once
-    byId("rollouts-about").textContent = "Reading the rollouts.";
-    byId("newest").hidden = true;
-    const answer = await (await fetch(step ? `rollouts?step=${step}` : "rollouts")).json();
-    if (answer.error) {
-      byId("rollouts").hidden = false;
-      byId("rollouts-about").textContent = `Rollouts are not shown: ${answer.error}`;
-      return;
+    reading = true;
+    try {
+      if (!(await fetchRollouts(step))) return;
+    } finally {
+      reading = false;
     }
-    lastShown = answer.last;
-    usePage(answer.settings, answer.blocks);
-    await openExplorer(answer.about);
   }
   if (!step) return;
   byId("search").value = `(step ${step})`;

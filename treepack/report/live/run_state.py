@@ -59,7 +59,7 @@ class RunFolder:
         self.path, self._is_alive = folder, is_alive
         self.metrics = folder / METRICS
         self._free: tuple[int, int] | None = None  # inode and time of a lock file that no process held
-        self.record = read_record(folder / RUN)
+        self.record = read_run_file(folder / RUN)
         if self.record is None and not self.metrics.exists():
             raise TreepackError(f"{folder}: has no {RUN} and no {METRICS}; give the --out of treepack train")
         if self.record is not None and self.record.get("format") != FORMAT:
@@ -68,12 +68,12 @@ class RunFolder:
     def refresh(self) -> None:
         """Read run.json again, which a resumed run may have replaced; a damaged one keeps the record before."""
         with suppress(TreepackError):
-            self.record = read_record(self.path / RUN) or self.record
+            self.record = read_run_file(self.path / RUN) or self.record
 
     def finished(self) -> dict[str, Any] | None:
         """Return train.json of a finished run; empty if it is damaged, None if there is none."""
         try:
-            return read_record(self.path / FINISHED)
+            return read_run_file(self.path / FINISHED)
         except TreepackError:
             return {}
 
@@ -125,7 +125,7 @@ def is_run(path: Path) -> bool:
     return path.is_dir() and ((path / RUN).exists() or (path / METRICS).exists())
 
 
-def read_record(path: Path) -> dict[str, Any] | None:
+def read_run_file(path: Path) -> dict[str, Any] | None:
     """Return the object of a JSON file of a run; None if the file does not exist.
 
     Raises:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -122,7 +123,9 @@ class _LoopbackServer(ThreadingHTTPServer):
             self._free.acquire(timeout=max(0.0, end - time.monotonic()))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore the error: the viewer has gone."""
+        """Ignore the error of a viewer that has gone or reads nothing, and print any other one."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 def _handler(run: RunServer) -> type[BaseHTTPRequestHandler]:

@@ -54,7 +54,7 @@ class RolloutTexts:
     remark: str = ""
 
 
-def texts_of(rows: RunRows, *, name: str | None, limit: int | None) -> RolloutTexts:
+def rollout_texts(rows: RunRows, *, name: str | None, limit: int | None) -> RolloutTexts:
     """Return the texts of a run's rows, by the tokenizer `name` or the one that the rows were made with.
 
     Raises:

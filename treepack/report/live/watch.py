@@ -22,11 +22,11 @@ import orjson
 
 from treepack.errors import TreepackError
 from treepack.report.live.curves import MAX_NEW, CurveView
-from treepack.report.live.facts import RunFacts, rows_fit, run_facts, text
+from treepack.report.live.facts import RunFacts, one_line, rows_fit, run_facts
 from treepack.report.live.metrics_tail import MetricsTail
 from treepack.report.live.run_series import RunSeries
 from treepack.report.live.run_state import RunFolder, RunState
-from treepack.report.live.step_rollouts import RolloutTexts, read_steps, texts_of
+from treepack.report.live.step_rollouts import RolloutTexts, read_steps, rollout_texts
 from treepack.report.live.step_rows import RunRows, open_run_rows
 
 MAX_RESUMES = 5  # notes about resumes that are shown
@@ -112,11 +112,11 @@ class RunWatch:
     def _open_rows(self) -> None:
         try:
             self.rows = open_run_rows(self.folder.record or {}, self.folder.path)
-            self.texts = texts_of(self.rows, name=self._tokenizer, limit=self._limit)
+            self.texts = rollout_texts(self.rows, name=self._tokenizer, limit=self._limit)
         except TreepackError as error:
             if self.rows is not None and self._tokenizer:
                 raise
-            self.rows, self._rows_note = None, f"Rollouts are not shown: {text(str(error))}."
+            self.rows, self._rows_note = None, f"Rollouts are not shown: {one_line(str(error))}."
 
     def _check_rows(self) -> None:
         if self.rows is not None and not rows_fit(self.series, self.rows):
