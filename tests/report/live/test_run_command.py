@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing.process
 import re
-import subprocess
-import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.command_line import Run
+from support.fresh_processes import PROCESSES, run_command
 from support.oracle_model import packed_directory, tiny_config
 from support.run_folder import run_folder, step_record, write_lines
 from support.strategies import make
@@ -103,22 +103,25 @@ def test_the_page_of_a_trainer_starts_and_ends_with_its_sink(tmp_path: Path) -> 
 def test_a_run_that_trains_has_a_page_until_it_ends(tmp_path: Path) -> None:
     made = [make(f"r{i}", [1, 2 + i, 3, 4], group="g", reward=i / 4) for i in range(4)]
     packed = packed_directory(tmp_path / "packed", made, capacity=8)
-    command = [sys.executable, "-c", "from treepack_cli import main; main()", "train", str(packed)]
-    command += ["--model", str(tiny_config(tmp_path / "tiny.json")), "--out", str(tmp_path / "out"), "--steps", "5000"]
-    training = subprocess.Popen(
-        [*command, "--report-to", "page", "--checkpoint-every", "0"],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert training.stderr is not None
-    url = next(line.split()[-1] for line in training.stderr if "the page of this run is" in line)
-    events = urllib.request.urlopen(url + "events", timeout=60)
-    first = next(line for line in events if line.startswith(b"data: "))
-    assert b'"kind":"running"' in first
-    assert b'"r0"' not in first
-    assert '"first":' in fetch(url + "rollouts")
-    training.kill()  # the page ends with it, even so
-    training.communicate()
-    assert b"event: end" in events.read()
+    model = str(tiny_config(tmp_path / "tiny.json"))
+    arguments = ["train", str(packed), "--model", model, "--out", str(tmp_path / "out"), "--steps", "100000"]
+    arguments += ["--report-to", "page", "--checkpoint-every", "0"]
+    training = PROCESSES.Process(target=run_command, args=(arguments, tmp_path), daemon=True)
+    training.start()
+    url = url_in(tmp_path / "stderr", training)
+    with urllib.request.urlopen(url + "events", timeout=60) as events:
+        first = next(line for line in events if line.startswith(b"data: "))
+        assert b'"kind":"running"' in first
+        assert '"first":' in fetch(url + "rollouts")
+        training.kill()  # the page ends with it, even so
+        training.join()
+        assert b"event: end" in events.read()
+
+
+def url_in(file: Path, process: multiprocessing.process.BaseProcess) -> str:
+    """Wait for the note about the page of a process that trains, and return its address."""
+    while process.is_alive():
+        if file.exists() and (found := re.search(r"the page of this run is (\S+)\n", file.read_text())):
+            return found[1]
+        time.sleep(0.05)
+    raise AssertionError(file.read_text())
