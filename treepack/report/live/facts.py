@@ -71,7 +71,7 @@ def run_facts(
     total = _num_steps(folder, rows, finished)
     ended = finished.get("last_step")  # of a run that ended early because of its patience
     seconds = series.column("seconds")
-    notes = notes + [one_line(note) for note in _list(finished.get("notes"))]
+    notes = notes + [shown_text(note) for note in _list(finished.get("notes"))]
     if series.skipped:
         notes = [*notes, f"{len(series.skipped):,} of {len(series):,} steps were skipped: not finite."]
     if series.names_left_out:
@@ -90,7 +90,7 @@ def run_facts(
     )
 
 
-def one_line(value: object) -> str:
+def shown_text(value: object) -> str:
     """Return a value of a file as a short text of one line."""
     shown = printable(
         value if isinstance(value, str) else shown_number(value) if isinstance(value, float) else str(value)
@@ -180,7 +180,7 @@ def _plan(record: dict[str, Any], finished: dict[str, Any]) -> Iterator[Line]:
     for name in ("packed", "model", "attention", "num_ranks", "treepack"):
         value = record.get(name, finished.get(name))
         if value is not None:
-            yield [one_line(name), one_line(value)]
+            yield [shown_text(name), shown_text(value)]
     options = {**_dict(finished.get("options")), **_dict(record.get("options"))}
     objective = _dict(options.pop("objective", None))
     for name, value in _flat({**options, **objective}, ""):
@@ -200,7 +200,7 @@ def _flat(entries: dict[str, Any], prefix: str) -> Iterator[Line]:
             # A list of sentences, such as the reasons of the choices, is a line for each.
             lines = value if isinstance(value, list) and all(isinstance(each, str) for each in value) else [value]
             for line in lines[:MAX_LINES]:
-                yield [one_line(f"{start}{name}".replace("_", " ")), one_line(line)]
+                yield [shown_text(f"{start}{name}".replace("_", " ")), shown_text(line)]
 
 
 def _slowest(series: RunSeries, seconds: Float64, rows: RunRows | None) -> list[Line]:

@@ -22,7 +22,7 @@ import orjson
 
 from treepack.errors import TreepackError
 from treepack.report.live.curves import MAX_NEW, CurveView
-from treepack.report.live.facts import RunFacts, one_line, rows_fit, run_facts
+from treepack.report.live.facts import RunFacts, shown_text, rows_fit, run_facts
 from treepack.report.live.metrics_tail import MetricsTail
 from treepack.report.live.run_series import RunSeries
 from treepack.report.live.run_state import RunFolder, RunState
@@ -116,7 +116,7 @@ class RunWatch:
         except TreepackError as error:
             if self.rows is not None and self._tokenizer:
                 raise
-            self.rows, self._rows_note = None, f"Rollouts are not shown: {one_line(str(error))}."
+            self.rows, self._rows_note = None, f"Rollouts are not shown: {shown_text(str(error))}."
 
     def _check_rows(self) -> None:
         if self.rows is not None and not rows_fit(self.series, self.rows):
