@@ -22,7 +22,7 @@ import orjson
 
 from treepack.errors import TreepackError
 from treepack.report.live.curves import MAX_NEW, CurveView
-from treepack.report.live.facts import RunFacts, shown_text, rows_fit, run_facts
+from treepack.report.live.facts import RunFacts, rows_fit, run_facts, shown_text
 from treepack.report.live.metrics_tail import MetricsTail
 from treepack.report.live.run_series import RunSeries
 from treepack.report.live.run_state import RunFolder, RunState
