@@ -125,9 +125,9 @@ def test_appended_points_and_means_are_those_of_the_whole(values: list[float | N
 
 
 def test_a_hundred_thousand_steps_are_few_points_with_the_extremes() -> None:
-    series = series_of(
-        *(step_record(step, loss=1.0 + (step == 77_777) - (step == 33_333)) for step in range(1, 100_001))
-    )
+    series = RunSeries()
+    for step in range(1, 100_001):
+        series.add({"step": step, "loss": 1.0 + (step == 77_777) - (step == 33_333)})
     view = CurveView(series)
     steps, values = view.data(series)["curve-0"]["points"]["training"]
     assert len(steps) <= 1002
