@@ -43,7 +43,7 @@ _SECTIONS = {
     "LoRA": "lora-rank lora-alpha lora-targets lora-dropout quantize merge",
     "Held-out rows": "eval eval-every patience",
     "Checkpoints": "checkpoint-every keep max-skipped",
-    "Metrics": "report-to tensorboard project run-name plot quiet",
+    "Metrics": "report-to tensorboard project run-name quiet",
     "Speed and memory": "device dtype compile attention gradient-checkpointing checkpoint-layers "
     "offload-checkpoints carry pass-tokens loss-chunk gather-dtype cpu-offload",
     "Verification": "verify verify-rows help",

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,7 +162,7 @@ def _train_in(
     *,
     overwrite: bool,
 ) -> dict[str, Any]:
-    """Train in `place`, draw the curves, and return the summary."""
+    """Train in `place`, and return the summary."""
     from treepack.train.loop import already_finished
     from treepack.train.saving.run_directory import num_finished
     from treepack.train.setup.opening import open_run, resume_run
@@ -173,14 +174,12 @@ def _train_in(
         run = open_run(packed, model, options, ranks, held_out=held_out)
     if run is None:
         _note(ranks, already_finished(place.out, num_finished(place.out) or 0))
-        if run_options.plot:
-            ranks.lead(place.claim)  # for the metrics, which the curves are drawn from
-        return {"steps": 0, "saved": str(place.out), **_draw(place, run_options, ranks)}
+        return {"steps": 0, "saved": str(place.out)}
     for note in run.notes:
         _note(ranks, note)
     with _catch_sigterm() as stop:
         steps = _run_steps(run, place, stop, run_options, overwrite=overwrite)
-    return _summary(run, place.out, steps) | _draw(place, run_options, ranks)
+    return _summary(run, place.out, steps)
 
 
 def _run_steps(
@@ -221,8 +220,9 @@ def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, *, done
 
     config = {**run.options.as_record(), "packed": [str(path) for path in run.paths], "model": run.loaded.source}
     name = run_options.run_name or place.out.name or "run"  # Path(".") has no name
-    described = SinkRun(place.folder, run_options.project, name, tracker_id(place), config, done)
-    return Sinks(run_options.sinks, described, lambda note: _note(run.ranks, note))
+    note = partial(_note, run.ranks)
+    described = SinkRun(place.folder, run_options.project, name, tracker_id(place), config, done, note)
+    return Sinks(run_options.sinks, described, note)
 
 
 def _step_values(metrics: StepMetrics) -> dict[str, str]:
@@ -245,14 +245,9 @@ def _require_extras(run_options: RunOptions) -> None:
     Raises:
         TreepackError: a package is missing.
     """
-    from importlib.util import find_spec
-
-    from treepack.errors import TreepackError, install_hint
     from treepack.train.watch.sinks import check_sinks
 
     check_sinks(run_options.sinks)
-    if run_options.plot and find_spec("vl_convert") is None:
-        raise TreepackError(f"--plot needs vl-convert-python, which is not installed; {install_hint('report')}")
 
 
 def _note(ranks: Ranks, note: str) -> None:
@@ -328,16 +323,3 @@ def _peaks(run: TrainingRun) -> dict[str, int]:
         pinned += adapted.offload.pages.num_bytes
     peak = torch.cuda.max_memory_allocated(run.loaded.device)
     return {"peak of GPU memory in bytes": peak, "pinned host memory in bytes": pinned}
-
-
-def _draw(place: Place, run_options: RunOptions, ranks: Ranks) -> dict[str, str]:
-    """Draw the curves on the first rank if they are wanted, and return their line of the summary."""
-    from treepack.train.saving.place import METRICS
-
-    metrics = place.folder / METRICS
-    if not run_options.plot or not ranks.leads or not metrics.exists():
-        return {}
-    from treepack.train.watch.plot import draw_curves
-
-    draw_curves(metrics, place.folder / "metrics.png")
-    return {"curves": str(place.out / "metrics.png")}
