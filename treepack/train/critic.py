@@ -49,7 +49,7 @@ from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
 from treepack.train.logprobs import carry_memory, pass_size
 from treepack.train.scoring_options import CriticOptions
-from treepack.train.setup.compute import choose_compute
+from treepack.train.setup.compute import ComputeSetting, choose_compute
 from treepack.trajectory import Float64, Int64
 from treepack.trie.store.token_values import write_token_values
 from treepack.trie.store.trie_files import read_trie
@@ -151,7 +151,7 @@ def critic_values(critic: Critic) -> Iterator[tuple[Int64, Float64]]:
     limit = pass_size(options.pass_tokens, options.piece_size, loaded.device)
     for placed in consecutive(_placed_rows(critic), lambda each: len(each[0]), limit):
         batch = join_rows([each for _, each in placed], multiple=row_multiple(loaded.attention))
-        lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
+        lower = ComputeSetting(loaded.device, options.dtype).lower_precision()
         remedy = f"compute with {'--carry auto' if options.carry is None else 'a smaller --carry'} or --dtype bf16"
         if len(placed) > 1:
             remedy = "compute with a smaller --pass-tokens or --dtype bf16"

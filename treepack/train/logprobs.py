@@ -39,7 +39,7 @@ from treepack.model.objectives.temperature import refuse_temperatures, temperatu
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.train.scoring_options import ScoreOptions
-from treepack.train.setup.compute import choose_compute
+from treepack.train.setup.compute import ComputeSetting, choose_compute
 from treepack.train.setup.run_model import check_rows_fit
 from treepack.trajectory import Float64
 
@@ -125,7 +125,7 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
     options, loaded = scoring.options, scoring.loaded
     size = pass_size(options.pass_tokens, options.piece_size, loaded.device)
     for rows in consecutive(read_rows(scoring.dataset.path), lambda row: row.num_tokens, size):
-        lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
+        lower = ComputeSetting(loaded.device, options.dtype).lower_precision()
         remedy = f"score with {'--carry auto' if options.carry is None else 'a smaller --carry'}, {_SMALLER}"
         if len(rows) > 1:
             remedy = f"score with a smaller --pass-tokens, {_SMALLER}"

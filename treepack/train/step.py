@@ -301,7 +301,7 @@ def step_memory_errors(batch: Batch | None = None, *, carry: int | str | None = 
         return memory_errors("in the update of the weights", "train on more GPUs, or under torchrun with --cpu-offload")
     terms = f" and {len(batch.terms.index):,} terms" if batch.terms is not None else ""
     place = f"in {batch.name} of {batch.num_tokens:,} tokens{terms}"
-    others = "--gradient-checkpointing, --dtype bf16, a smaller --loss-chunk or on more GPUs"
+    others = "--checkpoint-layers all, --dtype bf16, a smaller --loss-chunk or on more GPUs"
     if isinstance(carry, int) and batch.num_tokens > carry:
         return memory_errors(f"{place} in pieces of {carry:,}", f"train with --carry {_half(carry)}, {others}")
     if batch.edges is not None:
