@@ -28,6 +28,7 @@ from treepack.model.experts.weights import cast_once
 from treepack.model.forward import hidden_states, prepare_batch
 from treepack.model.objectives.losses import step_means, sum_names
 from treepack.model.objectives.row_numbers import LossPart, RowResult
+from treepack.train.optimiser import prepare_states
 from treepack.train.passes import Pass
 from treepack.train.pieces import has_long_rows, lower_precision, row_runner
 from treepack.train.run import TrainingRun
@@ -96,6 +97,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     with step_memory_errors():
         norm = math.nan if bad else _clip(run)
         if math.isfinite(norm):
+            prepare_states(optimiser)
             optimiser.step()
     if not math.isfinite(norm):
         bad = bad or step.rows  # every loss is finite and their gradient is not, so any of the rows may be the cause

@@ -170,6 +170,19 @@ def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:
     )
 
 
+def record_plan(run: TrainingRun, out: AnyPath) -> None:
+    """Record the values that a run has chosen anew; only the first rank writes.
+
+    Raises:
+        TreepackError: the disk fails.
+    """
+    if run.ranks.leads:
+        try:
+            _write(out / RUN, {**_read(out / RUN), **chosen_values(run.options, run.choices)})
+        except OSError as error:
+            raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error
+
+
 def finish_run(
     run: TrainingRun,
     place: Place,

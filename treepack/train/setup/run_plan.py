@@ -314,12 +314,17 @@ def smaller_plan(plan: RunPlan, longest: int, num_layers: int, *, can_carry: boo
         return replace(plan, checkpoint_layers=plan.checkpoint_layers + -(-left // 2))
     if tokens > 1 and tokens > min(longest, plan.carry or longest):
         return replace(plan, pass_tokens=max(1, tokens // 2))
-    size = min(longest, plan.carry or longest) // 256 * 128
+    size = smaller_piece(min(longest, plan.carry or longest))
     if can_carry and size >= SMALLEST_PIECE:
         return replace(plan, carry=size, pieces=None)
     if plan.loss_chunk > SMALLEST_CHUNK:
         return replace(plan, loss_chunk=max(SMALLEST_CHUNK, plan.loss_chunk // 2))
     return None
+
+
+def smaller_piece(tokens: int) -> int:
+    """Return half of the tokens of a piece, a multiple of 128."""
+    return tokens // 256 * 128
 
 
 def describe(plan: RunPlan) -> str:
