@@ -139,6 +139,25 @@ def test_a_row_longer_than_memory_runs_in_pieces() -> None:
         choose_plan([FUSED], rows, RunRoom(48 * GIB, 0, moved), AUTO)
 
 
+def test_a_plan_has_room_for_the_states_of_recurrent_layers() -> None:
+    asked: list[int] = []
+
+    def cut(limit: int) -> RowCut:
+        # Shorter pieces have more branch points between them.
+        asked.append(limit)
+        return RowCut(1.2, 200_000 // limit)
+
+    rows = RunRows(207_104, 207_104, 60_000, 207_104, cut=cut)
+    pieces = (PieceProbe(True, 0, replace(COSTS, state=100 << 20)),)
+    plan = choose_plan([FUSED], rows, RunRoom(48 * GIB, 200 * GIB), AUTO, pieces)
+    assert plan.carry is not None
+    # The states of the last cut are in the plan, whose pieces have room for the rest.
+    states = cut(plan.carry).states * (100 << 20)
+    assert plan.num_bytes <= 48 * GIB
+    assert plan.num_bytes >= COSTS.fixed + states + plan.carry * COSTS.piece
+    assert len(asked) > 1
+
+
 def test_pieces_are_not_taken_if_whole_rows_are_faster() -> None:
     pieces = (PieceProbe(True, 0, COSTS),)
     rows = replace(ROWS, cut=lambda _: RowCut(1.9))
