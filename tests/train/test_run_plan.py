@@ -23,6 +23,7 @@ from treepack.train.setup.run_plan import (
     RunRoom,
     RunRows,
     choose_plan,
+    pieces_may_win,
     smaller_plan,
 )
 
@@ -156,6 +157,17 @@ def test_a_plan_has_room_for_the_states_of_recurrent_layers() -> None:
     assert plan.num_bytes <= 48 * GIB
     assert plan.num_bytes >= COSTS.fixed + states + plan.carry * COSTS.piece
     assert len(asked) > 1
+
+
+def test_pieces_are_measured_only_if_they_may_win() -> None:
+    def may_win(room: int, forward: float) -> bool:
+        rows = replace(ROWS, cut=lambda _: RowCut(forward))
+        return pieces_may_win(choose_plan([FUSED], rows, RunRoom(room), AUTO), [FUSED], rows)
+
+    assert pieces_may_win(None, [FUSED], ROWS)
+    assert not may_win(90 * GIB, 1.0), "no layer is recomputed"
+    assert may_win(30 * GIB, 1.2)
+    assert not may_win(30 * GIB, 2.0), "all tokens of the row would run forward twice"
 
 
 def test_pieces_are_not_taken_if_whole_rows_are_faster() -> None:

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from treepack.carry.refusal import check_carry
+from treepack.carry.refusal import can_carry
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.memory.shortage import is_memory_error
@@ -29,7 +29,7 @@ from treepack.train.evaluation import evaluate
 from treepack.train.passes import Pass
 from treepack.train.run import TrainingRun
 from treepack.train.setup.run_memory import spare_memory
-from treepack.train.setup.run_plan import PLANNED, RunPlan, describe, smaller_plan
+from treepack.train.setup.run_plan import PLANNED, RunPlan, plan_in_words, smaller_plan
 from treepack.train.step import StepMetrics, train_step
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class FittingRun:
                 torch.cuda.empty_cache()
                 torch.cuda.set_rng_state(random[1], device)
             self.run = smaller
-            self._note(f"{place}; it runs again with a smaller plan: {describe(_plan_of(smaller))}")
+            self._note(f"{place}; it runs again with a smaller plan: {plan_in_words(_plan_of(smaller))}")
         if self.run is not before:
             self._record(self.run)
         return result
@@ -131,7 +131,7 @@ def smaller_run(run: TrainingRun) -> TrainingRun | None:
         _plan_of(run),
         max(int(each.dataset.num_tokens.max()) for each in runs),
         0 if adapted is None else len(adapted.modules),
-        can_carry=_can_carry(run),
+        can_carry=not run.options.router_aux and can_carry(loaded),
     )
     if plan is None:
         return None
@@ -141,22 +141,12 @@ def smaller_run(run: TrainingRun) -> TrainingRun | None:
     if plan.carry is not None and memory is None:
         memory = spare_memory(loaded.device)
     changed = [replace(each, options=replace(run.options, **plan.options), carry_memory=memory) for each in runs]
-    line = f"a smaller plan, because memory ran out: {describe(plan)}"
+    line = f"a smaller plan, because memory ran out: {plan_in_words(plan)}"
     return replace(changed[0], held_out=None if len(changed) == 1 else changed[1], choices=(*run.choices, line))
 
 
 def _plan_of(run: TrainingRun) -> RunPlan:
     return RunPlan(**{name: getattr(run.options, name) for name in PLANNED})
-
-
-def _can_carry(run: TrainingRun) -> bool:
-    if run.options.router_aux:
-        return False
-    try:
-        check_carry(run.loaded)
-    except TreepackError:
-        return False
-    return True
 
 
 def _rank_passes(run: TrainingRun, first: int) -> Iterator[Pass]:

@@ -1,4 +1,4 @@
-"""Whether compilation pays for itself in a run, from the saving that earlier runs measured on this machine.
+"""The choice of compilation in a run, from the saving that earlier runs measured on this machine.
 
     seconds of the run without it, CompilationRecord --pays--> True      then the layers are compiled and measured
 

@@ -44,6 +44,10 @@ class MemoryInput:
         counts = self.data.dataset.num_tokens
         return sum(float(counts[step.rows].sum()) for step in self.data.schedule) / self.ranks.size
 
+    def longest_path(self) -> int:
+        """Return the tokens of the longest path of any row, which reads a column of all rows."""
+        return max(each.max_position() for each in self.datasets) + 1
+
     def longest_batch(self) -> Batch:
         """Read the longest row of all."""
         dataset = max(self.datasets, key=lambda each: int(each.num_tokens.max()))
@@ -58,12 +62,13 @@ class MemoryInput:
 
     def rows(self) -> RunRows:
         """Return what the plan reads of the rows."""
+        longest = max(int(each.num_tokens.max()) for each in self.datasets)
         steps = max(each.largest_step for each in (self.data, self.held_out) if each is not None)
         linear, pairs = row_operations(self.loaded, self.data.dataset)
         return RunRows(
             longest=-(-self.data.longest_row // 128) * 128,
-            longest_of_all=max(int(each.num_tokens.max()) for each in self.datasets),
-            longest_path=max(each.max_position() for each in self.datasets) + 1,
+            longest_of_all=longest,
+            longest_path=longest,  # at most; the positions of all rows are read only for pieces
             step_tokens=-(-steps // self.ranks.size),
             cut=cache(self._cut),
             attention=float(np.sum(pairs) / max(1.0, np.sum(linear))),

@@ -58,7 +58,7 @@ def open_run(
         options: options of the run.
         ranks: the processes over which the model is sharded; by default this process alone.
         held_out: a packed directory, or several, whose loss is computed every `options.eval_every` steps.
-        meter: the memory and the clock that are measured, by default those of the GPU; on a CPU none are.
+        meter: memory and clock to measure, by default of the GPU; on a CPU nothing is measured.
 
     Raises:
         TreepackError: the device is missing, the data is damaged, the model is not supported, the data does not fit the

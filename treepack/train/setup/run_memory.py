@@ -23,7 +23,7 @@ import torch
 from treepack.carry.backward import CarryOptions
 from treepack.carry.limit import CarryCosts, measure_costs
 from treepack.carry.offload import CarryBudget, CarryMemory
-from treepack.carry.refusal import check_carry
+from treepack.carry.refusal import can_carry, check_carry
 from treepack.data.batch import Batch
 from treepack.data.joined import usual_pass
 from treepack.errors import TreepackError
@@ -34,11 +34,11 @@ from treepack.model.forward import WholeRows
 from treepack.model.layers import adapted_layers, compiler_errors, find_layers, has_compiled_layers, set_recomputed
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import CHUNK, TrainOptions
+from treepack.train.setup.choice_lines import choice_lines
 from treepack.train.setup.compile_choice import keep_compilation, known_compilation, pays
 from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_host
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.model_probe import agreed, probe_model
-from treepack.train.setup.plan_lines import plan_lines
 from treepack.train.setup.run_plan import (
     PLANNED,
     ModelProbe,
@@ -47,6 +47,7 @@ from treepack.train.setup.run_plan import (
     RunRoom,
     RunRows,
     choose_plan,
+    pieces_may_win,
 )
 from treepack.train.sharding import adapt, summing_gradients, whole_weights
 
@@ -171,7 +172,7 @@ class _Planner:
             given.loaded.model.zero_grad(set_to_none=True)
             _release(given.loaded.device)
         probe = next(each for each in probes if each.compiled == plan.compile)
-        return plan, plan_lines(plan, probe, self.rows, room, given, about_compilation, pieces=bool(pieces))
+        return plan, choice_lines(plan, probe, self.rows, room, given, about_compilation, pieces=bool(pieces))
 
     def _choose(self, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
         given, room = self.given, self._room()
@@ -181,11 +182,12 @@ class _Planner:
         except TreepackError as error:
             problem = error
         limit = given.options.carry
-        # Whole rows of which no layer is recomputed are faster than pieces.
         wanted = isinstance(limit, int) and self.rows.longest_of_all > limit
         pieces: tuple[PieceProbe, ...] = ()
-        if wanted or (limit == "auto" and (plan is None or plan.checkpoint_layers > 0) and self._can_carry()):
-            pieces = self._pieces(probes[-1])
+        if wanted or (limit == "auto" and pieces_may_win(plan, probes, self.rows) and self._can_carry()):
+            self.rows = replace(self.rows, longest_path=given.longest_path())
+            likely = min(probes, key=lambda probe: probe.seconds_kept)
+            pieces = self._pieces(likely)
             plan = choose_plan(probes, self.rows, room, given.options, pieces)
         if plan is None:
             assert problem is not None
@@ -259,11 +261,7 @@ class _Planner:
             whole = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
             if given.ranks.any(2 * whole > self.meter.free()):
                 return False
-        try:
-            check_carry(loaded)
-        except TreepackError:
-            return False
-        return True
+        return can_carry(loaded)
 
     def _pieces(self, probe: ModelProbe) -> tuple[PieceProbe, ...]:
         """Measure rows in pieces with every layer recomputed and with none, or with the number that is given."""
@@ -273,6 +271,8 @@ class _Planner:
             probe.num_layers,)  # fmt: skip
         pieces = []
         _log.info("measuring the memory of pieces")
+        if has_compiled_layers(loaded.causal) != probe.compiled:
+            adapt(loaded.causal, replace(given.options, compile=probe.compiled), loaded.device)
         for count in sorted(set(counts)):
             if adapted_layers(loaded.causal) is not None:
                 set_recomputed(loaded.causal, count)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.carry.limit import CarryCosts, CarryPlan, choose_limit
+from treepack.carry.limit import LARGEST, CarryCosts, CarryPlan, choose_limit
 from treepack.data.joined import GPU_PASS
 from treepack.errors import TreepackError
 from treepack.train.options import CHUNK, TrainOptions
@@ -26,6 +26,8 @@ from treepack.train.options import CHUNK, TrainOptions
 # Chunks of logits, the first one by default: smaller ones add up the gradient of the output layer more often.
 CHUNKS = (CHUNK, 1024, 512, 256)
 SMALLEST_PASS, SMALLEST_PIECE, SMALLEST_CHUNK = 1024, 1024, 64
+# Pieces must promise this factor before they are measured.
+_WORTHWHILE = 1.03
 # A forward pass is a third of a forward and backward pass.
 _FORWARD = 1 / 3
 
@@ -126,7 +128,7 @@ class RunRoom:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How a run computes its rows; the first six fields are options of `TrainOptions`.
+    """A way to compute the rows of a run; the first six fields are options of `TrainOptions`.
 
     `num_bytes` is the predicted peak on the GPU beside weights, gradients and optimiser, `seconds` the predicted time
     of a token, and `pieces` the memory of carried tensors if rows run in pieces.
@@ -179,6 +181,13 @@ def choose_plan(
             if fitting:
                 return min(fitting, key=lambda plan: plan.seconds)  # the first one of equal ones
             every += plans
+    if not every and pieces:
+        costs = min((each.costs for each in pieces), key=lambda costs: costs.piece)
+        limit = options.carry if isinstance(options.carry, int) else None
+        # Raises the error that names the bytes of pieces.
+        choose_limit(
+            rows.longest_of_all, rows.longest_path, costs, gpu_bytes=room.gpu, host_bytes=room.host, limit=limit
+        )
     raise _refusal(min(every, key=lambda plan: plan.num_bytes, default=None), probes, rows, room)
 
 
@@ -254,6 +263,22 @@ def _in_pieces(
     )
 
 
+def pieces_may_win(plan: RunPlan | None, probes: Sequence[ModelProbe], rows: RunRows) -> bool:
+    """Return True if rows in pieces may be faster than the plan of whole rows, or if that is None.
+
+    To measure pieces takes time, because compiled layers are compiled again for them. At best no layer is recomputed
+    and a row has two pieces; then only the tokens that run forward twice cost time.
+    """
+    if plan is None:
+        return True
+    if plan.checkpoint_layers == 0 or rows.longest_of_all <= 2 * SMALLEST_PIECE:
+        return False
+    probe = next(each for each in probes if each.compiled == plan.compile)
+    half = min(LARGEST, _aligned(rows.longest_of_all // 2))
+    best = 1 + (rows.cut(half).forward - 1) * _FORWARD + rows.attention
+    return plan.seconds > _WORTHWHILE * best * probe.seconds_kept
+
+
 def pass_sizes(rows: RunRows, wanted: int | str) -> list[int]:
     """Return the tokens that the longest pass may have, descending: none is shorter than the longest row."""
     useful = max(rows.longest, _aligned(rows.step_tokens))  # a step has no longer pass
@@ -294,7 +319,8 @@ def _refusal(smallest: RunPlan | None, probes: Sequence[ModelProbe], rows: RunRo
     capacity = f"pack with --capacity {tokens}" if tokens >= 128 else "train with --lora-rank or --optimizer adamw-8bit"
     return TreepackError(
         f"a row of {rows.longest:,} tokens needs at least {gib(smallest.num_bytes)} of GPU memory beside weights and "
-        f"optimiser ({describe(smallest)}), and {gib(max(0, room.gpu))} are free; {capacity}, or train on more GPUs"
+        f"optimiser ({plan_in_words(smallest)}), and {gib(max(0, room.gpu))} are free; {capacity}, or train on more "
+        "GPUs"
     )
 
 
@@ -327,7 +353,7 @@ def smaller_piece(tokens: int) -> int:
     return tokens // 256 * 128
 
 
-def describe(plan: RunPlan) -> str:
+def plan_in_words(plan: RunPlan) -> str:
     """Return the plan in words: "8 layers recomputed, whole rows, passes of 4,096 tokens, chunks of 512 logits"."""
     rows = "whole rows" if plan.carry is None else f"pieces of {plan.carry:,} tokens"
     where = " in host memory" if plan.offload_checkpoints else ""

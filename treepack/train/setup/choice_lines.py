@@ -6,7 +6,7 @@ from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.run_plan import ModelProbe, RunPlan, RunRoom, RunRows, gib
 
 
-def plan_lines(
+def choice_lines(
     plan: RunPlan,
     probe: ModelProbe,
     rows: RunRows,
