@@ -67,16 +67,16 @@ class TokensOrWord(click.ParamType[Any]):
 
 
 class LayerCount(click.ParamType[Any]):
-    """A number of layers, or `auto`."""
+    """A number of layers, `all` or `auto`."""
 
-    name = "N|auto"
+    name = "N|all|auto"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Parse `value`; wrong usage if it is neither the word nor a number."""
-        if value == "auto":
-            return "auto"
+        """Parse `value`; wrong usage if it is neither a word nor a number."""
+        if value in ("all", "auto"):
+            return str(value)
         if not re.fullmatch("[0-9]+", str(value)):
-            self.fail(f"{value!r} is neither a number of layers nor auto", param, ctx)
+            self.fail(f"{value!r} is neither a number of layers, nor all or auto", param, ctx)
         return int(value)
 
 
@@ -130,6 +130,7 @@ KINDS: dict[str, click.ParamType[Any]] = {
     "carry": TokensOrWord("8192 or 8k", auto="auto", off=None),
     "pass_tokens": TokensOrWord("32768 or 32k", auto="auto"),
     "checkpoint_layers": LayerCount(),
+    "loss_chunk": TokensOrWord("2048 or 2k", auto="auto"),
     "max_record_size": Size(),
     "importance_mask": Bounds(),
 }
