@@ -122,8 +122,8 @@ def _pack_parts(
 def show_packing(summary: PackSummary, why: str = "", *, verbose: bool = False, built: Manifest | None = None) -> None:
     """Print the summary of rows that were packed.
 
-    `why` tells why rows have their capacity, "" for no note. `built` is the manifest of the trie if a command has just
-    printed it: what it contains is not printed again.
+    `why` is the reason for the capacity, "" for no note. If the command has printed the manifest of the trie, it is
+    `built`, and its figures are left out.
     """
     from treepack.analysis.summary import summary_of_manifest
 
@@ -135,37 +135,20 @@ def show_packing(summary: PackSummary, why: str = "", *, verbose: bool = False, 
     size = sum(entry["bytes"] for entry in manifest["files"]) / totals["tokens_packed"]
     figures = {name: value for name, value in totals.items() if before.get(name) != value}
     show_figures(figures | {"bytes_per_token": size}, verbose=verbose)
-    notes = [*_capacity_notes(manifest, why), *_partition_notes(manifest), *_step_notes(summary)]
-    show_notes(summary.counts, notes)
+    show_notes(summary.counts, _packing_notes(summary, why))
     if built is None:
         print_control_tokens(manifest.get("control_tokens"))
 
 
-def _capacity_notes(manifest: Manifest, why: str) -> list[str]:
-    return [f"rows of {manifest['capacity']:,} tokens: {why}"] if why else []
+def _packing_notes(summary: PackSummary, why: str) -> list[str]:
+    """Return notes on the capacity, the cost of partitions, and training steps, which `train --mix` refuses."""
+    from treepack.pack.files import training_steps
 
-
-def _partition_notes(manifest: Manifest) -> list[str]:
-    """Return a note about the cost of packing parts of the trie alone, if there are several."""
-    partitions = manifest["options"].get("partitions")
-    if partitions is None:
-        return []
-    repeated = manifest["totals"]["repeated_tokens"]
-    return [f"{partitions:,} partitions, which repeat {repeated:,} tokens of prefixes that they share"]
-
-
-def _step_notes(summary: PackSummary) -> list[str]:
-    """Return a note if rows belong to training steps, which `train --mix` refuses."""
-    import pyarrow.compute as pc
-    from pyarrow import parquet
-
-    from treepack.files.remote.address import RemotePath
-
-    if isinstance(summary.path, RemotePath):
-        return []
-    names = [entry["name"] for entry in summary.manifest["files"] if entry["name"].startswith("part")]
-    parts = [parquet.read_table(summary.path / name, columns=["step"])["step"] for name in names]
-    steps = {step for part in parts for step in pc.unique(part.drop_null()).to_pylist()}
-    if not steps:
-        return []
-    return [f"rows belong to {len(steps):,} training steps, which train keeps in order, so it refuses --mix for them"]
+    manifest = summary.manifest
+    notes = [f"rows of {manifest['capacity']:,} tokens: {why}"] if why else []
+    if partitions := manifest["options"].get("partitions"):
+        repeated = manifest["totals"]["repeated_tokens"]
+        notes.append(f"{partitions:,} partitions, which repeat {repeated:,} tokens of prefixes that they share")
+    if steps := training_steps(summary.path, manifest):
+        notes.append(f"rows of {len(steps):,} training steps, which train keeps in order, so it refuses --mix for them")
+    return notes

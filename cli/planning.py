@@ -90,7 +90,7 @@ pack_options_without_workers = option_group("options", [*_LIMITS, *_PLANNING, *_
 def chosen_options(
     trie: AnyPath, options: PackOptions, target: dict[str, Any], *, memory: int | None
 ) -> tuple[PackOptions, str]:
-    """Return `options` with a capacity for the model of `target`, and a sentence that tells why; "" if it is given.
+    """Return `options` with a capacity for the model of `target`, and the reason for the note of `show_packing`.
 
     Raises:
         TreepackError: no such model or device, or a trie that cannot be read or planned.

@@ -25,7 +25,7 @@ SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "ro
 
 
 def print_report(report: dict[str, Any], *, verbose: bool) -> None:
-    """Print a report: the verdict, the capacities, memory, and what was asked for; with `verbose` everything else."""
+    """Print a report: the verdict, the capacities, memory and optional parts; with `verbose` everything else."""
     forecast = report["forecast"]
     print_many_skipped(report.get("skipped"))
     say(report["summary"])
@@ -33,7 +33,7 @@ def print_report(report: dict[str, Any], *, verbose: bool) -> None:
     click.echo()
     _print_capacities(report)
     num_gpus = forecast["num_gpus"]
-    each = "" if num_gpus == forecast["ranks"] else f" (the memory above is of each of {num_gpus})"
+    each = "" if num_gpus == forecast["ranks"] else f" (the table has the memory of each of {num_gpus})"
     say(f"{forecast['carry']['verdict']}{each}.")
     if lost := report.get("sharing", {}).get("lost"):
         tokens = report["sharing"]["laid_down"]["lost"]

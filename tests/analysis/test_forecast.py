@@ -254,7 +254,7 @@ def test_stats_is_a_verdict_a_table_and_a_line_of_memory(treepack: Run, chats: C
     assert [row[0] for row in table if row[0].endswith("*")] == ["32,768*"]
     assert len({(row[1], row[2]) for row in table}) == len(table)  # equal plans are one line
     sentence = "qwen3-8b with AdamW in fp32 does not fit one h200; use 2 GPUs or LoRA"
-    assert lines[end] == f"{sentence} (the memory above is of each of 2)."
+    assert lines[end] == f"{sentence} (the table has the memory of each of 2)."
     assert lines[end + 1] == "28.7 % of the tokens lost their sharing, most by template; see --verbose."
     assert len(lines) == end + 4  # and a note about the template
     assert "e-0" not in treepack("stats", trie, "--verbose").out  # times have a unit that fits

@@ -93,6 +93,6 @@ def test_rows_of_training_steps_are_announced(tmp_path: Path, treepack: Run) -> 
     lines = [f'{{"id": "{i}", "step": {i % 2}, "tokens": [1, 2, {i}], "mask": [0, 1, 1]}}' for i in range(4)]
     (tmp_path / "r.jsonl").write_text("\n".join(lines))
     done = treepack("prepare", tmp_path / "r.jsonl", "--out", tmp_path / "d")
-    assert "- rows belong to 2 training steps, which train keeps in order, so it refuses --mix for them" in done.out
+    assert "- rows of 2 training steps, which train keeps in order, so it refuses --mix for them" in done.out
     plain = treepack("prepare", *CHAT, "--out", tmp_path / "plain")
     assert "training steps" not in plain.out

@@ -4,8 +4,8 @@
     rows of a plan, --waiting--> time of the slowest rank over the mean of the ranks, with the launches of passes
     carried_report lines, waiting --estimate_capacities--> CapacityEstimate, ... --choose_estimate--> one of them
 
-The expected time is the operations of the rows at the rate of the device, those that run twice included, over the
-number of ranks, times the waiting. Long rows share more; short rows divide better among ranks and need less memory.
+The expected time is the operations of the rows, including repeated ones, at the rate of the device, over the number of
+ranks, times the waiting. Long rows share more; short rows divide better among ranks and need less memory.
 The trainer joins rows into passes, so short rows cost launches only if a step has too few tokens for a full pass.
 """
 

@@ -1,4 +1,4 @@
-"""The forecast of a trie for a model: plans for several capacities, the one to take, and what trees gain there.
+"""The forecast of a trie for a model: plans for several capacities, the best one, and the gain of trees there.
 
     model, device --read_target--> ForecastTarget
     Trie, ForecastTarget --compare_capacities--> ComparedCapacities     time and memory of each, and the choice
@@ -50,10 +50,11 @@ from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
 QUICK = "contiguous"  # the method of plans that the user did not ask for: one pass over the leaves
-# Methods that lay out rows in another way than trees, so that a quick plan would say nothing about them.
+# Methods whose rows differ from those of any other method, so a quick plan is no estimate of them.
 OWN_METHODS = ("groups", "sequence", "greedy-online")
 MAX_GPUS = 4096
-# Rows that fit only because they are short, and take this many times as long as others, are no reason to say "fits".
+# Rows that fit only because they are short may take at most this many times as long as the fastest rows; if they take
+# longer, the model needs more GPUs.
 MAX_SLOWER = 1.5
 WEIGHT_BYTES = 4  # of a float32 weight
 
@@ -267,7 +268,7 @@ def forecast_trie(
     Args:
         trie: the rollouts.
         target: the model and the devices.
-        conversations: from which the trie was read, for the append-only baseline.
+        conversations: the source of the trie, which gives the append-only baseline.
         totals: of the trie.
         capacities: see `compare_capacities`.
         options: see `compare_capacities`.
