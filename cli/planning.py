@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,12 +17,6 @@ if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _finite(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not a number of seconds", context, option)
-    return value
 
 
 _BALANCE = {"metavar": "RANKS", "show_default": False}
@@ -43,11 +36,7 @@ def _search(effort: str) -> list[Option[Any]]:
         PackOptions,
         "method effort time_limit",
         effort={"default": effort},
-        time_limit={
-            "type": click.FloatRange(min=0, min_open=True),
-            "metavar": "SECONDS",
-            "callback": _finite,
-        },
+        time_limit={"type": float, "metavar": "SECONDS"},
     )
 
 
@@ -57,7 +46,9 @@ def search_options(effort: str) -> Callable[[F], F]:
 
 
 ranked_search_options = option_group(
-    "search", [*field_options(PackOptions, "balance", balance=_BALANCE), *_search("low")], as_usage(PackOptions)
+    "search",
+    [*field_options(PackOptions, "balance", balance=_BALANCE), *_search(StatsOptions().pack.effort)],
+    as_usage(PackOptions),
 )
 """Adds the options of a search and a number of ranks to a command, which receives them as `search: PackOptions`."""
 
@@ -73,7 +64,7 @@ model_options = option_group(
             "help": "Model that is trained: without --capacity, take the capacity of the shortest expected time; with "
             "--balance, make the rows even in its time. A preset or a config.json, see docs/forecast.md.",
         },
-        device={"metavar": "NAME|TFLOP/S"},
+        device={"metavar": "NAME|TFLOP/S", "default": None, "show_default": False},
     ),
     dict,
 )
@@ -96,13 +87,16 @@ def chosen_options(
         TreepackError: no such model or device, or a trie that cannot be read or planned.
     """
     if target["model"] is None:
+        if target["device"] is not None:
+            raise click.UsageError("--device is the device of a model; give --model too, or neither")
         if options.capacity is not None:
             return options, ""
         return options, "the usual capacity that every trajectory fits; --model MODEL takes the one that trains fastest"
     from treepack.analysis.trie_forecast import choose_options
 
     with progress_bars() as progress:
-        return choose_options(trie, options, **target, memory=memory, progress=progress)
+        device = target["device"] or StatsOptions().device
+        return choose_options(trie, options, model=target["model"], device=device, memory=memory, progress=progress)
 
 
 # Options that a plan file replaces: the limits and the search.

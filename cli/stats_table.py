@@ -160,10 +160,9 @@ def _print_predictions(predicted: list[dict[str, Any]]) -> None:
 
 
 def _print_checked(checked: dict[str, Any]) -> None:
-    compared = checked.pop("against_trie", True)
-    click.echo("checked: " + ", ".join(f"{name} {value:,}" for name, value in checked.items()) + ": all correct")
-    if not compared:
+    if not checked.pop("against_trie", True):
         click.echo("not compared with a trie: the one it was packed from cannot be found; give --trie")
+    click.echo("checked: " + ", ".join(f"{name} {value:,}" for name, value in checked.items()) + ": all correct")
 
 
 def _print_forecast(forecast: dict[str, Any]) -> None:

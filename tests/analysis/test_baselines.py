@@ -24,7 +24,7 @@ from treepack.analysis.forecast import (
     turns_work,
 )
 from treepack.analysis.turns import turns_of
-from treepack.analysis.verdict import baseline_notes, forecast_report, headline
+from treepack.analysis.verdict import baseline_notes, forecast_report, gain_headline
 from treepack.costs.model_cost import FlopCount, ModelShape, operations
 from treepack.ingest.conversations import AppendOnly, Conversations
 from treepack.trajectory import Trajectory
@@ -174,9 +174,9 @@ def test_the_verdict_is_about_the_given_capacity_and_names_it() -> None:
         "Tree training pays 2.0x in rows of 8,192 tokens against each trajectory alone "
         "(10.0x against one trajectory per turn)"
     )
-    assert headline(result["gain"]) == "Tree training pays 2.0x in rows of 8,192 tokens"
+    assert gain_headline(result["gain"]) == "Tree training pays 2.0x in rows of 8,192 tokens"
     loss = forecast_report([line_of(SAMPLES, 0.05, 64)], SHAPE, DEVICE, capacity=64)
-    assert headline(loss["gain"]) == "Tree training does not pay in rows of 64 tokens"
+    assert gain_headline(loss["gain"]) == "Tree training does not pay in rows of 64 tokens"
 
 
 saved = st.floats(-0.5, 0.95)

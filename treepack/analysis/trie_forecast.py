@@ -50,7 +50,7 @@ from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
 QUICK = "contiguous"  # the method of plans that the user did not ask for: one pass over the leaves
-# Methods whose rows differ from those of any other method, so a quick plan is no estimate of them.
+# Methods whose rows are like the rows of no other method, so a quick plan does not estimate them.
 OWN_METHODS = ("groups", "sequence", "greedy-online")
 MAX_GPUS = 4096
 # Rows that fit only because they are short may take at most this many times as long as the fastest rows; if they take

@@ -119,15 +119,15 @@ def gain_verdict(gain: Entry, baselines: list[Entry]) -> str:
         if entry["baseline"] != gain["baseline"]
     ]
     if _pays(gain):
-        text = f"{headline(gain)} against {gain['label']}"
+        text = f"{gain_headline(gain)} against {gain['label']}"
     else:
         saved = 1 - 1 / gain["speedup"]
         part = f"{100 * saved:.0f} % less" if saved >= 0 else f"{100 * (1 / gain['speedup'] - 1):.0f} % more"
-        text = f"{headline(gain)}: it computes {part} than {gain['label']}"
+        text = f"{gain_headline(gain)}: it computes {part} than {gain['label']}"
     return text + (f" ({', '.join(others)})" if others else "")
 
 
-def headline(gain: Mapping[str, Any]) -> str:
+def gain_headline(gain: Mapping[str, Any]) -> str:
     """Return the one figure of `stats` and of the report, from the entry "gain" of a forecast, with its capacity."""
     rows = "" if gain["capacity"] is None else f" in rows of {gain['capacity']:,} tokens"
     if not _pays(gain):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from treepack.analysis.summary import quantity
-from treepack.analysis.verdict import headline as gain_headline
+from treepack.analysis.verdict import gain_headline
 from treepack.report.causes import LostSharing
 from treepack.report.figures import ReportFigures, ReportSubject
 from treepack.trajectory import Int64
