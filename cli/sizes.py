@@ -46,7 +46,8 @@ class TokenCounts(click.ParamType[tuple[int, ...]]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """Parse `value`; wrong usage if any part is not a number of tokens."""
-        return tuple(TokenCount().convert(part, param, ctx) for part in str(value).split(","))
+        parts = value if isinstance(value, tuple) else str(value).split(",")
+        return tuple(TokenCount().convert(part, param, ctx) for part in parts)
 
 
 class TokensOrWord(click.ParamType[Any]):
