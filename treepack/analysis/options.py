@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from treepack.files.remote.address import AnyPath
 from treepack.ingest.options import BuildOptions
+from treepack.option_fields import read_counts
 from treepack.pack.options import PackOptions
 
 
@@ -28,6 +29,10 @@ class StatsOptions:
     check: bool = False  # verify hashes, every invariant, and that rows contain all of their trie
     trie: AnyPath | None = None  # trie to check a packed directory against; None for the one it was packed from
 
+    def __post_init__(self) -> None:
+        """Read texts such as "4k", and refuse other values that are not numbers of tokens."""
+        read_counts(self, "capacities", "carry")
+
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
@@ -45,3 +50,7 @@ class ReportOptions:
     text: bool = True  # put the text of the rollouts into the page
     # Maximum number of tokens shown as text; every node shows the same number of its first tokens.
     text_limit: int = 8_000_000
+
+    def __post_init__(self) -> None:
+        """Read texts such as "4k", and refuse other values that are not numbers of tokens."""
+        read_counts(self, "capacities")
