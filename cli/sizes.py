@@ -11,17 +11,8 @@ from typing import Any
 
 import click
 
+from treepack.option_fields import parse_count
 from treepack.pack.options import MAX_CAPACITY
-
-# Context lengths are powers of two, so 16k is 16,384 and 1m is 1,048,576.
-FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-COUNT = re.compile(r"([0-9][0-9_]*)([km]?)", re.IGNORECASE)
-
-
-def _count(text: str) -> int | None:
-    """Return the number that `text` means, or None: "16k" -> 16384, "4_096" -> 4096, "4x" -> None."""
-    match = COUNT.fullmatch(text.strip())
-    return int(match[1].replace("_", "")) * FACTORS[match[2].lower()] if match else None
 
 
 class TokenCount(click.ParamType[int]):
@@ -31,7 +22,7 @@ class TokenCount(click.ParamType[int]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Parse `value`; wrong usage if it is not a number of tokens."""
-        number = value if isinstance(value, int) else _count(str(value))
+        number = value if isinstance(value, int) else parse_count(str(value))
         if number is None:
             self.fail(f"{value!r} is not a number of tokens such as 8192 or 8k", param, ctx)
         if not 1 <= number <= MAX_CAPACITY:
@@ -61,7 +52,7 @@ class TokensOrWord(click.ParamType[Any]):
         """Parse `value`; wrong usage if it is neither a word nor a number of tokens."""
         if value in self.words:
             return self.words[value]
-        if not isinstance(value, int) and _count(str(value)) is None:
+        if not isinstance(value, int) and parse_count(str(value)) is None:
             words = " or ".join(self.words)
             self.fail(f"{value!r} is neither a number of tokens such as {self.example}, nor {words}", param, ctx)
         return TokenCount().convert(value, param, ctx)

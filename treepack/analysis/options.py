@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from treepack.files.remote.address import AnyPath
 from treepack.ingest.options import BuildOptions
-from treepack.option_fields import check_options, option
+from treepack.option_fields import check_options, option, read_counts
 from treepack.pack.options import PackOptions
 
 
@@ -39,6 +39,15 @@ class StatsOptions:
         minimum=1,
     )
 
+    def __post_init__(self) -> None:
+        """Read texts such as "4k", and refuse values that are not numbers of tokens.
+
+        Raises:
+            TreepackError: naming the option.
+        """
+        read_counts(self, "capacities", "carry")
+        check_options(self)
+
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
@@ -63,9 +72,10 @@ class ReportOptions:
     )
 
     def __post_init__(self) -> None:
-        """Check the values.
+        """Read texts such as "4k", and refuse values that are not numbers of tokens.
 
         Raises:
             TreepackError: naming the option.
         """
+        read_counts(self, "capacities")
         check_options(self)

@@ -35,6 +35,7 @@ from treepack.model.objectives.losses import objective_loss
 from treepack.model.objectives.objective import Objective
 from treepack.model.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
 from treepack.model.objectives.term_objective import TermObjective, loss_temperature, require_value_head, score
+from treepack.option_fields import parse_count
 
 # Returns the scalar of a piece that runs backward, with a graph, and its part of the sums.
 _PieceLoss: TypeAlias = Callable[[PieceRow], tuple[Tensor, dict[str, Tensor]]]
@@ -59,8 +60,10 @@ class CarryOptions:
         """
         for name in ("limit", "chunk"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            number = parse_count(value) if isinstance(value, str) else value
+            if not isinstance(number, int) or number < 1:
                 raise TreepackError(f"{name} is {value!r}; expected a number of tokens of at least 1")
+            object.__setattr__(self, name, number)
 
 
 @dataclass(frozen=True)
