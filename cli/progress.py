@@ -39,9 +39,9 @@ quiet_option = click.option(
     is_flag=True,
     expose_value=False,
     callback=_remember_quiet,
-    help="Write no progress to stderr.",
+    help="Write no progress to stderr, and no last lines about the output and the next command.",
 )
-"""The option of all long commands. Functions of this file read it from the context, so no command passes it on."""
+"""The option of all commands. Functions of this file read it from the context, so no command passes it on."""
 
 
 def is_quiet() -> bool:

@@ -8,8 +8,8 @@ import click
 
 from treepack.analysis.options import ReportOptions
 
-from .output import show
-from .paths import READ, WRITE
+from .output import quoted, show, show_end
+from .paths import LOOK, READ, WRITE
 from .planning import search_options
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
@@ -25,7 +25,7 @@ USUAL = ReportOptions()
 
 
 @click.command()
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=LOOK)
 @click.option("--out", type=WRITE, metavar="FILE", help="HTML page to write.")
 @click.option("--png", type=WRITE, metavar="DIRECTORY", help="Directory to write PNG pictures to.")
 @click.option(
@@ -105,6 +105,7 @@ def report(
         show({"page": str(summary.page), "bytes": summary.page_bytes, **_text_rows(summary)})
     if summary.pictures is not None:
         show({"pictures": str(summary.pictures)})
+    show_end(out, png, then=None if out is None else f"open {quoted(out)} in a browser")
 
 
 def _text_rows(summary: ReportSummary) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from treepack.rollout.options import TreeOptions, independent
 
+from .choices import WordChoice
 from .option_groups import as_usage, field_options, option_group
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ tree_options = option_group(
     [
         click.option(
             "--sampler",
-            type=click.Choice(SAMPLERS),
+            type=WordChoice(SAMPLERS),
             required=True,
             help="independent: rollouts one by one. treepo: trees of segments. prefixes: continuations of the prompts "
             "and prefixes that treepack allocate, augment and select write.",

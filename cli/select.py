@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .option_groups import option_group
-from .output import lock_until_end, refuse_suffix, reserve_table, show
-from .paths import READ, WRITE
+from .output import lock_until_end, next_rollouts, quoted, refuse_suffix, reserve_table, show, show_end
+from .paths import READ, TRIE, WRITE
+from .progress import quiet_option
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
@@ -90,6 +91,7 @@ def select() -> None:
 @option_group("prior", PRIOR_OPTIONS, _prior)
 @option_group("sampling", SAMPLING_OPTIONS, _sampling)
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@quiet_option
 def nearest(
     state: AnyPath, k: int, out: AnyPath | None, prior: OddsPrior, sampling: GibbsLength, overwrite: bool
 ) -> None:
@@ -135,6 +137,7 @@ def nearest(
             "pass rate, largest": float(rate[chosen].max()),
         }
     )
+    show_end(out, then=next_rollouts(out, "--prompts PROMPTS"))
 
 
 @select.command()
@@ -147,7 +150,7 @@ def nearest(
 )
 @click.option(
     "--rollouts",
-    type=READ,
+    type=TRIE,
     help="Trie directory of new rollouts; the query of each is its group.",
 )
 @click.option(
@@ -167,6 +170,7 @@ def nearest(
 @click.option(
     "--success-above", type=float, default=0.0, show_default=True, help="Rollouts with a higher reward are successful."
 )
+@quiet_option
 def update(
     state: AnyPath,
     queries: tuple[AnyPath, ...],
@@ -227,6 +231,7 @@ def update(
     if is_new:
         click.echo(f"note: {state} is new", err=True)
     show(_figures(read, num_added, counts))
+    show_end(state, then=f"treepack select {quoted(state)} --k K --out QUERIES.jsonl")
 
 
 def _figures(state: QueryCounts, num_added: int, counts: dict[str, Any]) -> dict[str, Any]:

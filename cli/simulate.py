@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .option_groups import option_group
-from .output import show, show_table
-from .paths import READ
+from .output import quoted, show, show_end, show_table
+from .paths import TRIE
+from .progress import quiet_option
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
@@ -90,7 +91,7 @@ def simulate() -> None:
 
 
 @simulate.command(short_help="Compare uniform and TRACE allocation of one budget.")
-@click.argument("trie", type=READ, required=False)
+@click.argument("trie", type=TRIE, required=False)
 @option_group("experiment", EXPERIMENT_OPTIONS, _experiment)
 @option_group("world_fields", WORLD_OPTIONS, _world_fields)
 @click.option(
@@ -101,6 +102,7 @@ def simulate() -> None:
     help="With TRIE: end of a prefix; the same values as in treepack advantages.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@quiet_option
 def allocation(
     trie: AnyPath | None, experiment: BudgetExperiment, world_fields: dict[str, float], segment: str, as_json: bool
 ) -> None:
@@ -119,7 +121,12 @@ def allocation(
     if as_json:
         options = {name: getattr(experiment, name) for name in EXPERIMENT_FIELDS} | world_fields
         click.echo(json.dumps({"options": options, "rank_correlation": rank_correlation, "arms": report}))
-        return
+    else:
+        _show(experiment, rank_correlation, report)
+    show_end(then=f"treepack values fit {'TRIE' if trie is None else quoted(trie)} --model MODEL --out VALUES")
+
+
+def _show(experiment: BudgetExperiment, rank_correlation: float | None, report: list[dict[str, Any]]) -> None:
     show(
         {
             "rollouts of prompts": experiment.budget,

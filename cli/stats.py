@@ -9,7 +9,7 @@ import click
 
 from treepack.analysis.options import StatsOptions
 
-from .paths import READ
+from .paths import LOOK, READ
 from .planning import search_options
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
@@ -25,7 +25,7 @@ USUAL = StatsOptions()
 
 
 @click.command()
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=LOOK)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--check", is_flag=True, help="Verify hashes, every invariant, and that rows contain all of the trie.")
 @click.option(

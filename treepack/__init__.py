@@ -63,4 +63,11 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'treepack' has no attribute {name!r}")
     module, _, own_name = _HOME[name].partition(":")
-    return getattr(import_module(f"treepack.{module}"), own_name or name)
+    try:
+        return getattr(import_module(f"treepack.{module}"), own_name or name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from treepack.errors import TreepackError, torch_hint
+
+        raise TreepackError(f"treepack.{name} needs torch, which is not installed; {torch_hint()}") from error

@@ -63,7 +63,7 @@ TREES = ("--sampler", "treepo", "--width", 6, "--segment", 5, "--step", 3, "--re
 def test_sampled_trees_are_built_credited_packed_and_continued(treepack: Run, folder: Path, server: str) -> None:
     def run(*arguments: object) -> None:
         done = treepack(*arguments)
-        assert (done.status, done.err) == (0, ""), done.err
+        assert (done.status, done.notes) == (0, ""), done.err
 
     sample = ("--engine", server, "--max-tokens", 24, "--quiet")
     run("rollout", "prompts.jsonl", *sample, *TREES, "--out", "rollouts.jsonl")
@@ -185,7 +185,7 @@ def test_an_environment_has_the_prompts_and_is_replayed_for_continuations(treepa
         write("prefixes.jsonl", *rows)
         more = ("--sampler", "prefixes", "--trie", "trie", "--out", "more.jsonl")
         done = treepack("rollout", "prefixes.jsonl", *common, *more)
-        assert (done.status, done.err) == (0, "")
+        assert (done.status, done.notes) == (0, "")
     continued = lines("more.jsonl")
     assert [record["reward"] for record in continued] == [3.0] * 4
     for record in continued:

@@ -228,7 +228,7 @@ def test_the_command_keeps_counts_and_selects_what_is_neither_easy_nor_hard(tree
     assert pq.read_table(state)["tried"].to_pylist() == [12, 0, 6]
 
     chosen = treepack("select", state, "--k", 3)
-    assert (chosen.status, chosen.err) == (0, "")
+    assert (chosen.status, chosen.notes) == (0, "")
     lines = [json.loads(line) for line in chosen.out.splitlines()]
     assert lines[0]["query_id"] == "even"
     assert {line["query_id"]: line["parent_id"] for line in lines} == {"even": None, "easy": None, "easy~1": "easy"}
