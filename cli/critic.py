@@ -45,12 +45,12 @@ def critic(trie: AnyPath, model: str, out: AnyPath, options: CriticOptions, over
     """
     import numpy as np
 
-    from treepack.train.early_checks import check_trie
+    from treepack.train.early_checks import check_trie_model
     from treepack.train.input_checks import refuse_ranks
 
     refuse_ranks("treepack critic")
     reserve_directory(out, [trie, model], overwrite=overwrite)
-    check_trie(trie, model, device=options.device)
+    check_trie_model(trie, model, device=options.device)
     import_torch()
     from treepack.train.critic import write_values
 

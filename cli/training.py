@@ -268,16 +268,37 @@ def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, *, done
 
 def _step_values(metrics: StepMetrics) -> dict[str, str]:
     """Return the values of a step for its line."""
-    reward, held_out = metrics.means.get("reward"), metrics.evaluation.get("eval_loss")
+    held_out = metrics.evaluation.get("eval_loss")
     return {
         "loss": f"{metrics.loss:.4f}",
-        **({} if reward is None else {"reward": f"{reward:.3g}"}),
+        **{name: f"{value:.3g}" for name, value in _named_means(metrics).items()},
         **({} if held_out is None else {"held-out loss": f"{held_out:.4f}"}),
         "lr": f"{metrics.lr:.3g}",
         "grad norm": f"{metrics.grad_norm:.3g}",
         "tok/s": short(metrics.tokens_per_second),
         "flat tok/s": short(metrics.tokens_flat_per_second),
     }
+
+
+def _named_means(metrics: StepMetrics) -> dict[str, float]:
+    """Return the means of a step that are watched in reinforcement learning and with preferences, by their names."""
+    means = metrics.means
+    named = {name: means[name] for name in ("reward", "accuracy", "margin") if name in means}
+    if "old_kl" in means:
+        # kl is that to the reference, and 0 without --kl; old_kl is that to the policy before the step.
+        named |= {"KL": means["kl"]} if means["kl"] else {"KL to the old policy": means["old_kl"]}
+        named |= {"entropy": means["entropy"]}
+        named |= {"clip share": means["clip_fraction_low"] + means["clip_fraction_high"]}
+    return named
+
+
+def _outcome(steps: list[StepMetrics]) -> dict[str, Any]:
+    """Return the lines of the summary about the first and the last step: the loss, or the means that say more."""
+    first, last = (_named_means(steps[place]) for place in (0, -1))
+    # The loss of a policy is about 0 in every step, whatever it learns.
+    losses = {} if "old_kl" in steps[0].means else {"first loss": steps[0].loss, "last loss": steps[-1].loss}
+    names = [name for name in first if name in last]
+    return losses | {f"{name}, first and last": f"{first[name]:.4g}, {last[name]:.4g}" for name in names}
 
 
 def _require_extras(run_options: RunOptions) -> None:
@@ -324,8 +345,7 @@ def _summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dict[s
         seconds = sum(metrics.seconds for metrics in steps)
         tokens, flat = (sum(getattr(metrics, name) for metrics in steps) for name in ("tokens", "tokens_flat"))
         record |= {
-            "first loss": steps[0].loss,
-            "last loss": steps[-1].loss,
+            **_outcome(steps),
             "tokens computed": tokens,
             "tokens if each trajectory is computed alone": flat,
             "tokens per second": tokens / seconds,

@@ -115,13 +115,13 @@ def fit(
     that continue from there, by the mean squared error. Prefixes are packed into rows, so each is encoded once.
     """
     from treepack.files.remote.cache import local_copy
-    from treepack.train.early_checks import check_trie
+    from treepack.train.early_checks import check_trie_model
     from treepack.train.input_checks import refuse_ranks
 
     refuse_ranks("treepack values fit")
     train = TrainOptions(**training, **asdict(compute))
     reserve_directory(out, [trie, model], overwrite=overwrite)
-    check_trie(trie, model, device=train.device)
+    check_trie_model(trie, model, device=train.device)
     import_torch()
     from treepack.research.predictor.fit import FitOptions, open_fit
     from treepack.research.predictor.fit import fit as fit_steps
@@ -200,7 +200,7 @@ def predict(
     from treepack.files.remote.cache import local_copy
     from treepack.research.predictor.record import read_values_record
     from treepack.research.trace.expansion import refuse_name, write_prefix_table
-    from treepack.train.early_checks import check_trie
+    from treepack.train.early_checks import check_trie_model
     from treepack.train.input_checks import refuse_ranks
 
     refuse_ranks("treepack values predict")
@@ -209,7 +209,7 @@ def predict(
     reserve_table(out, [trie, predictor], columns={"group_id", "value"}, overwrite=overwrite)
     directory = local_copy(predictor)
     read_values_record(directory)
-    check_trie(trie, str(directory), device=compute.device)
+    check_trie_model(trie, str(directory), device=compute.device)
     import_torch()
     from treepack.research.predictor import model as value_model
 

@@ -2,7 +2,7 @@
 
     packed, model, options --check_training--> paths, manifests, columns, shares, vocabulary
     packed, options, out   --check_resumed-->  everything that may not differ, without the model
-    packed | trie, model   --check_scoring, check_trie-->  the same for other commands
+    packed | trie, model   --check_scoring, check_trie_model-->  the same for other commands
 
 Each check is the function that opening a run calls again, or a part of it: what is wrong here would be wrong there. A
 large model takes minutes to load, and importing torch takes seconds.
@@ -84,7 +84,7 @@ def check_scoring(packed: str | AnyPath, model: str, *, device: str) -> None:
     _check_model(model, header.manifest["max_token_id"])
 
 
-def check_trie(trie: str | AnyPath, model: str, *, device: str) -> None:
+def check_trie_model(trie: str | AnyPath, model: str, *, device: str) -> None:
     """Refuse a trie and a model that do not fit together.
 
     Raises:

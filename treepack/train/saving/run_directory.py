@@ -45,7 +45,7 @@ from treepack.train.saving.run_record import (
     check_out,
     files_sha256,
     num_finished,
-    read_record,
+    read_run_record,
     refuse_differences,
     text_sha256,
 )
@@ -91,7 +91,7 @@ def is_complete(out: AnyPath, options: TrainOptions, num_steps: int) -> bool:
     """
     if num_finished(out) != num_steps:
         return False
-    record = read_record(out / FINISHED)
+    record = read_run_record(out / FINISHED)
     # A run that ended early because of its patience continues if its patience changes.
     ended_early = record.get("last_step", num_steps) < num_steps
     return not ended_early or record["options"]["patience"] == options.patience
@@ -104,7 +104,7 @@ def is_same_finished_run(out: AnyPath, packed: Packed, model: str, options: Trai
     """
     if not is_complete(out, options, num_steps):
         return False
-    record = read_record(out / FINISHED)
+    record = read_run_record(out / FINISHED)
     fixed = json.loads(json.dumps(options.fixed_options))
     names = fixed.keys() - LENGTH_OPTIONS
     same = {name: record["options"].get(name) for name in names} == {name: fixed[name] for name in names}
@@ -120,7 +120,7 @@ def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:
     Raises:
         TreepackError: the disk fails.
     """
-    before = read_record(out / RUN)
+    before = read_run_record(out / RUN)
     lengths = {name: before["options"][name] for name in LENGTH_OPTIONS}
     old, new = len(plan_steps(run.dataset, replace(run.options, **lengths), run.table)), len(run.schedule)
     if run.ranks.leads:

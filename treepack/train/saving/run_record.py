@@ -65,7 +65,7 @@ def num_finished(out: AnyPath) -> int | None:
     """
     if not is_finished(out):
         return None
-    record = read_record(out / FINISHED)
+    record = read_run_record(out / FINISHED)
     return int(record["num_steps"])
 
 
@@ -81,7 +81,7 @@ def refuse_differences(out: AnyPath, now: Mapping[str, Any], *, unknown: Collect
         TreepackError: run.json is damaged, or data, configuration or options differ.
     """
     path = out / RUN
-    before = read_record(path)
+    before = read_run_record(path)
     try:
         # Without held-out rows, eval_sha256 is absent. All others must be there.
         before.setdefault("eval_sha256", None)
@@ -135,7 +135,7 @@ def text_sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_record(path: AnyPath) -> dict[str, Any]:
+def read_run_record(path: AnyPath) -> dict[str, Any]:
     """Return the object in run.json or train.json.
 
     Raises:
