@@ -283,10 +283,10 @@ def _step_values(metrics: StepMetrics) -> dict[str, str]:
 def _named_means(metrics: StepMetrics) -> dict[str, float]:
     """Return the means of a step that are watched in reinforcement learning and with preferences, by their names."""
     means = metrics.means
-    named = {name: means[name] for name in ("reward", "accuracy", "margin") if name in means}
-    if "old_kl" in means:
-        # kl is that to the reference, and 0 without --kl; old_kl is that to the policy before the step.
-        named |= {"KL": means["kl"]} if means["kl"] else {"KL to the old policy": means["old_kl"]}
+    named: dict[str, float] = {name: means[name] for name in ("reward", "accuracy", "margin") if name in means}
+    if "clip_fraction_low" in means:
+        # kl is that to the reference, with --kl; old_kl is that to the policy that the old log-probabilities are of.
+        named |= {"KL": means["kl"]} if "kl" in means else {"KL to the old policy": means["old_kl"]}
         named |= {"entropy": means["entropy"]}
         named |= {"clip share": means["clip_fraction_low"] + means["clip_fraction_high"]}
     return named
@@ -296,7 +296,7 @@ def _outcome(steps: list[StepMetrics]) -> dict[str, Any]:
     """Return the lines of the summary about the first and the last step: the loss, or the means that say more."""
     first, last = (_named_means(steps[place]) for place in (0, -1))
     # The loss of a policy is about 0 in every step, whatever it learns.
-    losses = {} if "old_kl" in steps[0].means else {"first loss": steps[0].loss, "last loss": steps[-1].loss}
+    losses = {} if "clip_fraction_low" in steps[0].means else {"first loss": steps[0].loss, "last loss": steps[-1].loss}
     names = [name for name in first if name in last]
     return losses | {f"{name}, first and last": f"{first[name]:.4g}, {last[name]:.4g}" for name in names}
 
