@@ -3,7 +3,7 @@
 One thread per process: the models are tiny and the tests run side by side, so more threads only wait for each other.
 Without a GPU, Triton runs kernels in its interpreter; it reads the variable once, when it is first imported.
 Hypothesis is derandomised, so that a run is repeatable, and has no deadlines, as machines differ. `make test` tries 12
-examples of each property, `make test-slow` 80. A property with a number of its own is tried by `make test` alone: the
+examples of each property, `make test-slow` 40. A property with a number of its own is tried by `make test` alone: the
 slow group would try the same examples again.
 """
 
@@ -28,7 +28,7 @@ from support.ray_cluster import running_cluster
 from support.s3 import Store, running_store
 
 settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=12)
-settings.register_profile("thorough", settings.get_profile("treepack"), max_examples=80)
+settings.register_profile("thorough", settings.get_profile("treepack"), max_examples=40)
 settings.load_profile("treepack")
 
 # The environment of `make test-data` has no torch, and macOS has no triton.
