@@ -29,12 +29,12 @@ from .rollout_options import run_options, sampling_options, tree_options
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
-    from treepack.rollout.engine import Engine, Sampling
+    from treepack.rollout.engine import Engine
     from treepack.rollout.episode import Episode
-    from treepack.rollout.options import TreeOptions
+    from treepack.rollout.options import RolloutOptions, Sampling, TreeOptions
     from treepack.rollout.queries import QueryFile
     from treepack.rollout.query import Query
-    from treepack.rollout.run import RolloutOptions, StartEpisode
+    from treepack.rollout.run import StartEpisode
     from treepack.rollout.servers.server import SampleText
     from treepack.rollout.summary import RolloutMeans, RolloutSummary
     from treepack.trajectory import Int32

@@ -16,7 +16,6 @@ from .output import quoted, reserve_directory, reserve_table, show, show_end
 from .paths import READ, TRIE, WRITE
 from .progress import INTERVAL, quiet_option, step_progress
 from .sizes import TokenCount
-from .training import import_torch
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
@@ -116,13 +115,13 @@ def fit(
     """
     from treepack.files.remote.cache import local_copy
     from treepack.train.early_checks import check_trie_model
-    from treepack.train.input_checks import refuse_ranks
+    from treepack.train.input_checks import refuse_ranks, require_torch
 
     refuse_ranks("treepack values fit")
     train = TrainOptions(**training, **asdict(compute))
     reserve_directory(out, [trie, model], overwrite=overwrite)
     check_trie_model(trie, model, device=train.device)
-    import_torch()
+    require_torch("treepack values fit")
     from treepack.research.predictor.fit import FitOptions, open_fit
     from treepack.research.predictor.fit import fit as fit_steps
 
@@ -201,7 +200,7 @@ def predict(
     from treepack.research.predictor.record import read_values_record
     from treepack.research.trace.expansion import refuse_name, write_prefix_table
     from treepack.train.early_checks import check_trie_model
-    from treepack.train.input_checks import refuse_ranks
+    from treepack.train.input_checks import refuse_ranks, require_torch
 
     refuse_ranks("treepack values predict")
     refuse_name(out)  # the name selects the format, .jsonl or .parquet
@@ -210,7 +209,7 @@ def predict(
     directory = local_copy(predictor)
     read_values_record(directory)
     check_trie_model(trie, str(directory), device=compute.device)
-    import_torch()
+    require_torch("treepack values predict")
     from treepack.research.predictor import model as value_model
 
     model = value_model.load_values(directory, **asdict(compute))

@@ -52,7 +52,7 @@ _HOME = {
     "LoraOptions": "model.adapters.lora_options",
     "row_loss": "model.forward",
     "TreeOptions": "rollout.options",
-    "RolloutOptions": "rollout.run",
+    "RolloutOptions": "rollout.options",
     "sample_rollouts": "rollout.run",
 }
 

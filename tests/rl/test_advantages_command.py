@@ -143,7 +143,7 @@ def test_the_command_prints_what_it_compared_and_left_out(treepack: Run, tmp_pat
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert (manifest["advantages"]["estimator"], manifest["totals"]["num_trajectories"]) == ("treerl", 2)
     again = treepack("advantages", tmp_path / "out", "--estimator", "grpo", "--out", tmp_path / "again")
-    assert again.err == f"note: {tmp_path / 'out'} has advantages already; they are replaced\n"
+    assert again.notes == f"note: {tmp_path / 'out'} has advantages already; they are replaced\n"
     assert read_trie(tmp_path / "again").trajectories["advantages"].null_count == 2
     refused = treepack(*command, tmp_path / "out")
     assert (refused.status, refused.err.count("\n")) == (1, 1)

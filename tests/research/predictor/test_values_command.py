@@ -121,7 +121,7 @@ def test_a_fit_can_start_from_the_head_of_an_earlier_one(treepack: Command, tmp_
     trie, out = small_fit(treepack, tmp_path, "--epochs", 8)
     again = tmp_path / "again"
     done = treepack("values", "fit", trie, "--model", out, "--out", again, *FAST)
-    assert (done.status, done.err) == (0, f"note: the head of {out} is used and fitted further\n")
+    assert (done.status, done.notes) == (0, f"note: the head of {out} is used and fitted further\n")
     # Its first loss is the last state of the first fit, so the head was loaded too.
     first = read_metrics(again / "metrics.jsonl")["loss"][0]
     assert first == pytest.approx(_loss(out, trie), rel=1e-4)

@@ -18,7 +18,8 @@ from support.paths import ROOT
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.research.trace.allocation import allocate_prefixes, allocate_roots
-from treepack.research.trace.simulation import ARMS, BudgetExperiment, ExperimentArm, interval, simulate
+from treepack.research.trace.options import BudgetExperiment
+from treepack.research.trace.simulation import ARMS, ExperimentArm, interval, simulate
 from treepack.research.trace.worlds import MarkovWorld, World, recorded_world
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
