@@ -229,8 +229,10 @@ def test_an_unreachable_server_and_a_missing_key_are_one_sentence(treepack: Run,
 
 
 def test_another_tokenizer_than_the_model_has_is_refused(treepack: Run, folder: Path) -> None:
-    model, other = ROOT / "sample_data" / "tokenizer", folder / "other"
-    shutil.copytree(model, other)
+    model, other = folder / "model", folder / "other"
+    for each in (model, other):
+        shutil.copytree(ROOT / "sample_data" / "tokenizer", each)
+    shutil.copyfile("model.json", model / "config.json")
     vocabulary = json.loads((other / "tokenizer.json").read_text())
     vocabulary["model"]["merges"] = []
     (other / "tokenizer.json").write_text(json.dumps(vocabulary))

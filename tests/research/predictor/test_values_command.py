@@ -157,7 +157,7 @@ def test_what_cannot_be_fitted_is_one_sentence_and_leaves_nothing(treepack: Comm
         (records, small, (), "and the vocabulary ends at 29; use the model whose tokenizer made the data"),
         (records, config, ("--capacity", 9), "has 10 tokens and rows hold 9; give --capacity 10 or more"),
         (records, config, ("--segment", "recorded"), "no trajectory has 'segments' in its metadata"),
-        (records, tmp_path / "nowhere.json", (), "nowhere.json: transformers cannot load it"),
+        (records, tmp_path / "nowhere.json", (), "nowhere.json: no such file or folder; give the folder of a model"),
     ]
     for number, (rollouts, model, options, message) in enumerate(cases):
         trie, place = write_trie(treepack, tmp_path / f"trie{number}", rollouts), tmp_path / f"place{number}"
