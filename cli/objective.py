@@ -8,6 +8,7 @@ import click
 
 from treepack.model.objectives.objective import PRESETS, Objective, choose_objective
 
+from .choices import WordChoice
 from .option_groups import field_options, option_group
 
 _NAMES = (
@@ -17,7 +18,7 @@ _NAMES = (
 # Without defaults, because each loss has its own, and an option that the loss does not use is refused.
 _CHANGES: dict[str, dict[str, Any]] = {
     **{name: {"default": None, "show_default": False} for name in _NAMES.split()},
-    "loss": {"type": click.Choice(PRESETS)},
+    "loss": {"type": WordChoice(PRESETS)},
     "temperature": {"type": click.FloatRange(min=0)},
 }
 

@@ -15,8 +15,8 @@ from treepack.analysis.options import ReportOptions
 from treepack.errors import TreepackError
 
 from .option_groups import as_usage, field_options, option_group, refuse_given
-from .output import show
-from .paths import READ, WRITE
+from .output import quoted, show, show_end
+from .paths import LOOK, READ, WRITE
 from .planning import search_options
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
@@ -46,7 +46,7 @@ _page_options = option_group(
 
 
 @click.command()
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=LOOK)
 @click.option("--out", type=WRITE, metavar="FILE", help="HTML page to write.")
 @click.option("--png", type=WRITE, metavar="DIRECTORY", help="Directory to write PNG pictures to.")
 @click.option(
@@ -140,6 +140,8 @@ def _show(summary: ReportSummary) -> None:
         show({"page": str(summary.page), "bytes": summary.page_bytes, **_text_rows(summary)})
     if summary.pictures is not None:
         show({"pictures": str(summary.pictures)})
+    page = summary.page
+    show_end(page, summary.pictures, then=None if page is None else f"open {quoted(page)} in a browser")
 
 
 def _text_rows(summary: ReportSummary) -> dict[str, Any]:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import click
 
+from .choices import WordChoice
 from .option_groups import option_group
+from .paths import PACKED_TEXT
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ run_options = option_group(
         ),
         click.option(
             "--report-to",
-            type=click.Choice(["tensorboard", "wandb", "trackio", "page"]),
+            type=WordChoice(["tensorboard", "wandb", "trackio", "page"]),
             multiple=True,
             help="Send the metrics to this tracker too; may be repeated. page is a page with curves "
             "and rollouts for browsers of this machine, until the run ends.",
@@ -58,6 +60,7 @@ run_options = option_group(
         click.option(
             "--eval",
             "held_out",
+            type=PACKED_TEXT,
             metavar="PACKED",
             help="Packed directory of held-out rows, whose loss is computed during training.",
         ),

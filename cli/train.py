@@ -15,7 +15,7 @@ from .lora import lora_options
 from .objective import objective_options
 from .option_groups import field_options, option_group
 from .output import show
-from .paths import WRITE
+from .paths import PACKED_TEXT, WRITE
 from .progress import quiet_option
 from .run_options import RunOptions, run_options
 from .sections import SectionedCommand
@@ -74,7 +74,7 @@ _training_options = option_group(
 
 @click.command(cls=SectionedCommand, sections=_SECTIONS)
 # Not a Path, which would make "s3://bucket/rows" "s3:/bucket/rows".
-@click.argument("packed", nargs=-1, required=True)
+@click.argument("packed", nargs=-1, required=True, type=PACKED_TEXT)
 @click.option(
     "--model",
     required=True,
@@ -160,14 +160,17 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     Raises:
         TreepackError: they differ by more than the tolerance.
     """
+    from treepack.train.early_checks import check_training
+    from treepack.train.input_checks import refuse_ranks
+
+    refuse_ranks("--verify")
+    check_training(packed, model, options)
     import_torch()
     from treepack.carry.verify import in_pieces
     from treepack.errors import TreepackError
     from treepack.model.verify.verify_rows import verify_rows
-    from treepack.train.ranks import refuse_ranks
     from treepack.train.setup.opening import open_verification
 
-    refuse_ranks("--verify")
     with stage_lines():
         run = open_verification(packed, model, options)
     limit = None if run.options.carry is None else int(run.options.carry)

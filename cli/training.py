@@ -23,7 +23,7 @@ import click
 
 from treepack.files.remote.address import AnyPath
 
-from .output import show
+from .output import lock_until_end, quoted, show, show_end
 from .progress import is_quiet, short, step_progress
 from .run_options import RunOptions
 from .streams import printable
@@ -82,7 +82,14 @@ def stage_lines(first: str | None = None, *, shown: bool = True) -> Iterator[Non
 
 
 def import_torch() -> None:
-    """Import the trainer, with a line for the seconds that this takes."""
+    """Import the trainer, with a line for the seconds that this takes.
+
+    Raises:
+        TreepackError: torch is not installed.
+    """
+    from treepack.train.input_checks import require_torch
+
+    require_torch(click.get_current_context().command_path)
     with stage_lines("importing torch"):
         import_module("treepack.train.setup.opening")
 
@@ -130,15 +137,11 @@ def train_model(
     Raises:
         TreepackError: an option, the data, the model or `out` cannot be used, or training fails.
     """
+    _check_early(packed, model, options, out, run_options, overwrite=overwrite)
     import_torch()
     from treepack.train.ranks import find_device, join_ranks, leave_ranks
     from treepack.train.saving.place import open_place
-    from treepack.train.saving.run_directory import check_out
 
-    # All checks that do not need the model come first, because a large model takes minutes to load.
-    held_out = () if run_options.held_out is None else (run_options.held_out,)
-    check_out(out, inputs=[*packed, *held_out, model], overwrite=overwrite, resume=run_options.resume)
-    _require_extras(run_options)
     keep_compiled_code()
     ranks = join_ranks(find_device(options.device))
     try:
@@ -148,6 +151,7 @@ def train_model(
         # After the last upload: a run that is shown as saved is whole.
         if ranks.leads:
             show(summary)
+            show_end(None if "stopped" in summary else out, then=_next_command(out, options, summary))
     finally:
         leave_ranks()
 
@@ -180,6 +184,43 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
         leave_ranks()
 
 
+def _next_command(out: AnyPath, options: TrainOptions, summary: dict[str, Any]) -> str:
+    """Return the command that usually follows a run: its continuation, or a use of its model."""
+    if "stopped" in summary:
+        return "the same command with --resume"
+    if options.objective.loss == "value":
+        return f"treepack critic TRIE --model {quoted(out)} --out VALUES"
+    return f"treepack rollout PROMPTS --engine {quoted(out)} --sampler independent --out ROLLOUTS.jsonl"
+
+
+def _check_early(
+    packed: tuple[str, ...],
+    model: str,
+    options: TrainOptions,
+    out: AnyPath,
+    run_options: RunOptions,
+    *,
+    overwrite: bool,
+) -> None:
+    """Refuse what can be refused without torch, whose import takes seconds, and lock a local `out` until the end.
+
+    Raises:
+        TreepackError: the data, the model, an option or `out` cannot be used.
+    """
+    from treepack.train.early_checks import check_resumed, check_training
+    from treepack.train.input_checks import is_first_process
+    from treepack.train.saving.run_record import check_out
+
+    held_out = () if run_options.held_out is None else (run_options.held_out,)
+    check_out(out, inputs=[*packed, *held_out, model], overwrite=overwrite, resume=run_options.resume)
+    if isinstance(out, Path) and is_first_process():
+        lock_until_end(out)
+    _require_extras(run_options)
+    headers, others = check_training(packed, model, options, held_out=held_out)
+    if run_options.resume:
+        check_resumed(headers, others, options, out)
+
+
 def _train_in(
     place: Place,
     packed: tuple[str, ...],
@@ -192,7 +233,7 @@ def _train_in(
 ) -> dict[str, Any]:
     """Train in `place`, and return the summary."""
     from treepack.train.loop import already_finished
-    from treepack.train.saving.run_directory import num_finished
+    from treepack.train.saving.run_record import num_finished
     from treepack.train.setup.opening import open_run, resume_run
 
     held_out = run_options.held_out
@@ -255,16 +296,37 @@ def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, *, done
 
 def _step_values(metrics: StepMetrics) -> dict[str, str]:
     """Return the values of a step for its line."""
-    reward, held_out = metrics.means.get("reward"), metrics.evaluation.get("eval_loss")
+    held_out = metrics.evaluation.get("eval_loss")
     return {
         "loss": f"{metrics.loss:.4f}",
-        **({} if reward is None else {"reward": f"{reward:.3g}"}),
+        **{name: f"{value:.3g}" for name, value in _named_means(metrics).items()},
         **({} if held_out is None else {"held-out loss": f"{held_out:.4f}"}),
         "lr": f"{metrics.lr:.3g}",
         "grad norm": f"{metrics.grad_norm:.3g}",
         "tok/s": short(metrics.tokens_per_second),
         "flat tok/s": short(metrics.tokens_flat_per_second),
     }
+
+
+def _named_means(metrics: StepMetrics) -> dict[str, float]:
+    """Return the means of a step that are watched in reinforcement learning and with preferences, by their names."""
+    means = metrics.means
+    named: dict[str, float] = {name: means[name] for name in ("reward", "accuracy", "margin") if name in means}
+    if "clip_fraction_low" in means:
+        # kl is that to the reference, with --kl; old_kl is that to the policy that the old log-probabilities are of.
+        named |= {"KL": means["kl"]} if "kl" in means else {"KL to the old policy": means["old_kl"]}
+        named |= {"entropy": means["entropy"]}
+        named |= {"clip share": means["clip_fraction_low"] + means["clip_fraction_high"]}
+    return named
+
+
+def _outcome(steps: list[StepMetrics]) -> dict[str, Any]:
+    """Return the lines of the summary about the first and the last step: the loss, or the means that say more."""
+    first, last = (_named_means(steps[place]) for place in (0, -1))
+    # The loss of a policy is about 0 in every step, whatever it learns.
+    losses = {} if "clip_fraction_low" in steps[0].means else {"first loss": steps[0].loss, "last loss": steps[-1].loss}
+    names = [name for name in first if name in last]
+    return losses | {f"{name}, first and last": f"{first[name]:.4g}, {last[name]:.4g}" for name in names}
 
 
 def _require_extras(run_options: RunOptions) -> None:
@@ -297,7 +359,7 @@ def _catch_sigterm() -> Iterator[Callable[[], bool]]:
 
 def _summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dict[str, Any]:
     """Return the lines of the summary."""
-    from treepack.train.saving.run_directory import is_finished
+    from treepack.train.saving.run_record import is_finished
 
     record: dict[str, Any] = {"steps": len(steps), "attention": run.loaded.attention}
     if run.ranks.grouped:
@@ -306,8 +368,7 @@ def _summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dict[s
         seconds = sum(metrics.seconds for metrics in steps)
         tokens, flat = (sum(getattr(metrics, name) for metrics in steps) for name in ("tokens", "tokens_flat"))
         record |= {
-            "first loss": steps[0].loss,
-            "last loss": steps[-1].loss,
+            **_outcome(steps),
             "tokens computed": tokens,
             "tokens if each trajectory is computed alone": flat,
             "tokens per second": tokens / seconds,

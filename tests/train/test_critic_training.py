@@ -118,7 +118,7 @@ def test_a_stopped_run_continues_bit_for_bit_with_its_head(
     go(packed, base, tmp_path / "parts", objective)
     for name in ("model.safetensors", VALUE_FILE):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    with pytest.raises(TreepackError, match="cannot resume: objective"):
+    with pytest.raises(TreepackError, match="cannot resume: --value-clip was"):
         go(packed, base, tmp_path / "parts", replace(objective, value_clip=0.3))
 
 

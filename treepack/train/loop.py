@@ -41,14 +41,8 @@ from treepack.train.saving.checkpoint import Checkpoints, SavedCheckpoint, lates
 from treepack.train.saving.checkpoint_files import CHECKPOINTS
 from treepack.train.saving.checkpoint_upload import CheckpointUpload
 from treepack.train.saving.place import METRICS, Place, open_place
-from treepack.train.saving.run_directory import (
-    begin,
-    extend_run,
-    finish_run,
-    is_complete,
-    is_finished,
-    record_plan,
-)
+from treepack.train.saving.run_directory import begin, extend_run, finish_run, is_complete, record_plan
+from treepack.train.saving.run_record import is_finished
 from treepack.train.sharding import whole_state
 from treepack.train.step import StepMetrics, step_memory_errors
 from treepack.train.watch.metrics import MetricsLog

@@ -25,13 +25,15 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from treepack.errors import TreepackError, install_hint
 from treepack.files.directory import finished_file
 from treepack.files.remote.stored_files import read_stored
-from treepack.train.saving.place import Place
 from treepack.train.watch.metrics import TensorBoardLog, scalars
+
+if TYPE_CHECKING:
+    from treepack.train.saving.place import Place  # imports torch, and a check of names must not
 
 TRACKER = "tracker.json"
 PACKAGES = {"page": ("vl-convert", "report")}  # package and extra of trackers that are not named like them
