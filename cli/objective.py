@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from treepack.model.objectives.objective import PRESETS, Objective, choose_objective
+from treepack.objectives.objective import PRESETS, Objective, choose_objective
 
 from .choices import WordChoice
 from .option_groups import field_options, option_group

@@ -24,7 +24,7 @@ from .training import import_torch, show_plan, stage_lines, train_model, use_cac
 if TYPE_CHECKING:
     from treepack.data.batch import Batch
     from treepack.model.adapters.lora_options import LoraOptions
-    from treepack.model.objectives.objective import Objective
+    from treepack.objectives.objective import Objective
 
 
 def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...] | None:

@@ -34,7 +34,7 @@ from treepack.ingest.readers.fields import token_fields
 from treepack.ingest.readers.fields.rewards import REWARDS
 from treepack.ingest.readers.format import KEEPS
 from treepack.ingest.readers.registry import all_formats
-from treepack.model.objectives import objective
+from treepack.objectives import objective
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows

@@ -36,9 +36,9 @@ from transformers import AutoTokenizer
 
 import treepack
 from treepack.model.forward import row_logprobs
-from treepack.model.objectives.losses import objective_loss
-from treepack.model.objectives.objective import choose_objective
-from treepack.model.objectives.row_factors import row_factors
+from treepack.objectives.losses import objective_loss
+from treepack.objectives.objective import choose_objective
+from treepack.objectives.row_factors import row_factors
 from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
 from treepack.rollout.engine import derived_seed
 from treepack.rollout.episode import SingleTurn

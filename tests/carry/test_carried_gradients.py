@@ -19,9 +19,9 @@ from treepack.carry.backward import CarryOptions, RowsInPieces, backward_row
 from treepack.data.batch import Batch, make_batch
 from treepack.model.forward import WholeRows
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
-from treepack.model.objectives.objective import choose_objective
-from treepack.model.objectives.row_numbers import LossPart
+from treepack.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.objectives.objective import choose_objective
+from treepack.objectives.row_numbers import LossPart
 
 CASES: list[dict[str, Any]] = [
     {"name": "ppo", "dual_clip": 1.3},

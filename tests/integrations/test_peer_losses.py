@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from treepack.data.batch import TermTensors
-from treepack.model.objectives.losses import objective_loss
-from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.objectives.losses import objective_loss
+from treepack.objectives.objective import Objective, choose_objective
 
 pytestmark = pytest.mark.integrations
 

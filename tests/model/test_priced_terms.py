@@ -19,11 +19,11 @@ from treepack.errors import TreepackError
 from treepack.model.experts.weights import cast_once
 from treepack.model.head.head_chunks import invert, split_targets
 from treepack.model.head.logit_map import LogitMap, OutputLayer
+from treepack.model.head.term_prices import prices_of_terms
 from treepack.model.head.token_loss import priced_terms, tree_logprobs, weighted_nll
-from treepack.model.objectives.losses import name_sums, objective_loss, weigh_terms
-from treepack.model.objectives.objective import Objective, choose_objective
-from treepack.model.objectives.term_objective import TermObjective
-from treepack.model.objectives.term_prices import prices_of_terms
+from treepack.model.term_objective import TermObjective
+from treepack.objectives.losses import name_sums, objective_loss, weigh_terms
+from treepack.objectives.objective import Objective, choose_objective
 
 VOCABULARY, HIDDEN = 11, 5
 

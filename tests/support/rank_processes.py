@@ -17,7 +17,7 @@ import torch
 from torch import distributed, multiprocessing
 
 from support.fresh_processes import PROCESSES
-from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.objectives.objective import Objective, choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, join_ranks

@@ -17,7 +17,7 @@ from pathlib import Path
 from treepack.data.packed_header import read_header
 from treepack.files.directory import RUN
 from treepack.ingest.options import BuildOptions
-from treepack.model.objectives.objective import choose_objective
+from treepack.objectives.objective import choose_objective
 from treepack.pack.directory import pack_trie
 from treepack.pack.options import PackOptions
 from treepack.train.options import TrainOptions

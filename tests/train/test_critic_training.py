@@ -21,7 +21,7 @@ from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.value_head import VALUE_FILE, read_value_head
 from treepack.model.load import load_model
-from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.objectives.objective import Objective, choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun

@@ -15,7 +15,7 @@ from support.oracle_model import packed_directory, tiny_config
 from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.model.objectives.objective import choose_objective
+from treepack.objectives.objective import choose_objective
 from treepack.train.evaluation import HeldOutScore, evaluate
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions

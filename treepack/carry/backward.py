@@ -31,10 +31,10 @@ from treepack.model.forward import RowRunner, WholeRows, hidden_states, run_with
 from treepack.model.head.logit_map import OutputLayer
 from treepack.model.head.token_loss import CHUNK, weighted_nll
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.losses import objective_loss
-from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
-from treepack.model.objectives.term_objective import TermObjective, loss_temperature, require_value_head, score
+from treepack.model.term_objective import TermObjective, loss_temperature, require_value_head, score
+from treepack.objectives.losses import objective_loss
+from treepack.objectives.objective import Objective
+from treepack.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
 from treepack.option_fields import parse_count
 
 # Returns the scalar of a piece that runs backward, with a graph, and its part of the sums.

@@ -4,7 +4,7 @@
 
 A padding token i attends to itself only and adds nothing to the loss: `subtree_end = i + 1`, position 0, parent -1,
 weight 0. `terms` are the row's (trajectory, trained token) pairs, for objectives that need more than one weight per
-token (`model.objectives.losses`). `schedule` is the work list of the attention kernel for this row;
+token (`objectives.losses`). `schedule` is the work list of the attention kernel for this row;
 `model.forward.prepare_batch` computes it, and it is None until then.
 """
 

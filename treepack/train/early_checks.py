@@ -27,7 +27,7 @@ from treepack.model.accept.vocabulary import (
     find_config,
     vocabulary_size,
 )
-from treepack.model.objectives.needed_columns import check_needed_columns
+from treepack.objectives.needed_columns import check_needed_columns
 from treepack.train.input_checks import check_device_name, check_mix, check_terms
 from treepack.train.options import TrainOptions
 from treepack.train.saving.run_record import FORMAT, VERSION, files_sha256, refuse_differences

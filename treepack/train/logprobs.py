@@ -35,7 +35,7 @@ from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.token_loss import filled_temperature
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.temperature import refuse_temperatures, temperature_of_terms
+from treepack.objectives.temperature import refuse_temperatures, temperature_of_terms
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.train.input_checks import check_terms
@@ -57,7 +57,7 @@ _SMALLER = "--dtype bf16, a smaller --loss-chunk, or rows packed with a smaller 
 class Scoring:
     """Rows, model and options that fit together; `notes` are for the user.
 
-    `temperature` is that of all terms, or a phrase, see `model.objectives.temperature.temperature_of_terms`. `memory`
+    `temperature` is that of all terms, or a phrase, see `objectives.temperature.temperature_of_terms`. `memory`
     is the budget of carried tensors of rows in pieces, on a GPU.
     """
 

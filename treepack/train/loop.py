@@ -5,7 +5,7 @@
 
 The loss of an optimiser step is the sum over its rows of weight * nll, divided by the sum of all their weights. It is
 one global mean: it does not depend on how trajectories are packed into rows, on the ranks that compute the rows, or on
-the order of accumulation. The losses of reinforcement learning and preferences are in `model.objectives.losses` and
+the order of accumulation. The losses of reinforcement learning and preferences are in `objectives.losses` and
 follow the same rule. Rows are shuffled by seed and epoch. Rows of one training step (the `step` column) stay together,
 these steps keep their order, and an optimiser step never mixes two of them.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
-from treepack.model.objectives.objective import Objective
+from treepack.objectives.objective import Objective
 from treepack.option_fields import check_options, option
 
 CHANGEABLE_ON_RESUME = frozenset(

@@ -19,7 +19,7 @@ import numpy as np
 from treepack.data.epochs import block_of_rows, epoch_order
 from treepack.data.mixture import AnyDataset, mixed_blocks, mixed_rows, source_of_rows, sources_of
 from treepack.errors import TreepackError
-from treepack.model.objectives.denominators import TrajectoryTable, trainable_rows
+from treepack.objectives.denominators import TrajectoryTable, trainable_rows
 from treepack.train.input_checks import check_mix
 from treepack.train.options import TrainOptions
 from treepack.trajectory import Int64

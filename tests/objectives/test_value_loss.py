@@ -30,11 +30,11 @@ from treepack.model.forward import RowRunner, WholeRows
 from treepack.model.head.value_head import value_head_of
 from treepack.model.layers import adapt_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
-from treepack.model.objectives.losses import step_means
-from treepack.model.objectives.objective import Objective, choose_objective
-from treepack.model.objectives.row_numbers import LossPart
 from treepack.model.verify.gradients import verify_gradients
+from treepack.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.objectives.losses import step_means
+from treepack.objectives.objective import Objective, choose_objective
+from treepack.objectives.row_numbers import LossPart
 
 TOLERANCE = 1e-9
 

@@ -87,12 +87,12 @@ from torch.utils.checkpoint import checkpoint
 from treepack.data.batch import TermTensors
 from treepack.errors import TreepackError
 from treepack.files.column_remedies import REMEDIES
-from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.policy_terms import TERM_MEANS, term_sums
-from treepack.model.objectives.preferences import PAIR_MEANS, dpo_loss
-from treepack.model.objectives.term_slices import TERM_CHUNK, term_slices
-from treepack.model.objectives.trajectory_ratios import trajectory_ratios
-from treepack.model.objectives.value_loss import VALUE_SUMS, explain_variance, value_loss
+from treepack.objectives.objective import Objective
+from treepack.objectives.policy_terms import TERM_MEANS, term_sums
+from treepack.objectives.preferences import PAIR_MEANS, dpo_loss
+from treepack.objectives.term_slices import TERM_CHUNK, term_slices
+from treepack.objectives.trajectory_ratios import trajectory_ratios
+from treepack.objectives.value_loss import VALUE_SUMS, explain_variance, value_loss
 from treepack.pack.row import term_field
 
 

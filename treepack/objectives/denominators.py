@@ -22,10 +22,10 @@ from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.errors import TreepackError
 from treepack.files.column_remedies import REMEDIES
-from treepack.model.objectives.needed_columns import check_needed_columns, optional_columns
-from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.preferences import preference_pairs
-from treepack.model.objectives.temperature import check_term_temperatures
+from treepack.objectives.needed_columns import check_needed_columns, optional_columns
+from treepack.objectives.objective import Objective
+from treepack.objectives.preferences import preference_pairs
+from treepack.objectives.temperature import check_term_temperatures
 from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.trajectory import Float64, Int64
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from treepack.errors import TreepackError
 from treepack.memory.host_pages import CarriedBytes
-from treepack.model.objectives.objective import Objective
+from treepack.objectives.objective import Objective
 
 
 @dataclass(frozen=True)

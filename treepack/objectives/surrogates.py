@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from treepack.data.batch import TermTensors
-from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.trajectory_ratios import TrajectoryRatios, clip_log_ratio
+from treepack.objectives.objective import Objective
+from treepack.objectives.trajectory_ratios import TrajectoryRatios, clip_log_ratio
 
 # The usual temperatures of SAPO's gate for advantages above 0, and for the others.
 SAPO_TEMPERATURES = (1.0, 1.05)

@@ -21,11 +21,11 @@ from treepack.data.mixture import MixedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
 from treepack.model.forward import WholeRows
-from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
-from treepack.model.objectives.objective import Objective, choose_objective
-from treepack.model.objectives.row_numbers import LossPart
-from treepack.model.objectives.temperature import check_scored_columns, temperature_of_terms
 from treepack.model.verify.gradients import verify_gradients
+from treepack.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.objectives.objective import Objective, choose_objective
+from treepack.objectives.row_numbers import LossPart
+from treepack.objectives.temperature import check_scored_columns, temperature_of_terms
 
 TOLERANCE = 1e-9
 T = float(np.float32(0.7))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from treepack.data.batch import TermTensors
-from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.surrogates import surrogate
-from treepack.model.objectives.trajectory_ratios import TrajectoryRatios, gather_logprobs
+from treepack.objectives.objective import Objective
+from treepack.objectives.surrogates import surrogate
+from treepack.objectives.trajectory_ratios import TrajectoryRatios, gather_logprobs
 
 # Names of the sums that `losses.objective_loss` returns besides "weight"; `term_sums` computes them in this order.
 TERM_MEANS = (

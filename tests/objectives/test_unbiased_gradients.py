@@ -22,9 +22,9 @@ from support.oracle_objectives import Rollout, step_loss
 from support.sampled_trees import rollouts_of_tree, sample_trees
 from support.tree_estimates import Estimate, mean_and_error
 from treepack.data.batch import make_batch
-from treepack.model.objectives.losses import objective_loss
-from treepack.model.objectives.objective import Objective, choose_objective
-from treepack.model.objectives.row_factors import row_factors
+from treepack.objectives.losses import objective_loss
+from treepack.objectives.objective import Objective, choose_objective
+from treepack.objectives.row_factors import row_factors
 from treepack.pack.options import PackOptions
 from treepack.pack.packing import plan_packing
 from treepack.pack.row import Row

@@ -15,9 +15,9 @@ from support.trie_files import saved
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
-from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
-from treepack.model.objectives.objective import choose_objective
-from treepack.model.objectives.row_factors import row_factors
+from treepack.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.objectives.objective import choose_objective
+from treepack.objectives.row_factors import row_factors
 from treepack.pack.directory import pack_trie
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.options import PackOptions

@@ -19,9 +19,9 @@ from treepack.data.batch import PER_TERM, TermTensors
 from treepack.model.head.head_chunks import invert
 from treepack.model.head.head_gradients import TargetPrices
 from treepack.model.head.logit_map import TargetSlopes, TargetStatistics
-from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.policy_terms import TERM_MEANS, term_sums
-from treepack.model.objectives.term_slices import TERM_CHUNK, term_slices
+from treepack.objectives.objective import Objective
+from treepack.objectives.policy_terms import TERM_MEANS, term_sums
+from treepack.objectives.term_slices import TERM_CHUNK, term_slices
 
 
 def prices_of_terms(

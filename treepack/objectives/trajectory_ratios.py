@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from treepack.data.batch import TermTensors
-from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.term_slices import term_slices
+from treepack.objectives.objective import Objective
+from treepack.objectives.term_slices import term_slices
 
 # VESPO: bounds of the log ratio of a token, and of that of a trajectory.
 _TOKEN_BOUND, _LOWEST, _HIGHEST = 20.0, math.log(1e-8), 20.0

@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
 from treepack.data.batch import TermTensors
-from treepack.model.objectives.term_slices import term_slices
+from treepack.objectives.term_slices import term_slices
 
 # Names of the sums of `dpo_loss` besides "weight", in the order in which it computes them.
 PAIR_MEANS = ("accuracy", "margin", "chosen_reward", "rejected_reward")

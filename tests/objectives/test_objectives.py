@@ -27,10 +27,10 @@ from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.model.forward import row_logprobs
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
-from treepack.model.objectives.losses import objective_loss
-from treepack.model.objectives.objective import PRESETS, Objective, choose_objective
-from treepack.model.objectives.preferences import preference_pairs
+from treepack.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.objectives.losses import objective_loss
+from treepack.objectives.objective import PRESETS, Objective, choose_objective
+from treepack.objectives.preferences import preference_pairs
 from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.trajectory import Trajectory
 

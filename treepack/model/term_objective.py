@@ -20,15 +20,15 @@ from treepack.data.transfers import sent
 from treepack.errors import TreepackError
 from treepack.model.head.head_gradients import is_float16
 from treepack.model.head.logit_map import OutputLayer
+from treepack.model.head.term_prices import prices_of_terms
 from treepack.model.head.token_loss import filled_temperature, priced_terms, tree_logprobs
 from treepack.model.head.value_head import ValueHead
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.losses import name_sums, objective_loss, weigh_terms
-from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.policy_terms import TERM_MEANS
-from treepack.model.objectives.row_numbers import RowResult, ScoreRequest, TokenScores
-from treepack.model.objectives.term_prices import prices_of_terms
-from treepack.model.objectives.value_loss import value_loss
+from treepack.objectives.losses import name_sums, objective_loss, weigh_terms
+from treepack.objectives.objective import Objective
+from treepack.objectives.policy_terms import TERM_MEANS
+from treepack.objectives.row_numbers import RowResult, ScoreRequest, TokenScores
+from treepack.objectives.value_loss import value_loss
 
 
 def score(

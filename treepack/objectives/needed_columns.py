@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from treepack.data.packed_header import PackedSource
 from treepack.errors import TreepackError
 from treepack.files.column_remedies import REMEDIES
-from treepack.model.objectives.objective import Objective
+from treepack.objectives.objective import Objective
 
 
 def check_needed_columns(sources: Sequence[PackedSource], objective: Objective) -> None:

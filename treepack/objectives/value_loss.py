@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from treepack.data.batch import TermTensors
-from treepack.model.objectives.term_slices import TERM_CHUNK, term_slices
+from treepack.objectives.term_slices import TERM_CHUNK, term_slices
 
 # Names of the sums of `value_loss`, in the order in which it computes them. `explain_variance` makes one mean of the
 # last three.

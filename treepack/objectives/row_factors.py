@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from treepack.errors import TreepackError
-from treepack.model.objectives.denominators import TrajectoryTable, step_factors
-from treepack.model.objectives.objective import Objective
+from treepack.objectives.denominators import TrajectoryTable, step_factors
+from treepack.objectives.objective import Objective
 from treepack.pack.row import Row, term_field
 from treepack.trajectory import Float64
 

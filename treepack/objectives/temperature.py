@@ -18,7 +18,7 @@ import numpy as np
 from treepack.data.dataset import PackedDataset
 from treepack.data.temperatures import temperature_range
 from treepack.errors import TreepackError
-from treepack.model.objectives.objective import Objective
+from treepack.objectives.objective import Objective
 
 
 def check_term_temperatures(datasets: Sequence[PackedDataset], objective: Objective) -> None:

@@ -19,9 +19,9 @@ from treepack.data.batch import Batch
 from treepack.data.joined import join_rows
 from treepack.model.forward import WholeRows
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.denominators import step_factors, trajectory_table
-from treepack.model.objectives.objective import Objective, choose_objective
-from treepack.model.objectives.row_numbers import LossPart
+from treepack.objectives.denominators import step_factors, trajectory_table
+from treepack.objectives.objective import Objective, choose_objective
+from treepack.objectives.row_numbers import LossPart
 
 TOLERANCE = 1e-9
 ROWS = [0, 0, 1, 1, 2, 2, 2, 3, 3, 4]
