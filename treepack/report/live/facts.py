@@ -73,7 +73,10 @@ def run_facts(
     seconds = series.column("seconds")
     notes = notes + [shown_text(note) for note in _list(finished.get("notes"))]
     if series.skipped:
-        notes = [*notes, f"{len(series.skipped):,} of {len(series):,} steps were skipped: not finite."]
+        notes = [
+            *notes,
+            f"Skipped, because the loss or gradient was not finite: {len(series.skipped):,} of {len(series):,} steps.",
+        ]
     if series.names_left_out:
         notes = [*notes, "Some numbers of metrics.jsonl are left out, because it has too many names."]
     return RunFacts(
@@ -160,9 +163,9 @@ def _tiles(series: RunSeries, seconds: Float64) -> list[Line]:
         tiles.append([title.removesuffix(" from the reference"), shown_number(float(values[-1]))])
     flat, computed = (float(np.nansum(series.column(name))) for name in ("tokens_flat", "tokens"))
     if computed:
-        tiles.append(["tokens computed", _short(computed)])
+        tiles.append(["Tokens computed", _short(computed)])
     if computed and flat:
-        tiles.append(["times fewer than one by one", f"{flat / computed:.1f}"])
+        tiles.append(["Tokens if one by one", _short(flat)])
     return tiles
 
 
