@@ -48,8 +48,8 @@ def build_trie(
     """Read rollouts and write their prefix tries.
 
     INPUT is a file, a directory, a glob, or - for standard input; .gz and .zst are read directly. Prints how many
-    conversations were read, how many samples they became and why, the rollouts that were skipped, N_flat (tokens of all
-    samples), N_tree (tokens of the tries) and POR, the potential overlap ratio 1 - N_tree / N_flat.
+    conversations were read, how many trajectories they became and why, the rollouts that were skipped, N_flat (tokens
+    of all trajectories), N_tree (tokens of the tries) and POR, the potential overlap ratio 1 - N_tree / N_flat.
     """
     build = as_usage(replace)(build, **routes)
     if ray is None:

@@ -177,7 +177,7 @@ def _start(world: WorldOptions, function: Any, tokenizer: Any, sampling: Samplin
     """Return the function that starts the episode of a query; `function` is the environment or the reward."""
     from treepack.ingest.tokenization import load_tokenizer
     from treepack.rollout.environment import start_episode
-    from treepack.rollout.rewards import single_turn
+    from treepack.rollout.rewards import as_reward, single_turn
 
     if world.environment is not None:
         # An environment encodes its messages, for which it needs all of transformers' tokenizer.
@@ -188,8 +188,10 @@ def _start(world: WorldOptions, function: Any, tokenizer: Any, sampling: Samplin
 
         return in_environment
 
+    score = as_reward(function)
+
     async def with_reward(query: Query) -> tuple[Int32, Episode]:
-        return query.prompt, single_turn(function, query, tokenizer)
+        return query.prompt, single_turn(score, query, tokenizer)
 
     return with_reward
 

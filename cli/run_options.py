@@ -14,6 +14,7 @@ class RunOptions:
     """Options of the command that `train.options.TrainOptions` does not have, so that a run does not record them."""
 
     resume: bool
+    dry_run: bool
     tensorboard: bool
     report_to: tuple[str, ...]
     project: str
@@ -31,6 +32,11 @@ run_options = option_group(
     [
         click.option(
             "--resume", is_flag=True, help="Continue from the newest whole checkpoint in --out, if there is one."
+        ),
+        click.option(
+            "--dry-run",
+            is_flag=True,
+            help="Print what the run chooses, with its memory and time, and stop; nothing is written.",
         ),
         click.option(
             "--report-to",

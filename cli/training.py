@@ -152,6 +152,34 @@ def train_model(
         leave_ranks()
 
 
+def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_options: RunOptions) -> None:
+    """Print what a new run chooses, and write nothing.
+
+    Raises:
+        TreepackError: an option, the data or the model cannot be used, or no plan fits into memory.
+    """
+    import_torch()
+    from treepack.train.ranks import find_device, join_ranks, leave_ranks
+    from treepack.train.saving.choices import NAMES
+    from treepack.train.setup.opening import open_run
+
+    ranks = join_ranks(find_device(options.device))
+    try:
+        with stage_lines(shown=ranks.leads):
+            run = open_run(packed, model, options, ranks, held_out=run_options.held_out)
+        for note in run.notes:
+            _note(ranks, note)
+        if ranks.leads:
+            tokens = sum(int(run.dataset.num_tokens[step.rows].sum()) for step in run.schedule)
+            values = {name: getattr(run.options, name) for name in ("dtype", *NAMES)}
+            shown = {name.replace("_", " "): "off" if value is None else value for name, value in values.items()}
+            show(
+                {"steps": len(run.schedule), "tokens of all steps": tokens, "attention": run.loaded.attention, **shown}
+            )
+    finally:
+        leave_ranks()
+
+
 def _train_in(
     place: Place,
     packed: tuple[str, ...],

@@ -48,10 +48,11 @@ _optimiser_options = option_group(
     "training",
     field_options(
         TrainOptions,
-        "epochs rows_per_step lr min_lr_ratio warmup_steps weight_decay clip gradient_checkpointing seed",
+        "epochs rows_per_step lr min_lr_ratio warmup_steps weight_decay clip checkpoint_layers seed",
         epochs={"default": 2},
         lr={"default": 3e-5},
         min_lr_ratio={"type": click.FloatRange(0, 1)},
+        checkpoint_layers={"default": 0},
         seed={"help": "Seed of the drawn prefixes, row order and random weights."},
     ),
     dict,

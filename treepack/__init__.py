@@ -61,6 +61,12 @@ __all__ = ["__version__", *_HOME]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'treepack' has no attribute {name!r}")
+        near = [] if name.startswith("_") else import_module("difflib").get_close_matches(name, _HOME, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise AttributeError(f"module 'treepack' has no attribute {name!r}{hint}", name=name)
     module, _, own_name = _HOME[name].partition(":")
     return getattr(import_module(f"treepack.{module}"), own_name or name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

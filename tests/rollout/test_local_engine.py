@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -253,6 +254,28 @@ def test_a_request_that_cannot_be_served_is_refused(
 
 
 @pytest.mark.slow
+def test_a_machine_without_psutil_gets_no_messages_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.generation.continuous_batching import offloading_manager, utils
+
+    for module in (offloading_manager, utils):
+        monkeypatch.setattr(module, "is_psutil_available", lambda: False)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", records.append)
+    logger = logging.getLogger("ContinuousBatchingLogger")
+    logger.addHandler(handler)
+    try:
+        closing(
+            LocalEngine(small_model(), WARM, options=SMALL),
+            lambda engine: engine.extend(tokens(5), count=1, max_tokens=2, seed=0),
+        )
+        assert [record.getMessage() for record in records] == []
+        logger.error("something else")
+        assert len(records) == 1
+    finally:
+        logger.removeHandler(handler)
+
+
 def test_stop_tokens_of_another_model_are_refused() -> None:
     with pytest.raises(TreepackError, match="stop_token_ids are \\[9999\\] and the model has 1464 tokens"):
         LocalEngine(small_model(), Sampling(stop_token_ids=(9999,)), options=SMALL)

@@ -160,7 +160,7 @@ def test_adapters_train_a_head_which_a_later_run_continues(packed: Path, base: P
     assert not report["missing_keys"]
 
 
-@pytest.mark.parametrize("changes", [{"carry": 16}, {"gradient_checkpointing": True}, {"dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize("changes", [{"carry": 16}, {"checkpoint_layers": "all"}, {"dtype": "bf16"}], ids=str)
 @pytest.mark.parametrize("objective", [pytest.param(VALUE, marks=pytest.mark.slow), BOTH], ids=["value", "both"])
 def test_pieces_recomputation_and_bf16_keep_the_loss(
     packed: Path, base: Path, tmp_path: Path, objective: Objective, changes: dict[str, Any]

@@ -163,7 +163,7 @@ def test_another_run_is_not_resumed(
 
 def test_how_a_run_is_carried_out_may_change(packed: Path, config: Path, tmp_path: Path) -> None:
     go(packed, config, tmp_path / "out", until=3)
-    _, notes = go(packed, config, tmp_path / "out", checkpoint_every=0, keep=1, gradient_checkpointing=True)
+    _, notes = go(packed, config, tmp_path / "out", checkpoint_every=0, keep=1, checkpoint_layers="all")
     assert notes[0].startswith("resumed after step 3 of")
 
 

@@ -168,7 +168,7 @@ def test_every_part_and_every_step_has_a_line_off_a_terminal_unless_quiet(treepa
     stages = [line.partition("] ")[2] for line in lines if line.startswith("[")]
     # The choice of attention is named once in a process.
     assert [stage.split()[0] for stage in stages if not stage.startswith("attention:")] == [
-        *("importing", "opening", "loading", "probing", "step", "writing", "writing")
+        *("importing", "opening", "loading", "probing", "plan:", "step", "writing", "writing")
     ]
     steps = [line for line in lines if line.startswith("training: step ")]
     assert [int(line.split()[2]) for line in steps] == [*range(1, 9)]
@@ -219,3 +219,18 @@ def test_compiled_code_is_kept_in_the_home_directory(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
     assert treepack(*arguments, "--resume").status == 0
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
+    place = arguments.index("--out")
+    out = Path(arguments[place + 1])
+    done = treepack(*arguments[:place], *arguments[place + 2 :], "--dry-run", "--checkpoint-layers", "all")
+    assert done.status == 0
+    shown = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in done.out.splitlines())
+    assert shown["steps"] == "8"
+    assert (shown["carry"], shown["compile"], shown["pass tokens"]) == ("off", "False", "1")
+    assert int(shown["checkpoint layers"]) > 0
+    assert not out.exists()
+    given = treepack(*arguments, "--dry-run")
+    assert given.status == 0
+    assert not out.exists()

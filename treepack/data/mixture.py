@@ -24,6 +24,7 @@ from treepack.data.batch import Batch
 from treepack.data.blocks import turns
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
+from treepack.files.remote.address import Paths, path_names
 from treepack.trajectory import Float64, Int64
 
 
@@ -129,19 +130,17 @@ class MixedDataset:
 AnyDataset: TypeAlias = PackedDataset | MixedDataset
 
 
-def open_packed(packed: str | Path | Sequence[str | Path], *, terms: bool = False, routes: bool = False) -> AnyDataset:
+def open_packed(packed: Paths, *, terms: bool = False, routes: bool = False) -> AnyDataset:
     """Open one packed directory, or several as one dataset; see `PackedDataset` for the options.
 
     Raises:
         TreepackError: as `PackedDataset` and `MixedDataset`.
     """
-    if isinstance(packed, str | Path):
-        return PackedDataset(packed, terms=terms, routes=routes)
-    if len(packed) == 1:
-        return PackedDataset(packed[0], terms=terms, routes=routes)
-    if len(packed) == 0:
+    names = path_names(packed)
+    if not names:
         raise TreepackError("there is no packed directory; give at least one")
-    return MixedDataset([PackedDataset(path, terms=terms, routes=routes) for path in packed])
+    sources = [PackedDataset(name, terms=terms, routes=routes) for name in names]
+    return sources[0] if len(sources) == 1 else MixedDataset(sources)
 
 
 def sources_of(dataset: AnyDataset) -> tuple[PackedDataset, ...]:

@@ -17,16 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from treepack.analysis.capacities import PlannedCapacity, forecast_lines, plan_capacities, predicted_totals
-from treepack.analysis.carried_report import PIECES, RowsToCarry, carried_report, rows_of_plans
+from treepack.analysis.capacities import plan_capacities, predicted_totals
+from treepack.analysis.carried_report import PIECES, RowsToCarry
 from treepack.analysis.describe import por_by_depth
 from treepack.analysis.forecast import DEFAULT_DEVICE, ForecastLine, read_device
 from treepack.analysis.summary import conversation_summary
+from treepack.analysis.trie_forecast import ForecastTarget, forecast_packed, forecast_trie
 from treepack.analysis.verdict import baseline_notes
-from treepack.analysis.verdict import forecast_report as forecast
 from treepack.costs.model_cost import ModelShape
 from treepack.ingest.conversations import Conversations
 from treepack.memory.model_memory import ModelMemory, NoPieces
+from treepack.pack.options import PackOptions
 from treepack.pack.plan.problem import SearchOptions
 from treepack.processes import ReportProgress
 from treepack.report.parts import SharedParts, mean_by, rewards_of
@@ -39,7 +40,6 @@ Record = dict[str, Any]
 
 BINS = 24  # of a histogram, approximately: narrow enough to show a shape, wide enough for a column of the page
 MAX_CAPACITIES = 6  # default capacities to compare: each needs a plan
-FORECAST_CAPACITIES = 2  # the smallest capacities, among which the verdict chooses
 MIN_CAPACITY = 1024  # default rows are not shorter than this, however short the rollouts are
 REWARD_BINS = 11  # ranges of mean reward in the chart of rewards
 MAX_REWARDS = 12  # different rewards that get a bar each; more are counted in ranges
@@ -179,7 +179,12 @@ def measure(
         reward_counts=count_rewards(rollouts.reward),
         pass_rates=group_rates(groups, rollouts),
         summary=conversation_summary(subject.conversations, totals),
-        forecast=_forecast(subject, (shape, memory), planned[:FORECAST_CAPACITIES], method, search),
+        forecast=_forecast(
+            subject,
+            (shape, memory),
+            capacities or (),
+            PackOptions(method=method, effort=search.effort, time_limit=search.time_limit),
+        ),
     )
 
 
@@ -193,20 +198,25 @@ def _capacity(point: Record) -> int:
 def _forecast(
     subject: ReportSubject,
     model: tuple[ModelShape, ModelMemory | NoPieces | None],
-    planned: list[PlannedCapacity],
-    method: str,
-    search: SearchOptions,
+    capacities: Sequence[int],
+    options: PackOptions,
 ) -> Record:
-    (shape, memory), device = model, read_device(DEFAULT_DEVICE)
+    shape, memory = model
+    target = ForecastTarget(shape, memory or NoPieces("it was not asked for"), read_device(DEFAULT_DEVICE), 1, PIECES)
     if subject.packed is not None:
-        lines, totals, rows = subject.packed.lines, subject.packed.totals, [subject.packed.rows]
+        notes = baseline_notes(subject.conversations, subject.packed.totals)
+        found = forecast_packed(subject.packed.lines, subject.packed.rows, target, notes)
     else:
-        known, totals = subject.conversations, trie_totals(subject.trie)
-        lines = forecast_lines(subject.trie, planned, method=method, search=search, conversations=known)
-        rows = rows_of_plans(subject.trie, planned, lines, PIECES) if memory is not None else []
-    carry = None if memory is None else carried_report(rows, shape, memory, device)
-    notes = baseline_notes(subject.conversations, totals)
-    return dict(forecast(lines, shape, device, notes)) | {"carry": carry}
+        totals = trie_totals(subject.trie)
+        found, _ = forecast_trie(
+            subject.trie,
+            target,
+            conversations=subject.conversations,
+            totals=totals,
+            capacities=capacities,
+            options=options,
+        )
+    return found if memory is not None else found | {"carry": None}
 
 
 def count_rewards(rewards: Float64) -> list[Record]:

@@ -142,7 +142,7 @@ def _loss(values: Path, trie: Path) -> float:
 def test_gradient_checkpointing_changes_nothing(treepack: Command, tmp_path: Path) -> None:
     _, out = small_fit(treepack, tmp_path)
     plain = load_values(out, device="cpu")
-    small_fit(treepack, tmp_path, "--gradient-checkpointing", "--overwrite")
+    small_fit(treepack, tmp_path, "--checkpoint-layers", "all", "--overwrite")
     again = load_values(out, device="cpu")
     assert torch.allclose(again.head.weight, plain.head.weight, rtol=1e-4, atol=1e-7)
     assert plain.head.weight.abs().max() > 1e-3

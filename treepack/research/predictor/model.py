@@ -87,7 +87,7 @@ def row_memory_errors(row: AnchorRow) -> AbstractContextManager[None]:
     """Turn a lack of memory for `row` into a TreepackError that suggests options."""
     return memory_errors(
         f"in a row of {row.row.num_tokens:,} tokens",
-        "give a smaller --capacity, --dtype bf16, or for a fit --gradient-checkpointing",
+        "give a smaller --capacity, --dtype bf16, or for a fit --checkpoint-layers all",
     )
 
 

@@ -37,7 +37,7 @@ from treepack.files.remote.stored_files import clear_folder, is_stored, read_sto
 from treepack.model.weights.writing import SavedWeights
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.run import Packed, TrainingRun
-from treepack.train.saving.choices import ENTRY, chosen_numbers
+from treepack.train.saving.choices import ENTRY, chosen_values
 from treepack.train.saving.place import Place
 from treepack.train.saving.saved_model import save_model
 from treepack.train.schedule import learning_rate, plan_steps
@@ -153,7 +153,7 @@ def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:
     if run.ranks.leads:
         try:
             same = lengths == {name: getattr(run.options, name) for name in LENGTH_OPTIONS}
-            if not same or before.get(ENTRY) != chosen_numbers(run.options).get(ENTRY):
+            if not same or _values(before) != _values(_run_record(run)):
                 _write(out / RUN, _run_record(run))
             remove_stored(out / FINISHED)
         except OSError as error:
@@ -168,6 +168,19 @@ def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:
         f"{old} steps become {new}, and the learning rate follows the schedule of {new} steps: it was {last:.3g} at "
         f"step {done} and is {following:.3g} at step {done + 1}"
     )
+
+
+def record_plan(run: TrainingRun, out: AnyPath) -> None:
+    """Record the values that a run has chosen anew; only the first rank writes.
+
+    Raises:
+        TreepackError: the disk fails.
+    """
+    if run.ranks.leads:
+        try:
+            _write(out / RUN, {**_read(out / RUN), **chosen_values(run.options, run.choices)})
+        except OSError as error:
+            raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error
 
 
 def finish_run(
@@ -243,7 +256,12 @@ def _identity(run: TrainingRun) -> dict[str, Any]:
 
 def _run_record(run: TrainingRun) -> dict[str, Any]:
     """Return the content of run.json."""
-    return {**_identity(run), "treepack": __version__, **chosen_numbers(run.options)}
+    return {**_identity(run), "treepack": __version__, **chosen_values(run.options, run.choices)}
+
+
+def _values(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that a run has chosen, without the reasons, which only the process that measured knows."""
+    return {name: value for name, value in record.get(ENTRY, {}).items() if name != "why"}
 
 
 def _parts_sha256(run: TrainingRun) -> str:
