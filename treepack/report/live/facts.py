@@ -1,6 +1,6 @@
 """The figures and tables of a run's page beside its curves.
 
-    RunFolder, RunSeries, RunRows --run_facts--> RunFacts: state, progress, tiles, plan, slowest steps, all metrics
+    RunFolder, RunSeries, ScheduledRows --run_facts--> RunFacts: state, progress, tiles, plan, slowest steps, all metrics
 
 All are short texts, which the page shows as text and never as markup.
 """
@@ -18,7 +18,7 @@ from treepack.errors import TreepackError
 from treepack.report.live.curves import TITLES_AND_UNITS, title_of
 from treepack.report.live.run_series import RunSeries
 from treepack.report.live.run_state import RunFolder, RunState
-from treepack.report.live.step_rows import RunRows
+from treepack.report.live.step_rows import ScheduledRows
 from treepack.report.words import printable
 from treepack.trajectory import Float64
 
@@ -54,7 +54,7 @@ class RunFacts:
 
 
 def run_facts(
-    folder: RunFolder, series: RunSeries, state: RunState, rows: RunRows | None, notes: list[str]
+    folder: RunFolder, series: RunSeries, state: RunState, rows: ScheduledRows | None, notes: list[str]
 ) -> RunFacts:
     """Return the facts of a run now.
 
@@ -116,7 +116,7 @@ def shown_duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
-def _num_steps(folder: RunFolder, rows: RunRows | None, finished: dict[str, Any]) -> int:
+def _num_steps(folder: RunFolder, rows: ScheduledRows | None, finished: dict[str, Any]) -> int:
     """Return the number of steps of the run, 0 if it is not known."""
     options = _dict((folder.record or {}).get("options"))
     for value in (finished.get("num_steps"), options.get("steps"), None if rows is None else rows.num_steps):
@@ -206,7 +206,7 @@ def _flat(entries: dict[str, Any], prefix: str) -> Iterator[Line]:
                 yield [shown_text(f"{start}{name}".replace("_", " ")), shown_text(line)]
 
 
-def _slowest(series: RunSeries, seconds: Float64, rows: RunRows | None) -> list[Line]:
+def _slowest(series: RunSeries, seconds: Float64, rows: ScheduledRows | None) -> list[Line]:
     """Return the slowest steps: step, seconds, seconds of waiting, tokens, tokens per second, and the largest row."""
     known = np.flatnonzero(np.isfinite(seconds))
     order = known[np.argsort(-seconds[known], kind="stable")][:NUM_SLOWEST]
@@ -219,14 +219,14 @@ def _slowest(series: RunSeries, seconds: Float64, rows: RunRows | None) -> list[
     return lines
 
 
-def _largest(rows: RunRows | None, step: int) -> str:
+def _largest(rows: ScheduledRows | None, step: int) -> str:
     if rows is None or not 1 <= step <= rows.num_steps:
         return "-"
     row = max(rows.of_step(step), key=lambda each: int(rows.num_tokens[each]))
     return f"{int(rows.row_ids[row])} of {int(rows.num_tokens[row]):,} tokens"
 
 
-def rows_fit(series: RunSeries, rows: RunRows) -> bool:
+def rows_fit(series: RunSeries, rows: ScheduledRows) -> bool:
     """Return true if the last step has the rows and the tokens that metrics.jsonl records."""
     steps, sizes, tokens = series.steps, series.column("num_rows"), series.column("tokens")
     if not len(steps):
