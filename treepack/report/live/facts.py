@@ -1,6 +1,6 @@
 """The figures and tables of a run's page beside its curves.
 
-    RunFolder, RunSeries, ScheduledRows --run_facts--> RunFacts: state, progress, tiles, plan, slowest steps, all metrics
+    RunFolder, RunSeries, ScheduledRows --run_facts--> RunFacts: state, progress, tiles, plan, slowest steps, metrics
 
 All are short texts, which the page shows as text and never as markup.
 """
