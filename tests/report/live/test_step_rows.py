@@ -23,7 +23,7 @@ from treepack.ingest.tokenization import load_tokenizer
 from treepack.report.live import step_rollouts
 from treepack.report.live.run_state import RunFolder
 from treepack.report.live.step_rollouts import read_steps, rollout_texts
-from treepack.report.live.step_rows import RunRows, open_run_rows
+from treepack.report.live.step_rows import ScheduledRows, open_run_rows
 from treepack.train.options import TrainOptions
 from treepack.train.schedule import plan_steps
 
@@ -45,7 +45,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return packed_directory(tmp_path_factory.mktemp("packed") / "packed", made, capacity=9)
 
 
-def rows_of(packed: Path, folder: Path, **options: Any) -> RunRows:
+def rows_of(packed: Path, folder: Path, **options: Any) -> ScheduledRows:
     return open_run_rows(RunFolder(run_folder(folder, packed=packed, options=options)).record or {}, folder)
 
 

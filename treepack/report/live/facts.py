@@ -1,6 +1,6 @@
 """The figures and tables of a run's page beside its curves.
 
-    RunFolder, RunSeries, RecordedRows --run_facts--> RunFacts: state, progress, tiles, plan, slowest steps, all metrics
+    RunFolder, RunSeries, ScheduledRows --run_facts--> RunFacts: state, progress, tiles, plan, slowest steps, metrics
 
 All are short texts, which the page shows as text and never as markup.
 """
@@ -18,7 +18,7 @@ from treepack.errors import TreepackError
 from treepack.report.live.curves import TITLES_AND_UNITS, title_of
 from treepack.report.live.run_series import RunSeries
 from treepack.report.live.run_state import RunFolder, RunState
-from treepack.report.live.step_rows import RecordedRows
+from treepack.report.live.step_rows import ScheduledRows
 from treepack.report.words import printable
 from treepack.trajectory import Float64
 
@@ -54,7 +54,7 @@ class RunFacts:
 
 
 def run_facts(
-    folder: RunFolder, series: RunSeries, state: RunState, rows: RecordedRows | None, notes: list[str]
+    folder: RunFolder, series: RunSeries, state: RunState, rows: ScheduledRows | None, notes: list[str]
 ) -> RunFacts:
     """Return the facts of a run now.
 
@@ -73,7 +73,10 @@ def run_facts(
     seconds = series.column("seconds")
     notes = notes + [shown_text(note) for note in _list(finished.get("notes"))]
     if series.skipped:
-        notes = [*notes, f"{len(series.skipped):,} of {len(series):,} steps were skipped: not finite."]
+        notes = [
+            *notes,
+            f"Skipped, because the loss or gradient was not finite: {len(series.skipped):,} of {len(series):,} steps.",
+        ]
     if series.names_left_out:
         notes = [*notes, "Some numbers of metrics.jsonl are left out, because it has too many names."]
     return RunFacts(
@@ -113,7 +116,7 @@ def shown_duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
-def _num_steps(folder: RunFolder, rows: RecordedRows | None, finished: dict[str, Any]) -> int:
+def _num_steps(folder: RunFolder, rows: ScheduledRows | None, finished: dict[str, Any]) -> int:
     """Return the number of steps of the run, 0 if it is not known."""
     options = _dict((folder.record or {}).get("options"))
     for value in (finished.get("num_steps"), options.get("steps"), None if rows is None else rows.num_steps):
@@ -160,9 +163,9 @@ def _tiles(series: RunSeries, seconds: Float64) -> list[Line]:
         tiles.append([title.removesuffix(" from the reference"), shown_number(float(values[-1]))])
     flat, computed = (float(np.nansum(series.column(name))) for name in ("tokens_flat", "tokens"))
     if computed:
-        tiles.append(["tokens computed", _short(computed)])
+        tiles.append(["Tokens computed", _short(computed)])
     if computed and flat:
-        tiles.append(["times fewer than one by one", f"{flat / computed:.1f}"])
+        tiles.append(["Tokens if one by one", _short(flat)])
     return tiles
 
 
@@ -203,7 +206,7 @@ def _flat(entries: dict[str, Any], prefix: str) -> Iterator[Line]:
                 yield [shown_text(f"{start}{name}".replace("_", " ")), shown_text(line)]
 
 
-def _slowest(series: RunSeries, seconds: Float64, rows: RecordedRows | None) -> list[Line]:
+def _slowest(series: RunSeries, seconds: Float64, rows: ScheduledRows | None) -> list[Line]:
     """Return the slowest steps: step, seconds, seconds of waiting, tokens, tokens per second, and the largest row."""
     known = np.flatnonzero(np.isfinite(seconds))
     order = known[np.argsort(-seconds[known], kind="stable")][:NUM_SLOWEST]
@@ -216,14 +219,14 @@ def _slowest(series: RunSeries, seconds: Float64, rows: RecordedRows | None) -> 
     return lines
 
 
-def _largest(rows: RecordedRows | None, step: int) -> str:
+def _largest(rows: ScheduledRows | None, step: int) -> str:
     if rows is None or not 1 <= step <= rows.num_steps:
         return "-"
     row = max(rows.of_step(step), key=lambda each: int(rows.num_tokens[each]))
     return f"{int(rows.row_ids[row])} of {int(rows.num_tokens[row]):,} tokens"
 
 
-def rows_fit(series: RunSeries, rows: RecordedRows) -> bool:
+def rows_fit(series: RunSeries, rows: ScheduledRows) -> bool:
     """Return true if the last step has the rows and the tokens that metrics.jsonl records."""
     steps, sizes, tokens = series.steps, series.column("num_rows"), series.column("tokens")
     if not len(steps):

@@ -1,6 +1,6 @@
 """The rollouts of recent steps for the explorer: the trie of their packed rows.
 
-    RecordedRows, last step --read_steps--> StepRollouts      settings and blocks, as in the page about sharing
+    ScheduledRows, last step --read_steps--> StepRollouts      settings and blocks, as in the page about sharing
 
 Steps are taken from the last one backwards while their rows have few tokens together; of a single step with more, the
 first rows are taken. The step of a run is the training step of the explorer, so a group is named `brake (step 12)`.
@@ -14,7 +14,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.report.contents import read_contents
-from treepack.report.live.step_rows import RecordedRows
+from treepack.report.live.step_rows import ScheduledRows
 from treepack.report.payload import explorer_settings, payload
 from treepack.report.rebuilt import trie_of_rows
 from treepack.report.rollouts import explorer_parts
@@ -54,7 +54,7 @@ class RolloutTexts:
     remark: str = ""
 
 
-def rollout_texts(rows: RecordedRows, *, name: str | None, limit: int | None) -> RolloutTexts:
+def rollout_texts(rows: ScheduledRows, *, name: str | None, limit: int | None) -> RolloutTexts:
     """Return the texts of a run's rows, by the tokenizer `name` or the one that the rows were made with.
 
     Raises:
@@ -76,7 +76,7 @@ def rollout_texts(rows: RecordedRows, *, name: str | None, limit: int | None) ->
     return RolloutTexts(tokenizer, limit)
 
 
-def read_steps(rows: RecordedRows, last: int, texts: RolloutTexts) -> StepRollouts:
+def read_steps(rows: ScheduledRows, last: int, texts: RolloutTexts) -> StepRollouts:
     """Return the explorer of the steps up to `last`, counted from 1.
 
     Raises:

@@ -1,7 +1,7 @@
 """The packed rows of each optimiser step of a run, from run.json, without torch.
 
-    run.json, packed directories --open_run_rows--> RecordedRows.of_step(12) -> [4, 0]      indices of rows
-                                                    RecordedRows.read(4) -> Row
+    run.json, packed directories --open_run_rows--> ScheduledRows.of_step(12) -> [4, 0]      indices of rows
+                                                    ScheduledRows.read(4) -> Row
 
 A run does not record the rows of its steps, because they follow from its options: `data.epochs` orders the rows of an
 epoch, and `train.schedule` cuts this order into steps. The numbers of rows and tokens in metrics.jsonl show whether the
@@ -32,7 +32,7 @@ SCALARS = ["row_id", "step", "num_tokens", "total_weight"]
 
 
 @dataclass(slots=True)
-class RecordedRows:
+class ScheduledRows:
     """The rows of a run; the rows of each step follow from its options."""
 
     files: list[Path]
@@ -90,7 +90,7 @@ class RecordedRows:
             raise TreepackError(f"{path}: row {row} cannot be read ({error}); pack the trie again") from error
 
 
-def open_run_rows(record: dict[str, Any], folder: Path) -> RecordedRows:
+def open_run_rows(record: dict[str, Any], folder: Path) -> ScheduledRows:
     """Open the packed rows of a run.
 
     Args:
@@ -137,7 +137,7 @@ def _find(packed: str, folder: Path, sha256: str) -> list[Path]:
     raise TreepackError(f"{packed}: no such packed directory; run the command in the folder where training started")
 
 
-def _open(directories: list[Path], options: dict[str, Any]) -> RecordedRows:
+def _open(directories: list[Path], options: dict[str, Any]) -> ScheduledRows:
     files, groups, tables, owners, first = list[Path](), list[tuple[int, int, int]](), [], list[int](), 0
     manifests = [read_manifest(directory, schema.PACKED_FORMAT) for directory in directories]
     for owner, path in _parts(directories, manifests):
@@ -157,7 +157,7 @@ def _open(directories: list[Path], options: dict[str, Any]) -> RecordedRows:
     if not len(trained):
         raise TreepackError(f"{directories[0]}: no row has a trained token")
     several = len(directories) > 1
-    return RecordedRows(
+    return ScheduledRows(
         files=files,
         groups=groups,
         manifest=manifests[0],

@@ -27,7 +27,7 @@ from treepack.report.live.metrics_tail import MetricsTail
 from treepack.report.live.run_series import RunSeries
 from treepack.report.live.run_state import RunFolder, RunState
 from treepack.report.live.step_rollouts import RolloutTexts, read_steps, rollout_texts
-from treepack.report.live.step_rows import RecordedRows, open_run_rows
+from treepack.report.live.step_rows import ScheduledRows, open_run_rows
 
 MAX_RESUMES = 5  # notes about resumes that are shown
 MAX_CACHED = 4  # explorers in memory
@@ -70,7 +70,7 @@ class RunWatch:
         self._changed, self._reading = threading.Condition(), threading.Lock()
         self._state, self._resumes = RunState("waiting"), list[str]()
         self._cached: OrderedDict[int, bytes] = OrderedDict()
-        self.rows: RecordedRows | None = None
+        self.rows: ScheduledRows | None = None
         self.texts: RolloutTexts | None = None
         self._rows_note = ""
         self._open_rows()
