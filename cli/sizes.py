@@ -37,7 +37,8 @@ class TokenCounts(click.ParamType[tuple[int, ...]]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """Parse `value`; wrong usage if any part is not a number of tokens."""
-        return tuple(TokenCount().convert(part, param, ctx) for part in str(value).split(","))
+        parts = value if isinstance(value, tuple) else str(value).split(",")
+        return tuple(TokenCount().convert(part, param, ctx) for part in parts)
 
 
 class TokensOrWord(click.ParamType[Any]):
@@ -58,17 +59,31 @@ class TokensOrWord(click.ParamType[Any]):
 
 
 class LayerCount(click.ParamType[Any]):
-    """A number of layers, or `auto`."""
+    """A number of layers, `all` or `auto`."""
 
-    name = "N|auto"
+    name = "N|all|auto"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Parse `value`; wrong usage if it is neither the word nor a number."""
-        if value == "auto":
-            return "auto"
+        """Parse `value`; wrong usage if it is neither a word nor a number."""
+        if value in ("all", "auto"):
+            return str(value)
         if not re.fullmatch("[0-9]+", str(value)):
-            self.fail(f"{value!r} is neither a number of layers nor auto", param, ctx)
+            self.fail(f"{value!r} is neither a number of layers, nor all or auto", param, ctx)
         return int(value)
+
+
+class Bounds(click.ParamType[tuple[float, float]]):
+    """Two numbers, the lower one first."""
+
+    name = "LOW,HIGH"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
+        """Parse `value`; wrong usage if it is not two numbers."""
+        try:
+            low, high = (float(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not two numbers such as 0.5,2", param, ctx)
+        return low, high
 
 
 class Size(click.ParamType[int]):
@@ -107,6 +122,8 @@ KINDS: dict[str, click.ParamType[Any]] = {
     "carry": TokensOrWord("8192 or 8k", auto="auto", off=None),
     "pass_tokens": TokensOrWord("32768 or 32k", auto="auto"),
     "checkpoint_layers": LayerCount(),
+    "loss_chunk": TokensOrWord("2048 or 2k", auto="auto"),
     "max_record_size": Size(),
+    "importance_mask": Bounds(),
 }
 """Types of the fields of option classes that are more than a number or a word, by the names of the fields."""

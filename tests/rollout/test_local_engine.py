@@ -18,9 +18,10 @@ from support.paths import SAMPLE_DATA
 from support.tiny_families import tiny_family
 from treepack.errors import TreepackError
 from treepack.model.load import build_model, load_model, read_config
-from treepack.rollout.engine import LENGTH, STOP, EngineError, Sampling, Segment, check_segments
+from treepack.rollout.engine import LENGTH, STOP, EngineError, Segment, check_segments
 from treepack.rollout.in_process.local import LocalEngine, LocalOptions, default_stop_tokens, load_engine
 from treepack.rollout.in_process.local_sampling import quantile_tokens
+from treepack.rollout.options import Sampling
 from treepack.trajectory import Float32, Int32
 
 MODEL = SAMPLE_DATA / "tiny-qwen3.json"

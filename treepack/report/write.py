@@ -97,7 +97,7 @@ def write_report(
         files += [(pictures / name, "--png") for name in PICTURES]
     paths = local_paths(paths)
     for file, option in files:
-        refuse_existing(file, overwrite=overwrite, inputs=paths, is_own_file=_is_report, option=option)
+        refuse_existing(file, overwrite=overwrite, inputs=paths, is_own_file=is_report, option=option)
     renderer()  # refuses a missing package now, rather than after minutes of planning
     with ExitStack() as stack:
         for output, option in ((page, "--out"), (pictures, "--png")):
@@ -117,7 +117,7 @@ def write_report(
             memory=memory,
             progress=progress,
         )
-        template, limit = options.build.template_file(), options.text_limit if options.text else None
+        template, limit = options.build.template_file(), None if options.no_text else options.text_limit
         contents = read_contents(subject.trie, tokenizer, limit=limit, template=template.text if template else None)
         size = 0
         if page is not None:
@@ -131,7 +131,7 @@ def write_report(
         return ReportSummary(page, pictures, contents.decoded, texts is not None, left_out, size)
 
 
-def _is_report(path: Path) -> bool:
+def is_report(path: Path) -> bool:
     """Return whether an earlier report wrote the file; an empty one counts too."""
     with path.open("rb") as file:
         head = file.read(1024)  # the mark of a page is in its first lines
