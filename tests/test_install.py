@@ -56,6 +56,14 @@ def test_a_cpu_trains_without_triton(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "config.json").is_file()
 
 
+def test_the_sources_have_the_pages_that_the_readme_links() -> None:
+    lines = (ROOT / "MANIFEST.in").read_text().splitlines()
+    linked = re.findall(r"\]\((\w+)[/.)]", (ROOT / "README.md").read_text())
+    assert {"docs", "examples"} <= set(linked)
+    assert {f"graft {name}" for name in ("docs", "examples", "sample_data")} <= set(lines)
+    assert "CHANGELOG.md" in lines[1].split()
+
+
 def test_triton_is_a_need_of_the_tests_alone() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert [name for name, packages in extras.items() if any("triton" in each for each in packages)] == ["dev"]

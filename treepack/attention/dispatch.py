@@ -34,7 +34,7 @@ from treepack.attention.kernel_launch import is_interpreted
 from treepack.attention.reference import check_shapes, reference_attention
 from treepack.attention.schedule import Schedule
 from treepack.attention.schedules import AnySchedule, BatchSchedules, check_schedule, first_of_block, prepare
-from treepack.errors import TreepackError, install_hint
+from treepack.errors import TreepackError
 
 __all__ = [
     "AUTO",
@@ -223,7 +223,7 @@ def _flex_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[tu
     if device.type == "cpu":
         return None
     if find_spec("triton") is None:
-        return f"needs triton on a GPU; {install_hint('train')}, or use reference"
+        return "needs triton on a GPU; run pip install triton, or use reference"
     if dtype == torch.float64:
         return "has no float64 on a GPU; use float32 or reference"
     if any(max(dims) > FLEX_MAX_HEAD_DIM for dims in head_dims):
@@ -251,7 +251,7 @@ def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[t
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[tuple[int, int], ...]) -> str | None:
     if find_spec("triton") is None:
-        return f"needs triton, which is not installed; {install_hint('train')}, or use reference"
+        return "needs triton, which is not installed; run pip install triton, or use reference"
     if device.type != "cuda" and not is_interpreted():
         return f"needs a GPU and the tensors are on {device}; use reference"
     if dtype not in (*_HALVES, torch.float32):

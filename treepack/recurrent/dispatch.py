@@ -22,7 +22,7 @@ from torch import Tensor
 
 from treepack.attention.dispatch import BatchSchedules
 from treepack.attention.kernel_launch import is_interpreted
-from treepack.errors import TreepackError, install_hint
+from treepack.errors import TreepackError
 from treepack.recurrent import convolution, twin
 from treepack.recurrent.chunks import build_chunks
 from treepack.recurrent.convolution import build_taps
@@ -181,7 +181,7 @@ def _fla_obstacle(layer: LayerProperties) -> str | None:
 def _kernel_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why treepack's kernels of scans and convolutions cannot run on such tensors; None if they can."""
     if find_spec("triton") is None:
-        return f"needs triton, which is not installed; {install_hint('train')}, or use torch"
+        return "needs triton, which is not installed; run pip install triton, or use torch"
     if device.type != "cuda" and not is_interpreted():
         return f"needs a GPU and the tensors are on {device}; use torch"
     if dtype not in _DTYPES:
