@@ -8,7 +8,7 @@
 A source is a workload of `carried_rows.py`, or a file that `training_rows.py` wrote from rows of whole trees. A way is
 one of these, with the tokens of its rows, or of its pieces:
 
-    recomputed    every layer is recomputed in the backward pass (--gradient-checkpointing), or so many of them that a
+    recomputed    every layer is recomputed in the backward pass (--checkpoint-layers all), or so many of them that a
                   second number gives: recomputed:65536:4
     offload       and its input and attention output wait in host memory (--offload-checkpoints)
     auto          as few layers are recomputed as memory demands (--checkpoint-layers auto)
@@ -61,12 +61,15 @@ from treepack.carry.limit import CarryCosts, CarryPlan, choose_limit, measure_co
 from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
+from treepack.memory.device_memory import gpu_meter
 from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import is_memory_error
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.head.token_loss import CHUNK
-from treepack.train.setup.layer_memory import fewest_recomputed, head_bytes, host_pages, measure_layers
+from treepack.model.layers import has_compiled_layers
+from treepack.train.setup.host_memory import host_pages
+from treepack.train.setup.model_probe import probe_model
 
 WAYS = "recomputed:65536,offload:262144,auto:65536,carry:auto"
 # bfloat16 rounds a logit by 0.4 %, and a loss is a mean over many.
@@ -152,9 +155,17 @@ def count_recomputed(bench: Bench, rows: list[Batch]) -> int:
     loaded, longest = bench.loaded, max(row.num_tokens for row in rows)
     if bench.device.type != "cuda":
         return num_layers(loaded) // 2
-    layer = measure_layers(loaded, rows[0], lower=True)
-    room = bench.free_bytes() - head_bytes(loaded.causal, chunk=CHUNK, num_tokens=longest)
-    return fewest_recomputed(layer, num_layers(loaded), longest, room)
+    meter = gpu_meter(bench.device)
+    probe = probe_model(
+        loaded,
+        rows[0],
+        compiled=has_compiled_layers(loaded.causal),
+        chunk=CHUNK,
+        autocast=partial(torch.autocast, bench.device.type, torch.bfloat16),
+        meter=meter,
+        fits=lambda num_bytes: num_bytes < meter.free(),
+    )
+    return probe.fewest_recomputed(longest, bench.free_bytes(), CHUNK)
 
 
 def step(bench: Bench, way: Way) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from torch import Tensor
 from training_rows import make_row
 
 from treepack.data.batch import Batch
+from treepack.memory.device_memory import gpu_meter
 from treepack.memory.host_pages import HostCopies, PagePool, StreamCopies
 from treepack.memory.offload import LayerOffload
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layers import adapt_layers, adapted_layers, set_recomputed
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.train.setup.layer_memory import measure_layers
+from treepack.train.setup.model_probe import probe_model
 
 LAYERS, VOCABULARY = 5, 320
 CONFIG: dict[str, Any] = {
@@ -105,12 +107,20 @@ def check_measure(name: str, device: torch.device, *, quick: bool) -> Iterator[R
     adapt_layers(loaded.causal, checkpointing=True, compiled=False)
     if device.type != "cuda":
         return
-    layer = measure_layers(loaded, _row(256 if quick else 4096, 0), lower=True)
-    # Inputs in float32, outputs of 4 heads of 64 in bfloat16, and a log-sum-exp for each head.
-    expected = 256 * 4 + 256 * 2 + 4 * 4
-    note = f"kept {layer.kept:.0f}, recomputed {layer.recomputed:.0f}, working {layer.working:.0f} bytes per token"
-    error = abs(layer.recomputed / expected - 1)
-    yield Result(name, note, loaded.attention, (error, 3 * layer.recomputed / layer.kept), (0.5, 1.0))
+    probe = probe_model(
+        loaded,
+        _row(256 if quick else 4096, 0),
+        compiled=False,
+        chunk=2048,
+        autocast=partial(torch.autocast, device.type, torch.bfloat16),
+        meter=gpu_meter(device),
+        fits=lambda _: True,
+    )
+    # Of every layer: inputs in float32, outputs of 4 heads of 64 in bfloat16, and a log-sum-exp for each head.
+    expected = LAYERS * (256 * 4 + 256 * 2 + 4 * 4)
+    note = f"kept {probe.kept:.0f}, recomputed {probe.recomputed:.0f} bytes per token of all layers"
+    # The backward pass of one layer is in both.
+    yield Result(name, note, loaded.attention, (expected / probe.recomputed, probe.recomputed / probe.kept), (1.0, 1.0))
 
 
 def difference(results: list[Tensor], expected: list[Tensor]) -> float:

@@ -42,7 +42,7 @@ TINY = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96, "num_hidden_
 WAYS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "fp32"},
     "bf16": {},
-    "compiled": {"compile": torch.cuda.is_available(), "gradient_checkpointing": True},
+    "compiled": {"compile": torch.cuda.is_available(), "checkpoint_layers": "all"},
     "offloaded": {"cpu_offload": True},
     "gathered in bf16": {"gather_dtype": "bf16"},
     "resumed": {},
@@ -134,7 +134,7 @@ def keep(arguments: argparse.Namespace, size: int, name: str, record: Any) -> No
 def timed(arguments: argparse.Namespace, ranks: Any, device: torch.device, fields: dict[str, Any]) -> dict[str, Any]:
     """Steps of the model itself, and two checkpoints."""
     gpu = device.type == "cuda"
-    options = TrainOptions(device=device.type, dtype="bf16", compile=gpu, gradient_checkpointing=True,
+    options = TrainOptions(device=device.type, dtype="bf16", compile=gpu, checkpoint_layers="all",
                            rows_per_step=arguments.rows_per_step, steps=arguments.steps)  # fmt: skip
     config = write_config(arguments.folder / "model.json", fields)
     run = open_run(arguments.packed, config, options, ranks)

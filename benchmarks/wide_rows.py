@@ -8,7 +8,7 @@ The wide row has several copies of one tree side by side, which do not see each 
 loss of the tree, and its score pairs per token equal the tree's. Times are for forward and backward, without
 the update, medians over the repeats, in turns. Layers are compiled, under autocast in bfloat16.
 
-checkpointed   the tree, all layers recomputed (train --gradient-checkpointing)
+checkpointed   the tree, all layers recomputed (train --checkpoint-layers all)
 auto           the tree, as few layers recomputed as memory demands (--checkpoint-layers auto), with room for AdamW
 offloaded      the tree, all layers recomputed, inputs and attention outputs in pinned host memory
 wide           the wide row, offloaded in the same way
@@ -25,6 +25,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,22 @@ from workloads import Workload, make_workload, row_of_ends, star
 
 from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
+from treepack.memory.device_memory import gpu_meter, update_bytes
 from treepack.memory.host_pages import PAGE
 from treepack.memory.offload import LayerOffload
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.head.token_loss import CHUNK
-from treepack.model.layers import AdaptedLayers, adapt_layers, adapted_layers, recomputed_layers
+from treepack.model.layers import (
+    AdaptedLayers,
+    adapt_layers,
+    adapted_layers,
+    has_compiled_layers,
+    recomputed_layers,
+)
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.train.setup.layer_choice import describe_layers, layer_room
-from treepack.train.setup.layer_memory import fewest_recomputed, host_pages, measure_layers
+from treepack.train.setup.host_memory import host_pages
+from treepack.train.setup.model_probe import probe_model
 
 
 @dataclass(frozen=True)
@@ -103,11 +111,20 @@ def auto_count(loaded: LoadedModel, row: Batch, num_layers: int) -> int:
     """Return the number of layers that `--checkpoint-layers auto` recomputes for a row."""
     if loaded.device.type != "cuda":
         return num_layers // 2
-    layer = measure_layers(loaded, row, lower=True)
+    meter = gpu_meter(loaded.device)
+    probe = probe_model(
+        loaded,
+        row,
+        compiled=has_compiled_layers(loaded.causal),
+        chunk=CHUNK,
+        autocast=partial(torch.autocast, "cuda", torch.bfloat16),
+        meter=meter,
+        fits=lambda num_bytes: num_bytes < meter.free(),
+    )
+    print(probe)
     torch.cuda.empty_cache()
-    room = layer_room(loaded, row.num_tokens, chunk=CHUNK, states=8)
-    print(describe_layers(layer, room))
-    return fewest_recomputed(layer, num_layers, row.num_tokens, room)
+    room = meter.free() - update_bytes(loaded.model, state_bytes=8) - 0.08 * meter.total
+    return probe.fewest_recomputed(row.num_tokens, room, CHUNK)
 
 
 def measure(loaded: LoadedModel, adapted: AdaptedLayers, ways: list[Way], repeats: int) -> list[Result]:

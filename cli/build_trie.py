@@ -10,7 +10,7 @@ import click
 from treepack.ingest.options import BuildOptions
 
 from .option_groups import as_usage, field_options, option_group
-from .output import say, show_figures, show_notes
+from .output import quoted, say, show_end, show_figures, show_notes
 from .paths import WRITE
 from .progress import progress_bars, quiet_option
 from .ray_options import ray_cluster, ray_options
@@ -75,6 +75,7 @@ def build_trie(
                 progress=progress,
             )
     show_build(summary)
+    show_end(out, then=f"treepack pack {quoted(out)} --out PACKED")
 
 
 def show_build(summary: TrieSummary) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .option_groups import refuse_given
-from .output import reserve_directory, say, show_figures, show_notes
-from .paths import READ, WRITE
+from .output import quoted, reserve_directory, say, show_end, show_figures, show_notes
+from .paths import RATED_TRIE, READ, WRITE
 from .planning import REPLACED_BY_PLAN, chosen_options, model_options, pack_options
 from .progress import progress_bars, quiet_option
 from .ray_options import ray_cluster, ray_options
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("trie", type=READ)
+@click.argument("trie", type=RATED_TRIE)
 @click.option("--out", type=WRITE, required=True, help="Directory to write.")
 @pack_options
 @model_options
@@ -86,6 +86,7 @@ def pack(
                 progress=progress,
             )
     show_packing(summary, why, verbose=verbose)
+    show_end(out, save_plan, then=f"treepack train {quoted(out)} --model MODEL --out TRAINED")
 
 
 def _pack_parts(

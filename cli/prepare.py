@@ -10,7 +10,8 @@ from treepack.rl.advantages.advantage_options import ESTIMATORS, FLAT, TREE, Adv
 
 from .advantages import show_advantages
 from .build_trie import show_build
-from .output import lock_until_end
+from .choices import WordChoice
+from .output import lock_until_end, quoted, show_end
 from .pack import show_packing
 from .paths import WRITE
 from .planning import chosen_options, model_options, pack_options_without_workers
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 @click.option(
     "--advantages",
     "estimator",
-    type=click.Choice([name for name in ESTIMATORS if name != "gae"]),  # it needs the values of treepack critic
+    type=WordChoice([name for name in ESTIMATORS if name != "gae"]),  # it needs the values of treepack critic
     help="Also compute advantages from the rewards, with the defaults of treepack advantages, for the RL losses.",
 )
 @reading_options
@@ -107,3 +108,4 @@ def prepare(
         show_advantages(trie, summary, advantage_options)
     click.echo()
     show_packing(rows, why, built=built.manifest)
+    show_end(trie, summary and source, packed, then=f"treepack train {quoted(packed)} --model MODEL --out TRAINED")

@@ -10,7 +10,7 @@ import click
 from treepack.analysis.options import StatsOptions
 
 from .option_groups import field_options, option_group
-from .paths import READ
+from .paths import LOOK, READ
 from .planning import ranked_search_options
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=LOOK)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @option_group(
     "forecast",

@@ -15,11 +15,11 @@ from .lora import lora_options
 from .objective import objective_options
 from .option_groups import field_options, option_group
 from .output import show
-from .paths import WRITE
+from .paths import PACKED_TEXT, WRITE
 from .progress import quiet_option
 from .run_options import RunOptions, run_options
 from .sections import SectionedCommand
-from .training import import_torch, stage_lines, train_model, use_cache
+from .training import import_torch, show_plan, stage_lines, train_model, use_cache
 
 if TYPE_CHECKING:
     from treepack.data.batch import Batch
@@ -35,20 +35,28 @@ def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) 
 
 
 _SECTIONS = {
-    "Data, model and output": "mix blocks model init-from out overwrite resume cache cache-size",
+    "Data, model and output": "mix blocks model init-from out overwrite resume dry-run cache cache-size",
     "Loss": "loss clip-low clip-high dual-clip denominator response-length kl kl-estimator entropy importance-cap "
+    "importance-mask importance-level sequence-mask "
     "temperature beta value-coef value-clip router-aux routes",
     "Optimiser": "steps epochs rows-per-step lr min-lr-ratio warmup-steps weight-decay clip optimizer seed",
     "LoRA": "lora-rank lora-alpha lora-targets lora-dropout quantize merge",
     "Held-out rows": "eval eval-every patience",
     "Checkpoints": "checkpoint-every keep max-skipped",
-    "Metrics": "report-to tensorboard project run-name plot quiet",
-    "Speed and memory": "device dtype compile attention gradient-checkpointing checkpoint-layers "
-    "offload-checkpoints carry pass-tokens loss-chunk gather-dtype cpu-offload",
+    "Metrics": "report-to tensorboard project run-name quiet",
+    "Override what the run chooses": "dtype compile attention checkpoint-layers offload-checkpoints carry pass-tokens "
+    "loss-chunk",
+    "Devices": "device gather-dtype cpu-offload",
     "Verification": "verify verify-rows help",
 }
 
 
+def _auto(_: click.Context, __: click.Parameter, value: bool | None) -> bool | str:
+    return "auto" if value is None else value
+
+
+# A flag that the run chooses if neither of its forms is given.
+_SWITCH: dict[str, Any] = {"type": bool, "default": None, "show_default": "auto", "callback": _auto}
 _training_options = option_group(
     "training",
     field_options(
@@ -57,7 +65,8 @@ _training_options = option_group(
         init_from={"metavar": "RUN|CHECKPOINT|MODEL"},
         min_lr_ratio={"type": click.FloatRange(0, 1)},
         router_aux={"metavar": "COEF"},
-        carry={"default": "off", "show_default": True},
+        compile=_SWITCH | {"name": "compile/--no-compile"},
+        offload_checkpoints=_SWITCH | {"name": "offload-checkpoints/--no-offload-checkpoints"},
     ),
     dict,
 )
@@ -65,14 +74,14 @@ _training_options = option_group(
 
 @click.command(cls=SectionedCommand, sections=_SECTIONS)
 # Not a Path, which would make "s3://bucket/rows" "s3:/bucket/rows".
-@click.argument("packed", nargs=-1, required=True)
+@click.argument("packed", nargs=-1, required=True, type=PACKED_TEXT)
 @click.option(
     "--model",
     required=True,
     metavar="DIR|NAME|JSON",
     help="Causal LM directory, its address, hub name, or config file (random weights); or an adapter of PEFT.",
 )
-# Required, except with --verify; checked in the command.
+# Required, except with --verify and --dry-run; checked in the command.
 @click.option("--out", type=WRITE, help="Directory to write the trained model to, or its address in s3:// or gs://.")
 @objective_options
 @_training_options
@@ -135,6 +144,8 @@ def train(
         raise click.UsageError("--patience counts evaluations; give held-out rows with --eval.")
     if verify:
         _verify(packed, model, options, verify_rows)
+    elif run.dry_run:
+        show_plan(packed, model, options, run)
     elif out is None:
         raise click.UsageError("Missing option '--out'.")
     elif run.resume and overwrite:
@@ -149,14 +160,17 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     Raises:
         TreepackError: they differ by more than the tolerance.
     """
+    from treepack.train.early_checks import check_training
+    from treepack.train.input_checks import refuse_ranks
+
+    refuse_ranks("--verify")
+    check_training(packed, model, options)
     import_torch()
     from treepack.carry.verify import in_pieces
     from treepack.errors import TreepackError
     from treepack.model.verify.verify_rows import verify_rows
-    from treepack.train.ranks import refuse_ranks
     from treepack.train.setup.opening import open_verification
 
-    refuse_ranks("--verify")
     with stage_lines():
         run = open_verification(packed, model, options)
     limit = None if run.options.carry is None else int(run.options.carry)

@@ -15,7 +15,9 @@ from treepack.attention import IMPLEMENTATIONS
 from treepack.errors import TreepackError
 from treepack.model.head.token_loss import CHUNK
 from treepack.option_fields import check_options, option, option_texts
+from treepack.train import options as train_options
 from treepack.train.options import ATTENTION, TrainOptions
+from treepack.train.scoring_options import ScoreOptions
 
 groups = import_module("treepack_cli.option_groups")
 
@@ -78,7 +80,8 @@ def test_a_command_gets_the_value_that_its_options_make() -> None:
 
 def test_names_and_numbers_that_options_repeat_are_those_of_the_library() -> None:
     assert tuple(IMPLEMENTATIONS) == ATTENTION
-    assert TrainOptions().loss_chunk == CHUNK
+    assert train_options.CHUNK == CHUNK
+    assert ScoreOptions().loss_chunk == CHUNK
 
 
 def test_the_command_train_has_every_option_of_a_run() -> None:

@@ -29,6 +29,8 @@ CASES: list[dict[str, Any]] = [
     {"name": "gspo", "clip_low": 0.03, "clip_high": 0.04, "kl": 0.1, "entropy": 0.2},
     {"name": "cispo", "clip_low": 0.3, "entropy": 0.1},
     {"name": "dpo", "beta": 0.7},
+    {"name": "vespo", "importance_cap": 1.1},
+    {"name": "ppo", "importance_cap": 1.1, "importance_level": "sequence", "sequence_mask": 0.1},
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from support.oracle_model import Sample, gradients, make_row
+from support.oracle_model import gradients
 from treepack.attention import TreePass
-from treepack.carry.limit import CarryCosts, CarryPlan, plan_with_states
-from treepack.carry.offload import CarryBudget
 from treepack.carry.pieces import plan_row
 from treepack.carry.states import CarriedStates, follow_layers, most_states
-from treepack.data.batch import make_batch
-from treepack.memory.host_pages import CarriedBytes
 from treepack.recurrent.interface import convolution as causal_conv1d_fn
 from treepack.recurrent.interface import gated_delta_rule as torch_chunk_gated_delta_rule
 from treepack.recurrent.tokenwise import convolve_tokens, scan_tokens
@@ -147,22 +143,6 @@ def test_a_state_is_kept_for_each_branch_point_until_its_piece_is_popped() -> No
         ("pop", 0, 1),
     ]
     assert most_states(parent, plan) == 2
-
-
-def test_a_plan_has_room_for_the_states_of_the_longest_row() -> None:
-    # A chain of 16 tokens: pieces of 8 have 1 branch point between them, pieces of 4 have 3.
-    row = make_batch(make_row([Sample(tuple(range(16)), (0.0, *[1.0] * 15))]))
-    costs = CarryCosts(num_layers=1, fixed=100, piece=1, keys_values=1, sums=1, output=1, state=1000)
-    asked = []
-
-    def choose(costs: CarryCosts) -> CarryPlan:
-        asked.append(costs.fixed)
-        limit = 8 if costs.fixed < 500 else 4
-        return CarryPlan(limit, 1, True, CarryBudget(), CarriedBytes(0, 0))
-
-    assert plan_with_states(row, costs, choose).limit == 4
-    assert asked == [100, 1100, 3100]
-    assert plan_with_states(row, replace(costs, state=0), choose).limit == 8
 
 
 def test_layers_are_followed_once() -> None:

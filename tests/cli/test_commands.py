@@ -124,9 +124,10 @@ def test_summary_of_build_trie(treepack: Run, tmp_path: Path) -> None:
     assert "- skipped: no trained token: 1" in result.out.splitlines()
 
 
-def test_results_go_to_stdout_and_notes_stay_away_without_a_terminal(treepack: Run, tmp_path: Path) -> None:
-    result = treepack("build-trie", write_rollouts(tmp_path / "r.jsonl"), "--out", tmp_path / "trie")
-    assert (result.status, result.err) == (0, "")
+def test_results_go_to_stdout_and_the_end_to_stderr(treepack: Run, tmp_path: Path) -> None:
+    out = tmp_path / "my trie"
+    result = treepack("build-trie", write_rollouts(tmp_path / "r.jsonl"), "--out", out)
+    assert (result.status, result.err) == (0, f"written {out}\nnext: treepack pack '{out}' --out PACKED\n")
 
 
 def test_stats_of_rollouts_trie_and_packed(treepack: Run, trie: Path, packed: Path, tmp_path: Path) -> None:

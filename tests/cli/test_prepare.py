@@ -8,8 +8,10 @@ import pytest
 
 from support.command_line import Run
 from support.paths import SAMPLE_DATA
+from support.written_rollouts import write_rollouts
 from treepack.analysis.glossary import GLOSSARY
 from treepack.files.manifest import read_manifest
+from treepack.files.prepared import prepared_part
 
 CHAT = (SAMPLE_DATA / "chat.jsonl", "--tokenizer", SAMPLE_DATA / "tokenizer")
 TOKENS = (SAMPLE_DATA / "tokens.jsonl",)
@@ -96,3 +98,35 @@ def test_rows_of_training_steps_are_announced(tmp_path: Path, treepack: Run) -> 
     assert "- rows of 2 training steps, which train keeps in order, so it refuses --mix for them" in done.out
     plain = treepack("prepare", *CHAT, "--out", tmp_path / "plain")
     assert "training steps" not in plain.out
+
+
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ("pack data --out x", "advantages"),
+        ("advantages data --estimator dr_grpo --out x", "trie"),
+        ("stats data", "packed"),
+        ("show data", "packed"),
+        ("report data --png x", "packed"),
+        ("simulate allocation data --steps 2 --persistence 0", "trie"),
+    ],
+)
+def test_an_output_stands_for_the_directory_in_it_that_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, treepack: Run, command: str, part: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rollouts = write_rollouts(tmp_path / "rollouts.jsonl")
+    assert treepack("prepare", rollouts, "--advantages", "grpo", "--out", "data").status == 0
+    done = treepack(*command.split())
+    assert done.err.startswith(f"note: data is an output of treepack prepare; data/{part} is read\n"), done.err
+    assert done.status == 0
+
+
+def test_a_folder_that_has_rollouts_too_does_not_stand_for_its_trie(tmp_path: Path, treepack: Run) -> None:
+    rollouts = write_rollouts(tmp_path / "rollouts.jsonl")
+    assert treepack("build-trie", rollouts, "--out", tmp_path / "trie").status == 0
+    assert prepared_part(tmp_path, "trie", alone=True) is None
+    assert prepared_part(tmp_path, "trie") == tmp_path / "trie"
+    rollouts.unlink()
+    assert prepared_part(tmp_path, "packed", "trie", alone=True) == tmp_path / "trie"
+    assert prepared_part(tmp_path / "trie", "trie") is None

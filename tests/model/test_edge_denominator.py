@@ -257,7 +257,7 @@ def test_the_commands_train_and_verify_with_edges(treepack: Run, tmp_path: Path)
     trie = build_trie([make(f"t{i}", [1, 2, 3 + i % 2, 4, i], reward=float(i % 3)) for i in range(4)])
     saved(trie, tmp_path / "trie")
     done = treepack("advantages", tmp_path / "trie", *"--estimator treerpo --edges --out".split(), tmp_path / "out")
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.notes) == (0, "")
     assert treepack("stats", tmp_path / "out", "--check").status == 0
     assert treepack("pack", tmp_path / "out", "--capacity", 8, "--out", tmp_path / "packed").status == 0
     options = ("--model", tiny_config(tmp_path / "tiny.json"), "--device", "cpu", "--loss", "grpo")

@@ -35,6 +35,7 @@ CASES: list[dict[str, Any]] = [
     {"name": "value"},
     {"name": "ppo", "value_coef": 0.5},
     {"name": "gspo", "value_coef": 0.4},
+    {"name": "gmpo", "importance_mask": (0.5, 2.0), "importance_level": "geometric", "sequence_mask": 0.1},
 ]
 
 

@@ -81,6 +81,31 @@ CASES: list[dict[str, Any]] = [
     {"name": "cispo", "clip_low": 0.2, "clip_high": 0.1},
     {"name": "cispo", "clip_low": 0.3, "entropy": 0.1, "denominator": "trajectory"},
     {"name": "dpo", "beta": 0.7},
+    {"name": "grpo", "importance_cap": 1.1, "importance_level": "sequence"},
+    {"name": "dapo", "importance_cap": 1.0, "importance_level": "geometric", "importance_mask": (0.6, 1.2)},
+    {"name": "grpo", "importance_mask": (0.7, 1.3)},
+    {
+        "name": "gspo",
+        "clip_low": 0.03,
+        "clip_high": 0.04,
+        "importance_level": "sequence",
+        "importance_mask": (0.3, 2.0),
+    },
+    {"name": "ppo", "sequence_mask": 0.1, "entropy": 0.1},
+    {"name": "cispo", "clip_low": 0.2, "clip_high": 0.1, "sequence_mask": 0.0, "importance_cap": 1.1},
+    {"name": "gmpo", "clip_low": 0.1, "clip_high": 0.1, "kl": 0.1},
+    {"name": "luspo", "clip_low": 0.03, "clip_high": 0.04},
+    {"name": "dppo_tv", "clip_low": 0.001, "clip_high": 0.001},
+    {"name": "dppo_kl", "clip_low": 1e-5, "clip_high": 1e-5, "dual_clip": 1.1},
+]
+# Losses that clip nothing.
+SMOOTH_CASES: list[dict[str, Any]] = [
+    {"name": "sapo"},
+    {"name": "sapo", "denominator": "token", "importance_cap": 1.1, "kl": 0.1},
+    {"name": "vespo"},
+    {"name": "vespo", "importance_cap": 1.1, "denominator": "group", "entropy": 0.1},
+    {"name": "dro", "beta": 0.3},
+    {"name": "reinforce", "importance_cap": 1.2, "importance_level": "geometric"},
 ]
 
 
@@ -96,7 +121,7 @@ def packings(samples: Sequence[Rollout], objective: Objective) -> list[list[int]
     return [[0] * len(samples), by_group, *([] if objective.loss == "dpo" else free)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", [*CASES, *SMOOTH_CASES], ids=lambda case: "-".join(map(str, case.values())))
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind: str, case: dict[str, Any]) -> None:
     objective = choose_objective(**case)
@@ -107,12 +132,14 @@ def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind
         total, grads, means = step_of(packed_model(kind), dataset, objective)
         assert total == pytest.approx(loss, rel=TOLERANCE)
         assert worst_error(grads, expected) <= TOLERANCE
-        if objective.loss != "dpo":
+        if case in CASES and objective.loss != "dpo":
             assert 0 < means["clip_fraction_low"] < 1
             assert 0 < means["clip_fraction_high"] < 1
             assert ("kl" in means) == (objective.kl > 0)
         if objective.importance_cap is not None:
             assert 0 < means["truncated"] < 1
+        assert ("masked" in means) == (objective.importance_mask is not None or objective.sequence_mask is not None)
+        assert 0 < means.get("masked", 0.5) < 1
 
 
 @pytest.mark.parametrize("seed", range(1, 5))

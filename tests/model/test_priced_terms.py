@@ -34,6 +34,11 @@ OBJECTIVES = [
     choose_objective("dapo", entropy=0.1, kl=0.1),
     choose_objective("cispo", kl=0.1, kl_estimator="k1"),
     choose_objective("ppo", denominator="edge"),
+    choose_objective("sapo", importance_cap=1.2, importance_mask=(0.5, 2.0)),
+    choose_objective("dppo_tv", clip_low=0.05, clip_high=0.05),
+    choose_objective("dppo_kl", clip_low=0.01, clip_high=0.01, kl=0.1),
+    choose_objective("dro", beta=0.4, entropy=0.2),
+    choose_objective("reinforce"),
 ]
 
 

@@ -61,7 +61,7 @@ def test_ranks_with_different_numbers_of_pieces_train_as_one_process_does(packed
         Case("tied", packed, tied, {**whole, "carry": 5}, held_out=held_out),
         Case("some", packed, untied, {**whole, "carry": 24}, held_out=held_out),
         Case("lonely", packed, untied, {"steps": 1, "rows_per_step": 1, "carry": 3}),
-        Case("recomputed", packed, tied, {**once, "carry": 7, "gradient_checkpointing": True, "compile": True}),
+        Case("recomputed", packed, tied, {**once, "carry": 7, "checkpoint_layers": "all", "compile": True}),
         Case("mixture", packed, mixture, {**once, "carry": 7}),
         Case("offloaded", packed, untied, {**whole, "carry": 7, "cpu_offload": True}),
         Case("grpo", packed, untied, {**once, "carry": 7}, "grpo"),

@@ -126,9 +126,8 @@ def test_rows_shorter_than_a_piece_change_no_bit(packed: Path, config: Path, tmp
     assert (pieces / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert [each["loss"] for each in lines(pieces)] == [each["loss"] for each in lines(whole)]
     assert all(each["tokens_forward"] == each["tokens"] for each in lines(pieces))
-    # A run without pieces records nothing about them.
-    assert record(whole, "run.json")["chosen"] == {"pass_tokens": 60}
-    assert "carry" not in record(whole, "train.json")["options"]
+    assert record(whole, "run.json")["chosen"]["carry"] is None
+    assert record(whole, "train.json")["options"]["carry"] is None
 
 
 def test_two_runs_and_a_resumed_one_agree_in_every_bit(packed: Path, config: Path, tmp_path: Path) -> None:
@@ -142,18 +141,24 @@ def test_two_runs_and_a_resumed_one_agree_in_every_bit(packed: Path, config: Pat
         assert lines(tmp_path / name) == lines(tmp_path / "one")
 
 
-def test_the_number_that_auto_chose_is_recorded_and_kept(packed: Path, config: Path, tmp_path: Path) -> None:
-    out, auto = tmp_path / "out", replace(OPTIONS, carry="auto")
-    assert with_recorded(auto, out, Ranks()) == auto
-    run = open_run(packed, config, auto)
-    assert run.options.carry == 8192
-    assert "carry auto is 8,192 tokens on a CPU, where torch counts no memory" in run.notes
+def test_the_values_that_auto_chose_are_recorded_and_kept(packed: Path, config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert with_recorded(OPTIONS, out, Ranks()) == OPTIONS
+    assert open_run(packed, config, OPTIONS).options.carry is None, "whole rows on a CPU"
     go(open_run(packed, config, replace(OPTIONS, carry=7)), out, until=1)
-    assert record(out, "run.json")["chosen"] == {"carry": 7, "pass_tokens": 1}
-    assert with_recorded(auto, out, Ranks()).carry == 7
+    chosen: dict[str, Any] = {
+        "compile": False,
+        "checkpoint_layers": 0,
+        "offload_checkpoints": False,
+        "carry": 7,
+        "pass_tokens": 1,
+        "loss_chunk": 2048,
+    }
+    assert record(out, "run.json")["chosen"] == chosen
+    assert with_recorded(OPTIONS, out, Ranks()) == replace(OPTIONS, blocks=1, **chosen)
     # Another number may replace it: it changes the rounding and nothing else.
     go(open_run(packed, config, replace(OPTIONS, carry=5)), out)
-    assert record(out, "run.json")["chosen"] == {"carry": 5, "pass_tokens": 1}
+    assert record(out, "run.json")["chosen"] == {**chosen, "carry": 5}
     assert record(out, "train.json")["options"]["carry"] == 5
 
 
@@ -210,7 +215,6 @@ def test_a_lack_of_memory_in_pieces_names_a_smaller_piece(packed: Path, config: 
         ({"carry": 0}, "carry is 0; expected a number of tokens of at least 1, auto or None"),
         ({"carry": "all"}, "carry is 'all'; expected"),
         ({"carry": 5, "router_aux": 0.1}, "the auxiliary loss of routers needs whole rows"),
-        ({"carry": 5, "checkpoint_layers": "auto"}, "planned for a known number"),
     ],
 )
 def test_options_that_exclude_pieces_are_refused(changes: dict[str, Any], complaint: str) -> None:

@@ -11,22 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config
 from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.memory.device_memory import MemoryMeter
 from treepack.model.layers import adapted_layers
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun
-from treepack.train.setup import layer_choice
-from treepack.train.setup.layer_choice import check_host
-from treepack.train.setup.layer_memory import LayerBytes, fewest_recomputed, first_tokens, host_pages, measure_layers
+from treepack.train.setup import host_memory
+from treepack.train.setup.host_memory import check_host, host_pages
 from treepack.train.setup.opening import open_run
 
 LAYERS = 3
@@ -59,9 +55,8 @@ def test_every_choice_of_layers_has_the_bits_of_no_recomputation(packed: Path, c
     go(packed, config, tmp_path / "plain", pass_tokens=35)
     expected = (tmp_path / "plain" / "model.safetensors").read_bytes()
     choices: list[dict[str, Any]] = [
-        {"gradient_checkpointing": True},
+        {"checkpoint_layers": "all"},
         {"checkpoint_layers": 2},
-        {"checkpoint_layers": 0, "gradient_checkpointing": True},
         {"offload_checkpoints": True},
         {"offload_checkpoints": True, "checkpoint_layers": 1},
     ]
@@ -71,20 +66,27 @@ def test_every_choice_of_layers_has_the_bits_of_no_recomputation(packed: Path, c
         before = choices[number - 1]  # another choice now
         adapted = adapted_layers(go(packed, config, out, pass_tokens=35, **before).loaded.causal)
         assert adapted is not None
-        assert adapted.recomputed == [1, 3, 2, 0, 3][number]
-        assert (adapted.offload is not None) == (number in (0, 4))
+        assert adapted.recomputed == [1, 3, 2, 3][number]
+        assert (adapted.offload is not None) == (number in (0, 3))
         assert (out / "model.safetensors").read_bytes() == expected, changes
 
 
-def test_auto_recomputes_all_layers_on_a_cpu_and_records_it(treepack: Run, packed: Path, config: Path) -> None:
+def test_layers_that_are_offloaded_are_recomputed_and_recorded(treepack: Run, packed: Path, config: Path) -> None:
     out = packed.parent / "out"
     command = ["train", str(packed), "--model", str(config), "--device", "cpu", "--steps", "1", "--out", str(out)]
     done = treepack(*command, "--checkpoint-layers", "auto", "--offload-checkpoints")
     assert done.status == 0
     notes = json.loads((out / "train.json").read_text())["notes"]
-    assert "checkpoint_layers auto recomputes all 3 layers on a CPU, where torch counts no memory" in notes
+    assert "layers keep at most 48 MiB of a row in host memory, for 128 tokens" in notes
     assert re.search(r"note: layers keep at most 48 MiB of a row in host memory, for 128 tokens", done.err)
-    assert json.loads((out / "run.json").read_text())["chosen"] == {"checkpoint_layers": 3, "pass_tokens": 1}
+    assert json.loads((out / "run.json").read_text())["chosen"] == {
+        "compile": False,
+        "checkpoint_layers": 3,
+        "offload_checkpoints": True,
+        "carry": None,
+        "pass_tokens": 1,
+        "loss_chunk": 2048,
+    }
     assert json.loads((out / "train.json").read_text())["options"]["checkpoint_layers"] == 3
 
 
@@ -99,8 +101,8 @@ def test_a_resumed_run_takes_the_recorded_number(treepack: Run, packed: Path, co
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"checkpoint_layers": -1}, "checkpoint_layers is -1; expected a number of layers, auto or None"),
-        ({"checkpoint_layers": "all"}, "checkpoint_layers is 'all'; expected a number of layers, auto or None"),
+        ({"checkpoint_layers": -1}, "checkpoint_layers is -1; expected a number of layers, all or auto"),
+        ({"checkpoint_layers": "most"}, "checkpoint_layers is 'most'; expected a number of layers, all or auto"),
         (
             {"checkpoint_layers": 0, "offload_checkpoints": True},
             "offload_checkpoints offloads recomputed layers and checkpoint_layers is 0; omit one",
@@ -116,7 +118,7 @@ def test_too_little_host_memory_is_refused_before_the_first_step(
     packed: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 3 layers x 1 page of 16 MiB, and 90 % of 40 MiB may be used
-    monkeypatch.setattr(layer_choice, "available_memory", lambda: 40 << 20)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 40 << 20)
     with pytest.raises(TreepackError) as caught:
         open_run(packed, config, replace(OPTIONS, offload_checkpoints=True))
     assert str(caught.value) == (
@@ -128,7 +130,7 @@ def test_too_little_host_memory_is_refused_before_the_first_step(
 
 
 def test_the_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_choice, "available_memory", lambda: 100 << 30)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 100 << 30)
     check_host(80 << 30, 65_536)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     check_host(45 << 30, 65_536)
@@ -143,52 +145,6 @@ def test_pages_of_the_host_are_those_that_a_row_takes(packed: Path, config: Path
     assert adapted.offload is not None
     list(train(run, packed.parent / "out"))
     assert adapted.offload.pages.count == host_pages(run.loaded, 128, recomputed=LAYERS, lower=False)
-
-
-@given(
-    layer=st.builds(LayerBytes, *[st.floats(1, 1e6)] * 3),
-    num_layers=st.integers(1, 64),
-    tokens=st.integers(1, 1 << 20),
-    share=st.floats(0, 2),
-)
-def test_the_fewest_layers_that_fit_are_recomputed(
-    layer: LayerBytes, num_layers: int, tokens: int, share: float
-) -> None:
-    room = share * layer.kept * num_layers * tokens
-    count = fewest_recomputed(layer, num_layers, tokens, room)
-    needs = [layer.of_token(num_layers, n) * tokens for n in range(num_layers + 1)]
-    assert count == num_layers or needs[count] <= room
-    assert all(need > room for need in needs[:count])
-
-
-def test_a_measurement_leaves_the_model_as_it_was(packed: Path, config: Path) -> None:
-    run = open_run(packed, config, replace(OPTIONS, checkpoint_layers=1))
-    adapted = adapted_layers(run.loaded.causal)
-    assert adapted is not None
-    batch = run.dataset[0]
-    weights = {name: value.clone() for name, value in run.loaded.model.state_dict().items()}
-    # Allocated before and after the forward pass, and the peak of the backward pass, of three passes: the first warms
-    # up, then layers keep 3 * 700 bytes per token, then 3 * 20, and the backward pass adds 900.
-    tokens = len(first_tokens(batch, 16).input_ids)
-    allocated = iter([0, 0, 1000, 1000 + 2100 * tokens, 5000, 5000 + 60 * tokens])
-    peaks = iter([0, 0, 5000 + 960 * tokens])
-    state = torch.get_rng_state()
-    result = measure_layers(
-        run.loaded,
-        batch,
-        lower=False,
-        num_tokens=16,
-        meter=MemoryMeter(allocated.__next__, peaks.__next__, lambda: None),
-    )
-    assert result == LayerBytes(700, 20, 900)
-    assert result.of_token(3, 3) == 3 * 20 + 900
-    assert result.of_token(3, 1) == 20 + 2 * 700 + 200
-    assert adapted.recomputed == 1
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(parameter.grad is None for parameter in run.loaded.model.parameters())
-    assert all(torch.equal(value, weights[name]) for name, value in run.loaded.model.state_dict().items())
-    with pytest.raises(TreepackError, match=r"^the memory of layers is measured in one process on a GPU; give a"):
-        measure_layers(run.loaded, batch, lower=False)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from support.written_rollouts import write_rollouts
 from treepack.errors import TreepackError
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
-from treepack.train.logprobs import open_scoring, scored_rows, term_scores
+from treepack.train.logprobs import open_scoring, scored_rows, term_scores, until_it_fits
 from treepack.train.scoring_options import ScoreOptions
 
 # The row of each of the ten rollouts: all in one row, two rows, and a row each.
@@ -71,7 +71,7 @@ def test_the_command_adds_columns_and_changes_nothing_else(treepack: Command, tm
     assert treepack("pack", tmp_path / "trie", "--capacity", 12, "--out", tmp_path / "packed").status == 0
     common = ("--model", config, "--device", "cpu")
     done = treepack("logprobs", tmp_path / "packed", *common, "--out", tmp_path / "old", "--entropies", "--quiet")
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.notes) == (0, "")
     done = treepack("logprobs", tmp_path / "old", *common, "--out", tmp_path / "both", "--column", "ref")
     assert done.status == 0
     new = {"terms.old_logprob", "terms.ref_logprob", "terms.entropy"}
@@ -159,3 +159,45 @@ def test_a_lack_of_memory_is_one_sentence(tmp_path: Path) -> None:
         TreepackError, match=r"^out of memory in row 0 of \d+ tokens; score with --carry auto, --dtype bf16,"
     ):
         next(scored_rows(scoring))
+
+
+def test_rows_are_scored_alone_or_in_pieces_if_memory_runs_out(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[1])
+    config = tiny_config(tmp_path / "tiny.json")
+    sizes = [row.num_tokens for row in read_rows(path)]
+    expected, scored = list[Any](), list[Any]()
+    for results, limit in ((expected, None), (scored, max(sizes))):
+        scoring = open_scoring(path, config, ScoreOptions(device="cpu", pass_tokens=sum(sizes)))
+
+        def check(_: Any, __: Any, options: Any, limit: int | None = limit) -> None:
+            if limit is not None and options["input_ids"].numel() > limit:
+                raise torch.OutOfMemoryError
+
+        scoring.loaded.causal.base_model.register_forward_pre_hook(check, with_kwargs=True)
+        results.extend(row.terms.old_logprob for row in scored_rows(scoring) if row.terms is not None)
+    assert len(expected) == len(scored) == 2
+    for before, after in zip(expected, scored, strict=True):
+        assert before is not None
+        assert after is not None
+        np.testing.assert_allclose(after, before, rtol=1e-5)
+
+
+def test_pieces_get_shorter_until_they_fit() -> None:
+    loaded, asked = packed_model("qwen3"), []
+
+    def compute(piece: int | None) -> str:
+        asked.append(piece)
+        if piece is None or piece > 3000:
+            raise torch.OutOfMemoryError
+        return "fits"
+
+    assert until_it_fits(compute, loaded, None, 20_000) == "fits"
+    assert asked == [None, 9984, 4992, 2432]
+    with pytest.raises(torch.OutOfMemoryError):
+        until_it_fits(compute, loaded, None, 2000)
+
+    def fails(_: int | None) -> str:
+        raise RuntimeError("another reason")
+
+    with pytest.raises(RuntimeError, match="another reason"):
+        until_it_fits(fails, loaded, None, 20_000)

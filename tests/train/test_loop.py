@@ -120,7 +120,7 @@ def test_accumulation_over_rows_gives_the_gradient_of_one_mean(tmp_path: Path, c
             torch.testing.assert_close(other[name], weight, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"loss_chunk": 3}, {"attention": "flex"}])
+@pytest.mark.parametrize("changes", [{"checkpoint_layers": "all"}, {"loss_chunk": 3}, {"attention": "flex"}])
 def test_what_saves_memory_changes_nothing(packed: Path, config: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     expected = list(train(open_run(packed, config, CPU), tmp_path / "a"))
     metrics = list(train(open_run(packed, config, replace(CPU, **changes)), tmp_path / "b"))

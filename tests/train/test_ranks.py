@@ -70,8 +70,8 @@ def test_two_ranks_train_as_one_process_does(packed: Path) -> None:
         Case("tied", packed, tied, {"epochs": 2}),
         Case("joined", packed, tied, {"epochs": 2, "pass_tokens": 80}),
         Case("untied", packed, untied, uneven),
-        Case("offloaded", packed, tied, {"epochs": 2, "gradient_checkpointing": True, "cpu_offload": True}),
-        Case("compiled", packed, untied, {"epochs": 2, "compile": True, "gradient_checkpointing": True}),
+        Case("offloaded", packed, tied, {"epochs": 2, "checkpoint_layers": "all", "cpu_offload": True}),
+        Case("compiled", packed, untied, {"epochs": 2, "compile": True, "checkpoint_layers": "all"}),
         Case("grpo", packed, untied, uneven | {"pass_tokens": 80}, "grpo"),
         Case("gspo", packed, tied, uneven, "gspo"),
     ]

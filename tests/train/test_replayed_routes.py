@@ -286,8 +286,8 @@ def test_two_ranks_and_compiled_or_recomputed_layers_replay_as_one_process_does(
     changes = {"epochs": 2, "rows_per_step": 3}
     cases = [
         Case("plain", packed, mixture, changes),
-        Case("recomputed", packed, mixture, {**changes, "gradient_checkpointing": True}),
-        Case("compiled", packed, mixture, {**changes, "compile": True, "gradient_checkpointing": True}),
+        Case("recomputed", packed, mixture, {**changes, "checkpoint_layers": "all"}),
+        Case("compiled", packed, mixture, {**changes, "compile": True, "checkpoint_layers": "all"}),
         Case("pieces", packed, mixture, {**changes, "carry": 4}),
     ]
     ignored = Case("ignored", packed, mixture, {**changes, "routes": "ignore"})

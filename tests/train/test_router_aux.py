@@ -147,7 +147,7 @@ def test_a_step_of_a_run_reports_it_and_adds_its_gradient(packed: Path, mixture:
 
 @pytest.mark.slow
 def test_two_ranks_balance_as_one_process_does(packed: Path, mixture: Path) -> None:
-    changes = {"epochs": 2, "rows_per_step": 3, "router_aux": COEFFICIENT, "gradient_checkpointing": True}
+    changes = {"epochs": 2, "rows_per_step": 3, "router_aux": COEFFICIENT, "checkpoint_layers": "all"}
     lower = {"dtype": "bf16", "compile": True}
     cases = [
         Case("plain", packed, mixture, changes),

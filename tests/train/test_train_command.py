@@ -33,29 +33,25 @@ def arguments(tmp_path: Path) -> list[str]:
     return ["train", str(packed), *options, "--out", str(tmp_path / "out")]
 
 
-def test_curves_and_tensorboard_show_every_step(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
+def test_tensorboard_shows_every_step(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    done = treepack(*arguments, "--plot", "--tensorboard")
+    done = treepack(*arguments, "--tensorboard")
     assert done.status == 0
     assert "time spent waiting for rows" in done.out
-    assert (tmp_path / "out" / "metrics.png").read_bytes().startswith(b"\x89PNG")
     board = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
     board.Reload()
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [event.step for event in board.Scalars("train/loss")] == [line["step"] for line in lines] == [*range(1, 9)]
 
 
-def test_curves_of_a_complete_run_are_drawn_without_training(
-    treepack: Run, arguments: list[str], tmp_path: Path
-) -> None:
+def test_a_complete_run_is_left_as_it_is(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
     assert treepack(*arguments).status == 0
     before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
-    done = treepack(*arguments, "--resume", "--plot")
+    done = treepack(*arguments, "--resume")
     assert done.status == 0
     assert "is already finished, with 8 steps" in done.err
     assert "loading the weights" not in done.err
-    assert (tmp_path / "out" / "metrics.png").exists()
     assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
 
 
@@ -172,7 +168,7 @@ def test_every_part_and_every_step_has_a_line_off_a_terminal_unless_quiet(treepa
     stages = [line.partition("] ")[2] for line in lines if line.startswith("[")]
     # The choice of attention is named once in a process.
     assert [stage.split()[0] for stage in stages if not stage.startswith("attention:")] == [
-        *("importing", "opening", "loading", "probing", "step", "writing", "writing")
+        *("importing", "opening", "loading", "probing", "plan:", "step", "writing", "writing")
     ]
     steps = [line for line in lines if line.startswith("training: step ")]
     assert [int(line.split()[2]) for line in steps] == [*range(1, 9)]
@@ -223,3 +219,18 @@ def test_compiled_code_is_kept_in_the_home_directory(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
     assert treepack(*arguments, "--resume").status == 0
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
+    place = arguments.index("--out")
+    out = Path(arguments[place + 1])
+    done = treepack(*arguments[:place], *arguments[place + 2 :], "--dry-run", "--checkpoint-layers", "all")
+    assert done.status == 0
+    shown = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in done.out.splitlines())
+    assert shown["steps"] == "8"
+    assert (shown["carry"], shown["compile"], shown["pass tokens"]) == ("off", "False", "1")
+    assert int(shown["checkpoint layers"]) > 0
+    assert not out.exists()
+    given = treepack(*arguments, "--dry-run")
+    assert given.status == 0
+    assert not out.exists()

@@ -7,7 +7,7 @@ docs/cli.md describes the command. Without capacities, one is chosen by expected
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.files.parts import refuse_links
+from treepack.files.remote.address import Paths
 from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
 from treepack.ingest.tokenization import read_tokenizer
@@ -43,7 +44,7 @@ from treepack.trie.trie import Trie
 
 @naming_addresses()
 def stats(
-    paths: Sequence[str | Path],
+    paths: Paths,
     options: StatsOptions = StatsOptions(),  # noqa: B008 (immutable)
     *,
     memory: int | None = None,
@@ -53,7 +54,7 @@ def stats(
     """Return how much rollouts share, how much of it a packing keeps, and the forecast of the speed-up.
 
     Args:
-        paths: one trie directory, one packed directory, or raw rollouts as for `build_trie_directory`.
+        paths: a trie directory, a packed directory, or raw rollouts as for `build_trie_directory`.
         options: what to add, and how raw rollouts are read.
         memory: bytes to use, None for `usual_memory`; tokens and columns that need more are mapped from temporary
             files. The result does not depend on it.

@@ -11,7 +11,6 @@ host memory as needed. The last choice computes outputs of trunk again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,20 +18,16 @@ import torch
 
 from treepack.carry.backward import CarryOptions, RowsInPieces
 from treepack.carry.offload import CarryBudget
-from treepack.carry.pieces import ALIGNMENT, align, plan_row
+from treepack.carry.pieces import ALIGNMENT, align
 from treepack.carry.row import open_row, push
 from treepack.carry.stack import num_offloaded
-from treepack.carry.states import most_states
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
-from treepack.memory.budget import available_memory
-from treepack.memory.device_memory import MemoryMeter, gpu_meter, update_bytes
+from treepack.memory.device_memory import MemoryMeter, gpu_meter
 from treepack.memory.host_pages import CarriedBytes
 from treepack.model.loaded import LoadedModel
 
 SMALLEST, PREFERRED, LARGEST = 1024, 8192, 65_536
-# Of the free memory: allocators leave gaps, and the peak of a long piece is extrapolated from short ones.
-USABLE = 0.92
 
 
 @dataclass(frozen=True)
@@ -216,67 +211,6 @@ def measure_costs(
         # The piece has one token with a child in another piece: the last one.
         state=row.stack.states.num_bytes,
     )
-
-
-def plan_carry(
-    loaded: LoadedModel,
-    batch: Batch,
-    options: CarryOptions,
-    *,
-    limit: int | None = None,
-    longest_path: int | None = None,
-    reserved: int | None = None,
-    host_bytes: int | None = None,
-) -> CarryPlan:
-    """Measure a model on the GPU and choose the plan for rows like `batch`, the longest one of a run.
-
-    Args:
-        loaded: the model, on a GPU, as it will be trained.
-        batch: the longest row.
-        options: the chunk of the loss, and autocast; their limit is not read.
-        limit: tokens of a piece if they are given.
-        longest_path: tokens of the longest path of any row; by default that of `batch`.
-        reserved: bytes on the GPU that are not allocated yet and will be; by default gradients, and AdamW's moments.
-        host_bytes: bytes of host memory that may be used; by default most of the available ones.
-
-    Raises:
-        TreepackError: the row does not fit.
-    """
-    assert loaded.device.type == "cuda", "only a GPU's memory is measured"
-    costs = measure_costs(loaded, batch, options)
-    if reserved is None:
-        reserved = update_bytes(loaded.model, state_bytes=8)
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info(loaded.device)[0]
-    choose = partial(
-        choose_limit,
-        batch.num_tokens,
-        int(batch.position_ids[: batch.num_tokens].max()) + 1 if longest_path is None else longest_path,
-        gpu_bytes=max(0, int(USABLE * free) - reserved),
-        host_bytes=int(USABLE * available_memory()) if host_bytes is None else host_bytes,
-        limit=limit,
-    )
-    return plan_with_states(batch, costs, choose)
-
-
-def plan_with_states(batch: Batch, costs: CarryCosts, choose: Callable[[CarryCosts], CarryPlan]) -> CarryPlan:
-    """Return the plan that has room for the states of recurrent layers in the row of `batch`.
-
-    Args:
-        batch: the longest row.
-        costs: bytes per token and per state.
-        choose: returns the plan for costs, whose `fixed` includes the states.
-    """
-    ends, parent = (x[: batch.num_tokens].cpu().numpy() for x in (batch.subtree_end, batch.parent))
-    states = 0
-    while True:
-        plan = choose(replace(costs, fixed=costs.fixed + states))
-        # Shorter pieces have more branch points between them.
-        passes = plan_row(ends, parent, plan.limit, chains=True)
-        needed = costs.state * most_states(parent, passes) if costs.state else 0
-        if needed <= states:
-            return plan
-        states = needed
 
 
 def _chain(batch: Batch, size: int) -> Batch:

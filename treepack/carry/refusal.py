@@ -26,6 +26,15 @@ def check_carry(loaded: LoadedModel) -> None:
     follow_routers(loaded.causal)
 
 
+def can_carry(loaded: LoadedModel) -> bool:
+    """Return True if a model can run rows in pieces; then its routers are followed from now on."""
+    try:
+        check_carry(loaded)
+    except TreepackError:
+        return False
+    return True
+
+
 def _architecture(config: Any) -> str | None:
     """Return why a model of that configuration needs whole rows, and the remedy; None if it does not."""
     # Zamba 2: hybrid layers take turns with a few attention modules, and keys are carried by module.

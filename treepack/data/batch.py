@@ -205,8 +205,10 @@ def make_batch(row: Row, *, multiple: int = 1) -> Batch:
     """Return one packed row as a `Batch`, padded to a multiple of `multiple` tokens.
 
     Raises:
-        TreepackError: if the row's token columns differ in length.
+        TreepackError: if it is not a row, or its token columns differ in length.
     """
+    if not hasattr(row, "input_ids"):
+        raise TreepackError(f"make_batch: row is of type {type(row).__name__}; expected a Row of plan_packing")
     length = len(row.input_ids)
     padding = -length % multiple  # length 5, multiple 4: 3 tokens
     # Length 5, 3 tokens of padding: subtree_end of the padding is [6, 7, 8], so each of them sees only itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,23 @@ def free_memory(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class MemoryMeter:
-    """The memory of a device in bytes: `allocated` now, `peak` since the last `reset`."""
+    """The memory of a device in bytes, and a clock.
+
+    Attributes:
+        allocated: returns the bytes of tensors.
+        peak: returns their maximum since the last `reset`.
+        reset: starts a new maximum.
+        free: returns the bytes that may still be allocated.
+        total: bytes of the device.
+        clock: returns seconds, after the device has finished all work.
+    """
 
     allocated: Callable[[], int]
     peak: Callable[[], int]
     reset: Callable[[], None]
+    free: Callable[[], int] = available_memory
+    total: int = 0
+    clock: Callable[[], float] = time.perf_counter
 
     def peak_of(self, run: Callable[[], Any]) -> int:
         """Run a function; return the maximum of the bytes that it added."""
@@ -37,11 +50,19 @@ class MemoryMeter:
 
 
 def gpu_meter(device: torch.device) -> MemoryMeter:
-    """Return the memory of tensors on a GPU, as torch counts it."""
+    """Return the memory of tensors on a GPU, as torch counts it, and a clock that waits for the GPU."""
+
+    def clock() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
     return MemoryMeter(
         lambda: torch.cuda.memory_allocated(device),
         lambda: torch.cuda.max_memory_allocated(device),
         lambda: torch.cuda.reset_peak_memory_stats(device),
+        lambda: free_memory(device),
+        torch.cuda.get_device_properties(device).total_memory,
+        clock,
     )
 
 

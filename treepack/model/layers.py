@@ -31,9 +31,11 @@ from treepack.memory.offload import LayerOffload
 
 _log = logging.getLogger("treepack")
 
-# Attributes of a model, which the flags of transformers do not show: its `AdaptedLayers`, and True if it is compiled.
+# Attributes of a model, which the flags of transformers do not show: its `AdaptedLayers`, True if it is compiled, and
+# the forwards of its layers before they were adapted.
 _LAYERS = "_treepack_layers"
 _COMPILED = "_treepack_compiled"
+_PLAIN = "_treepack_plain"
 _CHECKPOINTS = "torch._higher_order_ops.wrap"  # the logger of torch
 
 
@@ -59,7 +61,7 @@ def adapt_layers(
     recomputed: int | None = None,
     offload: LayerOffload | None = None,
 ) -> None:
-    """Compile the layers, or recompute them in the backward pass, or both, or neither.
+    """Compile the layers, or recompute them in the backward pass, or both, or neither; the last call counts.
 
     Args:
         model: a model of transformers; it is changed in place.
@@ -72,7 +74,13 @@ def adapt_layers(
         TreepackError: if the model's layers cannot be compiled or checkpointed, or it has fewer than `recomputed`.
     """
     layers = tuple(find_layers(model))
-    plain = [layer.forward for layer in layers]
+    plain = getattr(model, _PLAIN, None)
+    if plain is None:
+        plain = [layer.forward for layer in layers]
+        setattr(model, _PLAIN, plain)
+    for layer, forward in zip(layers, plain, strict=True):
+        layer.forward = forward
+    setattr(model, _COMPILED, False)
     if compiled:
         compile_layers(model)
     if not checkpointing:

@@ -30,8 +30,8 @@ from treepack.memory.model_memory import ModelMemory, NoPieces
 from treepack.pack.options import PackOptions
 from treepack.pack.plan.problem import SearchOptions
 from treepack.processes import ReportProgress
-from treepack.report.parts import SharedParts, groups_of, mean_by, rewards_of, trees_of
-from treepack.report.rollouts import PartOutcomes, SortedRollouts, outcomes_of, sorted_rollouts
+from treepack.report.parts import SharedParts, mean_by, rewards_of
+from treepack.report.rollouts import ExplorerParts, PartOutcomes, SortedRollouts, explorer_parts, outcomes_of
 from treepack.trajectory import Float64, Int64
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
@@ -110,9 +110,9 @@ class ReportFigures:
     forecast: Record
 
     @property
-    def opened_group(self) -> int:
-        """The group with the largest spread of rewards, which the page opens and the picture of a tree shows."""
-        return self.group_outcomes.most_mixed(self.groups.overlap)
+    def explorer(self) -> ExplorerParts:
+        """The lists of the explorer."""
+        return ExplorerParts(self.rollouts, self.groups, self.group_outcomes, self.trees, self.tree_outcomes)
 
     @property
     def is_pass_or_fail(self) -> bool:
@@ -153,24 +153,24 @@ def measure(
         row_tokens, fill_capacity = packed.row_tokens, packed.capacity
         points = [point for point in points if point["capacity"] != packed.capacity]
         points.append(packed.totals | {"capacity": packed.capacity, "num_too_long": 0, "measured": True})
-    groups, trees, rollouts = groups_of(trie), trees_of(trie), sorted_rollouts(trie)
+    parts = explorer_parts(trie)
+    groups, rollouts = parts.groups, parts.rollouts
     depths, totals = por_by_depth(trie), trie_totals(trie)
     if packed is not None:
         err = {part["start"]: part["err"] for part in packed.err_by_depth}
         depths = [part | ({"err": err[part["start"]]} if part["start"] in err else {}) for part in depths]
-    outcomes = outcomes_of(groups, rollouts)
     share = np.arange(21) / 20  # ratios are counted in ranges of 5 %
     return ReportFigures(
         totals=totals,
         rollouts=rollouts,
         groups=groups,
-        group_outcomes=outcomes,
-        trees=trees,
-        tree_outcomes=outcomes_of(trees, rollouts),
+        group_outcomes=parts.group_outcomes,
+        trees=parts.trees,
+        tree_outcomes=parts.tree_outcomes,
         depths=depths,
         lengths=histogram(trie.lengths, nice_edges(trie.lengths)),
         group_overlap=histogram(groups.overlap, share),
-        group_sizes=histogram(outcomes.num_rollouts, nice_edges(outcomes.num_rollouts)),
+        group_sizes=histogram(parts.group_outcomes.num_rollouts, nice_edges(parts.group_outcomes.num_rollouts)),
         capacities=[{name: point[name] for name in _POINT} for point in sorted(points, key=_capacity)],
         method=method,
         fill=histogram(row_tokens / fill_capacity, share),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,10 @@ from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
-from treepack.train.logprobs import carry_memory, pass_size
+from treepack.train.logprobs import pass_size, until_it_fits
 from treepack.train.scoring_options import CriticOptions
-from treepack.train.setup.compute import choose_compute
+from treepack.train.setup.compute import ComputeSetting, choose_compute
+from treepack.train.setup.run_memory import spare_memory
 from treepack.trajectory import Float64, Int64
 from treepack.trie.store.token_values import write_token_values
 from treepack.trie.store.trie_files import read_trie
@@ -117,7 +119,7 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
     memory = None
     if options.carry is not None:
         check_carry(loaded)
-        memory = carry_memory(loaded.device)
+        memory = spare_memory(loaded.device)
     check_fits(
         loaded,
         max_token_id=int(trie.tokens.max(initial=0)),
@@ -151,13 +153,12 @@ def critic_values(critic: Critic) -> Iterator[tuple[Int64, Float64]]:
     limit = pass_size(options.pass_tokens, options.piece_size, loaded.device)
     for placed in consecutive(_placed_rows(critic), lambda each: len(each[0]), limit):
         batch = join_rows([each for _, each in placed], multiple=row_multiple(loaded.attention))
-        lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
+        lower = ComputeSetting(loaded.device, options.dtype).lower_precision()
         remedy = f"compute with {'--carry auto' if options.carry is None else 'a smaller --carry'} or --dtype bf16"
         if len(placed) > 1:
             remedy = "compute with a smaller --pass-tokens or --dtype bf16"
         with torch.no_grad(), lower, memory_errors(f"in {batch.name} of {batch.num_tokens:,} tokens", remedy):
-            runner = runner_of(loaded, batch, options.piece_size, memory=critic.memory)
-            values: Float64 = runner.values(batch).double().cpu().numpy()
+            values = until_it_fits(partial(_values, critic, batch), loaded, options.piece_size, batch.num_tokens)
         begin = 0
         for source, row in placed:
             own = values[begin : begin + len(source)]
@@ -165,6 +166,14 @@ def critic_values(critic: Critic) -> Iterator[tuple[Int64, Float64]]:
             if not np.isfinite(own).all():
                 raise TreepackError(f"{loaded.source}: a value of row {row.row_id} is not finite; inspect the critic")
             yield source, own
+
+
+def _values(critic: Critic, batch: Batch, piece: int | None) -> Float64:
+    """Return the values after the tokens of a row in pieces, or whole with None."""
+    loaded = critic.loaded
+    memory = spare_memory(loaded.device) if critic.memory is None and piece is not None else critic.memory
+    values: Float64 = runner_of(loaded, batch, piece, memory=memory).values(batch).double().cpu().numpy()
+    return values
 
 
 def _placed_rows(critic: Critic) -> Iterator[tuple[Int64, Batch]]:

@@ -11,26 +11,26 @@ in pieces, and each token of them still runs once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from treepack.attention import row_multiple
 from treepack.carry.backward import runner_of
-from treepack.carry.offload import CarryBudget, CarryMemory
-from treepack.carry.refusal import check_carry
+from treepack.carry.offload import CarryMemory
+from treepack.carry.refusal import can_carry, check_carry
 from treepack.data.batch import make_batch, names_of
 from treepack.data.dataset import PackedDataset
 from treepack.data.joined import consecutive, join_rows, usual_pass
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
-from treepack.memory.device_memory import free_memory
-from treepack.memory.shortage import LOADING, memory_errors
+from treepack.memory.shortage import LOADING, is_memory_error, memory_errors
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.token_loss import filled_temperature
 from treepack.model.load import load_model
@@ -38,10 +38,17 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.objectives.temperature import refuse_temperatures, temperature_of_terms
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
+from treepack.train.input_checks import check_terms
 from treepack.train.scoring_options import ScoreOptions
-from treepack.train.setup.compute import choose_compute
+from treepack.train.setup.compute import ComputeSetting, choose_compute
+from treepack.train.setup.run_memory import spare_memory
 from treepack.train.setup.run_model import check_rows_fit
+from treepack.train.setup.run_plan import SMALLEST_PIECE, smaller_piece
 from treepack.trajectory import Float64
+
+_log = logging.getLogger("treepack")
+
+T = TypeVar("T")
 
 _SMALLER = "--dtype bf16, a smaller --loss-chunk, or rows packed with a smaller --capacity"
 
@@ -69,11 +76,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
         TreepackError: the data has no terms or is damaged, the device is missing, or the model does not fit the data.
     """
     compute, dataset = choose_compute(options), PackedDataset(packed)
-    if "term_token" not in dataset.term_columns:
-        raise TreepackError(
-            f"{packed}: its rows have no terms to write log-probabilities for; give the rollouts rewards or "
-            "advantages and pack them again"
-        )
+    check_terms(dataset)
     if not options.ignore_temperature:
         refuse_temperatures([dataset], options.temperature)
     temperature = 1.0 if options.ignore_temperature else temperature_of_terms(dataset, options.temperature)
@@ -91,7 +94,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     memory = None
     if options.carry is not None:
         check_carry(loaded)
-        memory = carry_memory(loaded.device)
+        memory = spare_memory(loaded.device)
     check_rows_fit(dataset, loaded)
     name = f"term_{options.column}_logprob"
     notes = (f"the column {name} of {packed} is replaced",) if name in dataset.term_columns else ()
@@ -107,13 +110,29 @@ def pass_size(pass_tokens: int | str, piece_size: int | None, device: torch.devi
     return size if piece_size is None else min(size, piece_size)
 
 
-def carry_memory(device: torch.device) -> CarryMemory | None:
-    """Return the memory of keys and values of rows in pieces; None on the CPU.
+def until_it_fits(compute: Callable[[int | None], T], loaded: LoadedModel, piece: int | None, tokens: int) -> T:
+    """Return compute(tokens of a piece), with shorter pieces for as long as memory runs out.
 
-    Keys and values of layers beyond half of the free memory wait on the host; the other half is for a piece's layer and
-    logits. The budget changes no result.
+    Args:
+        compute: runs a row of `tokens` tokens in pieces, or whole with None.
+        loaded: the model.
+        piece: tokens of a piece to begin with; None for the whole row.
+        tokens: of the row.
+
+    Raises:
+        RuntimeError: memory is too small for the shortest pieces, or `compute` raised it.
     """
-    return CarryMemory(device, CarryBudget(stack=free_memory(device) // 2)) if device.type == "cuda" else None
+    while True:
+        try:
+            return compute(piece)
+        except (RuntimeError, MemoryError) as error:
+            smaller = smaller_piece(min(tokens, piece or tokens))
+            if not is_memory_error(error) or smaller < SMALLEST_PIECE or not can_carry(loaded):
+                raise
+        _log.info("out of memory in a row of %d tokens; it runs again in pieces of %d", tokens, smaller)
+        piece = smaller
+        if loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def scored_rows(scoring: Scoring) -> Iterator[Row]:
@@ -125,14 +144,14 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
     options, loaded = scoring.options, scoring.loaded
     size = pass_size(options.pass_tokens, options.piece_size, loaded.device)
     for rows in consecutive(read_rows(scoring.dataset.path), lambda row: row.num_tokens, size):
-        lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
+        lower = ComputeSetting(loaded.device, options.dtype).lower_precision()
         remedy = f"score with {'--carry auto' if options.carry is None else 'a smaller --carry'}, {_SMALLER}"
         if len(rows) > 1:
             remedy = f"score with a smaller --pass-tokens, {_SMALLER}"
         name = f"in {names_of([row.row_id for row in rows])} of {sum(row.num_tokens for row in rows):,} tokens"
         with lower, memory_errors(name, remedy):
             read = rows if options.routes == "replay" else [replace(row, routes=None) for row in rows]
-            scores = term_scores(loaded, read, options, memory=scoring.memory)
+            scores = _scores_that_fit(scoring, read)
         for row, (logprobs, entropies) in zip(rows, scores, strict=True):
             # A ratio or divergence with such a value would make the loss of its step NaN, much later.
             if not np.isfinite(logprobs).all():
@@ -145,6 +164,24 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
             if options.entropies:
                 columns["entropy"] = entropies.astype(np.float32)
             yield replace(row, terms=replace(row.terms, **columns))
+
+
+def _scores_that_fit(scoring: Scoring, rows: Sequence[Row]) -> list[tuple[Float64, Float64]]:
+    """Return `term_scores` of rows, each row alone or in shorter pieces if memory runs out."""
+    loaded, options = scoring.loaded, scoring.options
+    if len(rows) > 1:
+        try:
+            return term_scores(loaded, rows, options, memory=scoring.memory)
+        except RuntimeError as error:
+            if not is_memory_error(error):
+                raise
+        return [each for row in rows for each in _scores_that_fit(scoring, [row])]
+
+    def compute(piece: int | None) -> list[tuple[Float64, Float64]]:
+        memory = spare_memory(loaded.device) if scoring.memory is None and piece is not None else scoring.memory
+        return term_scores(loaded, rows, replace(options, carry=piece), memory=memory)
+
+    return until_it_fits(compute, loaded, options.piece_size, rows[0].num_tokens)
 
 
 @torch.no_grad()

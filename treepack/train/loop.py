@@ -22,28 +22,29 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.files.remote.address import AnyPath
 from treepack.model.head.value_head import whole_value_head, without_value_head
 from treepack.model.weights.whole_checkpoint import has_rest
 from treepack.model.weights.writing import saved_weights
-from treepack.train.evaluation import HeldOutScore, evaluate
+from treepack.train.evaluation import HeldOutScore
 from treepack.train.optimiser import make_optimiser
-from treepack.train.passes import Pass
+from treepack.train.retry import FittingRun
 from treepack.train.run import TrainingRun
 from treepack.train.sampling_check import compare_sampling
 from treepack.train.saving.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
 from treepack.train.saving.checkpoint_files import CHECKPOINTS
 from treepack.train.saving.checkpoint_upload import CheckpointUpload
 from treepack.train.saving.place import METRICS, Place, open_place
-from treepack.train.saving.run_directory import begin, extend_run, finish_run, is_complete, is_finished
+from treepack.train.saving.run_directory import begin, extend_run, finish_run, is_complete, record_plan
+from treepack.train.saving.run_record import is_finished
 from treepack.train.sharding import whole_state
-from treepack.train.step import StepMetrics, step_memory_errors, train_step
+from treepack.train.step import StepMetrics, step_memory_errors
 from treepack.train.watch.metrics import MetricsLog
 
 _log = logging.getLogger("treepack")
@@ -109,17 +110,17 @@ def _steps(
     _log.info(_first_step(run, done))
     with (
         _close_after(Checkpoints(place.folder / CHECKPOINTS, keep=options.keep, upload=upload)) as checkpoints,
-        closing(Prefetch(run.dataset, _rank_passes(run, done), pin=run.loaded.device.type == "cuda")) as rows,
+        closing(FittingRun(run, optimiser, note=note, record=partial(record_plan, out=place.out))) as fitting,
         MetricsLog(place.folder / METRICS, keep_until=done) if ranks.leads else nullcontext() as log,
     ):
         if log is not None and log.num_lost:
             note(f"{METRICS} lacks {log.num_lost} of the {done} steps before; the weights are whole")
         while done < len(run.schedule) and not score.is_over(options.patience):
-            metrics = train_step(run, optimiser, done, rows)
+            metrics = fitting.step(done)
             done += 1
             last = done == len(run.schedule)
             if run.held_out is not None and (last or done % options.eval_every == 0):
-                metrics = replace(metrics, evaluation=evaluate(run.held_out))
+                metrics = replace(metrics, evaluation=fitting.evaluate())
                 score = score.after(done, metrics.evaluation["eval_loss"])
                 last = last or score.is_over(options.patience)
             # Only consecutive skips count: one bad row per epoch is tolerable, a diverged model skips every step.
@@ -148,6 +149,7 @@ def _steps(
             yield metrics
             if stopped and not last:
                 return
+        run = fitting.run
     outcome = _take_best(run, place, optimiser, score, done, note) if options.patience and score.best_step else {}
     _log.info("writing the model")
     _write_model(run, place, outcome)
@@ -283,12 +285,6 @@ def _latest(place: Place, *, step: int | None = None) -> tuple[SavedCheckpoint |
         # A folder that the ranks of this machine share.
         return latest(place.folder.parent / CHECKPOINTS, CheckpointUpload(place.uploads, CHECKPOINTS), step=step)
     return latest(place.folder / CHECKPOINTS, step=step)
-
-
-def _rank_passes(run: TrainingRun, first: int) -> Iterator[Pass]:
-    """Yield the passes that this rank computes, starting at optimiser step `first`."""
-    for step in run.schedule[first:]:
-        yield from run.passes(step.rows)
 
 
 def _join_ids(ids: list[int]) -> str:

@@ -45,6 +45,21 @@ def make_optimiser(run: TrainingRun) -> torch.optim.Optimizer:
     return make_adamw([p for p in run.loaded.model.parameters() if p.requires_grad], run.options)
 
 
+def prepare_states(optimiser: torch.optim.Optimizer) -> None:
+    """Allocate the moments of AdamW that the next update needs, so that it cannot run out of memory halfway."""
+    if type(optimiser) is not torch.optim.AdamW:
+        return
+    for group in optimiser.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None or optimiser.state[parameter]:
+                continue
+            # As torch makes them in the first update.
+            device = parameter.device if group["fused"] else None
+            step = torch.zeros((), dtype=torch.float32, device=device)
+            moments = [torch.zeros_like(parameter, memory_format=torch.preserve_format) for _ in range(2)]
+            optimiser.state[parameter].update(step=step, exp_avg=moments[0], exp_avg_sq=moments[1])
+
+
 def make_adamw(parameters: Sequence[nn.Parameter], options: TrainOptions) -> torch.optim.Optimizer:
     """Return AdamW, without weight decay for parameters of one dimension (biases and norms).
 

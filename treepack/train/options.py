@@ -18,7 +18,7 @@ from treepack.model.objectives.objective import Objective
 from treepack.option_fields import check_options, option
 
 CHANGEABLE_ON_RESUME = frozenset(
-    "gradient_checkpointing checkpoint_layers offload_checkpoints compile attention carry pass_tokens loss_chunk "
+    "checkpoint_layers offload_checkpoints compile attention carry pass_tokens loss_chunk "
     "device gather_dtype cpu_offload checkpoint_every keep max_skipped".split()
 )
 # Options that define the number of steps. A resumed run may have more steps than before, or fewer, but not fewer than
@@ -63,16 +63,13 @@ class TrainOptions:
         "always computes in fp64 or fp32.",
         choices=DTYPES,
     )
-    gradient_checkpointing: bool = option(False, "Compute activations again in the backward pass, to save memory.")
-    checkpoint_layers: int | str | None = option(
-        None,
-        "Compute only the first N layers again in the backward pass; auto is the smallest number with which the "
-        "longest row fits into the GPU's memory.",
+    checkpoint_layers: int | str = option(
+        "auto", "Compute the first N layers again in the backward pass, to save memory; all is every layer, 0 none."
     )
-    offload_checkpoints: bool = option(
-        False, "Compute layers again, and keep their inputs and attention outputs in host memory until then."
+    offload_checkpoints: bool | str = option(
+        "auto", "Keep inputs and attention outputs of layers that are computed again in host memory until then."
     )
-    compile: bool = option(False, "Fuse all of a layer except attention by torch.compile.")
+    compile: bool | str = option("auto", "Fuse all of a layer except attention by torch.compile.")
     # Data
     mix: tuple[float, ...] | None = option(
         None,
@@ -95,7 +92,9 @@ class TrainOptions:
         "kernel; auto is the first of triton, flash and flex that can run on the GPU, else reference.",
         choices=ATTENTION,
     )
-    loss_chunk: int = option(CHUNK, "Targets per chunk of logits; a smaller chunk needs less memory.", minimum=1)
+    loss_chunk: int | str = option(
+        "auto", f"Targets per chunk of logits; a smaller chunk needs less memory, and auto is {CHUNK} if that fits."
+    )
     device: str = option("auto", "cpu, cuda or cuda:N; auto is a GPU if there is one.")
     seed: int = option(0, "Seed of row order and random weights.", minimum=0, maximum=MAX_SEED)
     objective: Objective = field(default_factory=Objective)  # the loss to minimise
@@ -131,14 +130,12 @@ class TrainOptions:
         choices=ROUTES,
     )
     carry: int | str | None = option(
-        None,
-        "Run a row of more than N tokens in pieces of at most N, so that memory limits the piece and not the row; auto "
-        "chooses N for the free memory, and off runs every row as a whole.",
+        "auto",
+        "Run a row of more than N tokens in pieces of at most N, so that memory limits the piece and not the row; off "
+        "runs every row as a whole.",
     )
     pass_tokens: int | str = option(
-        "auto",
-        "Join short rows of a step into passes of at most N tokens, which are faster on a GPU; auto chooses N for "
-        "speed and the free memory, and 1 runs every row alone, as auto does on a CPU.",
+        "auto", "Join short rows of a step into passes of at most N tokens, which are faster on a GPU; 1 joins none."
     )
     # More such steps mean that the model has diverged for good.
     max_skipped: int = option(
@@ -162,17 +159,16 @@ class TrainOptions:
                 "leave the auxiliary loss of routers out, so give 0"
             )
         layers = self.checkpoint_layers
-        if layers not in (None, "auto") and not (isinstance(layers, int) and layers >= 0):
-            raise TreepackError(f"checkpoint_layers is {layers!r}; expected a number of layers, auto or None")
-        if layers == 0 and self.offload_checkpoints:
+        if layers not in ("auto", "all") and not (isinstance(layers, int) and layers >= 0):
+            raise TreepackError(f"checkpoint_layers is {layers!r}; expected a number of layers, all or auto")
+        if layers == 0 and self.offload_checkpoints is True:
             raise TreepackError("offload_checkpoints offloads recomputed layers and checkpoint_layers is 0; omit one")
+        for name in ("compile", "offload_checkpoints"):
+            if getattr(self, name) not in ("auto", False, True):
+                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected True, False or auto")
         check_tokens(self.carry, self.pass_tokens)
-        if self.checkpoint_layers == "auto" and self.carry is not None:
-            raise TreepackError(
-                f"checkpoint_layers is auto and carry is {self.carry}; memory for pieces is planned for a known number "
-                "of layers, so give checkpoint_layers a number or omit it"
-            )
-        if self.router_aux and self.carry is not None:
+        check_chunk(self.loss_chunk)
+        if self.router_aux and isinstance(self.carry, int):
             raise TreepackError(
                 f"router_aux is {self.router_aux} and carry is {self.carry}; the auxiliary loss of routers needs whole "
                 "rows, so omit one of them"
@@ -184,23 +180,15 @@ class TrainOptions:
         """Return the options as JSON values."""
         record = asdict(self)
         del record["objective"]["preset"]  # a name for values that the record has anyway
+        if self.objective.importance_mask is not None:
+            record["objective"]["importance_mask"] = list(self.objective.importance_mask)
         if not self.objective.has_values:
             del record["objective"]["value_coef"], record["objective"]["value_clip"]
         if self.blocks in (None, 1):
             del record["blocks"]  # the order of a run without blocks depends on none
-        for name, usual in (("carry", None), ("checkpoint_layers", None), ("pass_tokens", "auto")):
-            if record[name] == usual:
-                del record[name]
-        if not self.offload_checkpoints:
-            del record["offload_checkpoints"]
         if self.routes == "replay":
             del record["routes"]
         return {**record, "betas": list(self.betas), "mix": None if self.mix is None else list(self.mix)}
-
-    @property
-    def recomputes(self) -> bool:
-        """True if layers are recomputed in the backward pass."""
-        return self.gradient_checkpointing or self.offload_checkpoints or self.checkpoint_layers not in (None, 0)
 
     @property
     def fixed_options(self) -> dict[str, Any]:
@@ -218,3 +206,13 @@ def check_tokens(carry: int | str | None, pass_tokens: int | str) -> None:
         raise TreepackError(f"carry is {carry!r}; expected a number of tokens of at least 1, auto or None")
     if pass_tokens != "auto" and not (isinstance(pass_tokens, int) and pass_tokens >= 1):
         raise TreepackError(f"pass_tokens is {pass_tokens!r}; expected a number of tokens of at least 1, or auto")
+
+
+def check_chunk(loss_chunk: int | str) -> None:
+    """Refuse a value that is not a number of targets.
+
+    Raises:
+        TreepackError: with the value.
+    """
+    if loss_chunk != "auto" and not (isinstance(loss_chunk, int) and loss_chunk >= 1):
+        raise TreepackError(f"loss_chunk is {loss_chunk!r}; expected a number of targets of at least 1, or auto")

@@ -14,6 +14,7 @@ import torch
 from treepack.carry.backward import runner_of
 from treepack.data.batch import Batch
 from treepack.model.forward import RowRunner
+from treepack.train.setup.compute import ComputeSetting
 
 if TYPE_CHECKING:
     from treepack.train.run import TrainingRun
@@ -39,7 +40,7 @@ def row_runner(run: TrainingRun, batch: Batch) -> RowRunner:
         run.loaded,
         batch,
         _piece_size(run),
-        chunk=run.options.loss_chunk,
+        chunk=int(run.options.loss_chunk),
         memory=run.carry_memory,
         autocast=functools.partial(lower_precision, run),
     )
@@ -47,4 +48,4 @@ def row_runner(run: TrainingRun, batch: Batch) -> RowRunner:
 
 def lower_precision(run: TrainingRun) -> torch.autocast:
     """Return the autocast context of one forward pass."""
-    return torch.autocast(run.loaded.device.type, torch.bfloat16, enabled=run.options.dtype == "bf16")
+    return ComputeSetting(run.loaded.device, run.options.dtype).lower_precision()

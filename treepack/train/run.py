@@ -36,7 +36,7 @@ class TrainingRun:
     `held_out` are rows to evaluate on, with a schedule of one step that has all of them. `balance` computes the
     auxiliary loss of routers, if `options.router_aux` asks for it. `division` has the rows of each machine, if the
     machines read blocks of their own. `carry_memory` is the memory for keys and values that rows in
-    pieces carry, on a GPU.
+    pieces carry, on a GPU. `choices` are lines about the plan of its memory.
     """
 
     dataset: AnyDataset
@@ -52,6 +52,7 @@ class TrainingRun:
     balance: RouterBalance | None = None
     division: Division | None = None
     carry_memory: CarryMemory | None = None
+    choices: tuple[str, ...] = ()
 
     @property
     def paths(self) -> list[str | Path]:
@@ -98,18 +99,29 @@ class TrainingRun:
 
         They decide which rows run side by side on several ranks, so their ratios matter and not their unit.
         """
-        causal = self.loaded.causal
-        config = causal.config.get_text_config()
-        # Frozen weights too: they cost as much forward.
-        weights = num_active_weights(causal)
-        weights -= causal.get_input_embeddings().weight.numel()  # a lookup, not a product
-        # A recurrent layer has no pairs: the cost of its state is a number per token, like that of a weight.
-        weights += count_scans(config.to_dict(), self.loaded.source)
-        tokens, pairs = self.dataset.num_tokens, self.dataset.num_pairs
-        # 2 operations per weight and token. A pair of query and key costs 2 D in q k^T and 2 D_v in p v.
-        costs: Float64 = 2.0 * weights * tokens
-        for kind in self.loaded.kinds:
-            # In a window, a token has at most as many pairs as the window has tokens.
-            seen = pairs if kind.reach is None else np.minimum(pairs, kind.reach.size * tokens)
-            costs = costs + 2.0 * config.num_attention_heads * sum(kind.head_dims) * seen
+        linear, pairs = row_operations(self.loaded, self.dataset)
+        costs: Float64 = linear + pairs
         return costs
+
+
+def row_operations(loaded: LoadedModel, dataset: AnyDataset) -> tuple[Float64, Float64]:
+    """Return the operations of the layers in the forward pass of every row, without attention and of its pairs.
+
+    Both are float64 [num_rows].
+    """
+    causal = loaded.causal
+    config = causal.config.get_text_config()
+    # Frozen weights too: they cost as much forward.
+    weights = num_active_weights(causal)
+    weights -= causal.get_input_embeddings().weight.numel()  # a lookup, not a product
+    # A recurrent layer has no pairs: the cost of its state is a number per token, like that of a weight.
+    weights += count_scans(config.to_dict(), loaded.source)
+    tokens, pairs = dataset.num_tokens, dataset.num_pairs
+    # 2 operations per weight and token. A pair of query and key costs 2 D in q k^T and 2 D_v in p v.
+    linear: Float64 = 2.0 * weights * tokens
+    attention: Float64 = np.zeros(len(tokens))
+    for kind in loaded.kinds:
+        # In a window, a token has at most as many pairs as the window has tokens.
+        seen = pairs if kind.reach is None else np.minimum(pairs, kind.reach.size * tokens)
+        attention = attention + 2.0 * config.num_attention_heads * sum(kind.head_dims) * seen
+    return linear, attention

@@ -122,18 +122,23 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
 
 
 def adapt(causal: Any, options: TrainOptions, device: torch.device) -> None:
-    """Compile, recompute and offload the layers of a model according to the options; "auto" recomputes all for now.
+    """Compile, recompute and offload the layers of a model according to the options; "auto" does nothing yet.
+
+    The layers of a model that can recompute them are prepared in any case, so that their number may change later.
 
     Raises:
         TreepackError: as `layers.adapt_layers`.
     """
-    count = options.checkpoint_layers
+    count, offload = options.checkpoint_layers, options.offload_checkpoints is True
+    if count == "auto":
+        count = "all" if offload else 0
+    able = bool(find_layers(causal)) and causal.supports_gradient_checkpointing
     adapt_layers(
         causal,
-        checkpointing=options.recomputes,
-        compiled=options.compile,
+        checkpointing=able or count != 0,
+        compiled=options.compile is True,
         recomputed=count if isinstance(count, int) else None,
-        offload=LayerOffload(device) if options.offload_checkpoints else None,
+        offload=LayerOffload(device) if offload else None,
     )
 
 

@@ -28,6 +28,7 @@ from treepack.model.experts.weights import cast_once
 from treepack.model.forward import hidden_states, prepare_batch
 from treepack.model.objectives.losses import step_means, sum_names
 from treepack.model.objectives.row_numbers import LossPart, RowResult
+from treepack.train.optimiser import prepare_states
 from treepack.train.passes import Pass
 from treepack.train.pieces import has_long_rows, lower_precision, row_runner
 from treepack.train.run import TrainingRun
@@ -96,6 +97,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     with step_memory_errors():
         norm = math.nan if bad else _clip(run)
         if math.isfinite(norm):
+            prepare_states(optimiser)
             optimiser.step()
     if not math.isfinite(norm):
         bad = bad or step.rows  # every loss is finite and their gradient is not, so any of the rows may be the cause
@@ -301,7 +303,7 @@ def step_memory_errors(batch: Batch | None = None, *, carry: int | str | None = 
         return memory_errors("in the update of the weights", "train on more GPUs, or under torchrun with --cpu-offload")
     terms = f" and {len(batch.terms.index):,} terms" if batch.terms is not None else ""
     place = f"in {batch.name} of {batch.num_tokens:,} tokens{terms}"
-    others = "--gradient-checkpointing, --dtype bf16, a smaller --loss-chunk or on more GPUs"
+    others = "--checkpoint-layers all, --dtype bf16, a smaller --loss-chunk or on more GPUs"
     if isinstance(carry, int) and batch.num_tokens > carry:
         return memory_errors(f"{place} in pieces of {carry:,}", f"train with --carry {_half(carry)}, {others}")
     if batch.edges is not None:

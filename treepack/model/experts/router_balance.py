@@ -69,6 +69,10 @@ class RouterBalance:
         finally:
             self._scale = None
 
+    def drop(self) -> None:
+        """Forget the rows of a step that failed."""
+        self._sums = None
+
     def sums(self) -> Tensor:
         """Return the counts of this rank since `finish`, float64 [2 E + 1]; sums of ranks add up."""
         assert self._sums is not None, "every rank computes at least one row"

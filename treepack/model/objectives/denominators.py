@@ -22,6 +22,7 @@ from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.errors import TreepackError
 from treepack.files.column_remedies import REMEDIES
+from treepack.model.objectives.needed_columns import check_needed_columns, optional_columns
 from treepack.model.objectives.objective import Objective
 from treepack.model.objectives.preferences import preference_pairs
 from treepack.model.objectives.temperature import check_term_temperatures
@@ -57,86 +58,34 @@ def check_columns(dataset: AnyDataset, objective: Objective) -> None:
     """Refuse a dataset that lacks a column of the objective or has it for some trajectories only.
 
     Raises:
-        TreepackError: if a column is missing or incomplete, the weights are normalised already, or the loss cannot be
+        TreepackError: as `needed_columns.check_needed_columns`; or a column is incomplete, or the loss cannot be
             computed at the temperatures of the data.
     """
+    sources = sources_of(dataset)
+    check_needed_columns(sources, objective)
     if objective.loss == "sft":
         return
-    sources = sources_of(dataset)
     for source in sources:
-        _check_source(source, objective)
-    for column in _optional_columns(objective):
-        old = [column in source.term_columns for source in sources]
-        if any(old) and not all(old):
-            raise TreepackError(
-                f"{sources[old.index(False)].path}: has no {column} and {sources[old.index(True)].path} has it; "
-                f"{REMEDIES[column]}"
-            )
+        _check_complete(source, objective)
     check_term_temperatures(sources, objective)
 
 
-def _check_source(dataset: PackedDataset, objective: Objective) -> None:
-    """Refuse one directory, see `check_columns`.
+def _check_complete(dataset: PackedDataset, objective: Objective) -> None:
+    """Refuse a column of the objective that has no value for some trajectories.
 
     Raises:
-        TreepackError: if a column is missing or incomplete, or the weights are normalised already.
+        TreepackError: naming a row and the column.
     """
-    name = objective.name
-    for column in ("term_token", *objective.columns):
-        if column not in dataset.term_columns:
-            raise TreepackError(f"{dataset.path}: has no {column}, which the loss {name} needs; {REMEDIES[column]}")
     # Without old log-probabilities every ratio is 1. If only some terms had them, the other ratios would be NaN.
     # Without old values nothing is clipped.
-    optional = [column for column in _optional_columns(objective) if column in dataset.term_columns]
+    optional = [column for column in optional_columns(objective) if column in dataset.term_columns]
     for column in (*objective.columns, *optional):
         incomplete = dataset.once_per_machine(f"incomplete-{column}", functools.partial(_incomplete, dataset, column))
         if incomplete.num_rows:
             raise TreepackError(
                 f"{dataset.path}: row {incomplete['row_id'][0]} has no {column} for some trajectories, which the loss "
-                f"{name} needs; {_REMAINING if column in _CREDIT else REMEDIES[column]}"
+                f"{objective.name} needs; {_REMAINING if column in _CREDIT else REMEDIES[column]}"
             )
-    normalize = dataset.manifest["options"]["normalize"]
-    if objective.denominator != "token" and normalize != "token" and objective.loss != "dpo":
-        raise TreepackError(
-            f"{dataset.path}: was packed with --normalize {normalize}, and the denominator {objective.denominator} "
-            "would normalise its weights again; pack with --normalize token"
-        )
-    _check_weights(dataset, objective)
-
-
-def _check_weights(dataset: PackedDataset, objective: Objective) -> None:
-    """Refuse weights of trajectories that the denominator cannot use.
-
-    Raises:
-        TreepackError: weights of an older treepack, or weights with the denominator edge.
-    """
-    options = dataset.manifest["options"]
-    has_leaf_weights = bool(options.get("leaf_weights"))
-    if objective.denominator == "edge" and has_leaf_weights:
-        raise TreepackError(
-            f"{dataset.path}: was packed with --leaf-weights, and the denominator edge counts each edge once, whatever "
-            "its leaves weigh; pack without --leaf-weights"
-        )
-    counts_trajectories = objective.denominator in ("trajectory", "global") and objective.loss not in ("sft", "dpo")
-    if counts_trajectories and has_leaf_weights and "trajectory_weights" not in dataset.term_columns:
-        raise TreepackError(
-            f"{dataset.path}: was packed with --leaf-weights by an older treepack, whose rows lack the "
-            f"trajectory_weights that the denominator {objective.denominator} needs; pack the trie again"
-        )
-    if objective.denominator == "edge" and options["semantics"] == "once":
-        raise TreepackError(
-            f"{dataset.path}: was packed with --semantics once, which divides the weights of shared tokens already, as "
-            "the denominator edge does; pack with --semantics branch"
-        )
-
-
-def _optional_columns(objective: Objective) -> tuple[str, ...]:
-    """Return the columns that the loss reads if a directory has them; then all terms of all directories need them."""
-    read = {
-        "term_old_logprob": objective.is_policy,
-        "term_old_value": objective.has_values and objective.value_clip > 0,
-    }
-    return tuple(name for name, is_read in read.items() if is_read)
 
 
 def _incomplete(dataset: PackedDataset, column: str) -> pa.Table:

@@ -34,15 +34,39 @@ With r_t = exp(logp_t - old_t), A_t the advantage, sg() no gradient, and clip(r)
     gspo    the same with s_t = sg(s_i) exp(logp_t - sg(logp_t)),   Zheng et al. 2025 (2507.18071), eq. 7 and 13
             s_i = exp(mean over i's tokens of logp - old)           (with one advantage per trajectory: eq. 5)
     cispo   -sg(clip(r_t)) A_t logp_t                               MiniMax 2025 (2506.13585), eq. 4
+    luspo   gspo with a sum over tokens in place of a mean: global  Liu et al. 2026 (2602.05261)
+    gmpo    -A_t times the geometric mean over i's tokens of r      Zhao et al. 2025 (2507.20673)
+            with log r clipped to -low .. high, as in ppo
+    sapo    -(4 / tau) sigmoid(tau (r_t - 1)) A_t                   SAPO 2025 (2511.20347)
+            tau 1 if A_t > 0, else 1.05
+    vespo   -sg(phi(w_i)) A_t logp_t, w_i = product over i of r     VESPO 2026 (2602.10693)
+            phi(w) = w^k exp(lambda (1 - w)); k, lambda 2, 3
+            if A_t >= 0, else 3, 2
+    dppo    -sg(min(r_t, dual_clip)) A_t logp_t, without the terms  DPPO 2026 (2602.04879)
+            that have moved in the direction of A_t by more than
+            low or high: |p - old p| (dppo_tv), or the KL
+            divergence of token against rest (dppo_kl)
+    dro     -(A_t logp_t - beta / 2 (logp_t - old_t)^2)             Richemond et al. 2024 (2405.19107)
+    reinforce  -A_t logp_t                                          Williams 1992
     dpo     -log sigmoid(beta (h_c - h_r)),                         Rafailov et al. 2023 (2305.18290), eq. 7
             h_i = sum over i's tokens of logp - ref
     value   the clipped value loss of a critic alone                `value_loss`
 
 plus kl * k_t - entropy * H_t, with x = ref_t - logp_t and k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (Schulman 2020,
 http://joschu.net/blog/kl-approx.html) and H_t the entropy of the distribution of the token, softmax(logits / T) at the
-sampler's temperature T. With `importance_cap`, the term before kl and entropy is multiplied by sg(min(exp(old_t -
-sampling_t), cap)), a truncated importance weight (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl). With
-`value_coef`, one model learns policy and values: the loss is that of the policy plus value_coef times the value loss.
+sampler's temperature T. With `value_coef`, one model learns policy and values: the loss is that of the policy plus
+value_coef times the value loss.
+
+Sampler and trainer may disagree. With m_t = exp(old_t - sampling_t), or its product or geometric mean over the
+trajectory (`importance_level`), the term before kl and entropy is multiplied by
+
+    sg(min(m, importance_cap))                   truncated importance weights (Yao et al. 2025,
+                                                 https://fengyao.notion.site/off-policy-rl)
+    1 if low <= m <= high, else 0                `importance_mask`: rejection of tokens or sequences
+    0 if A_t < 0 and the mean over i's tokens of `sequence_mask`: stale sequences with a negative advantage
+    sampling - logp is larger, else 1            (DeepSeek-V3.2, 2512.02556, eq. 9)
+
+vespo has min(m_t, importance_cap) of each token in w_i, and no weight besides.
 
 The pairs of DPO are all pairs of trajectories of one group with different rewards; the one with the higher reward is
 the chosen one. The loss is the mean over the pairs of the step. Without old log-probabilities, old is sg(logp): the
@@ -64,9 +88,10 @@ from treepack.data.batch import TermTensors
 from treepack.errors import TreepackError
 from treepack.files.column_remedies import REMEDIES
 from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.policy_terms import TERM_MEANS, gather_logprobs, term_sums
+from treepack.model.objectives.policy_terms import TERM_MEANS, term_sums
 from treepack.model.objectives.preferences import PAIR_MEANS, dpo_loss
 from treepack.model.objectives.term_slices import TERM_CHUNK, term_slices
+from treepack.model.objectives.trajectory_ratios import trajectory_ratios
 from treepack.model.objectives.value_loss import VALUE_SUMS, explain_variance, value_loss
 from treepack.pack.row import term_field
 
@@ -123,22 +148,24 @@ def objective_loss(
 def step_means(sums: dict[str, float]) -> dict[str, float]:
     """Return the means of a step from the summed sums of `objective_loss` of its rows; empty without any."""
     weight = sums.get("weight", 1.0)  # total weight of the terms, or pairs
-    return explain_variance({name: value / weight for name, value in sums.items() if name != "weight"})
+    means = explain_variance({name: value / weight for name, value in sums.items() if name != "weight"})
+    square = means.pop("importance_square", None)
+    if square is None:
+        return means
+    # (sum w m)^2 / (sum w sum w m^2): the share of the terms that would count as much with equal weights
+    return {**means, "effective_sample_size": means["importance"] ** 2 / square if square else 0.0}
 
 
 def _policy_loss(
     logprobs: Tensor, entropies: Tensor, terms: TermTensors, factors: Tensor, objective: Objective, chunk: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the part of a policy loss that reads log-probabilities; arguments as in `objective_loss`."""
-    log_ratios = None
-    if objective.loss == "gspo":
-        with torch.no_grad():
-            log_ratios = _sequence_log_ratios(logprobs, terms, len(factors), chunk)
+    whole = trajectory_ratios(logprobs, terms, len(factors), objective, chunk)
     total = logprobs.sum(dtype=torch.float64) * 0  # depends on `logprobs` even for a row of padding, which has no term
     sums = torch.zeros(len(TERM_MEANS), dtype=torch.float64, device=logprobs.device)
     for part in term_slices(terms, chunk):
         loss, part_sums = checkpoint(
-            term_sums, logprobs, entropies, part, factors, log_ratios, objective, use_reentrant=False
+            term_sums, logprobs, entropies, part, factors, whole, objective, use_reentrant=False
         )
         total, sums = total + loss, sums + part_sums
     return total, name_sums(terms, sums, objective)
@@ -179,16 +206,7 @@ def sum_names(objective: Objective) -> tuple[str, ...]:
 
 def _policy_means(objective: Objective) -> tuple[str, ...]:
     absent = set() if objective.kl else {"kl"}
-    absent |= set() if objective.importance_cap is not None else {"importance", "truncated"}
+    absent |= set() if objective.corrects_sampler else {"importance", "importance_square", "sampler_kl"}
+    absent |= set() if objective.importance_cap is not None else {"truncated"}
+    absent |= set() if objective.importance_mask or objective.sequence_mask is not None else {"masked"}
     return tuple(name for name in TERM_MEANS if name not in absent)
-
-
-def _sequence_log_ratios(logprobs: Tensor, terms: TermTensors, num_trajectories: int, chunk: int) -> Tensor:
-    """Return the mean over each trajectory's trained tokens of logp - old, float64 [num_trajectories]."""
-    # [0] sums of logp - old, [1] numbers of trained tokens; both over all chunks, because a trajectory may span two
-    sums = torch.zeros(2, num_trajectories, dtype=torch.float64, device=logprobs.device)
-    for part in term_slices(terms, chunk):
-        current, old = gather_logprobs(logprobs, part)
-        trained = (part.weight > 0).double()
-        sums.index_add_(1, part.trajectory, torch.stack([(current - old) * trained, trained]))
-    return sums[0] / sums[1].clamp(min=1)

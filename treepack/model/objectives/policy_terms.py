@@ -1,27 +1,23 @@
-"""The loss of a policy over some terms, and the sums for the step's means; `objectives` has the formulas.
+"""The loss of a policy over some terms, and the sums for the step's means; `losses` has the formulas.
 
 log-probabilities and entropies of tokens, terms of these tokens --term_sums--> sum of f w l, sums of w times each mean
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from treepack.data.batch import TermTensors
 from treepack.model.objectives.objective import Objective
+from treepack.model.objectives.surrogates import surrogate
+from treepack.model.objectives.trajectory_ratios import TrajectoryRatios, gather_logprobs
 
-# Names of the sums that `objectives.objective_loss` returns besides "weight"; `term_sums` computes them in this order.
-TERM_MEANS = ("ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "kl", "entropy", "importance", "truncated")
-
-
-def gather_logprobs(logprobs: Tensor, part: TermTensors) -> tuple[Tensor, Tensor]:
-    """Return current and old log-probabilities of the terms, float64; old equals current if the data has none."""
-    # logprobs [-1, -2, -3] of 3 tokens, index [0, 1, 0, 2] -> [-1, -2, -1, -3] of 4 terms
-    current = logprobs.index_select(0, part.index).double()
-    return current, current.detach() if part.old_logprob is None else part.old_logprob.double()
+# Names of the sums that `losses.objective_loss` returns besides "weight"; `term_sums` computes them in this order.
+TERM_MEANS = (
+    *("ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "kl", "entropy"),
+    *("importance", "importance_square", "truncated", "sampler_kl", "masked"),
+)
 
 
 def term_sums(
@@ -29,25 +25,24 @@ def term_sums(
     entropies: Tensor,
     part: TermTensors,
     factors: Tensor,
-    log_ratios: Tensor | None,
+    whole: TrajectoryRatios | None,
     objective: Objective,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of f w l over some terms, and the sums of w times each value of `TERM_MEANS`."""
+    """Return the sum of f w l over some terms, and the sums of w times each value of `TERM_MEANS`.
+
+    `whole` has the ratios of the row's trajectories, None for an objective with `is_tokenwise`.
+    """
     # All tensors of this function are [number of terms] until the sums at the end.
     current, old = gather_logprobs(logprobs, part)
     entropy = entropies.index_select(0, part.index).double()
-    if log_ratios is None:
-        ratio = (current - old).exp()
-    else:
-        # gspo: current - current.detach() is 0, so the value is s_i, but the gradient goes to the log-probability here.
-        ratio = (log_ratios.index_select(0, part.trajectory) + current - current.detach()).exp()
-    assert part.advantage is not None
-    loss = -_surrogate(ratio, current, part.advantage, objective)
-    importance = torch.ones_like(old)
+    ratio, bounded = surrogate(current, old, part, whole, objective)
+    mismatch = _mismatch(old, part, whole, objective)
+    is_kept = _kept_terms(mismatch, part, whole, objective)
+    importance = is_kept.double()
     if objective.importance_cap is not None:
-        assert part.sampling_logprob is not None
-        importance = (old - part.sampling_logprob.double()).exp()
-        loss = loss * importance.clamp(max=objective.importance_cap)
+        importance = importance * mismatch.exp().clamp(max=objective.importance_cap)
+    # vespo has the sampler's ratio in the weight of the trajectory already.
+    loss = -bounded.quantity * (is_kept if objective.loss == "vespo" else importance)
     kl = torch.zeros_like(current)
     if objective.kl:
         assert part.ref_logprob is not None
@@ -56,27 +51,40 @@ def term_sums(
     if objective.entropy:
         loss = loss - objective.entropy * entropy
     with torch.no_grad():
-        low, high = ratio < 1 - objective.clip_low, ratio > 1 + objective.clip_high
-        # min(r A, clip(r) A) takes the clipped value only if it is smaller: a high r if A > 0, a low r if A < 0.
-        if objective.loss != "cispo":
-            low, high = low & (part.advantage < 0), high & (part.advantage > 0)
-        drift = current - old  # x of old_kl = exp(x) - 1 - x, which is k3
-        cap = math.inf if objective.importance_cap is None else objective.importance_cap
-        columns = [ratio, low, high, drift.exp() - 1 - drift, kl, entropy, importance.clamp(max=cap), importance > cap]
+        cap = objective.importance_cap
+        truncated = torch.zeros_like(is_kept) if cap is None else mismatch.exp() > cap
+        sampler_kl = torch.zeros_like(old)
+        if part.sampling_logprob is not None:
+            sampler_kl = _kl(old - part.sampling_logprob.double(), "k3")
+        columns = [ratio, bounded.low, bounded.high, _kl(current - old, "k3"), kl, entropy]
+        columns += [importance, importance.square(), truncated, sampler_kl, ~is_kept]
         sums = torch.stack([(part.weight * column).sum() for column in columns])
     return (factors.index_select(0, part.trajectory) * part.weight * loss).sum(), sums
 
 
-def _surrogate(ratio: Tensor, current: Tensor, advantage: Tensor, objective: Objective) -> Tensor:
-    """Return the quantity to maximise for each term: -l without kl and entropy."""
-    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    if objective.loss == "cispo":
-        return clipped.detach() * advantage * current
-    smaller = torch.minimum(ratio * advantage, clipped * advantage)
-    if objective.dual_clip is None:
-        return smaller
-    # A = -1, dual_clip 3, ratio 10: max(-10, -3) = -3, a constant, so a huge ratio gets no gradient
-    return torch.where(advantage < 0, torch.maximum(smaller, objective.dual_clip * advantage), smaller)
+def _mismatch(old: Tensor, part: TermTensors, whole: TrajectoryRatios | None, objective: Objective) -> Tensor:
+    """Return log(old / sampling probability) at the level of the objective; 0 if the sampler is not corrected."""
+    if not objective.corrects_sampler:
+        return torch.zeros_like(old)
+    if objective.importance_level == "token":
+        assert part.sampling_logprob is not None
+        return old - part.sampling_logprob.double()
+    assert whole is not None
+    return whole.mismatch.index_select(0, part.trajectory)
+
+
+def _kept_terms(mismatch: Tensor, part: TermTensors, whole: TrajectoryRatios | None, objective: Objective) -> Tensor:
+    """Return which terms no mask leaves out, bool."""
+    is_kept = torch.ones_like(mismatch, dtype=torch.bool)
+    if objective.importance_mask is not None:
+        low, high = objective.importance_mask
+        is_kept = (mismatch.exp() >= low) & (mismatch.exp() <= high)
+    if objective.sequence_mask is not None:
+        assert whole is not None
+        assert part.advantage is not None
+        is_stale = whole.lag.index_select(0, part.trajectory) > objective.sequence_mask
+        is_kept = is_kept & ~(is_stale & (part.advantage < 0))
+    return is_kept
 
 
 def _kl(x: Tensor, estimator: str) -> Tensor:

@@ -32,7 +32,6 @@ from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.head.value_head import ValueHead
 from treepack.model.layers import adapt_layers, find_decoder
 from treepack.research.predictor.model import (
-    METRICS,
     ValueModel,
     check_rows,
     end_states,
@@ -41,6 +40,7 @@ from treepack.research.predictor.model import (
     start_values,
     values_of_states,
 )
+from treepack.research.predictor.record import METRICS
 from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, draw_nodes, tokens_alone
 from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.rl.leaf_weights import leaf_weights
@@ -54,7 +54,7 @@ from treepack.trie.store.trie_files import read_trie
 # The options of `treepack train` that a fit uses.
 SHARED_OPTIONS = frozenset(
     "epochs rows_per_step lr min_lr_ratio warmup_steps weight_decay betas clip "
-    "dtype gradient_checkpointing attention device seed".split()
+    "dtype checkpoint_layers attention device seed".split()
 )
 
 
@@ -153,7 +153,13 @@ def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> Checke
     loaded = predictor.loaded
     check_rows(predictor, rows, manifest.get("tokenizer"), directory)
     # A frozen backbone runs without gradients, so nothing has to be computed again.
-    adapt_layers(loaded.model, checkpointing=train.gradient_checkpointing and not options.freeze, compiled=False)
+    count = train.checkpoint_layers
+    adapt_layers(
+        loaded.model,
+        checkpointing=count not in ("auto", 0) and not options.freeze,
+        compiled=False,
+        recomputed=count if isinstance(count, int) else None,
+    )
     notes = (*loaded.notes, *((f"the head of {model} is used and fitted further",) if predictor.record else ()))
     if np.ptp(reward) == 0:
         notes = (*notes, f"every rollout has the reward {reward[0]:g}, so the predictor can learn only this constant")

@@ -1,7 +1,7 @@
-"""Numbers that a run has chosen, recorded in run.json for the runs that continue it.
+"""Values that a run has chosen, recorded in run.json for the runs that continue it.
 
-options with "auto" --open_run--> options with a number --chosen_numbers--> {"carry": 8192} in run.json
-options with "auto", `out` --with_recorded--> options with the numbers of the run in `out`
+options with "auto" --open_run--> options with values --chosen_values--> {"carry": 8192, ...} in run.json
+options with "auto", `out` --with_recorded--> options with the values of the run in `out`
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from treepack.errors import TreepackError
 from treepack.files.directory import RUN
 from treepack.files.remote.address import AnyPath
 from treepack.files.remote.stored_files import read_stored
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 
-# Options that may be "auto"; no number changes the result of a run except for rounding.
-NAMES = ("carry", "checkpoint_layers", "pass_tokens")
+# Options that may be "auto"; no value changes the result of a run except for rounding.
+NAMES = ("compile", "checkpoint_layers", "offload_checkpoints", "carry", "pass_tokens", "loss_chunk")
 ENTRY = "chosen"
 
 
-def chosen_numbers(options: TrainOptions) -> dict[str, dict[str, int]]:
-    """Return the entry of run.json: the numbers of `NAMES` that the run has; empty without any."""
-    numbers = {name: getattr(options, name) for name in NAMES}
-    numbers = {name: number for name, number in numbers.items() if isinstance(number, int)}
-    return {ENTRY: numbers} if numbers else {}
+def chosen_values(options: TrainOptions, lines: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Return the entry of run.json: the values of `NAMES`, and `lines` about the choices if there are any."""
+    values: dict[str, Any] = {name: getattr(options, name) for name in NAMES}
+    return {ENTRY: {**values, **({"why": list(lines)} if lines else {})}}
 
 
 def with_recorded(options: TrainOptions, out: AnyPath, ranks: Ranks) -> TrainOptions:
-    """Return the options with the numbers of the run in `out`, if there is one; all ranks must call this function.
+    """Return the options with the values of the run in `out`, if there is one; all ranks must call this function.
 
     They replace "auto", and a number of blocks that is None: a resumed run keeps its order on any number of machines.
 
@@ -46,10 +46,12 @@ def _recorded(options: TrainOptions, out: AnyPath) -> dict[str, Any]:
     content = read_stored(out / RUN)
     values: dict[str, Any] = {}
     # A damaged file is refused by `run_directory.begin`.
-    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError, TreepackError):
         record = json.loads(content or b"")
         if options.blocks is None:
             values["blocks"] = int(record["options"].get("blocks", 1))
         chosen = record.get(ENTRY, {})
-        values |= {name: int(chosen[name]) for name in NAMES if getattr(options, name) == "auto" and name in chosen}
+        given = {name: chosen[name] for name in NAMES if getattr(options, name) == "auto" and name in chosen}
+        replace(options, **given)  # refuses values of a damaged file
+        values |= given
     return values

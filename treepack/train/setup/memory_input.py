@@ -1,20 +1,29 @@
-"""Input of the choices of memory: rows, model and options of a run."""
+"""Input of the plan of memory: rows, model and options of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
+import numpy as np
+
+from treepack.carry.pieces import plan_row
+from treepack.carry.states import most_states
+from treepack.data.batch import Batch
 from treepack.data.mixture import AnyDataset
+from treepack.memory.device_memory import MemoryMeter
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
+from treepack.train.run import row_operations
 from treepack.train.setup.compute import ComputeSetting
 from treepack.train.setup.run_data import RunData
+from treepack.train.setup.run_plan import RowCut, RunRows
 
 
 @dataclass(frozen=True)
 class MemoryInput:
-    """A run before its memory is planned; options may still be "auto"."""
+    """A run before its memory is planned; options may still be "auto". Without a `meter` nothing is measured."""
 
     data: RunData
     held_out: RunData | None
@@ -22,6 +31,7 @@ class MemoryInput:
     options: TrainOptions
     compute: ComputeSetting
     ranks: Ranks
+    meter: MemoryMeter | None = None
 
     @property
     def datasets(self) -> list[AnyDataset]:
@@ -29,12 +39,37 @@ class MemoryInput:
         return [each.dataset for each in (self.data, self.held_out) if each is not None]
 
     @property
-    def longest_of_all(self) -> int:
-        """Tokens of the longest row, whether it is trained, held out or left out."""
-        return max(int(each.num_tokens.max()) for each in self.datasets)
+    def tokens(self) -> float:
+        """Tokens of the whole run on this rank."""
+        counts = self.data.dataset.num_tokens
+        return sum(float(counts[step.rows].sum()) for step in self.data.schedule) / self.ranks.size
 
-    @property
-    def largest_step(self) -> int:
-        """Tokens of the largest step of a rank, held-out rows included: no pass is usefully longer."""
-        largest = max(each.largest_step for each in (self.data, self.held_out) if each is not None)
-        return -(-largest // self.ranks.size)
+    def longest_path(self) -> int:
+        """Return the tokens of the longest path of any row, which reads a column of all rows."""
+        return max(each.max_position() for each in self.datasets) + 1
+
+    def longest_batch(self) -> Batch:
+        """Read the longest row of all."""
+        dataset = max(self.datasets, key=lambda each: int(each.num_tokens.max()))
+        return dataset[int(dataset.num_tokens.argmax())]
+
+    def _cut(self, limit: int) -> RowCut:
+        """Return the cut of the longest row of all into pieces of `limit` tokens."""
+        batch = self.longest_batch()
+        ends, parent = (x[: batch.num_tokens].cpu().numpy() for x in (batch.subtree_end, batch.parent))
+        passes = plan_row(ends, parent, limit, chains=True)
+        return RowCut(passes.tokens_forward / batch.num_tokens, most_states(parent, passes))
+
+    def rows(self) -> RunRows:
+        """Return what the plan reads of the rows."""
+        longest = max(int(each.num_tokens.max()) for each in self.datasets)
+        steps = max(each.largest_step for each in (self.data, self.held_out) if each is not None)
+        linear, pairs = row_operations(self.loaded, self.data.dataset)
+        return RunRows(
+            longest=-(-self.data.longest_row // 128) * 128,
+            longest_of_all=longest,
+            longest_path=longest,  # at most; the positions of all rows are read only for pieces
+            step_tokens=-(-steps // self.ranks.size),
+            cut=cache(self._cut),
+            attention=float(np.sum(pairs) / max(1.0, np.sum(linear))),
+        )

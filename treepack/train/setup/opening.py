@@ -4,7 +4,7 @@
     packed, options           --open_data-->       RunData           rows, steps, blocks; the same for held-out rows
     model, options            --load_run_model-->  LoadedModel       its layers as in the options
     RunData, LoadedModel      --check_fit-->       RunFit            tokenizer and notes
-    all of these              --choose_memory-->   MemoryChoices     numbers for the options that are "auto"
+    all of these              --choose_memory-->   MemoryChoices     one plan for all options that are "auto"
     everything                --open_run-->        TrainingRun       built once, here
 
 Unsuitable data, models and options are refused, the cheap checks first: data opens in seconds, and a large model loads
@@ -16,24 +16,27 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from treepack.carry.refusal import check_carry
 from treepack.files.remote.address import AnyPath
+from treepack.memory.device_memory import MemoryMeter, gpu_meter
 from treepack.memory.shortage import memory_errors
 from treepack.model.adapters.adapter import assign, check_trainable, initial_weights
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_model
 from treepack.train.optimiser import check_optimizer
-from treepack.train.options import TrainOptions
+from treepack.train.options import CHUNK, TrainOptions
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.run import Packed, TrainingRun
 from treepack.train.saving.choices import with_recorded
-from treepack.train.saving.run_directory import is_finished, is_same_finished_run
+from treepack.train.saving.run_directory import is_same_finished_run
+from treepack.train.saving.run_record import is_finished
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.piece_choice import piece_size
 from treepack.train.setup.run_data import open_data, open_held_out
 from treepack.train.setup.run_memory import choose_memory
 from treepack.train.setup.run_model import NO_ROOM, check_fit, load_run_model
@@ -46,6 +49,7 @@ def open_run(
     ranks: Ranks | None = None,
     *,
     held_out: Packed | None = None,
+    meter: MemoryMeter | None = None,
 ) -> TrainingRun:
     """Open the data, load the model, and check that they fit together.
 
@@ -55,10 +59,11 @@ def open_run(
         options: options of the run.
         ranks: the processes over which the model is sharded; by default this process alone.
         held_out: a packed directory, or several, whose loss is computed every `options.eval_every` steps.
+        meter: memory and clock to measure, by default of the GPU; on a CPU nothing is measured.
 
     Raises:
         TreepackError: the device is missing, the data is damaged, the model is not supported, the data does not fit the
-            model, or the host has too little memory for `offload_checkpoints`.
+            model, or memory is too small.
     """
     ranks, compute = ranks or Ranks(), choose_compute(options)
     if options.lora is not None:
@@ -73,13 +78,16 @@ def open_run(
     loaded = load_run_model(model, options, compute, ranks)
     balance = RouterBalance(loaded.causal, options.router_aux, source=loaded.source) if options.router_aux else None
     fit = check_fit(data, loaded, options, balance=balance, held_out=evaluated)
-    memory = choose_memory(MemoryInput(data, evaluated, loaded, options, compute, ranks))
+    if meter is None and compute.device.type == "cuda":
+        meter = gpu_meter(compute.device)
+    memory = choose_memory(MemoryInput(data, evaluated, loaded, options, compute, ranks, meter))
     make = partial(
         TrainingRun,
         loaded=loaded,
-        options=replace(options, **memory.options),
+        options=replace(options, **memory.plan.options),
         ranks=ranks,
         carry_memory=memory.carry_memory,
+        choices=memory.lines,
     )
     return make(
         dataset=data.dataset,
@@ -87,7 +95,7 @@ def open_run(
         table=data.table,
         division=data.division,
         tokenizer=fit.tokenizer,
-        notes=(*fit.notes, *memory.notes),
+        notes=(*fit.notes, *memory.lines, *memory.notes),
         rewards=fit.rewards,
         balance=balance,
         held_out=None
@@ -155,14 +163,18 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
         # A new adapter has B = 0, so the gradient of A is 0 and any error of it would pass.
         assign(loaded.model, initial_weights(loaded.model, options.seed, random_b=True), weights)
     # `verify_rows` recomputes the layers if that is needed.
-    adapt_layers(loaded.causal, checkpointing=False, compiled=options.compile)
+    adapt_layers(loaded.causal, checkpointing=False, compiled=options.compile is True)
     fit = check_fit(data, loaded, options)
+    if isinstance(options.carry, int):
+        check_carry(loaded)
+    usual: dict[str, Any] = {"carry": None, "loss_chunk": CHUNK, "pass_tokens": 1}
+    chosen = {name: value for name, value in usual.items() if getattr(options, name) == "auto"}
     return TrainingRun(
         dataset=data.dataset,
         schedule=data.schedule,
         table=data.table,
         loaded=loaded,
-        options=replace(options, dtype=compute.dtype, carry=piece_size(options.carry, loaded)),
+        options=replace(options, dtype=compute.dtype, **chosen),
         tokenizer=fit.tokenizer,
         notes=fit.notes,
         rewards=fit.rewards,

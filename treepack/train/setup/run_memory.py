@@ -1,51 +1,337 @@
-"""The fourth stage of opening: numbers for the options that are "auto", chosen from measured memory.
+"""The fourth stage of opening: values for the options that are "auto", chosen together from measured bytes and seconds.
 
     MemoryInput: data, model and options --choose_memory--> MemoryChoices
 
-    carry               tokens of a piece                   piece_choice
-    checkpoint_layers   layers that are recomputed          layer_choice, with the longest row or piece
-    pass_tokens         tokens of a pass of joined rows     pass_choice, with the layers as chosen
+    model_probe    passes over whole rows, with layers as they are; compiled too, if the run is long enough
+    carry.limit    rows in pieces, if whole rows must recompute layers
+    run_plan       the fastest plan that fits
+    host_memory    pinned for layers that offload their inputs
 
-Every choice is a number that all ranks have in common, and no choice changes the result of a run except for rounding.
-Options that are numbers already are kept; of these too, the memory that they need is reserved or refused here.
+All ranks choose the same values, and no value changes the result of a run except for rounding. Without a meter, as on a
+CPU, nothing is measured: rows run whole, no layer is recomputed or compiled. Options with values are kept; the memory
+that they need is reserved or refused here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.carry.offload import CarryMemory
-from treepack.train.setup.layer_choice import choose_layers
+import torch
+
+from treepack.carry.backward import CarryOptions
+from treepack.carry.limit import CarryCosts, measure_costs
+from treepack.carry.offload import CarryBudget, CarryMemory
+from treepack.carry.refusal import can_carry, check_carry
+from treepack.data.batch import Batch
+from treepack.data.joined import usual_pass
+from treepack.errors import TreepackError
+from treepack.memory.device_memory import free_memory, update_bytes
+from treepack.memory.offload import LayerOffload
+from treepack.memory.shortage import is_memory_error, memory_errors
+from treepack.model.forward import WholeRows
+from treepack.model.layers import adapted_layers, compiler_errors, find_layers, has_compiled_layers, set_recomputed
+from treepack.model.loaded import LoadedModel
+from treepack.train.options import CHUNK, TrainOptions
+from treepack.train.setup.choice_lines import choice_lines
+from treepack.train.setup.compile_choice import keep_compilation, known_compilation, pays
+from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_host
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.pass_choice import choose_pass_tokens
-from treepack.train.setup.piece_choice import choose_pieces
+from treepack.train.setup.model_probe import agreed, probe_model
+from treepack.train.setup.run_plan import (
+    PLANNED,
+    ModelProbe,
+    PieceProbe,
+    RunPlan,
+    RunRoom,
+    RunRows,
+    choose_plan,
+    pieces_may_win,
+)
+from treepack.train.sharding import adapt, summing_gradients, whole_weights
+
+_log = logging.getLogger("treepack")
+
+# Share of the GPU's memory that stays free for fragments and the error of the estimate.
+_MARGIN = 0.08
+# Bytes of the optimiser's states for a trained weight.
+_STATE_BYTES = {"adamw": 8, "adamw-8bit": 2}
+_NO_ROOM = (
+    "while the memory of {} was measured",
+    "train with a smaller --loss-chunk, --dtype bf16, --lora-rank, or on more GPUs",
+)
 
 
 @dataclass(frozen=True)
 class MemoryChoices:
-    """The options that memory decides, as numbers, the memory of rows in pieces, and notes for the user."""
+    """The values of the options that are planned, memory of rows in pieces, lines about the choices, and notes."""
 
-    carry: int | None
-    checkpoint_layers: int | None
-    pass_tokens: int
+    plan: RunPlan
     carry_memory: CarryMemory | None
-    notes: tuple[str, ...]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The fields of `TrainOptions` that are chosen."""
-        return {name: getattr(self, name) for name in ("carry", "checkpoint_layers", "pass_tokens")}
+    lines: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def choose_memory(given: MemoryInput) -> MemoryChoices:
-    """Measure the memory that a run needs, and choose; all ranks must call this.
+    """Measure the memory and the time that a run needs, and choose; all ranks must call this.
 
     Raises:
-        TreepackError: memory is too small on any rank, the model cannot run rows in pieces, or layers cannot be
-            measured.
+        TreepackError: memory is too small on any rank, or the model cannot run rows in pieces.
     """
-    carry, memory, about_pieces = choose_pieces(given)
-    layers, about_layers = choose_layers(given, carry)
-    tokens, about_passes = choose_pass_tokens(given)
-    return MemoryChoices(carry, layers, tokens, memory, (*about_pieces, *about_layers, *about_passes))
+    loaded, options = given.loaded, given.options
+    if isinstance(options.carry, int):
+        check_carry(loaded)
+    lines: tuple[str, ...] = ()
+    if given.meter is None:
+        plan = _unmeasured(given)
+        _log.info("plan: whole rows and no measurement, because torch counts no memory on a CPU")
+    elif _is_planned(given):
+        plan = _as_given(given)
+    else:
+        plan, lines = _Planner(given).plan()
+    apply_plan(loaded, options, plan)
+    adapted, notes = adapted_layers(loaded.causal), tuple[str, ...]()
+    if plan.offload_checkpoints and adapted is not None and adapted.recomputed > 0:
+        lower = given.compute.dtype == "bf16"
+        notes = (reserve_host(loaded, adapted, _longest_pass(given, plan), lower=lower),)
+    return MemoryChoices(plan, _carry_memory(given, plan), lines, notes)
+
+
+def apply_plan(loaded: LoadedModel, options: TrainOptions, plan: RunPlan) -> None:
+    """Compile and recompute the layers of the model as in the plan."""
+    adapted = adapted_layers(loaded.causal)
+    if has_compiled_layers(loaded.causal) != plan.compile:
+        adapt(loaded.causal, replace(options, **plan.options), loaded.device)
+    elif adapted is not None:
+        set_recomputed(loaded.causal, plan.checkpoint_layers)
+        if plan.offload_checkpoints != (adapted.offload is not None):
+            adapted.offload = LayerOffload(loaded.device) if plan.offload_checkpoints else None
+
+
+def _is_planned(given: MemoryInput) -> bool:
+    """Return True if all options have values, and no row runs in pieces, whose memory would be measured."""
+    options = given.options
+    cut = isinstance(options.carry, int) and given.rows().longest_of_all > options.carry
+    return not cut and all(getattr(options, name) != "auto" for name in PLANNED)
+
+
+def _as_given(given: MemoryInput) -> RunPlan:
+    """Return the plan of options that are all given."""
+    options = given.options
+    count = _num_layers(given.loaded) if options.checkpoint_layers == "all" else int(options.checkpoint_layers)
+    values: dict[str, Any] = {name: getattr(options, name) for name in PLANNED}
+    return RunPlan(**{**values, "checkpoint_layers": count})
+
+
+def _unmeasured(given: MemoryInput) -> RunPlan:
+    """Return the plan of a device whose memory is not counted."""
+    options = given.options
+    usual: dict[str, Any] = {
+        "compile": False,
+        # Layers whose inputs are offloaded are recomputed.
+        "checkpoint_layers": "all" if options.offload_checkpoints is True else 0,
+        "offload_checkpoints": False,
+        "carry": None,
+        "pass_tokens": usual_pass(given.loaded.device),
+        "loss_chunk": CHUNK,
+    }
+    auto = {name: value for name, value in usual.items() if getattr(options, name) == "auto"}
+    return _as_given(replace(given, options=replace(options, **auto)))
+
+
+def _num_layers(loaded: LoadedModel) -> int:
+    adapted = adapted_layers(loaded.causal)
+    return 0 if adapted is None else len(adapted.modules)
+
+
+def _longest_pass(given: MemoryInput, plan: RunPlan) -> int:
+    """Return the tokens of the longest row, piece, or pass of the run that has gradients, with padding."""
+    longest = max(given.data.longest_row, min(plan.pass_tokens, given.rows().step_tokens))
+    return -(-min(longest, plan.carry or longest) // 128) * 128
+
+
+class _Planner:
+    """The measurements of a run, one after the other, as far as the plan needs them."""
+
+    def __init__(self, given: MemoryInput) -> None:
+        assert given.meter is not None
+        self.given, self.meter = given, given.meter
+        self.rows: RunRows = given.rows()
+        self.batch = given.longest_batch()
+        self.chunk = CHUNK if given.options.loss_chunk == "auto" else int(given.options.loss_chunk)
+
+    def plan(self) -> tuple[RunPlan, tuple[str, ...]]:
+        """Return the plan, and a line for every choice."""
+        given = self.given
+        _log.info("measuring memory and time of a pass")
+        try:
+            probes, about_compilation = self._probes()
+            plan, room, pieces = self._choose(probes)
+        finally:
+            given.loaded.model.zero_grad(set_to_none=True)
+            _release(given.loaded.device)
+        probe = next(each for each in probes if each.compiled == plan.compile)
+        return plan, choice_lines(plan, probe, self.rows, room, given, about_compilation, pieces=bool(pieces))
+
+    def _choose(self, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
+        given, room = self.given, self._room()
+        plan, problem = None, None
+        try:
+            plan = choose_plan(probes, self.rows, room, given.options)
+        except TreepackError as error:
+            problem = error
+        limit = given.options.carry
+        wanted = isinstance(limit, int) and self.rows.longest_of_all > limit
+        pieces: tuple[PieceProbe, ...] = ()
+        if wanted or (limit == "auto" and pieces_may_win(plan, probes, self.rows) and self._can_carry()):
+            self.rows = replace(self.rows, longest_path=given.longest_path())
+            likely = min(probes, key=lambda probe: probe.seconds_kept)
+            pieces = self._pieces(likely)
+            plan = choose_plan(probes, self.rows, room, given.options, pieces)
+        if plan is None:
+            assert problem is not None
+            raise problem
+        return plan, room, pieces
+
+    def _room(self) -> RunRoom:
+        """Return the free memory of the smallest rank, while gradients exist."""
+        given, loaded = self.given, self.given.loaded
+        states = 0 if given.options.cpu_offload else _STATE_BYTES[given.options.optimizer]
+        _release(loaded.device)
+        gpu = self.meter.free() - update_bytes(loaded.model, state_bytes=states) - int(_MARGIN * self.meter.total)
+        lower = given.compute.dtype == "bf16"
+        layers = len(find_layers(loaded.causal))
+        moved = sum(moved_tensors(loaded, recomputed=layers, lower=lower)) // max(1, layers) if layers else 0
+        return RunRoom(given.ranks.smallest(max(0, gpu)), given.ranks.smallest(host_room()), moved)
+
+    def _probes(self) -> tuple[list[ModelProbe], str]:
+        """Measure layers as they are, compiled, or both; and return the reason."""
+        given = self.given
+        if given.options.compile != "auto":
+            return [self._probe(compiled=bool(given.options.compile))], ""
+        eager = self._probe(compiled=False)
+        if not eager.num_layers:
+            return [eager], "off: the model has no layers to compile"
+        known = known_compilation(given.loaded, given.compute.dtype)
+        seconds = given.tokens * eager.seconds_kept
+        # The first rank decides, because machines have caches of their own.
+        if not given.ranks.lead(lambda: pays(seconds, known)):
+            return [eager], f"off: it would take longer than the run, which needs about {seconds:.0f} s without it"
+        _log.info("compiling the layers")
+        try:
+            adapt(given.loaded.causal, replace(given.options, compile=True), given.loaded.device)
+            start = self.meter.clock()
+            fused, problem = self._probe(compiled=True), ""
+            spent = self.meter.clock() - start
+        except compiler_errors() as error:
+            fused, problem, spent = None, str(error).strip().partition("\n")[0], 0.0
+        if given.ranks.any(fused is None) or fused is None:
+            adapt(given.loaded.causal, replace(given.options, compile=False), given.loaded.device)
+            return [eager], f"off: torch.compile failed ({problem or 'on another rank'})"
+        keep_compilation(given.loaded, given.compute.dtype, 1 - fused.seconds_kept / eager.seconds_kept)
+        rates = f"{1e6 * fused.seconds_kept:.1f} us for a token instead of {1e6 * eager.seconds_kept:.1f}"
+        return [eager, fused], f"{rates}, after {spent:.0f} s of compilation and measurement"
+
+    def _probe(self, *, compiled: bool) -> ModelProbe:
+        given = self.given
+
+        def fits(num_bytes: int) -> bool:
+            return not given.ranks.any(num_bytes > 0.95 * self.meter.free())
+
+        with memory_errors(_NO_ROOM[0].format("a pass"), _NO_ROOM[1]):
+            probe = probe_model(
+                given.loaded,
+                self.batch,
+                compiled=compiled,
+                chunk=self.chunk,
+                autocast=given.compute.lower_precision,
+                meter=self.meter,
+                fits=fits,
+            )
+        return agreed(probe, given.ranks)
+
+    def _can_carry(self) -> bool:
+        """Return True if rows can run in pieces; then the routers of a mixture are followed from now on."""
+        given, loaded = self.given, self.given.loaded
+        if given.options.router_aux or self.rows.longest_of_all <= 1024:
+            return False
+        if loaded.root is not None:
+            # Every rank gathers the whole weights, and keeps whole gradients.
+            whole = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+            if given.ranks.any(2 * whole > self.meter.free()):
+                return False
+        return can_carry(loaded)
+
+    def _pieces(self, probe: ModelProbe) -> tuple[PieceProbe, ...]:
+        """Measure rows in pieces with every layer recomputed and with none, or with the number that is given."""
+        given, loaded = self.given, self.given.loaded
+        wanted = given.options.checkpoint_layers
+        counts = (wanted,) if isinstance(wanted, int) else (0, probe.num_layers) if wanted == "auto" else (
+            probe.num_layers,)  # fmt: skip
+        pieces = []
+        _log.info("measuring the memory of pieces")
+        if has_compiled_layers(loaded.causal) != probe.compiled:
+            adapt(loaded.causal, replace(given.options, compile=probe.compiled), loaded.device)
+        for count in sorted(set(counts)):
+            if adapted_layers(loaded.causal) is not None:
+                set_recomputed(loaded.causal, count)
+            costs = measured_pieces(given, self.batch, self.chunk)
+            if costs is not None:
+                pieces.append(PieceProbe(probe.compiled, count, costs))
+        return tuple(pieces)
+
+
+def measured_pieces(given: MemoryInput, batch: Batch, chunk: int) -> CarryCosts | None:
+    """Return the costs of rows in pieces with the layers as they are, the same on all ranks; None if none fits."""
+    loaded, ranks, training = given.loaded, given.ranks, given.loaded.model.training
+    loaded.model.train()  # transformers recomputes layers only in this mode
+    costs = None
+    carry = CarryOptions(1, chunk=chunk, autocast=given.compute.lower_precision)
+    with whole_weights(loaded):
+        try:
+            costs = measure_costs(loaded, batch, carry, meter=given.meter)
+        except RuntimeError as error:
+            if not is_memory_error(error):
+                raise
+        if loaded.root is not None:
+            # The sum over ranks of passes inside `whole_weights`, which would otherwise wait for the first step.
+            runner = WholeRows(loaded, autocast=given.compute.lower_precision)
+            with summing_gradients(loaded):
+                runner.backward(given.data.dataset.padding())
+            if costs is not None:
+                # The whole weights and their gradients, besides this rank's own.
+                whole = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+                costs = replace(costs, fixed=costs.fixed + 2 * whole)
+    loaded.model.zero_grad(set_to_none=True)
+    loaded.model.train(training)
+    if ranks.any(costs is None) or costs is None:
+        return None
+    names = ("fixed", "piece", "keys_values", "sums", "output", "lse", "state")
+    return replace(costs, **{name: -ranks.smallest(-getattr(costs, name)) for name in names})
+
+
+def _carry_memory(given: MemoryInput, plan: RunPlan) -> CarryMemory | None:
+    """Return the memory of carried tensors; None on a CPU, and if no row of the run is cut.
+
+    Raises:
+        TreepackError: the rows do not fit with pieces of this size.
+    """
+    device = given.loaded.device
+    if device.type != "cuda" or plan.carry is None or given.rows().longest_of_all <= plan.carry:
+        return None
+    return spare_memory(device) if plan.pieces is None else CarryMemory(device, plan.pieces.budget)
+
+
+def spare_memory(device: torch.device) -> CarryMemory | None:
+    """Return memory of carried tensors, half of the free memory of a GPU; None on a CPU.
+
+    Keys and values of other layers wait on the host; the other half is for a piece's layer and logits. The budget
+    changes no result.
+    """
+    return CarryMemory(device, CarryBudget(stack=free_memory(device) // 2)) if device.type == "cuda" else None
+
+
+def _release(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,86 @@
+"""A GPU that is simulated on the CPU: bytes and seconds of passes by a formula, for runs that measure themselves.
+
+    with simulated(device, causal):      counts the tokens of every pass of the model
+        ... device.meter                 the MemoryMeter that a planner reads
+
+A pass over n tokens has a peak of fixed + n * (kept or recomputed) bytes, and takes launch + n * seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from treepack.memory.device_memory import MemoryMeter
+from treepack.model.layers import adapted_layers
+
+
+@dataclass
+class SimulatedDevice:
+    """The device; `allocated` bytes exist outside of passes, and `free` of `total` may be allocated."""
+
+    free: int
+    total: int = 0
+    fixed: int = 1_000_000
+    kept: float = 2_000.0
+    recomputed: float = 500.0
+    seconds: float = 1e-4
+    again: float = 1.25  # times as long with every layer recomputed
+    launch: float = 0.01
+    allocated: int = 0
+    passes: int = 0
+
+    def __post_init__(self) -> None:
+        """Start the clock."""
+        self._now, self._peak = 0.0, 0
+
+    @property
+    def meter(self) -> MemoryMeter:
+        """The memory and the clock of the device."""
+        return MemoryMeter(
+            allocated=lambda: self.allocated,
+            peak=lambda: self.allocated + self._peak,
+            reset=self._reset,
+            free=lambda: self.free,
+            total=self.total,
+            clock=lambda: self._now,
+        )
+
+    def run(self, causal: Any, tokens: int) -> None:
+        """Count a pass."""
+        adapted = adapted_layers(causal)
+        share = 0.0 if adapted is None else adapted.recomputed / len(adapted.modules)
+        per_token = self.kept + share * (self.recomputed - self.kept)
+        num_bytes = int(self.fixed + tokens * per_token)
+        if num_bytes > self.free:
+            raise torch.OutOfMemoryError(f"{num_bytes} bytes for {tokens} tokens")
+        self._peak = max(self._peak, num_bytes)
+        self._now += max(self.launch, tokens * self.seconds * (1 + share * (self.again - 1)))
+        self.passes += 1
+
+    def _reset(self) -> None:
+        self._peak = 0
+
+
+@contextmanager
+def simulated(device: SimulatedDevice, causal: Any) -> Iterator[None]:
+    """Count every pass of the model in the block."""
+    layers = causal.base_model
+    handle = layers.register_forward_pre_hook(
+        lambda _, arguments, options: device.run(causal, _tokens(arguments, options)), with_kwargs=True
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _tokens(arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
+    ids = options.get("input_ids")
+    if ids is None:
+        ids = arguments[0] if arguments else options["inputs_embeds"][..., 0]
+    return int(ids.numel())

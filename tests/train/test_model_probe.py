@@ -1,0 +1,123 @@
+"""The probe of a model: straight lines through the peaks of short passes, and no pass that a rank has no room for."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.oracle_model import Sample, make_row, tiny_config
+from support.simulated_device import SimulatedDevice, simulated
+from treepack.data.batch import Batch, make_batch
+from treepack.model.layers import adapt_layers, adapted_layers
+from treepack.model.load import load_model
+from treepack.model.loaded import LoadedModel
+from treepack.train.ranks import Ranks
+from treepack.train.setup.model_probe import agreed, chains, probe_model
+from treepack.train.setup.run_plan import ModelProbe
+
+LAYERS = 3
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> LoadedModel:
+    model = load_model(tiny_config(tmp_path / "tiny.json", num_hidden_layers=LAYERS))
+    adapt_layers(model.causal, checkpointing=True, compiled=False, recomputed=1)
+    return model
+
+
+def batch() -> Batch:
+    return make_batch(make_row([Sample(tuple(range(20)), (0.0, *[1.0] * 19))]), multiple=8)
+
+
+def probe(loaded: LoadedModel, device: SimulatedDevice, **changes: Any) -> ModelProbe:
+    options: dict[str, Any] = {"compiled": False, "chunk": 96, "fits": lambda size: size <= device.free, **changes}
+    with simulated(device, loaded.causal):
+        return probe_model(
+            loaded, batch(), autocast=nullcontext, meter=device.meter, lengths=(16, 64, 128, 256), **options
+        )
+
+
+def test_peaks_and_times_give_the_bytes_and_seconds_of_a_token(loaded: LoadedModel) -> None:
+    device = SimulatedDevice(free=10**9, launch=0.001)
+    state = torch.get_rng_state()
+    weights = {name: value.clone() for name, value in loaded.model.state_dict().items()}
+    result = probe(loaded, device)
+    vocabulary = loaded.causal.config.vocab_size
+    expected = {
+        "compiled": False,
+        "num_layers": LAYERS,
+        "chunk": 96,
+        "logits": 12 * vocabulary,
+        "fixed": device.fixed,
+        "kept": pytest.approx(device.kept),
+        "recomputed": pytest.approx(device.recomputed),
+        "seconds_kept": pytest.approx(device.seconds),
+        "seconds_recomputed": pytest.approx(1.25 * device.seconds),
+        "launch": pytest.approx(64 * device.seconds),
+    }
+    assert asdict(result) == expected
+    assert device.passes == 4 * 2 * 2
+    # The model is as before, except that gradients exist.
+    adapted = adapted_layers(loaded.causal)
+    assert adapted is not None
+    assert adapted.recomputed == 1
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, weights[name]) for name, value in loaded.model.state_dict().items())
+    assert not loaded.model.training
+
+
+def test_a_pass_that_does_not_fit_by_the_shorter_ones_is_not_run(loaded: LoadedModel) -> None:
+    # 128 tokens fit, and 256 only if layers are recomputed; a pass that does not fit would raise an error.
+    device = SimulatedDevice(free=1_000_000 + 300_000)
+    result = probe(loaded, device)
+    assert device.passes == 4 * 2 * 2 - 2
+    assert result.kept == pytest.approx(device.kept)
+    assert result.recomputed == pytest.approx(device.recomputed)
+
+
+def test_memory_that_is_too_small_for_the_first_passes_is_an_error(loaded: LoadedModel) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        probe(loaded, SimulatedDevice(free=1_000_000))
+    assert not loaded.model.training
+
+
+def test_a_model_without_layers_to_recompute_has_one_line(tmp_path: Path) -> None:
+    plain = load_model(tiny_config(tmp_path / "tiny.json", num_hidden_layers=LAYERS))
+    device = SimulatedDevice(free=10**9)
+    result = probe(plain, device)
+    assert result.num_layers == 0
+    assert result.kept == result.recomputed == pytest.approx(device.kept)
+    assert device.passes == 4 * 2
+
+
+def test_made_up_sequences_use_the_tokens_of_a_row() -> None:
+    row = chains(batch(), 130)
+    assert row.num_tokens == len(row.input_ids) == 130
+    assert row.input_ids.tolist() == [n % 20 for n in range(130)]
+    assert row.position_ids[[0, 63, 64, 129]].tolist() == [0, 63, 0, 1]
+    assert row.parent[[0, 1, 64, 129]].tolist() == [-1, 0, -1, 128]
+    assert row.subtree_end[[0, 63, 64, 128]].tolist() == [64, 64, 128, 130]
+    assert row.loss_weight.sum() == 127
+
+
+class _Two(Ranks):
+    """The first of two ranks; the other one has larger numbers."""
+
+    def smallest(self, number: int) -> int:
+        return min(number, 2 * number)
+
+
+def test_ranks_agree_on_the_largest_numbers(loaded: LoadedModel) -> None:
+    own = probe(loaded, SimulatedDevice(free=10**9))
+    result = agreed(own, _Two())
+    assert result.fixed == 2 * own.fixed
+    assert result.kept == pytest.approx(2 * own.kept)
+    assert result.seconds_recomputed == pytest.approx(2 * own.seconds_recomputed)
+    assert replace(result, fixed=0, kept=0, recomputed=0, seconds_kept=0, seconds_recomputed=0, launch=0) == replace(
+        own, fixed=0, kept=0, recomputed=0, seconds_kept=0, seconds_recomputed=0, launch=0
+    )

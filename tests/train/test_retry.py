@@ -1,0 +1,204 @@
+"""A step whose memory runs out runs again with a smaller plan, and the run computes what an undisturbed one does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.oracle_model import packed_directory, tiny_config
+from support.strategies import make
+from treepack.errors import TreepackError
+from treepack.model.layers import adapted_layers
+from treepack.train.loop import train
+from treepack.train.optimiser import make_optimiser, prepare_states
+from treepack.train.options import TrainOptions
+from treepack.train.run import TrainingRun
+from treepack.train.setup import run_plan
+from treepack.train.setup.opening import open_run
+from treepack.train.step import StepMetrics
+
+LAYERS = 2
+OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, steps=3, checkpoint_every=0, eval_every=2)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    rollouts = [make(f"t{i}", [i // 3, *range(9), 5, *generator.integers(20, 24, 8).tolist()]) for i in range(12)]
+    return packed_directory(tmp_path / "packed", rollouts, capacity=40)
+
+
+@pytest.fixture
+def opened(packed: Path, tmp_path: Path) -> Callable[..., TrainingRun]:
+    config = tiny_config(tmp_path / "tiny.json", num_hidden_layers=LAYERS)
+    held_out = packed_directory(tmp_path / "held-out", [make("e", [1, *range(9), 5, 21, 22])], capacity=40)
+    return lambda **changes: open_run(packed, config, replace(OPTIONS, **changes), held_out=held_out)
+
+
+class Failing:
+    """Raises an error of memory at its `number`-th to `last`-th calls, counted from 1."""
+
+    def __init__(self, number: int, last: int | None = None) -> None:
+        self.calls, self.number, self.last = 0, number, last or number
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+        if self.number <= self.calls <= self.last:
+            raise torch.OutOfMemoryError("no memory")
+
+
+def go(run: TrainingRun, out: Path, notes: list[str]) -> list[StepMetrics]:
+    return list(train(run, out, note=notes.append))
+
+
+def assert_equal_runs(first: tuple[list[StepMetrics], Path], second: tuple[list[StepMetrics], Path]) -> None:
+    for a, b in zip(first[0], second[0], strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-6)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+        assert a.evaluation.get("eval_loss", 0) == pytest.approx(b.evaluation.get("eval_loss", 0), rel=1e-6)
+        assert (a.step, a.lr, a.tokens, a.skipped_rows) == (b.step, b.lr, b.tokens, b.skipped_rows)
+    weights = [torch.load(out, weights_only=True) for _, out in (first, second)]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-5, atol=1e-6)
+
+
+def in_forward(run: TrainingRun, failing: Failing) -> None:
+    run.loaded.model.base_model.layers[1].register_forward_hook(failing)
+
+
+def in_backward(run: TrainingRun, failing: Failing) -> None:
+    run.loaded.model.base_model.layers[0].mlp.down_proj.weight.register_hook(failing)
+
+
+def saved(run: TrainingRun, path: Path) -> Path:
+    torch.save(run.loaded.model.state_dict(), path)
+    return path
+
+
+@pytest.mark.parametrize("place", [in_forward, in_backward])
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_step_that_fails_runs_again_with_more_recomputed_layers(
+    opened: Callable[..., TrainingRun], tmp_path: Path, place: Callable[[TrainingRun, Failing], None], number: int
+) -> None:
+    calm = opened()
+    undisturbed = go(calm, tmp_path / "calm", []), saved(calm, tmp_path / "calm.pt")
+    run, notes = opened(), list[str]()
+    place(run, Failing(number))
+    steps = go(run, tmp_path / "out", notes)
+    assert_equal_runs((steps, saved(run, tmp_path / "out.pt")), undisturbed)
+    (note,) = notes
+    assert note.startswith("out of memory in row")
+    assert "it runs again with a smaller plan: 1 layers recomputed, whole rows" in note
+    adapted = adapted_layers(run.loaded.causal)
+    assert adapted is not None
+    assert adapted.recomputed == 1
+    record = json.loads((tmp_path / "out" / "run.json").read_text())["chosen"]
+    assert record["checkpoint_layers"] == 1
+    assert record["why"] == [
+        "a smaller plan, because memory ran out: 1 layers recomputed, whole rows, passes of 1 tokens, logits of 2,048 "
+        "targets"
+    ]
+    assert json.loads((tmp_path / "out" / "train.json").read_text())["options"]["checkpoint_layers"] == 1
+
+
+def test_every_kind_of_smaller_plan_computes_the_same(
+    opened: Callable[..., TrainingRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Rows of 40 tokens in pieces of down to 8, one after passes of 80 tokens and chunks of 2,048.
+    monkeypatch.setattr(run_plan, "SMALLEST_PIECE", 1)
+    monkeypatch.setattr(run_plan, "smaller_piece", lambda tokens: tokens // 2 if tokens >= 16 else 0)
+    calm = opened()
+    undisturbed = go(calm, tmp_path / "calm", []), saved(calm, tmp_path / "calm.pt")
+    run, notes = opened(pass_tokens=80), list[str]()
+    in_forward(run, Failing(2, last=12))
+    steps = go(run, tmp_path / "out", notes)
+    assert_equal_runs((steps, saved(run, tmp_path / "out.pt")), undisturbed)
+    plans = [note.partition("plan: ")[2] for note in notes]
+    assert plans[1].startswith("2 layers recomputed, whole rows, passes of 80 tokens")
+    assert "passes of 40 tokens" in plans[2]
+    assert any("pieces of " in plan for plan in plans)
+    assert any("logits of 256 targets" in plan for plan in plans)
+    assert len(plans) == 11
+
+
+def test_an_update_that_fails_leaves_weights_and_moments_untouched(
+    opened: Callable[..., TrainingRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = opened()
+    undisturbed = go(calm, tmp_path / "calm", []), saved(calm, tmp_path / "calm.pt")
+    # The third tensor of the moments does not fit, at the first update.
+    zeros, failing = torch.zeros_like, Failing(3)
+
+    def failing_zeros(*arguments: Any, **options: Any) -> Any:
+        if "memory_format" in options:
+            failing()
+        return zeros(*arguments, **options)
+
+    monkeypatch.setattr(torch, "zeros_like", failing_zeros)
+    run, notes = opened(), list[str]()
+    steps = go(run, tmp_path / "out", notes)
+    assert_equal_runs((steps, saved(run, tmp_path / "out.pt")), undisturbed)
+    (note,) = notes
+    assert note.startswith("out of memory in the update of the weights; it runs again")
+
+
+def test_moments_made_beforehand_are_those_of_the_first_update(opened: Callable[..., TrainingRun]) -> None:
+    run = opened()
+    states = []
+    for prepared in (False, True):
+        optimiser = make_optimiser(run)
+        for parameter in run.loaded.model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        if prepared:
+            prepare_states(optimiser)
+            assert all(float(state["step"]) == 0 for state in optimiser.state.values())
+        for group in optimiser.param_groups:
+            group["lr"] = 0.0
+        optimiser.step()
+        states.append([optimiser.state[p] for group in optimiser.param_groups for p in group["params"]])
+    for first, second in zip(*states, strict=True):
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert all(first[name].dtype == second[name].dtype for name in first)
+
+
+def test_held_out_rows_are_evaluated_again(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:
+    calm = opened()
+    undisturbed = go(calm, tmp_path / "calm", []), saved(calm, tmp_path / "calm.pt")
+    run, notes, failing = opened(), list[str](), Failing(1)
+
+    def fails_without_gradients(*arguments: Any) -> None:
+        if not torch.is_grad_enabled():
+            failing(*arguments)
+
+    run.loaded.model.base_model.layers[1].register_forward_hook(fails_without_gradients)
+    steps = go(run, tmp_path / "out", notes)
+    assert_equal_runs((steps, saved(run, tmp_path / "out.pt")), undisturbed)
+    assert len(notes) == 1
+
+
+def test_a_run_ends_if_no_smaller_plan_is_left(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:
+    run, notes = opened(), list[str]()
+    in_forward(run, Failing(3, last=10**6))
+    with pytest.raises(TreepackError, match=r"^out of memory in row \d+ of \d+ tokens; pack with --capacity"):
+        go(run, tmp_path / "out", notes)
+    assert notes[-1].endswith("2 layers recomputed, whole rows, passes of 1 tokens, logits of 64 targets")
+
+
+def test_other_errors_are_not_tried_again(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:
+    run, notes = opened(), list[str]()
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("another reason")
+
+    run.loaded.model.base_model.layers[1].register_forward_hook(fails)
+    with pytest.raises(RuntimeError, match="another reason"):
+        go(run, tmp_path / "out", notes)
+    assert notes == []

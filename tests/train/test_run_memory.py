@@ -1,0 +1,198 @@
+"""A run that measures itself, on a simulated GPU: one plan for all options that are "auto", and a line for each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.oracle_model import packed_directory, tiny_config
+from support.simulated_device import SimulatedDevice, simulated
+from support.strategies import make
+from treepack.errors import TreepackError
+from treepack.model.layers import adapted_layers, has_compiled_layers
+from treepack.train.options import TrainOptions
+from treepack.train.ranks import Ranks
+from treepack.train.setup import compile_choice, model_probe, run_memory
+from treepack.train.setup.compile_choice import CompilationRecord, keep_compilation, known_compilation, pays
+from treepack.train.setup.compute import choose_compute
+from treepack.train.setup.memory_input import MemoryInput
+from treepack.train.setup.run_data import open_data
+from treepack.train.setup.run_memory import MemoryChoices, choose_memory
+from treepack.train.setup.run_model import check_fit, load_run_model
+
+OPTIONS = TrainOptions(device="cpu", rows_per_step=2, compile=False, loss_chunk=64)
+Plan = Callable[..., tuple[MemoryChoices, MemoryInput]]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """Return a function that plans a run of two rows of about 1,500 tokens on a device."""
+    monkeypatch.setattr(run_memory, "probe_model", _short_probe)
+    generator = np.random.default_rng(0)
+    rollouts = [make(f"t{i}", [i, *generator.integers(6, 24, 700).tolist()]) for i in range(4)]
+    packed = packed_directory(tmp_path / "packed", rollouts, capacity=1500)
+    config = tiny_config(tmp_path / "tiny.json", num_hidden_layers=4)
+
+    def go(device: SimulatedDevice, **changes: Any) -> tuple[MemoryChoices, MemoryInput]:
+        options = replace(OPTIONS, **changes)
+        compute, ranks = choose_compute(options), Ranks()
+        data = open_data(packed, options, ranks)
+        loaded = load_run_model(config, options, compute, ranks)
+        check_fit(data, loaded, options)
+        given = MemoryInput(data, None, loaded, options, compute, ranks, device.meter)
+        with simulated(device, loaded.causal):
+            return choose_memory(given), given
+
+    return go
+
+
+def _short_probe(*arguments: Any, **options: Any) -> Any:
+    return model_probe.probe_model(*arguments, **options, lengths=(16, 64, 128, 256))
+
+
+def device_for(layers: int, **changes: Any) -> SimulatedDevice:
+    """Return a device on which a row of 1,408 tokens fits if `layers` of 4 layers are recomputed."""
+    device = SimulatedDevice(free=0, launch=1e-4, **changes)
+    per_token = device.kept + min(1.0, layers / 3) * (device.recomputed - device.kept)
+    weights = 8 * 20_000  # more than the states of AdamW
+    return replace(device, free=int(device.fixed + 1410 * per_token) + weights)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2, 3])
+def test_as_few_layers_are_recomputed_as_memory_demands(plan: Plan, layers: int) -> None:
+    choices, given = plan(device_for(layers), carry=None)
+    assert choices.plan.checkpoint_layers == layers
+    adapted = adapted_layers(given.loaded.causal)
+    assert adapted is not None
+    assert adapted.recomputed == layers
+    assert all(parameter.grad is None for parameter in given.loaded.model.parameters())
+    assert not given.loaded.model.training
+    about = {line.split()[0].rstrip(":"): line for line in choices.lines}
+    assert set(about) == {"checkpoint-layers", "pass-tokens", "expected"}
+    assert f"checkpoint-layers {layers} of 4: a token needs 2 KiB if layers keep" in about["checkpoint-layers"]
+    assert "tokens/s in fp32" in about["expected"]
+
+
+def test_the_expected_rate_is_the_measured_one(plan: Plan) -> None:
+    choices, given = plan(device_for(0), carry=None)
+    # 1e-4 s a token, and the pairs of attention.
+    assert choices.plan.seconds == pytest.approx(1e-4 * (1 + given.rows().attention))
+
+
+def test_pieces_are_measured_only_if_layers_would_be_recomputed(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    original = run_memory.measured_pieces
+
+    def counted(given: Any, *rest: Any) -> Any:
+        adapted = adapted_layers(given.loaded.causal)
+        assert adapted is not None
+        asked.append(adapted.recomputed)
+        return original(given, *rest)
+
+    monkeypatch.setattr(run_memory, "measured_pieces", counted)
+    roomy, _ = plan(device_for(0))
+    assert roomy.plan.carry is None
+    assert asked == []
+    assert "carry off: whole rows fit" in roomy.lines
+    monkeypatch.setattr(run_memory, "pieces_may_win", lambda *_: True)
+    tight, given = plan(device_for(2))
+    assert asked == [0, 4]
+    assert tight.plan.carry is None or tight.plan.carry < given.rows().longest_of_all
+
+
+def test_a_plan_for_nothing_is_refused_with_what_would_fit(plan: Plan) -> None:
+    device = device_for(3)
+    with pytest.raises(TreepackError, match=r"^a row of 1,408 tokens needs at least .* beside weights and optimiser"):
+        plan(replace(device, free=device.free - 400_000), carry=None)
+
+
+def test_memory_that_is_too_small_for_the_probe_is_a_sentence(plan: Plan) -> None:
+    with pytest.raises(TreepackError, match=r"^out of memory while the memory of a pass was measured; train with a"):
+        plan(SimulatedDevice(free=1000))
+
+
+def test_options_with_values_measure_nothing(plan: Plan) -> None:
+    device = SimulatedDevice(free=0)
+    changes = {"carry": None, "checkpoint_layers": "all", "offload_checkpoints": False, "pass_tokens": 9}
+    choices, given = plan(device, **changes)
+    assert device.passes == 0
+    assert choices.lines == ()
+    values = {**changes, "compile": False, "checkpoint_layers": 4, "loss_chunk": 64}
+    assert choices.plan.options == values
+    adapted = adapted_layers(given.loaded.causal)
+    assert adapted is not None
+    assert adapted.recomputed == 4
+
+
+def test_compilation_that_pays_is_tried_and_measured(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    short, given = plan(device_for(0), compile="auto", carry=None)
+    assert not has_compiled_layers(given.loaded.causal)
+    assert any(line.startswith("compile off: it would take longer than the run") for line in short.lines)
+    monkeypatch.setattr(run_memory, "pays", lambda *_: True)
+    device = device_for(0)
+    original = device.run
+
+    def faster(causal: Any, tokens: int) -> None:
+        device.seconds = 0.5e-4 if has_compiled_layers(causal) else 1e-4
+        original(causal, tokens)
+
+    monkeypatch.setattr(device, "run", faster)
+    fused, given = plan(device, compile="auto", carry=None)
+    assert fused.plan.compile
+    assert has_compiled_layers(given.loaded.causal)
+    assert any(line.startswith("compile on: 50.0 us for a token instead of 100.0, after ") for line in fused.lines)
+
+
+def test_layers_are_as_before_if_the_compiler_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.exc import TorchDynamoException
+
+    def fails(function: Any, **_: Any) -> Any:
+        def run(*_: Any, **__: Any) -> Any:
+            raise TorchDynamoException("no compiler")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", fails)
+    monkeypatch.setattr(run_memory, "pays", lambda *_: True)
+    choices, given = plan(device_for(0), compile="auto", carry=None)
+    assert not choices.plan.compile
+    assert not has_compiled_layers(given.loaded.causal)
+    assert "compile off: torch.compile failed (no compiler)" in choices.lines
+
+
+def test_a_machine_remembers_the_saving(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, given = plan(device_for(0), carry=None)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    keep_compilation(given.loaded, "fp32", 0.4)
+    assert known_compilation(given.loaded, "fp32") is None
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert known_compilation(given.loaded, "fp32") is None
+    keep_compilation(given.loaded, "fp32", 0.4)
+    assert known_compilation(given.loaded, "fp32") == CompilationRecord(0.4)
+    assert known_compilation(given.loaded, "bf16") is None
+    (path,) = (tmp_path / "treepack").iterdir()
+    path.write_text(json.dumps([]))
+    assert known_compilation(given.loaded, "fp32") is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "known", "expected"),
+    [
+        (compile_choice.COLD / compile_choice.USUAL_SAVING + 1, None, True),
+        (compile_choice.COLD / compile_choice.USUAL_SAVING - 1, None, False),
+        (compile_choice.WARM / 0.5 + 1, CompilationRecord(0.5), True),
+        (1e9, CompilationRecord(-0.1), False),
+    ],
+)
+def test_compilation_pays_if_the_run_is_long_enough(
+    seconds: float, known: CompilationRecord | None, expected: bool
+) -> None:
+    assert pays(seconds, known) == expected

@@ -1,0 +1,235 @@
+"""The plan of a run is the fastest of all candidates that fit, and a plan that ran out of memory gets smaller."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treepack.carry.limit import CarryCosts
+from treepack.errors import TreepackError
+from treepack.train.options import TrainOptions
+from treepack.train.setup.run_plan import (
+    CHUNKS,
+    SMALLEST_CHUNK,
+    ModelProbe,
+    PieceProbe,
+    RowCut,
+    RunPlan,
+    RunRoom,
+    RunRows,
+    choose_plan,
+    pieces_may_win,
+    smaller_plan,
+)
+
+GIB, KIB = 1 << 30, 1 << 10
+AUTO = TrainOptions(device="cpu")
+# The shape of Qwen3-1.7B on an H100: 28 layers, 151,936 words, and a chunk of 2,048 targets.
+EAGER = ModelProbe(False, 28, 2048, 12 * 151_936, 6 * GIB, 3000 * KIB, 450 * KIB, 3.2e-5, 4.3e-5, 0.06)
+FUSED = replace(
+    EAGER, compiled=True, kept=2000 * KIB, recomputed=400 * KIB, seconds_kept=2.1e-5, seconds_recomputed=2.8e-5
+)
+COSTS = CarryCosts(28, 6 * GIB, 2100 * KIB, keys_values=4096, sums=8192, output=4096, lse=64)
+ROWS = RunRows(32_768, 32_768, 32_768, 262_144)
+
+
+def probes() -> st.SearchStrategy[ModelProbe]:
+    """Probes of models, whose recomputed layers need less memory and more time."""
+    return st.builds(
+        lambda layers, fixed, kept, share, seconds, more, launch: ModelProbe(
+            False, layers, 2048, 1_800_000, fixed, kept, kept * share, seconds, seconds * more, launch
+        ),
+        st.integers(1, 40),
+        st.integers(0, 20 * GIB),
+        st.floats(1e3, 4e6),
+        st.floats(0.05, 1),
+        st.floats(1e-6, 1e-3),
+        st.floats(1, 1.5),
+        st.floats(0, 0.5),
+    )
+
+
+@given(
+    probe=probes(),
+    compiled=st.none() | st.floats(0.5, 1.2),
+    longest=st.integers(1, 600).map(lambda n: 128 * n),
+    step=st.floats(1, 40),
+    room=st.integers(0, 90 * GIB),
+)
+def test_the_fastest_plan_that_fits_is_chosen(
+    probe: ModelProbe, compiled: float | None, longest: int, step: float, room: int
+) -> None:
+    every = [probe]
+    if compiled is not None:
+        every.append(replace(probe, compiled=True, seconds_kept=probe.seconds_kept * compiled, kept=probe.kept / 2))
+    rows = RunRows(longest, longest, longest, int(longest * step))
+    options = replace(AUTO, offload_checkpoints=False)
+    # The oracle: every number of layers with every multiple of 128 tokens, and the largest chunk that any of them fits.
+    lengths = sorted({longest, *(n for n in (1024, 2048, 4096, 8192, 16_384, 32_768) if longest < n <= longest * step)})
+
+    def seconds(each: ModelProbe, tokens: int, layers: int) -> float:
+        share = layers / each.num_layers
+        return max(
+            each.seconds_kept * (1 - share) + each.seconds_recomputed * share,
+            each.launch / min(tokens, int(longest * step)),
+        )
+
+    def fits(each: ModelProbe, tokens: int, layers: int, chunk: int) -> bool:
+        return each.pass_bytes(tokens, layers, chunk) <= room
+
+    if not any(fits(each, longest, each.num_layers, CHUNKS[-1]) for each in every):
+        with pytest.raises(TreepackError, match=f"^a row of {longest:,} tokens needs at least"):
+            choose_plan(every, rows, RunRoom(room), options)
+        return
+    plan = choose_plan(every, rows, RunRoom(room), options)
+    assert plan.num_bytes <= room
+    chunk = next(c for c in CHUNKS if any(fits(each, longest, each.num_layers, c) for each in every))
+    assert plan.loss_chunk == chunk
+    best = min(
+        seconds(each, tokens, layers)
+        for each in every
+        for tokens in lengths
+        for layers in range(each.num_layers + 1)
+        if fits(each, tokens, layers, chunk)
+    )
+    assert plan.seconds <= best * (1 + 1e-9)
+
+
+@given(probe=probes(), room=st.integers(0, 90 * GIB), longest=st.integers(1, 600).map(lambda n: 128 * n))
+def test_more_memory_is_never_slower(probe: ModelProbe, room: int, longest: int) -> None:
+    rows = RunRows(longest, longest, longest, longest)
+    options = replace(AUTO, loss_chunk=2048, offload_checkpoints=False)
+    seconds = []
+    for size in (room, 2 * room):
+        try:
+            seconds.append(choose_plan([probe], rows, RunRoom(size), options).seconds)
+        except TreepackError:
+            seconds.append(float("inf"))
+    assert seconds[1] <= seconds[0]
+
+
+def test_an_h100_keeps_as_many_layers_as_fit_and_compiles() -> None:
+    plan = choose_plan([EAGER, FUSED], ROWS, RunRoom(48 * GIB), AUTO)
+    assert plan.compile
+    assert 0 < plan.checkpoint_layers < 28
+    assert plan.carry is None
+    assert (plan.pass_tokens, plan.loss_chunk, plan.offload_checkpoints) == (32_768, 2048, False)
+    fewer = FUSED.pass_bytes(32_768, plan.checkpoint_layers - 1, 2048)
+    assert plan.num_bytes <= 48 * GIB < fewer
+    assert choose_plan([EAGER, FUSED], ROWS, RunRoom(90 * GIB), AUTO).checkpoint_layers == 0
+
+
+def test_a_row_longer_than_memory_runs_in_pieces() -> None:
+    rows = RunRows(207_104, 207_104, 60_000, 207_104, cut=lambda limit: RowCut(1.3 if limit < 20_000 else 1.2))
+    pieces = (PieceProbe(True, 0, COSTS), PieceProbe(True, 28, replace(COSTS, piece=480 * KIB)))
+    plan = choose_plan([FUSED], rows, RunRoom(48 * GIB, 200 * GIB), AUTO, pieces)
+    assert plan.carry is not None
+    assert plan.pieces is not None
+    assert plan.carry == plan.pieces.limit == plan.pass_tokens
+    assert plan.checkpoint_layers == 0
+    # Without pieces the inputs of layers wait in host memory, if it has room for them.
+    moved = 4 * 2048 + 2 * 2048 + 64
+    whole = choose_plan([FUSED], rows, RunRoom(48 * GIB, 200 * GIB, moved), AUTO)
+    assert (whole.offload_checkpoints, whole.carry) == (True, None)
+    with pytest.raises(TreepackError, match=r"^a row of 207,104 tokens needs at least .* GiB are free; pack with --ca"):
+        choose_plan([FUSED], rows, RunRoom(48 * GIB, 0, moved), AUTO)
+
+
+def test_a_plan_has_room_for_the_states_of_recurrent_layers() -> None:
+    asked: list[int] = []
+
+    def cut(limit: int) -> RowCut:
+        # Shorter pieces have more branch points between them.
+        asked.append(limit)
+        return RowCut(1.2, 200_000 // limit)
+
+    rows = RunRows(207_104, 207_104, 60_000, 207_104, cut=cut)
+    pieces = (PieceProbe(True, 0, replace(COSTS, state=100 << 20)),)
+    plan = choose_plan([FUSED], rows, RunRoom(48 * GIB, 200 * GIB), AUTO, pieces)
+    assert plan.carry is not None
+    # The states of the last cut are in the plan, whose pieces have room for the rest.
+    states = cut(plan.carry).states * (100 << 20)
+    assert plan.num_bytes <= 48 * GIB
+    assert plan.num_bytes >= COSTS.fixed + states + plan.carry * COSTS.piece
+    assert len(asked) > 1
+
+
+def test_pieces_are_measured_only_if_they_may_win() -> None:
+    def may_win(room: int, forward: float) -> bool:
+        rows = replace(ROWS, cut=lambda _: RowCut(forward))
+        return pieces_may_win(choose_plan([FUSED], rows, RunRoom(room), AUTO), [FUSED], rows)
+
+    assert pieces_may_win(None, [FUSED], ROWS)
+    assert not may_win(90 * GIB, 1.0), "no layer is recomputed"
+    assert may_win(30 * GIB, 1.2)
+    assert not may_win(30 * GIB, 2.0), "all tokens of the row would run forward twice"
+
+
+def test_pieces_are_not_taken_if_whole_rows_are_faster() -> None:
+    pieces = (PieceProbe(True, 0, COSTS),)
+    rows = replace(ROWS, cut=lambda _: RowCut(1.9))
+    assert choose_plan([FUSED], rows, RunRoom(48 * GIB, GIB), AUTO, pieces).carry is None
+    assert choose_plan([FUSED], replace(rows, cut=lambda _: RowCut(1.01)), RunRoom(48 * GIB, GIB), AUTO, pieces).carry
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"checkpoint_layers": 5},
+        {"checkpoint_layers": "all"},
+        {"loss_chunk": 300},
+        {"pass_tokens": 40_000},
+        {"carry": None},
+        {"carry": 4096},
+        {"carry": 50_000},
+        {"offload_checkpoints": True},
+    ],
+    ids=str,
+)
+def test_options_that_the_user_gave_are_kept(changes: dict[str, Any]) -> None:
+    room = RunRoom(120 * GIB, 200 * GIB, 12_000)
+    counts = (0, 5, 28)
+    pieces = [PieceProbe(compiled, n, COSTS) for compiled in (False, True) for n in counts]
+    plan = choose_plan([EAGER, FUSED], ROWS, room, replace(AUTO, **changes), pieces)
+    expected = {name: 28 if value == "all" else value for name, value in changes.items()}
+    assert {name: plan.options[name] for name in changes} == expected
+
+
+def test_options_without_a_plan_are_refused() -> None:
+    with pytest.raises(TreepackError, match=r"^no plan with these options runs a row of 32,768 tokens with 48\.0 GiB"):
+        choose_plan([EAGER], ROWS, RunRoom(48 * GIB), replace(AUTO, carry=4096))
+
+
+@given(
+    layers=st.integers(0, 64),
+    done=st.floats(0, 1),
+    tokens=st.integers(1, 100_000),
+    longest=st.integers(1, 400_000),
+    carry=st.none() | st.integers(1024, 60_000),
+    can_carry=st.booleans(),
+)
+def test_plans_get_smaller_until_nothing_is_left(
+    layers: int, done: float, tokens: int, longest: int, carry: int | None, can_carry: bool
+) -> None:
+    plan: RunPlan | None = RunPlan(True, int(done * layers), False, carry, tokens, 2048)
+    seen = []
+    while plan is not None:
+        seen.append(plan)
+        plan = smaller_plan(plan, longest, layers, can_carry=can_carry)
+        assert len(seen) < 60
+    for before, after in pairwise(seen):
+        sizes = [(-p.checkpoint_layers, p.pass_tokens, p.carry or longest + 1, p.loss_chunk) for p in (before, after)]
+        assert all(small <= large for large, small in zip(*sizes, strict=True))
+        assert before != after
+    last = seen[-1]
+    assert (last.checkpoint_layers, last.loss_chunk) == (layers, SMALLEST_CHUNK)
+    assert not can_carry or min(longest, last.carry or longest) < 2304
+    first_changes = [name for name in ("checkpoint_layers", "pass_tokens", "carry", "loss_chunk")
+                     if len({getattr(plan, name) for plan in seen}) > 1]  # fmt: skip
+    changed = [next(n for n in first_changes if getattr(a, n) != getattr(b, n)) for a, b in pairwise(seen)]
+    assert [*dict.fromkeys(changed)] == first_changes, "one kind of step after the other"

@@ -1,0 +1,72 @@
+"""The choices of a run in words: one line for each, with its reason."""
+
+from __future__ import annotations
+
+from treepack.train.setup.memory_input import MemoryInput
+from treepack.train.setup.run_plan import ModelProbe, RunPlan, RunRoom, RunRows, gib
+
+
+def choice_lines(
+    plan: RunPlan,
+    probe: ModelProbe,
+    rows: RunRows,
+    room: RunRoom,
+    given: MemoryInput,
+    compilation: str,
+    *,
+    pieces: bool,
+) -> tuple[str, ...]:
+    """Return a line for every option that was "auto", and one for memory and time.
+
+    Args:
+        plan: the plan.
+        probe: the measurement that it is made from.
+        rows: the rows of the run.
+        room: the free memory.
+        given: the run; options that are not "auto" get no line.
+        compilation: the reason for layers that are compiled or not.
+        pieces: True if rows in pieces were measured too.
+    """
+    options = given.options
+    kept, recomputed = (f"{value / 1024:,.0f} KiB" for value in (probe.kept, probe.recomputed))
+    lines = {
+        "compile": f"compile {'on: ' if plan.compile else ''}{compilation}",
+        "checkpoint_layers": f"checkpoint-layers {plan.checkpoint_layers} of {probe.num_layers}: a token needs {kept} "
+        f"if layers keep their activations, and {recomputed} if all run again",
+        "carry": _carry_line(plan, rows, pieces=pieces),
+        "pass_tokens": f"pass-tokens {plan.pass_tokens}: the longest row has {rows.longest:,} tokens, a step "
+        f"{rows.step_tokens:,}, and the processor needs {1000 * probe.launch:.0f} ms to start a pass",
+    }
+    chosen = [line for name, line in lines.items() if getattr(options, name) == "auto"]
+    if options.offload_checkpoints == "auto" and plan.offload_checkpoints:
+        chosen.append("offload-checkpoints on: nothing fits without it")
+    if options.loss_chunk == "auto":
+        why = "the default fits" if plan.loss_chunk == probe.chunk else "the default does not fit"
+        chosen.append(f"loss-chunk {plan.loss_chunk}: {why}")
+    return (*chosen, expectation(plan, room, given))
+
+
+def expectation(plan: RunPlan, room: RunRoom, given: MemoryInput) -> str:
+    """Return the line about memory and time: a rate over all ranks, and the time of the whole run without saving."""
+    rate = given.ranks.size / max(plan.seconds, 1e-12)
+    seconds = given.tokens * plan.seconds
+    return (
+        f"expected: {gib(plan.num_bytes)} of {gib(room.gpu)} of GPU memory beside weights, gradients and optimiser, "
+        f"about {rate:,.0f} tokens/s in {given.compute.dtype}, {_duration(seconds)} for all steps"
+    )
+
+
+def _carry_line(plan: RunPlan, rows: RunRows, *, pieces: bool) -> str:
+    if plan.carry is None:
+        why = "whole rows are faster than pieces" if pieces else "whole rows fit"
+        return f"carry off: {why}"
+    resident = "" if plan.pieces is None else f", and {plan.pieces.resident_layers} layers carry on the GPU"
+    return f"carry {plan.carry}: the longest row has {rows.longest_of_all:,} tokens{resident}"
+
+
+def _duration(seconds: float) -> str:
+    # 42 -> "42 s", 3720 -> "1 h 2 min"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,145 @@
+"""Measurement of a model before its first step: bytes and seconds of passes over a few made-up sequences.
+
+model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed and with none
+ModelProbe --agreed--> ModelProbe               the largest numbers of all ranks, so that all of them choose one plan
+
+Each length runs twice, because the first pass also compiles and asks the driver for memory. A longer pass runs only if
+it fits by the shorter ones: ranks of a sharded model meet in every layer, so a rank that runs out of memory inside a
+pass would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from treepack.data.batch import Batch, empty_batch
+from treepack.memory.device_memory import MemoryMeter
+from treepack.model.experts.weights import cast_once
+from treepack.model.forward import WholeRows
+from treepack.model.layers import adapted_layers, recomputed_layers
+from treepack.model.loaded import LoadedModel
+from treepack.train.ranks import Ranks
+from treepack.train.setup.run_plan import ModelProbe
+
+# Tokens of the passes. From two lengths of at least a chunk of logits, a straight line gives the bytes of a token.
+LENGTHS = (64, 128, 2048, 4096)
+_CHAIN = 64  # tokens of each of their sequences: every model has these positions
+# Logits of a target, their softmax and their gradient, in float32.
+_LOGIT_BYTES = 12
+_PICO = 1e12  # ranks compare integers
+
+
+def probe_model(
+    loaded: LoadedModel,
+    batch: Batch,
+    *,
+    compiled: bool,
+    chunk: int,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    meter: MemoryMeter,
+    fits: Callable[[int], bool],
+    lengths: Sequence[int] = LENGTHS,
+) -> ModelProbe:
+    """Measure forward and backward passes with every layer recomputed, and with none.
+
+    All ranks of a sharded model must call this. Gradients of parameters exist in the end; weights and random generators
+    are as before.
+
+    Args:
+        loaded: the model, whose layers `adapt_layers` has adapted if it can recompute them.
+        batch: any row, whose tokens are used again and again.
+        compiled: True if the layers are compiled.
+        chunk: targets whose logits are in memory at a time.
+        autocast: makes the context of a forward pass.
+        meter: memory and clock.
+        fits: returns True if so many bytes are free, on all ranks.
+        lengths: tokens of the passes, ascending.
+
+    Raises:
+        RuntimeError: memory is too small for a pass of few tokens.
+    """
+    adapted = adapted_layers(loaded.causal)
+    count = 0 if adapted is None else len(adapted.modules)
+    peaks: dict[int, dict[int, int]] = {count: {}, 0: {}}  # of each number of recomputed layers, by tokens
+    seconds: dict[int, dict[int, float]] = {count: {}, 0: {}}
+    runner, training = WholeRows(loaded, chunk, autocast), loaded.model.training
+    loaded.model.train()
+    devices = [loaded.device] if loaded.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            for length in lengths:
+                for recomputed, known in peaks.items():
+                    if len(known) > 1 and not fits(_predicted(known, length)):
+                        continue
+                    with recomputed_layers(loaded.causal, recomputed):
+                        for _ in range(2):
+                            row = chains(batch, length)
+                            start, before = meter.clock(), meter.allocated()
+                            meter.reset()
+                            with cast_once(keep=loaded.root is None):
+                                runner.backward(row)
+                            known[length] = max(0, meter.peak() - before)
+                            seconds[recomputed][length] = meter.clock() - start
+    finally:
+        loaded.model.train(training)
+    fixed, recomputed_bytes = _line(peaks[count])
+    longest = max(peaks[0])
+    return ModelProbe(
+        compiled=compiled,
+        num_layers=count,
+        chunk=min(chunk, max(peaks[count])),
+        logits=_LOGIT_BYTES * int(loaded.causal.get_input_embeddings().weight.shape[0]),
+        fixed=fixed,
+        kept=max(1.0, (peaks[0][longest] - fixed) / longest),
+        recomputed=recomputed_bytes,
+        seconds_kept=seconds[0][longest] / longest,
+        seconds_recomputed=seconds[count][max(peaks[count])] / max(peaks[count]),
+        launch=seconds[0][lengths[1]],
+    )
+
+
+def _predicted(peaks: dict[int, int], length: int) -> int:
+    fixed, per_token = _line(peaks)
+    return int(fixed + length * per_token)
+
+
+def _line(peaks: dict[int, int]) -> tuple[int, float]:
+    """Return the bytes without tokens and the bytes of each token, from the peaks of the two longest passes."""
+    # {1024: 2_048_000, 3072: 4_096_000} -> 1000 for each token, and 1_024_000 without tokens
+    short, long = sorted(peaks)[-2:]
+    per_token = max(1.0, (peaks[long] - peaks[short]) / (long - short))
+    return max(0, int(peaks[short] - short * per_token)), per_token
+
+
+def chains(batch: Batch, length: int) -> Batch:
+    """Return a row of sequences of `_CHAIN` tokens with the tokens of a row, all of them trained."""
+    # Length 6 in sequences of 3: positions [0 1 2 0 1 2], parent [-1 0 1 -1 3 4], subtree_end [3 3 3 6 6 6]
+    tokens = torch.arange(length)
+    position = tokens % _CHAIN
+    return replace(
+        empty_batch(length),
+        input_ids=batch.input_ids.cpu()[tokens % max(1, batch.num_tokens)],
+        position_ids=position,
+        parent=torch.where(position == 0, -1, tokens - 1),
+        subtree_end=((tokens // _CHAIN + 1) * _CHAIN).clamp(max=length).int(),
+        scale=torch.ones(length, dtype=torch.int32),
+        loss_weight=(position > 0).double(),
+        num_tokens=length,
+    )
+
+
+def agreed(probe: ModelProbe, ranks: Ranks) -> ModelProbe:
+    """Return the largest number of any rank for each measured number; all ranks must call this."""
+    values: dict[str, Any] = {}
+    for each in fields(probe):
+        value = getattr(probe, each.name)
+        if isinstance(value, float):
+            values[each.name] = -ranks.smallest(-int(value * _PICO)) / _PICO
+        elif each.name == "fixed":
+            values[each.name] = -ranks.smallest(-value)
+    return replace(probe, **values)

@@ -1,0 +1,368 @@
+"""The plan of a run: the fastest way to run its rows that fits into memory.
+
+    measured bytes and seconds, rows, room --choose_plan--> RunPlan          nothing runs here
+    a plan whose memory ran out --smaller_plan--> the next plan to try
+
+A plan is whole rows or rows in pieces, a number of recomputed layers, the tokens of a pass, and compilation. The
+candidates are few: all of them are made, and the fastest one that fits is taken. Two more choices cost time that no
+probe measures, so they are tried only if nothing fits without them: host memory for the inputs of layers, and smaller
+chunks of logits.
+
+    bytes of a pass = fixed + tokens * bytes of a token with n recomputed layers
+    seconds of a token = max(seconds with n recomputed layers, seconds to start a pass / its tokens)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from treepack.carry.limit import LARGEST, CarryCosts, CarryPlan, choose_limit
+from treepack.data.joined import GPU_PASS
+from treepack.errors import TreepackError
+from treepack.train.options import CHUNK, TrainOptions
+
+# Chunks of logits, the first one by default: smaller ones add up the gradient of the output layer more often.
+CHUNKS = (CHUNK, 1024, 512, 256)
+SMALLEST_PASS, SMALLEST_PIECE, SMALLEST_CHUNK = 1024, 1024, 64
+# Pieces must promise this factor before they are measured.
+_WORTHWHILE = 1.03
+# A forward pass is a third of a forward and backward pass.
+_FORWARD = 1 / 3
+
+
+@dataclass(frozen=True)
+class ModelProbe:
+    """Measured bytes on the GPU, and seconds, of forward and backward passes over whole rows.
+
+    Attributes:
+        compiled: True if the layers were compiled.
+        num_layers: layers that can be recomputed; 0 if the model has none.
+        chunk: targets whose logits were in memory.
+        logits: bytes of a target's logits.
+        fixed: bytes of a pass beside its tokens, with the logits of a chunk.
+        kept: bytes of a token if every layer keeps its activations.
+        recomputed: bytes of a token if every layer runs again in the backward pass.
+        seconds_kept: of a token.
+        seconds_recomputed: of a token.
+        launch: seconds of a pass of few tokens, which the processor needs to start it.
+    """
+
+    compiled: bool
+    num_layers: int
+    chunk: int
+    logits: int
+    fixed: int
+    kept: float
+    recomputed: float
+    seconds_kept: float
+    seconds_recomputed: float
+    launch: float
+
+    def pass_bytes(self, tokens: int, recomputed: int, chunk: int) -> int:
+        """Return the bytes of a pass of `tokens` tokens if the first `recomputed` layers run again."""
+        # The peak with all layers but one recomputed is hardly below that with all: 4 layers, kept 40, recomputed 10
+        # -> 40 30 20 10 10
+        share = min(1.0, recomputed / max(1, self.num_layers - 1))
+        per_token = self.kept + share * (self.recomputed - self.kept)
+        return int(max(0, self.fixed + (chunk - self.chunk) * self.logits) + tokens * per_token)
+
+    def seconds(self, recomputed: int) -> float:
+        """Return the seconds of a token in a long pass."""
+        share = recomputed / max(1, self.num_layers)
+        return self.seconds_kept + share * (self.seconds_recomputed - self.seconds_kept)
+
+    def fewest_recomputed(self, tokens: int, room: float, chunk: int) -> int:
+        """Return the smallest number of recomputed layers with which a pass fits into `room`; all if none does."""
+        counts = range(self.num_layers)
+        return next((n for n in counts if self.pass_bytes(tokens, n, chunk) <= room), self.num_layers)
+
+
+@dataclass(frozen=True)
+class PieceProbe:
+    """Measured bytes of rows in pieces, with all layers recomputed or none."""
+
+    compiled: bool
+    recomputed: int
+    costs: CarryCosts
+
+
+@dataclass(frozen=True)
+class RowCut:
+    """A row in pieces of some size: tokens that run forward for each token, and branch points that have states."""
+
+    forward: float
+    states: int = 0
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """The rows of a run on one rank.
+
+    Attributes:
+        longest: tokens of the longest trained row, padded.
+        longest_of_all: tokens of the longest row, also of held-out rows.
+        longest_path: tokens.
+        step_tokens: tokens of the largest step.
+        cut: returns the cut of the longest row into pieces of a size.
+        attention: time of the pairs of attention of a token, as a share of the time of its other operations.
+    """
+
+    longest: int
+    longest_of_all: int
+    longest_path: int
+    step_tokens: int
+    cut: Callable[[int], RowCut] = lambda _: RowCut(2.0)
+    attention: float = 0.0
+
+
+@dataclass(frozen=True)
+class RunRoom:
+    """Free bytes: `gpu` beside weights, gradients and optimiser, and `host`; bytes that a layer's token moves there."""
+
+    gpu: int
+    host: int = 0
+    moved: int = 0
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A way to compute the rows of a run; the first six fields are options of `TrainOptions`.
+
+    `num_bytes` is the predicted peak on the GPU beside weights, gradients and optimiser, `seconds` the predicted time
+    of a token, and `pieces` the memory of carried tensors if rows run in pieces.
+    """
+
+    compile: bool
+    checkpoint_layers: int
+    offload_checkpoints: bool
+    carry: int | None
+    pass_tokens: int
+    loss_chunk: int
+    num_bytes: int = 0
+    seconds: float = 0.0
+    pieces: CarryPlan | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The fields of `TrainOptions` that are chosen."""
+        return {name: getattr(self, name) for name in PLANNED}
+
+
+# Options that may be "auto"; none of them changes the result of a run except for rounding.
+PLANNED = ("compile", "checkpoint_layers", "offload_checkpoints", "carry", "pass_tokens", "loss_chunk")
+
+
+def choose_plan(
+    probes: Sequence[ModelProbe],
+    rows: RunRows,
+    room: RunRoom,
+    options: TrainOptions,
+    pieces: Sequence[PieceProbe] = (),
+) -> RunPlan:
+    """Return the fastest plan that fits; an option that is not "auto" has the value given.
+
+    Args:
+        probes: passes over whole rows, with layers as they are or compiled, or both.
+        rows: the rows of the run.
+        room: free memory.
+        options: of the run.
+        pieces: rows in pieces; none if the model cannot run them.
+
+    Raises:
+        TreepackError: no plan fits; the sentence names the smallest one.
+    """
+    every: list[RunPlan] = []
+    for chunk in CHUNKS if options.loss_chunk == "auto" else (int(options.loss_chunk),):
+        for offload in _values(options.offload_checkpoints, (False, True)):
+            plans = list(_plans(probes, rows, room, options, pieces, chunk, offload))
+            fitting = [plan for plan in plans if plan.num_bytes <= room.gpu]
+            if fitting:
+                return min(fitting, key=lambda plan: plan.seconds)  # the first one of equal ones
+            every += plans
+    if not every and pieces:
+        costs = min((each.costs for each in pieces), key=lambda costs: costs.piece)
+        limit = options.carry if isinstance(options.carry, int) else None
+        # Raises the error that names the bytes of pieces.
+        choose_limit(
+            rows.longest_of_all, rows.longest_path, costs, gpu_bytes=room.gpu, host_bytes=room.host, limit=limit
+        )
+    raise _refusal(min(every, key=lambda plan: plan.num_bytes, default=None), probes, rows, room)
+
+
+def _plans(
+    probes: Sequence[ModelProbe],
+    rows: RunRows,
+    room: RunRoom,
+    options: TrainOptions,
+    pieces: Sequence[PieceProbe],
+    chunk: int,
+    offload: bool,
+) -> Iterator[RunPlan]:
+    """Yield the candidates: long passes and few recomputed layers first."""
+    limit = options.carry if isinstance(options.carry, int) else None
+    for probe in probes:
+        if limit is None or rows.longest <= limit:
+            yield from _whole(probe, rows, room, options, chunk, offload)
+        if options.carry is not None and rows.longest_of_all > (limit or SMALLEST_PIECE) and not offload:
+            for piece in pieces:
+                if piece.compiled == probe.compiled:
+                    yield from _in_pieces(probe, piece, rows, room, options, chunk)
+
+
+def _whole(
+    probe: ModelProbe, rows: RunRows, room: RunRoom, options: TrainOptions, chunk: int, offload: bool
+) -> Iterator[RunPlan]:
+    """Yield plans of whole rows, joined into passes."""
+    carry = options.carry if isinstance(options.carry, int) else None
+    layers = range(1 if offload else 0, probe.num_layers + 1)
+    for tokens in pass_sizes(rows, options.pass_tokens):
+        passed = options.pass_tokens if options.pass_tokens != "auto" else tokens
+        for recomputed in layer_counts(options, probe.num_layers, layers):
+            size = probe.pass_bytes(tokens, recomputed, chunk)
+            if offload:
+                # The tensors of two layers are on the GPU.
+                size -= max(0, recomputed - 2) * room.moved * tokens
+                if recomputed * room.moved * tokens > room.host:
+                    continue
+            start = probe.launch / max(1, min(tokens, max(rows.step_tokens, rows.longest)))
+            seconds = max(probe.seconds(recomputed), start) + rows.attention * probe.seconds_kept
+            yield RunPlan(probe.compiled, recomputed, offload, carry, int(passed), chunk, size, seconds)
+
+
+def _in_pieces(
+    probe: ModelProbe, piece: PieceProbe, rows: RunRows, room: RunRoom, options: TrainOptions, chunk: int
+) -> Iterator[RunPlan]:
+    """Yield the plan of rows in pieces with these costs, if there is one that fits."""
+    counts = layer_counts(options, probe.num_layers, (piece.recomputed,))
+    limit = options.carry if isinstance(options.carry, int) else None
+    states, plan = 0, None
+    fixed = max(0, piece.costs.fixed + (chunk - probe.chunk) * probe.logits)
+    while piece.recomputed in counts:
+        costs = replace(piece.costs, fixed=fixed + states)
+        try:
+            plan = choose_limit(
+                rows.longest_of_all, rows.longest_path, costs, gpu_bytes=room.gpu, host_bytes=room.host, limit=limit
+            )
+        except TreepackError:
+            return
+        # Shorter pieces have more branch points between them.
+        cut = rows.cut(plan.limit)
+        if cut.states * costs.state <= states:
+            break
+        states = cut.states * costs.state
+    if plan is None or plan.limit >= rows.longest_of_all:
+        return
+    tokens = plan.limit if options.pass_tokens == "auto" else int(options.pass_tokens)
+    again = (cut.forward - 1) * _FORWARD * probe.seconds_kept
+    seconds = max(probe.seconds(piece.recomputed), probe.launch / plan.limit) + again
+    seconds += rows.attention * probe.seconds_kept
+    yield RunPlan(
+        probe.compiled, piece.recomputed, False, plan.limit, tokens, chunk, plan.peak.gpu, seconds, pieces=plan
+    )
+
+
+def pieces_may_win(plan: RunPlan | None, probes: Sequence[ModelProbe], rows: RunRows) -> bool:
+    """Return True if rows in pieces may be faster than the plan of whole rows, or if that is None.
+
+    To measure pieces takes time, because compiled layers are compiled again for them. At best no layer is recomputed
+    and a row has two pieces; then only the tokens that run forward twice cost time.
+    """
+    if plan is None:
+        return True
+    if plan.checkpoint_layers == 0 or rows.longest_of_all <= 2 * SMALLEST_PIECE:
+        return False
+    probe = next(each for each in probes if each.compiled == plan.compile)
+    half = min(LARGEST, _aligned(rows.longest_of_all // 2))
+    best = 1 + (rows.cut(half).forward - 1) * _FORWARD + rows.attention
+    return plan.seconds > _WORTHWHILE * best * probe.seconds_kept
+
+
+def pass_sizes(rows: RunRows, wanted: int | str) -> list[int]:
+    """Return the tokens that the longest pass may have, descending: none is shorter than the longest row."""
+    useful = max(rows.longest, _aligned(rows.step_tokens))  # a step has no longer pass
+    if wanted != "auto":
+        return [max(rows.longest, min(int(wanted), useful))]
+    sizes = [GPU_PASS >> shift for shift in range(GPU_PASS.bit_length()) if GPU_PASS >> shift >= SMALLEST_PASS]
+    return sorted({min(max(rows.longest, size), useful) for size in (*sizes, rows.longest)}, reverse=True)
+
+
+def layer_counts(options: TrainOptions, num_layers: int, auto: Iterable[int]) -> list[int]:
+    """Return the numbers of recomputed layers to try: `auto`, or the one that the options name."""
+    wanted = options.checkpoint_layers
+    if wanted == "all":
+        return [num_layers]
+    return list(auto) if wanted == "auto" else [int(wanted)]
+
+
+def _values(wanted: bool | str, auto: Sequence[bool]) -> Sequence[bool]:
+    return auto if wanted == "auto" else (bool(wanted),)
+
+
+def _aligned(tokens: int) -> int:
+    return -(-tokens // 128) * 128
+
+
+def _refusal(smallest: RunPlan | None, probes: Sequence[ModelProbe], rows: RunRows, room: RunRoom) -> TreepackError:
+    """Return the error that names the smallest plan, and rows that would fit."""
+    if smallest is None:
+        return TreepackError(
+            f"no plan with these options runs a row of {rows.longest_of_all:,} tokens with {gib(room.gpu)} of GPU "
+            f"memory and {gib(room.host)} of host memory; leave an option out, pack with a smaller --capacity, or "
+            "train on more GPUs"
+        )
+    probe = next(each for each in probes if each.compiled == smallest.compile)
+    fixed = probe.pass_bytes(0, smallest.checkpoint_layers, smallest.loss_chunk)
+    per_token = (probe.pass_bytes(1 << 20, smallest.checkpoint_layers, smallest.loss_chunk) - fixed) / (1 << 20)
+    tokens = int((room.gpu - fixed) / max(per_token, 1.0)) // 128 * 128
+    capacity = f"pack with --capacity {tokens}" if tokens >= 128 else "train with --lora-rank or --optimizer adamw-8bit"
+    return TreepackError(
+        f"a row of {rows.longest:,} tokens needs at least {gib(smallest.num_bytes)} of GPU memory beside weights and "
+        f"optimiser ({plan_in_words(smallest)}), and {gib(max(0, room.gpu))} are free; {capacity}, or train on more "
+        "GPUs"
+    )
+
+
+def smaller_plan(plan: RunPlan, longest: int, num_layers: int, *, can_carry: bool) -> RunPlan | None:
+    """Return the plan to try after memory has run out; None if `plan` is the smallest one.
+
+    More recomputed layers, then shorter passes, then pieces, then shorter pieces, then smaller chunks of logits.
+
+    Args:
+        plan: the plan that was too large.
+        longest: tokens of the longest row.
+        num_layers: layers that can be recomputed, 0 if there are none.
+        can_carry: True if rows can run in pieces.
+    """
+    left, tokens = num_layers - plan.checkpoint_layers, plan.pass_tokens
+    if left > 0:
+        return replace(plan, checkpoint_layers=plan.checkpoint_layers + -(-left // 2))
+    if tokens > 1 and tokens > min(longest, plan.carry or longest):
+        return replace(plan, pass_tokens=max(1, tokens // 2))
+    size = smaller_piece(min(longest, plan.carry or longest))
+    if can_carry and size >= SMALLEST_PIECE:
+        return replace(plan, carry=size, pieces=None)
+    if plan.loss_chunk > SMALLEST_CHUNK:
+        return replace(plan, loss_chunk=max(SMALLEST_CHUNK, plan.loss_chunk // 2))
+    return None
+
+
+def smaller_piece(tokens: int) -> int:
+    """Return half of the tokens of a piece, a multiple of 128."""
+    return tokens // 256 * 128
+
+
+def plan_in_words(plan: RunPlan) -> str:
+    """Return the plan in words: "8 layers recomputed, whole rows, passes of 4,096 tokens, chunks of 512 logits"."""
+    rows = "whole rows" if plan.carry is None else f"pieces of {plan.carry:,} tokens"
+    where = " in host memory" if plan.offload_checkpoints else ""
+    return (
+        f"{plan.checkpoint_layers} layers recomputed{where}, {rows}, passes of {plan.pass_tokens:,} tokens, logits of "
+        f"{plan.loss_chunk:,} targets"
+    )
+
+
+def gib(num_bytes: float) -> str:
+    """Return bytes for people: 48 MiB, 23.4 GiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if abs(num_bytes) >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
