@@ -263,6 +263,13 @@ def test_pack_without_a_capacity_and_a_model_says_what_to_give(treepack: Run, ch
     assert "- rows of" not in given.out
 
 
+def test_whole_groups_fit_every_candidate(trie: Trie) -> None:
+    target, options = read_target("qwen3-8b", "h200"), quick(PackOptions(method="groups"))
+    compared = compare_capacities(trie, target, options=options)
+    assert compared.estimates[0].capacity == 6_753
+    assert all(each.plan.method == "groups" for each in compared.planned)
+
+
 def test_a_device_without_a_model_is_refused(treepack: Run, tmp_path: Path) -> None:
     done = treepack("pack", tmp_path, "--device", "h100", "--out", tmp_path / "out")
     assert (done.status, "give --model too" in done.err) == (2, True)

@@ -86,9 +86,9 @@ def test_tree_estimators_name_the_expansion_that_they_cannot_use(tmp_path: Path,
 def test_a_model_chooses_the_capacity(tmp_path: Path, treepack: Run) -> None:
     done = treepack("prepare", *CHAT, "--model", "qwen3-8b", "--device", "h100", "--out", tmp_path / "d")
     assert done.status == 0, done.err
-    assert read_manifest(tmp_path / "d" / "packed")["capacity"] == 8_192
-    assert "- rows of 8,192 tokens: " in done.out
-    assert "qwen3-8b with AdamW in fp32 does not fit one h100; use 2 GPUs or LoRA" in done.out
+    assert read_manifest(tmp_path / "d" / "packed")["capacity"] == 32_768
+    assert "- rows of 32,768 tokens: " in done.out
+    assert "qwen3-8b with AdamW in fp32 does not fit one h100; use 4 GPUs or LoRA" in done.out
 
 
 def test_rows_of_training_steps_are_announced(tmp_path: Path, treepack: Run) -> None:

@@ -76,13 +76,15 @@ class RowCosts:
     steps: Int64
 
 
-def candidate_capacities(trie: Trie) -> list[int]:
+def candidate_capacities(trie: Trie, *, smallest: int | None = None) -> list[int]:
     """Return the capacities to compare, ascending: longest trajectory, powers of two above it, and largest tree.
 
     A row of the largest tree shares all that can be shared, so no larger capacity computes fewer tokens. `USUAL` is
-    always among the capacities if every trajectory fits it.
+    always among the capacities if every trajectory fits it. `smallest` replaces the longest trajectory if rows have
+    larger units.
     """
-    longest, largest = int(trie.lengths.max()), largest_tree(trie)
+    longest = smallest or int(trie.lengths.max())
+    largest = max(largest_tree(trie), longest)
     last = max(largest, USUAL)
     # longest 2,369 and largest 36,708 -> 2,369, 4,096, 8,192, 16,384, 32,768, 36,708
     powers = [1 << k for k in range(last.bit_length()) if max(longest + 1, SHORTEST) <= 1 << k]

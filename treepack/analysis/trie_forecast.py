@@ -42,20 +42,23 @@ from treepack.files.remote.address import AnyPath, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.ingest.conversations import Conversations
 from treepack.memory.model_memory import PARAMETER_BYTES, ModelMemory, NoPieces, read_memory
-from treepack.pack.options import PackOptions
+from treepack.pack.options import MAX_CAPACITY, PackOptions
 from treepack.pack.plan import balance
-from treepack.pack.plan.problem import SearchOptions
+from treepack.pack.plan.methods.groups import whole_groups
+from treepack.pack.plan.planning import GROUPS
+from treepack.pack.plan.problem import RowLimits, SearchOptions
+from treepack.pack.plan.unions import row_sizes
 from treepack.processes import ReportProgress
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
 QUICK = "contiguous"  # the method of plans that the user did not ask for: one pass over the leaves
 # Methods whose rows are like the rows of no other method, so a quick plan does not estimate them.
-OWN_METHODS = ("groups", "sequence", "greedy-online")
+OWN_METHODS = (GROUPS, "sequence", "greedy-online")
 MAX_GPUS = 4096
 # Rows that fit only because they are short may take at most this many times as long as the fastest rows; if they take
 # longer, the model needs more GPUs.
-MAX_SLOWER = 1.5
+MAX_SLOWER = 1.35  # more than 4 / 3, the cost of recomputing all layers
 WEIGHT_BYTES = 4  # of a float32 weight
 
 
@@ -144,7 +147,7 @@ def compare_capacities(
     options = replace(options, too_long="drop")
     planned = [
         plan_capacity(trie, capacity, options, progress=progress)
-        for capacity in capacities or candidate_capacities(trie)
+        for capacity in capacities or candidate_capacities(trie, smallest=_largest_group(trie, options))
     ]
     rows = rows_of_plans(trie, planned, target.pieces)
     waits = [_waiting(each, row, target) for each, row in zip(planned, rows[1:], strict=True)]
@@ -192,6 +195,14 @@ def choose_options(
     return replace(options, capacity=compared.chosen.capacity), sentence
 
 
+def _largest_group(trie: Trie, options: PackOptions) -> int | None:
+    """Return the tokens of the largest group if each must be whole in one row, else None."""
+    if options.method != GROUPS:
+        return None
+    items = whole_groups(trie, RowLimits(MAX_CAPACITY))
+    return int(row_sizes(trie, items, int(items.max()) + 1).tokens.max())
+
+
 def estimate_rows(
     rows: Sequence[RowsToCarry], waits: Sequence[float], target: ForecastTarget
 ) -> tuple[int, dict[str, Any], list[CapacityEstimate]]:
@@ -205,7 +216,8 @@ def estimate_rows(
         lines = carry["lines"] or [None] * len(rows)
         pairs = [(each, line) for each, line in zip(rows, lines, strict=True) if each.capacity is not None]
         estimates = [_estimate(*pair, wait, target) for pair, wait in zip(pairs, waits, strict=True)]
-        chosen, fastest = choose_estimate(estimates), min(each.seconds for each in estimates)
+        chosen = choose_estimate(estimates)
+        fastest = min(each.seconds for each in estimates if each.num_left_out == chosen.num_left_out)
         is_enough = chosen.fits is not False and chosen.seconds <= MAX_SLOWER * fastest
         if is_enough or num_gpus >= MAX_GPUS:
             return num_gpus, carry, estimates
