@@ -165,7 +165,8 @@ def test_rows_are_scored_alone_or_in_pieces_if_memory_runs_out(tmp_path: Path) -
     path = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[1])
     config = tiny_config(tmp_path / "tiny.json")
     sizes = [row.num_tokens for row in read_rows(path)]
-    expected, scored = [], []
+    expected: list[Any] = []
+    scored: list[Any] = []
     for results, limit in ((expected, None), (scored, max(sizes))):
         scoring = open_scoring(path, config, ScoreOptions(device="cpu", pass_tokens=sum(sizes)))
 
@@ -177,8 +178,6 @@ def test_rows_are_scored_alone_or_in_pieces_if_memory_runs_out(tmp_path: Path) -
         results.extend(row.terms.old_logprob for row in scored_rows(scoring) if row.terms is not None)
     assert len(expected) == len(scored) == 2
     for before, after in zip(expected, scored, strict=True):
-        assert before is not None
-        assert after is not None
         np.testing.assert_allclose(after, before, rtol=1e-5)
 
 
