@@ -3,7 +3,7 @@
     python benchmarks/balance.py TRIE ... [--capacity 16384] [--ranks 4] [--models qwen3-8b,qwen3.5-4b]
 
 For each trie and model, prints the time of all rounds over the time if no rank waited: by score pairs, and by the cost
-of the model (`pack --balance-model`). Longer trajectories are left out. No row is written.
+of the model (`pack --balance R --model MODEL`). Longer trajectories are left out. No row is written.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from treepack.research.pros.pass_rates import GibbsLength, OddsPrior, estimate
+from treepack.research.pros.options import GibbsLength, OddsPrior
+from treepack.research.pros.pass_rates import estimate
 from treepack.research.pros.selection import (
     QueryCounts,
     empty_state,

@@ -43,7 +43,7 @@ from treepack.data.joined import join_rows
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import WholeRows, prepare_batch
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.row_numbers import LossPart
+from treepack.objectives.row_numbers import LossPart
 from treepack.train.passes import Joining, plan_passes
 
 CHUNK = 2048

@@ -32,10 +32,10 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from treepack.rollout.engine import STOP, Engine, Sampling, Segment
+from treepack.rollout.engine import STOP, Engine, Segment
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.in_process.local import LocalEngine, LocalOptions
-from treepack.rollout.options import TreeOptions, independent
+from treepack.rollout.options import Sampling, TreeOptions, independent
 from treepack.rollout.query import Query
 from treepack.rollout.requests import LimitedEngine
 from treepack.rollout.sampler import sample_tree

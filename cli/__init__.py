@@ -15,30 +15,42 @@ from typing import NoReturn
 import click
 
 from treepack import __version__
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, torch_hint
 
+from .choices import guess
 from .streams import printable, standard_streams
 
-SUMMARIES = {
-    "advantages": "Compute advantages of a trie from its rewards.",
-    "allocate": "Divide a budget of rollouts among prompts or prefixes.",
-    "augment": "Write prefixes of successful rollouts as queries.",
-    "build-trie": "Read rollouts and write their prefix tries.",
-    "critic": "Write a critic's values of all tokens into a trie.",
-    "formats": "List the formats of rollouts that are read.",
-    "logprobs": "Write a model's log-probabilities into packed rows.",
-    "pack": "Pack a trie into rows of a given capacity.",
-    "prepare": "Read and pack rollouts in one command.",
-    "report": "Write a page or pictures of the sharing of rollouts.",
-    "rollout": "Sample rollouts from an engine, as trees or one by one.",
-    "select": "Choose queries by their estimated pass rate.",
-    "show": "Show a tree, a rollout or a packed row.",
-    "simulate": "Simulate rollouts to compare ways to spend them.",
-    "stats": "Measure the sharing of rollouts, and forecast the speed-up.",
-    "train": "Train a Hugging Face model on packed rows.",
-    "values": "Fit and run a predictor of success for prefixes.",
+GROUPS = {
+    "Look at data": {
+        "stats": "Measure the sharing of rollouts, and forecast the speed-up.",
+        "report": "Write a page or pictures of the sharing of rollouts.",
+        "show": "Show a tree, a rollout or a packed row.",
+        "formats": "List the formats of rollouts that are read.",
+    },
+    "Prepare data": {
+        "prepare": "Read and pack rollouts in one command.",
+        "build-trie": "Read rollouts and write their prefix tries.",
+        "advantages": "Compute advantages of a trie from its rewards.",
+        "pack": "Pack a trie into rows of a given capacity.",
+    },
+    "Train and run a model": {
+        "train": "Train a Hugging Face model on packed rows.",
+        "logprobs": "Write a model's log-probabilities into packed rows.",
+        "critic": "Write a critic's values of all tokens into a trie.",
+    },
+    "Make rollouts": {
+        "rollout": "Sample rollouts from an engine, as trees or one by one.",
+        "select": "Choose queries by their estimated pass rate.",
+        "augment": "Write prefixes of successful rollouts as queries.",
+        "values": "Fit and run a predictor of success for prefixes.",
+        "allocate": "Divide a budget of rollouts among prompts or prefixes.",
+        "simulate": "Simulate rollouts to compare ways to spend them.",
+    },
 }
 """One line for each command, because the docstrings are in files that are not imported for the list."""
+
+SUMMARIES = {name: line for group in GROUPS.values() for name, line in group.items()}
+VERSIONS = ("torch", "triton", "transformers")  # the packages whose versions belong into a report of a fault
 
 
 class LazyCommands(click.Group):
@@ -56,22 +68,55 @@ class LazyCommands(click.Group):
         command: click.Command = getattr(import_module(f".{name}", __package__), name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command of the arguments, and guess which one is meant by an unknown name."""
+        if args[0] not in SUMMARIES and not args[0].startswith("-"):
+            ctx.fail(f"No such command {args[0]!r}.{guess(args[0], SUMMARIES)}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands from `SUMMARIES`."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, SUMMARIES[name]) for name in self.list_commands(ctx)])
+        """Write the commands in their groups."""
+        for heading, group in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([*group.items()])
+
+
+def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    """Print the versions of treepack and of the packages that a run depends on, and end the command."""
+    if not value or ctx.resilient_parsing:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    from treepack.native.library import is_compiled
+
+    click.echo(f"treepack {__version__}")
+    for name in VERSIONS:
+        try:
+            click.echo(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            click.echo(f"{name} is not installed")
+    click.echo("loops in C: " + ("yes" if is_compiled() else "no, so that packing takes up to 100 times longer"))
+    ctx.exit()
 
 
 @click.group(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_versions,
+    help="Show the versions of treepack, torch, triton and transformers, and exit.",
+)
 def commands() -> None:
     """Train on trees of agent rollouts, computing every shared prefix once.
 
     \b
-    treepack build-trie rollouts/ --tokenizer MODEL --out trie
-    treepack pack trie --capacity 8192 --out packed
-    treepack stats packed --check
-    treepack train packed --model MODEL --out trained
+    treepack prepare rollouts/ --tokenizer MODEL --out data
+    treepack stats data
+    treepack train data --model MODEL --out trained
 
     A path may also be an address: s3:// and gs:// for inputs and outputs, hf:// for inputs.
     """
@@ -90,12 +135,20 @@ def _run() -> None:
         from treepack.files.remote.cache import addresses_in
 
         _stop(addresses_in(str(error)))
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            _stop_by_fault(error)
+        _stop(f"this command needs torch, which is not installed; {torch_hint()}")
     except MemoryError:
         _stop("memory ran out; read fewer inputs at once, or use fewer --workers")
     except Exception as error:
-        from .faults import describe_fault
+        _stop_by_fault(error)
 
-        _stop(describe_fault(error))
+
+def _stop_by_fault(error: Exception) -> NoReturn:
+    from .faults import describe_fault
+
+    _stop(describe_fault(error))
 
 
 def _stop(sentence: str) -> NoReturn:

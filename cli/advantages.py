@@ -11,9 +11,11 @@ import click
 
 from treepack.rl.advantages.advantage_options import ESTIMATORS, AdvantageOptions
 
+from .choices import WordChoice
 from .option_groups import field_options, option_group
-from .output import percent, show
-from .paths import READ, WRITE
+from .output import percent, quoted, show, show_end
+from .paths import TRIE, WRITE
+from .progress import quiet_option
 
 if TYPE_CHECKING:
     from treepack.files.manifest import Manifest
@@ -75,16 +77,17 @@ def _warn_of_skipped(manifest: Manifest, trie: AnyPath) -> None:
 
 
 @click.command()
-@click.argument("trie", type=READ)
+@click.argument("trie", type=TRIE)
 @click.option(
     "--estimator",
-    type=click.Choice(ESTIMATORS),
+    type=WordChoice(ESTIMATORS),
     required=True,
     help="treepo and the next three use the tree; gae uses the values of treepack critic.",
 )
 @click.option("--out", type=WRITE, required=True, help="Trie directory to write.")
 @_variant_options
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@quiet_option
 def advantages(
     trie: AnyPath,
     estimator: str,
@@ -105,6 +108,7 @@ def advantages(
     options = AdvantageOptions(estimator, **variants)
     summary = write_advantages(trie, out, options, overwrite=overwrite)
     show_advantages(trie, summary, options)
+    show_end(out, then=f"treepack pack {quoted(out)} --out PACKED")
 
 
 def show_advantages(trie: AnyPath, summary: AdvantagesSummary, options: AdvantageOptions) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .output import percent, reserve_table, show
-from .paths import READ, WRITE
+from .output import next_rollouts, percent, quoted, reserve_table, show, show_end
+from .paths import READ, TRIE, WRITE
+from .progress import quiet_option
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
@@ -34,6 +35,7 @@ def allocate() -> None:
 @click.option("--max-rollouts", type=click.IntRange(min=2), help="Maximum rollouts of one prompt.")
 @OUT
 @OVERWRITE
+@quiet_option
 def roots(predictions: AnyPath, budget: int, max_rollouts: int | None, out: AnyPath, overwrite: bool) -> None:
     """Write the number of rollouts of each prompt: none, or at least two.
 
@@ -61,10 +63,11 @@ def roots(predictions: AnyPath, budget: int, max_rollouts: int | None, out: AnyP
             "their share of those rolled out": percent(mixed / active),
         }
     )
+    show_end(out, then=next_rollouts(out, "--prompts PROMPTS"))
 
 
 @allocate.command(short_help="Write the prefixes of rollouts to continue, and how often.")
-@click.argument("trie", type=READ)
+@click.argument("trie", type=TRIE)
 @click.option("--predictions", type=READ, required=True, help="JSON lines or Parquet of prefix values.")
 @click.option("--expand", type=click.IntRange(min=1), required=True, help="Continuations for each rollout of a group.")
 @click.option(
@@ -76,6 +79,7 @@ def roots(predictions: AnyPath, budget: int, max_rollouts: int | None, out: AnyP
 )
 @OUT
 @OVERWRITE
+@quiet_option
 def prefixes(trie: AnyPath, predictions: AnyPath, expand: int, segment: str, out: AnyPath, overwrite: bool) -> None:
     """Write the prefixes of the rollouts in TRIE to continue, and the number of continuations of each.
 
@@ -108,3 +112,4 @@ def prefixes(trie: AnyPath, predictions: AnyPath, expand: int, segment: str, out
             "expected prefixes that flip": float(table["utility"].drop_null().to_numpy().sum()),
         }
     )
+    show_end(out, then=next_rollouts(out, f"--trie {quoted(trie)}"))

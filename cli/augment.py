@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import percent, refuse_suffix, reserve_table, show
-from .paths import READ, WRITE
+from .choices import WordChoice
+from .output import next_rollouts, percent, refuse_suffix, reserve_table, show, show_end
+from .paths import PACKED, TRIE, WRITE
 from .progress import progress, quiet_option
 
 if TYPE_CHECKING:
@@ -29,11 +30,11 @@ BOUNDARIES = ("token", "turn")
 
 
 @click.command()
-@click.argument("trie", type=READ)
+@click.argument("trie", type=TRIE)
 @click.option("--out", type=WRITE, required=True, help="JSONL file to write, one query per line.")
 @click.option(
     "--packed",
-    type=READ,
+    type=PACKED,
     help="Packed directory of this trie with entropies, an output of treepack logprobs --entropies.",
 )
 @click.option(
@@ -45,7 +46,7 @@ BOUNDARIES = ("token", "turn")
 @click.option("--tokenizer", metavar="NAME_OR_DIR", help="Tokenizer to decode the text of each query.")
 @click.option(
     "--boundary",
-    type=click.Choice(BOUNDARIES),
+    type=WordChoice(BOUNDARIES),
     default="token",
     show_default=True,
     help="Places to cut: before any trained token, or only at the start of a turn (a run of trained tokens).",
@@ -108,6 +109,7 @@ def augment(
     if recorded is not None and recorded.num_unknown:
         click.echo(f"note: {recorded.num_unknown:,} records of {signals} name rollouts that {trie} lacks", err=True)
     _show(read, result.counts, result.queries, None if tokenizer is None else num_exact)
+    show_end(out, then=next_rollouts(out))
 
 
 def _inputs(

@@ -10,7 +10,7 @@ import click
 from treepack.ingest.options import BuildOptions
 
 from .option_groups import as_usage, field_options, option_group
-from .output import say, show_figures, show_notes
+from .output import quoted, say, show_end, show_figures, show_notes
 from .paths import WRITE
 from .progress import progress_bars, quiet_option
 from .ray_options import ray_cluster, ray_options
@@ -48,8 +48,8 @@ def build_trie(
     """Read rollouts and write their prefix tries.
 
     INPUT is a file, a directory, a glob, or - for standard input; .gz and .zst are read directly. Prints how many
-    conversations were read, how many samples they became and why, the rollouts that were skipped, N_flat (tokens of all
-    samples), N_tree (tokens of the tries) and POR, the potential overlap ratio 1 - N_tree / N_flat.
+    conversations were read, how many trajectories they became and why, the rollouts that were skipped, N_flat (tokens
+    of all trajectories), N_tree (tokens of the tries) and POR, the potential overlap ratio 1 - N_tree / N_flat.
     """
     build = as_usage(replace)(build, **routes)
     if ray is None:
@@ -75,6 +75,7 @@ def build_trie(
                 progress=progress,
             )
     show_build(summary)
+    show_end(out, then=f"treepack pack {quoted(out)} --out PACKED")
 
 
 def show_build(summary: TrieSummary) -> None:

@@ -9,10 +9,10 @@ import click
 from treepack.train.scoring_options import CriticOptions
 
 from .option_groups import field_options, option_group
-from .output import show
-from .paths import READ, WRITE
+from .output import quoted, reserve_directory, show, show_end
+from .paths import TRIE, WRITE
 from .progress import progress_bars, quiet_option
-from .training import stage_lines
+from .training import import_torch, stage_lines
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
@@ -26,7 +26,7 @@ _critic_options = option_group(
 
 
 @click.command()
-@click.argument("trie", type=READ)
+@click.argument("trie", type=TRIE)
 @click.option(
     "--model",
     required=True,
@@ -45,10 +45,15 @@ def critic(trie: AnyPath, model: str, out: AnyPath, options: CriticOptions, over
     """
     import numpy as np
 
-    from treepack.train.critic import write_values
-    from treepack.train.ranks import refuse_ranks
+    from treepack.train.early_checks import check_trie_model
+    from treepack.train.input_checks import refuse_ranks
 
     refuse_ranks("treepack critic")
+    reserve_directory(out, [trie, model], overwrite=overwrite)
+    check_trie_model(trie, model, device=options.device)
+    import_torch()
+    from treepack.train.critic import write_values
+
     with stage_lines(), progress_bars() as progress:
         summary = write_values(trie, model, out, options, overwrite=overwrite, progress=progress)
     notes = (*summary.notes, *([f"the values of {trie} are replaced"] if summary.replaced else []))
@@ -69,3 +74,4 @@ def critic(trie: AnyPath, model: str, out: AnyPath, options: CriticOptions, over
             "written": "token_values",
         }
     )
+    show_end(out, then=f"treepack advantages {quoted(out)} --estimator gae --out ADVANTAGES")

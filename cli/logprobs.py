@@ -9,10 +9,10 @@ import click
 from treepack.train.scoring_options import ScoreOptions
 
 from .option_groups import field_options, option_group
-from .output import reserve_directory, show
-from .paths import READ, WRITE
+from .output import quoted, reserve_directory, show, show_end
+from .paths import PACKED, WRITE
 from .progress import progress, quiet_option
-from .training import stage_lines
+from .training import import_torch, stage_lines
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
@@ -30,7 +30,7 @@ _score_options = option_group(
 
 
 @click.command()
-@click.argument("packed", type=READ)
+@click.argument("packed", type=PACKED)
 @click.option(
     "--model",
     required=True,
@@ -49,12 +49,15 @@ def logprobs(packed: AnyPath, model: str, out: AnyPath, options: ScoreOptions, o
     """
     from treepack.files.directory import finished_directory
     from treepack.pack.files import write_packed
-    from treepack.train.logprobs import open_scoring, scored_provenance, scored_rows
-    from treepack.train.ranks import refuse_ranks
+    from treepack.train.early_checks import check_scoring
+    from treepack.train.input_checks import refuse_ranks
 
-    # All checks that do not need the model come first, because a large model takes minutes to load.
     refuse_ranks("treepack logprobs")
     reserve_directory(out, [packed, model], overwrite=overwrite)
+    check_scoring(packed, model, device=options.device)
+    import_torch()
+    from treepack.train.logprobs import open_scoring, scored_provenance, scored_rows
+
     with stage_lines():
         scoring = open_scoring(str(packed), model, options)
     for note in scoring.notes:
@@ -75,3 +78,4 @@ def logprobs(packed: AnyPath, model: str, out: AnyPath, options: ScoreOptions, o
             "written": f"term_{options.column}_logprob" + (", term_entropy" if options.entropies else ""),
         }
     )
+    show_end(out, then=f"treepack train {quoted(out)} --model MODEL --loss LOSS --out TRAINED")

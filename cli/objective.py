@@ -6,18 +6,19 @@ from typing import Any
 
 import click
 
-from treepack.model.objectives.objective import PRESETS, Objective, choose_objective
+from treepack.objectives.objective import PRESETS, Objective, choose_objective
 
+from .choices import WordChoice
 from .option_groups import field_options, option_group
 
 _NAMES = (
-    "clip_low clip_high dual_clip denominator response_length kl kl_estimator entropy importance_cap temperature beta "
-    "value_coef value_clip"
+    "clip_low clip_high dual_clip denominator response_length kl kl_estimator entropy importance_cap importance_mask "
+    "importance_level sequence_mask temperature beta value_coef value_clip"
 )
 # Without defaults, because each loss has its own, and an option that the loss does not use is refused.
 _CHANGES: dict[str, dict[str, Any]] = {
     **{name: {"default": None, "show_default": False} for name in _NAMES.split()},
-    "loss": {"type": click.Choice(PRESETS)},
+    "loss": {"type": WordChoice(PRESETS)},
     "temperature": {"type": click.FloatRange(min=0)},
 }
 

@@ -18,6 +18,7 @@ from click.core import ParameterSource
 from treepack.errors import TreepackError
 from treepack.option_fields import OptionText, option_texts
 
+from .choices import WordChoice
 from .sizes import KINDS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -79,7 +80,7 @@ def _field_option(field: Field[Any], text: OptionText, *, name: str | None = Non
 def _click_type(annotation: str, text: OptionText) -> Any:
     """Return the type of a field's values: "int | None" with a minimum of 1 -> IntRange(min=1)."""
     if text.choices is not None:
-        return click.Choice(text.choices)
+        return WordChoice(text.choices)
     kind = annotation.split(" ")[0]
     if text.minimum is None:
         return {"int": int, "float": float, "str": str}[kind]

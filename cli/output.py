@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .progress import is_quiet
 from .streams import printable
 
 if TYPE_CHECKING:
@@ -23,6 +25,33 @@ TABLE_WIDTH = 10_000  # wider than any table, so that a cell is never wrapped
 def show(rows: Mapping[str, Any]) -> None:
     """Print names and values in two columns."""
     _print_grid([(name, text(value)) for name, value in rows.items()], justify=("left", "left"))
+
+
+def show_end(*written: Any, then: str | None = None) -> None:
+    """Write the last lines of a command to stderr: the outputs, and the command that usually comes next.
+
+    Args:
+        written: paths or addresses of the outputs; None entries are ignored.
+        then: the next command; None if there is none.
+    """
+    if is_quiet():
+        return
+    outputs = [str(each) for each in written if each is not None]
+    if outputs:
+        click.echo(f"written {', '.join(outputs)}", err=True)
+    if then is not None:
+        click.echo(f"next: {then}", err=True)
+
+
+def next_rollouts(queries: Any, more: str = "") -> str:
+    """Return the command that rolls out the file `queries`, which a command has written; `more` are further options."""
+    command = f"treepack rollout {quoted(queries)} --engine ENGINE --sampler prefixes"
+    return " ".join([command, *([more] if more else []), "--out ROLLOUTS.jsonl"])
+
+
+def quoted(path: Any) -> str:
+    """Return a path for a command of a shell: "my rows" -> "'my rows'"."""
+    return shlex.quote(str(path))
 
 
 def show_figures(figures: Mapping[str, Any], *, verbose: bool) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .option_groups import refuse_given
-from .output import say, show_figures, show_notes
-from .paths import READ, WRITE
-from .planning import REPLACED_BY_PLAN, pack_options
+from .output import quoted, reserve_directory, say, show_end, show_figures, show_notes
+from .paths import RATED_TRIE, READ, WRITE
+from .planning import REPLACED_BY_PLAN, chosen_options, model_options, pack_options
 from .progress import progress_bars, quiet_option
 from .ray_options import ray_cluster, ray_options
 from .sizes import memory_option
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("trie", type=READ)
+@click.argument("trie", type=RATED_TRIE)
 @click.option("--out", type=WRITE, required=True, help="Directory to write.")
 @pack_options
+@model_options
 @click.option(
     "--plan",
     type=READ,
@@ -46,6 +47,7 @@ def pack(
     trie: AnyPath,
     out: AnyPath,
     options: PackOptions,
+    target: dict[str, Any],
     plan: AnyPath | None,
     save_plan: AnyPath | None,
     memory: int | None,
@@ -60,13 +62,18 @@ def pack(
     ERR, the effective reuse ratio 1 - N_pack / N_flat, the gap to a lower bound that holds for every packing, and the
     maximum number of score pairs of a row over the mean; with --verbose also the tiles of 128 x 128 pairs in attention.
     """
+    why = ""
     if plan is not None:
         refuse_given(REPLACED_BY_PLAN, "--plan gives the value of {}")
     if ray is not None or partitions is not None:
+        refuse_given(["model", "device"], "{} compares plans of the whole trie, and --partitions has none")
         summary = _pack_parts(trie, out, options, ray=ray, partitions=partitions, overwrite=overwrite)
     else:
         from treepack.pack.directory import pack_trie
 
+        reserve_directory(out, [trie], overwrite=overwrite)
+        if plan is None:
+            options, why = chosen_options(trie, options, target, memory=memory)
         with progress_bars() as progress:
             summary = pack_trie(
                 trie,
@@ -78,7 +85,8 @@ def pack(
                 memory=memory,
                 progress=progress,
             )
-    show_packing(summary, verbose=verbose)
+    show_packing(summary, why, verbose=verbose)
+    show_end(out, save_plan, then=f"treepack train {quoted(out)} --model MODEL --out TRAINED")
 
 
 def _pack_parts(
@@ -112,23 +120,36 @@ def _pack_parts(
         )
 
 
-def show_packing(summary: PackSummary, *, verbose: bool = False) -> None:
-    """Print the summary of rows that were packed."""
+def show_packing(summary: PackSummary, why: str = "", *, verbose: bool = False, built: Manifest | None = None) -> None:
+    """Print the summary of rows that were packed.
+
+    `why` is the reason for the capacity, "" for no note. If the command has printed the manifest of the trie, it is
+    `built`, and its figures are left out.
+    """
     from treepack.analysis.summary import summary_of_manifest
 
     manifest, totals = summary.manifest, summary.totals
-    print_many_skipped(manifest.get("skipped"))
-    say(summary_of_manifest(manifest))
+    before = {} if built is None else built["totals"]
+    if built is None:
+        print_many_skipped(manifest.get("skipped"))
+        say(summary_of_manifest(manifest))
     size = sum(entry["bytes"] for entry in manifest["files"]) / totals["tokens_packed"]
-    show_figures(totals | {"bytes_per_token": size}, verbose=verbose)
-    show_notes(summary.counts, _partition_notes(manifest))
-    print_control_tokens(manifest.get("control_tokens"))
+    figures = {name: value for name, value in totals.items() if before.get(name) != value}
+    show_figures(figures | {"bytes_per_token": size}, verbose=verbose)
+    show_notes(summary.counts, _packing_notes(summary, why))
+    if built is None:
+        print_control_tokens(manifest.get("control_tokens"))
 
 
-def _partition_notes(manifest: Manifest) -> list[str]:
-    """Return a note about the cost of packing parts of the trie alone, if there are several."""
-    partitions = manifest["options"].get("partitions")
-    if partitions is None:
-        return []
-    repeated = manifest["totals"]["repeated_tokens"]
-    return [f"{partitions:,} partitions, which repeat {repeated:,} tokens of prefixes that they share"]
+def _packing_notes(summary: PackSummary, why: str) -> list[str]:
+    """Return notes on the capacity, the cost of partitions, and training steps, which `train --mix` refuses."""
+    from treepack.pack.files import training_steps
+
+    manifest = summary.manifest
+    notes = [f"rows of {manifest['capacity']:,} tokens: {why}"] if why else []
+    if partitions := manifest["options"].get("partitions"):
+        repeated = manifest["totals"]["repeated_tokens"]
+        notes.append(f"{partitions:,} partitions, which repeat {repeated:,} tokens of prefixes that they share")
+    if steps := training_steps(summary.path, manifest):
+        notes.append(f"rows of {len(steps):,} training steps, which train keeps in order, so it refuses --mix for them")
+    return notes

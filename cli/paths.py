@@ -2,37 +2,89 @@
 
 click.Path would make "s3://bucket/rows" the local path "s3:/bucket/rows".
 
-    trie: READ       Path, or the address of s3://, gs:// and hf://
-    --out: WRITE     the same without hf://, which is read only
-    INPUT...: str    raw rollouts stay strings, because they may be globs and "-"
+    FILE: READ           Path, or the address of s3://, gs:// and hf://
+    TRIE: TRIE           the same for a trie; an output of treepack prepare stands for the trie in it, with a note
+    PACKED: PACKED       the same for packed rows
+    PATH...: LOOK        raw rollouts, a trie or packed rows; a string, because it may be a glob or "-"
+    --out: WRITE         a path or an address that can be written, so not hf://
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
-from treepack.files.remote.address import AnyPath, as_output, as_path
+from treepack.files.prepared import prepared_part
+from treepack.files.remote.address import AnyPath, as_output, as_path, is_address
 
 
-class _PathType(click.ParamType[AnyPath]):
-    """A path or an address; another scheme is an error of one sentence."""
+class _InputType(click.ParamType[AnyPath]):
+    """A path or an address; another scheme is an error of one sentence.
+
+    Of an output of treepack prepare, the first directory of the names `inside` is taken.
+    """
 
     name = "path"
 
-    def __init__(self, *, is_output: bool) -> None:
-        self.is_output = is_output
+    def __init__(self, *inside: str) -> None:
+        self.inside = inside
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> AnyPath:
         """Parse `value`, which may have been parsed already."""
-        if self.is_output:
-            return as_output(value, option=param.opts[0] if param is not None else "--out")
-        return as_path(value)
+        path = as_path(value)
+        return _part(path, self.inside) if isinstance(path, Path) else path
 
 
-READ = _PathType(is_output=False)
+class _TextType(_InputType):
+    """The same as a string; with `alone`, a folder that has other files too stays as it is."""
+
+    def __init__(self, *inside: str, alone: bool) -> None:
+        super().__init__(*inside)
+        self.alone = alone
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return `value`, or the directory in it."""
+        return value if is_address(value) else str(_part(Path(value), self.inside, alone=self.alone, given=value))
+
+
+class _OutputType(click.ParamType[AnyPath]):
+    """A path or an address to write."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> AnyPath:
+        """Parse `value`, which may have been parsed already."""
+        return as_output(value, option=param.opts[0] if param is not None else "--out")
+
+
+def _part(path: Path, names: tuple[str, ...], *, alone: bool = False, given: Any = None) -> Any:
+    """Return the directory of `names` inside `path` with a note, or `given` or `path` itself without one."""
+    part = prepared_part(path, *names, alone=alone)
+    if part is None:
+        return path if given is None else given
+    click.echo(f"note: {path} is an output of treepack prepare; {part} is read", err=True)
+    return part
+
+
+READ = _InputType()
 """The type of an input that is one file or directory."""
 
-WRITE = _PathType(is_output=True)
+TRIE = _InputType("trie")
+"""The type of a trie."""
+
+RATED_TRIE = _InputType("advantages", "trie")
+"""The type of a trie to pack: with the advantages, if treepack prepare has computed them."""
+
+PACKED = _InputType("packed")
+"""The type of a packed directory."""
+
+PACKED_TEXT = _TextType("packed", alone=False)
+"""The type of a packed directory that stays a string."""
+
+LOOK = _TextType("packed", alone=True)
+"""The type of raw rollouts, a trie or packed rows."""
+
+WRITE = _OutputType()
 """The type of an output."""

@@ -1,48 +1,31 @@
-"""The options by which rows are planned, for `pack`, `stats` and `report`."""
+"""The options by which rows are planned, for `pack`, `prepare`, `stats` and `report`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from treepack.analysis.options import StatsOptions
 from treepack.pack.options import PackOptions
 
 from .option_groups import Option, as_usage, field_options, option_group
+from .progress import progress_bars
+
+if TYPE_CHECKING:
+    from treepack.files.remote.address import AnyPath
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _finite(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not a number of seconds", context, option)
-    return value
-
-
-def _token_pairs(_: click.Context, __: click.Parameter, model: str | None) -> int:
-    if model is None:
-        return 0
-    from treepack.costs.model_cost import pairs_of_token, read_shape
-
-    return pairs_of_token(read_shape(model))
-
-
+_BALANCE = {"metavar": "RANKS", "show_default": False}
 _LIMITS = field_options(
     PackOptions,
-    "capacity pairs_budget terms_budget balance token_pairs",
+    "capacity pairs_budget terms_budget balance",
     pairs_budget={"metavar": "N"},
     terms_budget={"metavar": "N"},
-    balance={"metavar": "ROWS_MULTIPLE_OF", "show_default": False},
-    token_pairs={
-        "name": "balance-model",
-        "type": str,
-        "metavar": "MODEL",
-        "default": None,
-        "show_default": False,
-        "callback": _token_pairs,
-    },
+    balance=_BALANCE,
 )
 _WORKERS = field_options(PackOptions, "workers")
 _LOSS = field_options(PackOptions, "too_long semantics normalize leaf_weights fallback_leaves")
@@ -53,11 +36,7 @@ def _search(effort: str) -> list[Option[Any]]:
         PackOptions,
         "method effort time_limit",
         effort={"default": effort},
-        time_limit={
-            "type": click.FloatRange(min=0, min_open=True),
-            "metavar": "SECONDS",
-            "callback": _finite,
-        },
+        time_limit={"type": float, "metavar": "SECONDS"},
     )
 
 
@@ -66,6 +45,31 @@ def search_options(effort: str) -> Callable[[F], F]:
     return option_group("search", _search(effort), as_usage(PackOptions))
 
 
+ranked_search_options = option_group(
+    "search",
+    [*field_options(PackOptions, "balance", balance=_BALANCE), *_search(StatsOptions().pack.effort)],
+    as_usage(PackOptions),
+)
+"""Adds the options of a search and a number of ranks to a command, which receives them as `search: PackOptions`."""
+
+model_options = option_group(
+    "target",
+    field_options(
+        StatsOptions,
+        "model device",
+        model={
+            "metavar": "NAME|PATH",
+            "default": None,
+            "show_default": False,
+            "help": "Model that is trained: without --capacity, take the capacity of the shortest expected time; with "
+            "--balance, make the rows even in its time. A preset or a config.json, see docs/forecast.md.",
+        },
+        device={"metavar": "NAME|TFLOP/S", "default": None, "show_default": False},
+    ),
+    dict,
+)
+"""Adds a model and its device to a command, which receives them as `target: dict` for `chosen_options`."""
+
 _PLANNING = _search(PackOptions().effort)
 pack_options = option_group("options", [*_LIMITS, *_WORKERS, *_PLANNING, *_LOSS], as_usage(PackOptions))
 """Adds all options of packing to a command, which receives them as `options: PackOptions`."""
@@ -73,6 +77,27 @@ pack_options = option_group("options", [*_LIMITS, *_WORKERS, *_PLANNING, *_LOSS]
 pack_options_without_workers = option_group("options", [*_LIMITS, *_PLANNING, *_LOSS], as_usage(PackOptions))
 """The same for a command that has --workers already."""
 
+
+def chosen_options(
+    trie: AnyPath, options: PackOptions, target: dict[str, Any], *, memory: int | None
+) -> tuple[PackOptions, str]:
+    """Return `options` with a capacity for the model of `target`, and the reason for the note of `show_packing`.
+
+    Raises:
+        TreepackError: no such model or device, or a trie that cannot be read or planned.
+    """
+    if target["model"] is None:
+        if target["device"] is not None:
+            raise click.UsageError("--device is the device of a model; give --model too, or neither")
+        if options.capacity is not None:
+            return options, ""
+        return options, "the usual capacity that every trajectory fits; --model MODEL takes the one that trains fastest"
+    from treepack.analysis.trie_forecast import choose_options
+
+    with progress_bars() as progress:
+        device = target["device"] or StatsOptions().device
+        return choose_options(trie, options, model=target["model"], device=device, memory=memory, progress=progress)
+
+
 # Options that a plan file replaces: the limits and the search.
-REPLACED_BY_PLAN = ["capacity", "pairs_budget", "terms_budget", "balance", "token_pairs", "workers", "method", "effort"]
-REPLACED_BY_PLAN += ["time_limit"]
+REPLACED_BY_PLAN = "capacity pairs_budget terms_budget balance model device workers method effort time_limit".split()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from treepack.rl.advantages.advantage_options import ESTIMATORS, AdvantageOptions
+from treepack.rl.advantages.advantage_options import ESTIMATORS, FLAT, TREE, AdvantageOptions
 
 from .advantages import show_advantages
 from .build_trie import show_build
-from .output import lock_until_end
+from .choices import WordChoice
+from .output import lock_until_end, quoted, show_end
 from .pack import show_packing
 from .paths import WRITE
-from .planning import pack_options_without_workers
+from .planning import chosen_options, model_options, pack_options_without_workers
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
 from .sizes import memory_option
@@ -35,11 +36,12 @@ if TYPE_CHECKING:
 @click.option(
     "--advantages",
     "estimator",
-    type=click.Choice([name for name in ESTIMATORS if name != "gae"]),  # it needs the values of treepack critic
+    type=WordChoice([name for name in ESTIMATORS if name != "gae"]),  # it needs the values of treepack critic
     help="Also compute advantages from the rewards, with the defaults of treepack advantages, for the RL losses.",
 )
 @reading_options
 @pack_options_without_workers
+@model_options
 @memory_option
 @click.option("--overwrite", is_flag=True, help="Replace existing outputs.")
 @quiet_option
@@ -49,6 +51,7 @@ def prepare(
     estimator: str | None,
     build: BuildOptions,
     options: PackOptions,
+    target: dict[str, Any],
     memory: int | None,
     overwrite: bool,
 ) -> None:
@@ -63,6 +66,11 @@ def prepare(
 
     --leaf-weights and --fallback-leaves apply to both advantages and pack.
     """
+    if estimator in TREE and build.expand == "turns":
+        raise click.UsageError(
+            f"--advantages {estimator} follows whole rollouts through the tree, and --expand turns makes a trajectory "
+            f"of each turn; leave out --expand turns, or take one of {', '.join(FLAT)}"
+        )
     from dataclasses import replace
 
     from treepack.errors import TreepackError
@@ -87,6 +95,7 @@ def prepare(
             )
             summary = write_advantages(trie, source, advantage_options, overwrite=overwrite)
             complete, step = source, "pack"
+        options, why = chosen_options(source, options, target, memory=memory)
         with progress_bars() as progress:
             options = replace(options, workers=build.workers)
             rows = pack_trie(source, packed, options, overwrite=overwrite, memory=memory, progress=progress)
@@ -94,8 +103,9 @@ def prepare(
         show_build(built)
         raise TreepackError(f"{error}; {complete} is complete, so treepack {step} can continue from it") from error
     show_build(built)
-    click.echo()
     if summary is not None:
-        show_advantages(trie, summary, advantage_options)
         click.echo()
-    show_packing(rows)
+        show_advantages(trie, summary, advantage_options)
+    click.echo()
+    show_packing(rows, why, built=built.manifest)
+    show_end(trie, summary and source, packed, then=f"treepack train {quoted(packed)} --model MODEL --out TRAINED")

@@ -12,6 +12,7 @@ Without a terminal, commands that take less than ten seconds write nothing.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,9 +40,9 @@ quiet_option = click.option(
     is_flag=True,
     expose_value=False,
     callback=_remember_quiet,
-    help="Write no progress to stderr.",
+    help="Write no progress to stderr, and no last lines about the output and the next command.",
 )
-"""The option of all long commands. Functions of this file read it from the context, so no command passes it on."""
+"""The option of all commands. Functions of this file read it from the context, so no command passes it on."""
 
 
 def is_quiet() -> bool:
@@ -110,7 +111,7 @@ def step_progress(
     elif sys.stderr.isatty():
         from tqdm import tqdm
 
-        with tqdm(total=total, initial=first, desc=stage, unit="step") as bar:
+        with tqdm(total=total, initial=first, desc=stage, unit="step", **_shape()) as bar:
 
             def draw(done: int, values: Mapping[str, str]) -> None:
                 bar.set_postfix(dict(values), refresh=False)
@@ -130,6 +131,13 @@ def step_progress(
                 click.echo(f"{stage}: {', '.join(parts)}", err=True)
 
         yield write
+
+
+def _shape() -> dict[str, int]:
+    """Return arguments of tqdm for a terminal that gives no size, on which it would write empty lines; else none."""
+    with suppress(OSError, ValueError):
+        return {} if all(os.get_terminal_size(sys.stderr.fileno())) else {"ncols": 80, "nrows": 24}
+    return {}
 
 
 class _Bars:
@@ -166,6 +174,7 @@ class _Bars:
                 unit_scale=is_tokens,
                 bar_format=None if progress.unit else "{desc} ...",
                 leave=bool(progress.unit),
+                **_shape(),
             )
 
     def _close(self, stage: str) -> None:

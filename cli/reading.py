@@ -6,6 +6,7 @@ import click
 
 from treepack.ingest.options import SHARES, BuildOptions
 
+from .choices import WordChoice
 from .option_groups import as_usage, field_options, option_group
 
 _FILE = {"type": click.Path(exists=True, dir_okay=False)}
@@ -27,7 +28,7 @@ reading_options = option_group(
             BuildOptions,
             "expand per_path share reward_key normalize_ids train_all control_tokens truncated strict skip_bad "
             "max_record_size workers",
-            share={"type": click.Choice([name for name in SHARES if name != "none"])},
+            share={"type": WordChoice([name for name in SHARES if name != "none"])},
             reward_key={"metavar": "KEY"},
             max_record_size={"default": "1G"},
         ),

@@ -1,15 +1,22 @@
-"""`treepack report`: the sharing in rollouts, a trie or a packed directory, as one page or as pictures."""
+"""`treepack report`: the sharing in rollouts, a trie or a packed directory, or the course of a training run.
+
+rollouts, trie/, packed/ --write_report--> page about sharing, pictures
+run/ --write_run_report--> page of the run, curves       run/ --watch_run--> the same page while the run continues
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from treepack.analysis.options import ReportOptions
+from treepack.errors import TreepackError
 
-from .output import show
-from .paths import READ, WRITE
+from .option_groups import as_usage, field_options, option_group, refuse_given
+from .output import quoted, show, show_end
+from .paths import LOOK, READ, WRITE
 from .planning import search_options
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
@@ -21,41 +28,32 @@ if TYPE_CHECKING:
     from treepack.pack.options import PackOptions
     from treepack.report.write import ReportSummary
 
-USUAL = ReportOptions()
+# Options about rollouts, plans and the forecast.
+_WITHOUT_RUN = ["trie", "model", "method", "effort", "time_limit", "format", "columns", "expand"]
+
+_page_options = option_group(
+    "page",
+    field_options(
+        ReportOptions,
+        "trie capacities model no_text text_limit",
+        trie={"type": READ},
+        capacities={"name": "capacity", "type": TokenCounts(), "default": None, "show_default": False},
+        model={"metavar": "NAME|PATH"},
+        text_limit={"metavar": "TOKENS"},
+    ),
+    dict,
+)
 
 
 @click.command()
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=LOOK)
 @click.option("--out", type=WRITE, metavar="FILE", help="HTML page to write.")
 @click.option("--png", type=WRITE, metavar="DIRECTORY", help="Directory to write PNG pictures to.")
 @click.option(
-    "--trie",
-    "trie_path",
-    type=READ,
-    help="Trie of a packed directory; default: the one it was packed from, or else one built from its rows.",
+    "--watch", is_flag=True, help="Serve the page of a training run to browsers of this machine, until Ctrl-C."
 )
-@click.option(
-    "--capacity",
-    type=TokenCounts(),
-    help="Capacities at which ERR is compared with POR; default: powers of two that every rollout fits.",
-)
-@click.option(
-    "--model",
-    metavar="NAME|PATH",
-    default=USUAL.model,
-    show_default=True,
-    help="Forecast for this model: a preset or a config.json; see docs/forecast.md.",
-)
-@click.option("--no-text", is_flag=True, help="Leave the text of the rollouts out of the page.")
-@click.option(
-    "--text-limit",
-    type=click.IntRange(min=0),
-    metavar="TOKENS",
-    default=USUAL.text_limit,
-    show_default=True,
-    help="Maximum number of tokens shown as text; every node shows the same number of its first tokens.",
-)
-@search_options(USUAL.pack.effort)
+@_page_options
+@search_options(ReportOptions().pack.effort)
 @reading_options
 @click.option("--overwrite", is_flag=True, help="Replace existing outputs.")
 @quiet_option
@@ -63,11 +61,8 @@ def report(
     paths: tuple[str, ...],
     out: AnyPath | None,
     png: AnyPath | None,
-    trie_path: AnyPath | None,
-    capacity: tuple[int, ...] | None,
-    model: str,
-    no_text: bool,
-    text_limit: int,
+    watch: bool,
+    page: dict[str, Any],
     search: PackOptions,
     build: BuildOptions,
     overwrite: bool,
@@ -77,20 +72,21 @@ def report(
     PATH is a trie directory, a packed directory, or raw rollouts as for build-trie. The page is one file that needs no
     network. Texts are decoded by the tokenizer that the trie was built with, or --tokenizer; without one, token ids are
     shown. Everyone who gets the page can read the texts: leave them out with --no-text.
+
+    Or PATH is the --out of `treepack train`: a page with the curves of the run, its plan, its slowest steps, and the
+    rollouts of its newest steps. With --watch the page is at an address of this machine and follows the run.
     """
+    page["capacities"] = page["capacities"] or ()
+    options = as_usage(ReportOptions)(build=build, pack=search, **page)
+    if out is None and png is None and not watch:
+        raise click.UsageError("give --out for a page, --png for pictures, or both; or --watch for a training run")
+    if watch and (out is not None or png is not None):
+        raise click.UsageError("--watch writes no file; run report again with --out or --png")
+    if _is_run(paths, watch=watch):
+        _report_run(Path(paths[0]), out, png, options, watch=watch, overwrite=overwrite)
+        return
     from treepack.report.write import write_report
 
-    if out is None and png is None:
-        raise click.UsageError("give --out for a page, --png for pictures, or both")
-    options = ReportOptions(
-        build=build,
-        capacities=capacity or (),
-        pack=search,
-        model=model,
-        trie=trie_path,
-        text=not no_text,
-        text_limit=text_limit,
-    )
     with progress_bars() as progress:
         summary = write_report(
             paths,
@@ -99,12 +95,53 @@ def report(
             options=options,
             overwrite=overwrite,
             progress=progress,
-            note=lambda remark: click.echo(f"note: {remark}", err=True),
+            note=_note,
         )
+    _show(summary)
+
+
+def _is_run(paths: tuple[str, ...], *, watch: bool) -> bool:
+    """Return true if the paths are one training run.
+
+    Raises:
+        TreepackError: they are not, and --watch needs one.
+    """
+    from treepack.report.live.run_state import is_run
+
+    if len(paths) == 1 and is_run(Path(paths[0])):
+        return True
+    if watch:
+        raise TreepackError(
+            f"{paths[0]}: is not a training run on this machine; --watch takes the --out of treepack train"
+        )
+    return False
+
+
+def _report_run(
+    run: Path, out: AnyPath | None, png: AnyPath | None, options: ReportOptions, *, watch: bool, overwrite: bool
+) -> None:
+    from treepack.report.live.write_run import watch_run, write_run_report
+
+    refuse_given(_WITHOUT_RUN, "{} is about rollouts, and PATH is a training run")
+    if options.capacities:
+        raise click.UsageError("--capacity is about rollouts, and PATH is a training run; leave one of them out")
+    if not watch:
+        _show(write_run_report(run, page=out, pictures=png, options=options, overwrite=overwrite, note=_note))
+        return
+    watch_run(run, options, lambda url: click.echo(f"{url}\nThe page follows the run; end with Ctrl-C.", err=True))
+
+
+def _note(remark: str) -> None:
+    click.echo(f"note: {remark}", err=True)
+
+
+def _show(summary: ReportSummary) -> None:
     if summary.page is not None:
         show({"page": str(summary.page), "bytes": summary.page_bytes, **_text_rows(summary)})
     if summary.pictures is not None:
         show({"pictures": str(summary.pictures)})
+    page = summary.page
+    show_end(page, summary.pictures, then=None if page is None else f"open {quoted(page)} in a browser")
 
 
 def _text_rows(summary: ReportSummary) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import lock_until_end, percent, show
+from .output import lock_until_end, percent, quoted, show, show_end
 from .paths import READ, WRITE
 from .progress import progress_bars, quiet_option
 from .rollout_inputs import (
@@ -29,12 +29,12 @@ from .rollout_options import run_options, sampling_options, tree_options
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
-    from treepack.rollout.engine import Engine, Sampling
+    from treepack.rollout.engine import Engine
     from treepack.rollout.episode import Episode
-    from treepack.rollout.options import TreeOptions
+    from treepack.rollout.options import RolloutOptions, Sampling, TreeOptions
     from treepack.rollout.queries import QueryFile
     from treepack.rollout.query import Query
-    from treepack.rollout.run import RolloutOptions, StartEpisode
+    from treepack.rollout.run import StartEpisode
     from treepack.rollout.servers.server import SampleText
     from treepack.rollout.summary import RolloutMeans, RolloutSummary
     from treepack.trajectory import Int32
@@ -77,6 +77,7 @@ def rollout(
 
     sampler, options = tree
     lock_until_end(check_output(out, resume=run.resume))  # before a model is loaded, which may take minutes
+    _check_engine(engine)
     tokenizer = _tokenizer(prompt.tokenizer, engine)
     queries = _queries(path, prompt, world, tokenizer, sampler)
     if world.answer is not None:
@@ -110,6 +111,22 @@ def rollout(
         click.echo(orjson.dumps(_figures(summary, queries.num_unused)))
     else:
         _show(summary, queries.num_unused)
+    show_end(out, then=f"treepack build-trie {quoted(out)} --out TRIE")
+
+
+def _check_engine(engine: EngineOptions) -> None:
+    """Refuse a model for this process that cannot be loaded, before prompts are read and torch is imported.
+
+    Raises:
+        TreepackError: there is no such model or device, or torch is not installed.
+    """
+    from treepack.model.accept.vocabulary import find_config
+    from treepack.train.input_checks import check_device_name, require_torch
+
+    if not engine.is_server:
+        check_device_name(engine.device)
+        find_config(engine.engine)
+        require_torch("a model in this process")
 
 
 def _tokenizer(name: str | None, engine: EngineOptions) -> Any:
@@ -177,7 +194,7 @@ def _start(world: WorldOptions, function: Any, tokenizer: Any, sampling: Samplin
     """Return the function that starts the episode of a query; `function` is the environment or the reward."""
     from treepack.ingest.tokenization import load_tokenizer
     from treepack.rollout.environment import start_episode
-    from treepack.rollout.rewards import single_turn
+    from treepack.rollout.rewards import as_reward, single_turn
 
     if world.environment is not None:
         # An environment encodes its messages, for which it needs all of transformers' tokenizer.
@@ -188,8 +205,10 @@ def _start(world: WorldOptions, function: Any, tokenizer: Any, sampling: Samplin
 
         return in_environment
 
+    score = as_reward(function)
+
     async def with_reward(query: Query) -> tuple[Int32, Episode]:
-        return query.prompt, single_turn(function, query, tokenizer)
+        return query.prompt, single_turn(score, query, tokenizer)
 
     return with_reward
 

@@ -10,7 +10,7 @@ import click
 from treepack.train.options import TrainOptions
 
 from .option_groups import field_options, option_group
-from .paths import READ
+from .paths import READ, TRIE
 from .reading import TEMPLATE_OPTIONS
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ prompt_options = option_group(
             help="File with the prompts that a table names by their groups, or with the parents of augmented queries. "
             "May be repeated.",
         ),
-        click.option("--trie", type=READ, help="Trie with the rollouts that a table names."),
+        click.option("--trie", type=TRIE, help="Trie with the rollouts that a table names."),
         click.option(
             "--tokenizer",
             metavar="NAME_OR_DIR",

@@ -1,8 +1,4 @@
-"""Options of `treepack rollout` in groups: the shape of trees, the distribution, the limits of a run.
-
-The values of sampling and of a run are copies of the library's defaults, because a help page must not import numpy; a
-test compares them.
-"""
+"""Options of `treepack rollout` in groups: the shape of trees, the distribution, the limits of a run."""
 
 from __future__ import annotations
 
@@ -11,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from treepack.rollout.options import TreeOptions, independent
+from treepack.rollout.options import RolloutOptions, Sampling, TreeOptions, independent
 
+from .choices import WordChoice
 from .option_groups import as_usage, field_options, option_group
 
 if TYPE_CHECKING:
-    from treepack.rollout.engine import Sampling
-    from treepack.rollout.run import RolloutOptions
+    from treepack.rollout.options import RolloutOptions, Sampling
 
 SAMPLERS = ("independent", "treepo", "prefixes")
 # Options of trees, which sampling without forks does not have.
@@ -84,7 +80,7 @@ tree_options = option_group(
     [
         click.option(
             "--sampler",
-            type=click.Choice(SAMPLERS),
+            type=WordChoice(SAMPLERS),
             required=True,
             help="independent: rollouts one by one. treepo: trees of segments. prefixes: continuations of the prompts "
             "and prefixes that treepack allocate, augment and select write.",
@@ -103,76 +99,24 @@ tree_options = option_group(
 )
 
 
-def _make_sampling(stop_token_id: tuple[int, ...], **values: Any) -> Sampling:
-    from treepack.rollout.engine import Sampling
-
-    return Sampling(**values, stop_token_ids=stop_token_id)
-
-
 sampling_options = option_group(
     "sampling",
-    [
-        click.option("--temperature", type=float, default=1.0, show_default=True, help="Temperature of the sampling."),
-        click.option(
-            "--top-p", type=float, default=1.0, show_default=True, help="Share of probability that is kept; 1 for all."
-        ),
-        click.option(
-            "--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Tokens kept; 0 for all."
-        ),
-        click.option(
-            "--stop-token-id",
-            type=click.IntRange(min=0),
-            multiple=True,
-            help="Token that ends a turn; may be repeated. Default: the ends of sequence of the model.",
-        ),
-    ],
-    as_usage(_make_sampling),
+    field_options(
+        Sampling,
+        top_k={"type": click.IntRange(min=0)},
+        stop_token_ids={
+            "name": "stop-token-id",
+            "type": click.IntRange(min=0),
+            "multiple": True,
+            "show_default": False,
+        },
+    ),
+    as_usage(Sampling),
 )
-
-
-def _make_run(queries: int, **values: Any) -> RolloutOptions:
-    from treepack.rollout.run import RolloutOptions
-
-    return RolloutOptions(**values, max_queries=queries)
-
-
 run_options = option_group(
     "run",
-    [
-        click.option(
-            "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of all choices."
-        ),
-        click.option(
-            "--concurrency",
-            type=click.IntRange(min=1),
-            default=64,
-            show_default=True,
-            help="Maximum requests to the engine at a time.",
-        ),
-        click.option(
-            "--queries",
-            type=click.IntRange(min=1),
-            default=32,
-            show_default=True,
-            help="Maximum queries in work at a time.",
-        ),
-        click.option(
-            "--timeout",
-            type=click.FloatRange(min=0, min_open=True),
-            default=600.0,
-            show_default=True,
-            help="Seconds that an attempt of a request may take.",
-        ),
-        click.option(
-            "--attempts",
-            type=click.IntRange(min=1),
-            default=5,
-            show_default=True,
-            help="Attempts of a request that fails for now.",
-        ),
-        click.option(
-            "--resume", is_flag=True, help="Continue an existing --out: its finished trees are not sampled again."
-        ),
-    ],
-    as_usage(_make_run),
+    field_options(
+        RolloutOptions, max_queries={"name": "queries"}, timeout={"type": click.FloatRange(min=0, min_open=True)}
+    ),
+    as_usage(RolloutOptions),
 )

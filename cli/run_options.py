@@ -1,4 +1,4 @@
-"""Options of `treepack train` about the command: resumption, trackers, held-out rows, curves."""
+"""Options of `treepack train` about the command: resumption, trackers, held-out rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import click
 
+from .choices import WordChoice
 from .option_groups import option_group
+from .paths import PACKED_TEXT
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,6 @@ class RunOptions:
     report_to: tuple[str, ...]
     project: str
     run_name: str | None
-    plot: bool
     held_out: str | None
 
     @property
@@ -41,9 +42,10 @@ run_options = option_group(
         ),
         click.option(
             "--report-to",
-            type=click.Choice(["tensorboard", "wandb", "trackio"]),
+            type=WordChoice(["tensorboard", "wandb", "trackio", "page"]),
             multiple=True,
-            help="Send the metrics to this tracker too; may be repeated.",
+            help="Send the metrics to this tracker too; may be repeated. page is a page with curves "
+            "and rollouts for browsers of this machine, until the run ends.",
         ),
         click.option("--tensorboard", is_flag=True, help="The same as --report-to tensorboard."),
         click.option(
@@ -58,10 +60,10 @@ run_options = option_group(
         click.option(
             "--eval",
             "held_out",
+            type=PACKED_TEXT,
             metavar="PACKED",
             help="Packed directory of held-out rows, whose loss is computed during training.",
         ),
-        click.option("--plot", is_flag=True, help="Draw the curves of metrics.jsonl to metrics.png at the end."),
     ],
     RunOptions,
 )

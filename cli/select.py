@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .option_groups import option_group
-from .output import lock_until_end, refuse_suffix, reserve_table, show
-from .paths import READ, WRITE
+from treepack.research.pros.options import GibbsLength, OddsPrior
+
+from .option_groups import field_options, option_group
+from .output import lock_until_end, next_rollouts, quoted, refuse_suffix, reserve_table, show, show_end
+from .paths import READ, TRIE, WRITE
+from .progress import quiet_option
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
-    from treepack.research.pros.pass_rates import GibbsLength, OddsPrior
     from treepack.research.pros.selection import QueryCounts
     from treepack.trie.trie import Trie
 
@@ -30,46 +32,6 @@ class _Select(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         is_subcommand = args[0] in self.commands
         return super().resolve_command(ctx, args if is_subcommand else ["nearest", *args])
-
-
-def _prior(mu: float, tau: float, sigma: float) -> OddsPrior:
-    from treepack.research.pros.pass_rates import OddsPrior
-
-    return OddsPrior(mu, tau, sigma)
-
-
-def _sampling(sweeps: int, burn_in: int, seed: int, workers: int) -> GibbsLength:
-    from treepack.research.pros.pass_rates import GibbsLength
-
-    return GibbsLength(sweeps, burn_in, seed, workers)
-
-
-PRIOR_OPTIONS = [
-    click.option("--mu", type=float, default=0.0, show_default=True, help="Mean log-odds of original queries."),
-    click.option("--tau", type=float, default=1.6, show_default=True, help="Standard deviation of these log-odds."),
-    click.option(
-        "--sigma",
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="Standard deviation of the log-odds of augmented queries around their parent's.",
-    ),
-]
-SAMPLING_OPTIONS = [
-    click.option(
-        "--sweeps", type=click.IntRange(min=1), default=200, show_default=True, help="Sweeps of the Gibbs sampler."
-    ),
-    click.option(
-        "--burn-in", type=click.IntRange(min=0), default=50, show_default=True, help="Sweeps to discard before these."
-    ),
-    # The maximum is that of a 64-bit seed.
-    click.option(
-        "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the sampler."
-    ),
-    click.option(
-        "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Threads; the result is the same."
-    ),
-]
 
 
 # Options of nearest, such as --k, are unknown to the group: it must pass them on instead of failing.
@@ -87,9 +49,10 @@ def select() -> None:
 @click.argument("state", type=READ)
 @click.option("--k", type=click.IntRange(min=1), required=True, help="Number of queries.")
 @click.option("--out", type=WRITE, help="JSONL file to write; default: standard output.")
-@option_group("prior", PRIOR_OPTIONS, _prior)
-@option_group("sampling", SAMPLING_OPTIONS, _sampling)
+@option_group("prior", field_options(OddsPrior), OddsPrior)
+@option_group("sampling", field_options(GibbsLength), GibbsLength)
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@quiet_option
 def nearest(
     state: AnyPath, k: int, out: AnyPath | None, prior: OddsPrior, sampling: GibbsLength, overwrite: bool
 ) -> None:
@@ -135,6 +98,7 @@ def nearest(
             "pass rate, largest": float(rate[chosen].max()),
         }
     )
+    show_end(out, then=next_rollouts(out, "--prompts PROMPTS"))
 
 
 @select.command()
@@ -147,7 +111,7 @@ def nearest(
 )
 @click.option(
     "--rollouts",
-    type=READ,
+    type=TRIE,
     help="Trie directory of new rollouts; the query of each is its group.",
 )
 @click.option(
@@ -167,6 +131,7 @@ def nearest(
 @click.option(
     "--success-above", type=float, default=0.0, show_default=True, help="Rollouts with a higher reward are successful."
 )
+@quiet_option
 def update(
     state: AnyPath,
     queries: tuple[AnyPath, ...],
@@ -227,6 +192,7 @@ def update(
     if is_new:
         click.echo(f"note: {state} is new", err=True)
     show(_figures(read, num_added, counts))
+    show_end(state, then=f"treepack select {quoted(state)} --k K --out QUERIES.jsonl")
 
 
 def _figures(state: QueryCounts, num_added: int, counts: dict[str, Any]) -> dict[str, Any]:

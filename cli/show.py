@@ -12,6 +12,7 @@ import click
 
 from treepack.errors import TreepackError
 
+from .paths import LOOK
 from .progress import quiet_option, token_progress
 from .reading import reading_options
 
@@ -29,7 +30,7 @@ WIDTH = 100  # if there is no terminal to ask for its width
 
 
 @click.command()
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=LOOK)
 @click.option("--trajectory", metavar="ID", help="Show this trajectory, turn by turn; FILE:LINE names it too.")
 @click.option("--group", metavar="ID", help="Show the tree of this group.")
 @click.option("--row", type=int, metavar="N", help="Show this row of a packed directory, 0 for the first.")

@@ -9,36 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .option_groups import option_group
-from .output import show, show_table
-from .paths import READ
+from treepack.research.trace.options import BudgetExperiment
+
+from .option_groups import field_options, option_group
+from .output import quoted, show, show_end, show_table
+from .paths import TRIE
+from .progress import quiet_option
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
-    from treepack.research.trace.simulation import BudgetExperiment, ExperimentArm
+    from treepack.research.trace.simulation import ExperimentArm
     from treepack.research.trace.worlds import World
 
 # Titles of the columns of `_line`.
 HEADER = ("roots", "prefixes", "effective ratio, %", "above uniform", "mixed prompts", "flipped prefixes, %", "cost")
 # Fields of BudgetExperiment, in the order of the options and of the JSON report.
-EXPERIMENT_FIELDS = "budget expand candidates selected root_noise prefix_noise steps seed".split()
+EXPERIMENT_FIELDS = "budget expand candidates selected root_noise prefix_noise steps seed"
 # Fields of MarkovWorld; a recorded world has only the last.
 WORLD_FIELDS = "max_turns success spread persistence".split()
-
-
-def _experiment(
-    budget: int,
-    expand: int,
-    candidates: int,
-    selected: int | None,
-    root_noise: float,
-    prefix_noise: float,
-    steps: int,
-    seed: int,
-) -> BudgetExperiment:
-    from treepack.research.trace.simulation import BudgetExperiment
-
-    return BudgetExperiment(candidates, budget, expand, selected, root_noise, prefix_noise, steps, seed)
 
 
 def _world_fields(
@@ -49,24 +37,6 @@ def _world_fields(
     return {name: value for name, value in fields.items() if value is not None}
 
 
-EXPERIMENT_OPTIONS = [
-    click.option("--budget", type=int, default=1024, show_default=True, help="Rollouts of prompts in a step, M."),
-    click.option("--expand", type=int, default=2, show_default=True, help="Continuations per rollout, N."),
-    click.option("--candidates", type=int, default=512, show_default=True, help="Prompts to choose from in a step."),
-    click.option("--selected", type=int, help="Prompts that uniform allocation uses; default: half of all."),
-    click.option(
-        "--root-noise",
-        type=float,
-        default=3.0,
-        show_default=True,
-        help="Noise of the predicted values of prompts: standard deviation of their log-odds.",
-    ),
-    click.option(
-        "--prefix-noise", type=float, default=1.5, show_default=True, help="The same for predicted values of prefixes."
-    ),
-    click.option("--steps", type=int, default=100, show_default=True, help="Simulated training steps."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Seed of all draws."),
-]
 WORLD_OPTIONS = [
     click.option("--max-turns", type=int, help="Without TRIE: maximum turns of a rollout.  [default: 5]"),
     click.option("--success", type=float, help="Without TRIE: mean chance of success.  [default: 0.5]"),
@@ -90,8 +60,8 @@ def simulate() -> None:
 
 
 @simulate.command(short_help="Compare uniform and TRACE allocation of one budget.")
-@click.argument("trie", type=READ, required=False)
-@option_group("experiment", EXPERIMENT_OPTIONS, _experiment)
+@click.argument("trie", type=TRIE, required=False)
+@option_group("experiment", field_options(BudgetExperiment, EXPERIMENT_FIELDS), BudgetExperiment)
 @option_group("world_fields", WORLD_OPTIONS, _world_fields)
 @click.option(
     "--segment",
@@ -101,6 +71,7 @@ def simulate() -> None:
     help="With TRIE: end of a prefix; the same values as in treepack advantages.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@quiet_option
 def allocation(
     trie: AnyPath | None, experiment: BudgetExperiment, world_fields: dict[str, float], segment: str, as_json: bool
 ) -> None:
@@ -117,9 +88,14 @@ def allocation(
     arms, rank_correlation = run(_world(trie, segment, world_fields), experiment)
     report = _report(arms)
     if as_json:
-        options = {name: getattr(experiment, name) for name in EXPERIMENT_FIELDS} | world_fields
+        options = {name: getattr(experiment, name) for name in EXPERIMENT_FIELDS.split()} | world_fields
         click.echo(json.dumps({"options": options, "rank_correlation": rank_correlation, "arms": report}))
-        return
+    else:
+        _show(experiment, rank_correlation, report)
+    show_end(then=f"treepack values fit {'TRIE' if trie is None else quoted(trie)} --model MODEL --out VALUES")
+
+
+def _show(experiment: BudgetExperiment, rank_correlation: float | None, report: list[dict[str, Any]]) -> None:
     show(
         {
             "rollouts of prompts": experiment.budget,

@@ -11,17 +11,8 @@ from typing import Any
 
 import click
 
+from treepack.option_fields import parse_count
 from treepack.pack.options import MAX_CAPACITY
-
-# Context lengths are powers of two, so 16k is 16,384 and 1m is 1,048,576.
-FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-COUNT = re.compile(r"([0-9][0-9_]*)([km]?)", re.IGNORECASE)
-
-
-def _count(text: str) -> int | None:
-    """Return the number that `text` means, or None: "16k" -> 16384, "4_096" -> 4096, "4x" -> None."""
-    match = COUNT.fullmatch(text.strip())
-    return int(match[1].replace("_", "")) * FACTORS[match[2].lower()] if match else None
 
 
 class TokenCount(click.ParamType[int]):
@@ -31,7 +22,7 @@ class TokenCount(click.ParamType[int]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Parse `value`; wrong usage if it is not a number of tokens."""
-        number = value if isinstance(value, int) else _count(str(value))
+        number = value if isinstance(value, int) else parse_count(str(value))
         if number is None:
             self.fail(f"{value!r} is not a number of tokens such as 8192 or 8k", param, ctx)
         if not 1 <= number <= MAX_CAPACITY:
@@ -46,7 +37,8 @@ class TokenCounts(click.ParamType[tuple[int, ...]]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """Parse `value`; wrong usage if any part is not a number of tokens."""
-        return tuple(TokenCount().convert(part, param, ctx) for part in str(value).split(","))
+        parts = value if isinstance(value, tuple) else str(value).split(",")
+        return tuple(TokenCount().convert(part, param, ctx) for part in parts)
 
 
 class TokensOrWord(click.ParamType[Any]):
@@ -60,7 +52,7 @@ class TokensOrWord(click.ParamType[Any]):
         """Parse `value`; wrong usage if it is neither a word nor a number of tokens."""
         if value in self.words:
             return self.words[value]
-        if not isinstance(value, int) and _count(str(value)) is None:
+        if not isinstance(value, int) and parse_count(str(value)) is None:
             words = " or ".join(self.words)
             self.fail(f"{value!r} is neither a number of tokens such as {self.example}, nor {words}", param, ctx)
         return TokenCount().convert(value, param, ctx)
@@ -78,6 +70,20 @@ class LayerCount(click.ParamType[Any]):
         if not re.fullmatch("[0-9]+", str(value)):
             self.fail(f"{value!r} is neither a number of layers, nor all or auto", param, ctx)
         return int(value)
+
+
+class Bounds(click.ParamType[tuple[float, float]]):
+    """Two numbers, the lower one first."""
+
+    name = "LOW,HIGH"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
+        """Parse `value`; wrong usage if it is not two numbers."""
+        try:
+            low, high = (float(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not two numbers such as 0.5,2", param, ctx)
+        return low, high
 
 
 class Size(click.ParamType[int]):
@@ -118,5 +124,6 @@ KINDS: dict[str, click.ParamType[Any]] = {
     "checkpoint_layers": LayerCount(),
     "loss_chunk": TokensOrWord("2048 or 2k", auto="auto"),
     "max_record_size": Size(),
+    "importance_mask": Bounds(),
 }
 """Types of the fields of option classes that are more than a number or a word, by the names of the fields."""

@@ -7,26 +7,86 @@ from typing import Any
 
 import click
 
-from treepack.analysis.glossary import BASELINES, REASONS
+from treepack.analysis.glossary import BASELINES, REASONS, readable_time
 
-from .output import percent, say, show_figures, show_notes, show_table
+from .output import percent, say, show_figures, show_notes, show_table, text
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
 CARRY_NOTES = (
     "rows: maximum tokens, or whole trees; without --carry, but with --checkpoint-layers auto",
-    "path: GiB of the longest carried path; memory is estimated, for one GPU",
+    "path: GiB of the longest carried path",
 )
+CONTRASTS = {
+    "effective_ratio": ("num_anchors", "of_anchors", "of_rollouts"),
+    "spearman": ("num_pairs", "num_unpredicted", "rho", "p_value"),
+}
+MIN_LOST = 0.05  # share of lost tokens that is worth a line
 SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "row_trajectories")
 
 
 def print_report(report: dict[str, Any], *, verbose: bool) -> None:
-    """Print a report: one sentence with the samples and the verdict, then tables; `verbose` adds figures of packing."""
+    """Print a report: the verdict, the capacities, memory and optional parts; with `verbose` everything else."""
+    forecast = report["forecast"]
     print_many_skipped(report.get("skipped"))
-    say(headline(report["summary"], report["forecast"]["verdict"]))
-    show_figures(report | report.get("options", {}), verbose=verbose)
-    show_notes(report.get("counts", {}))
-    print_skipped(report.get("skipped"))
-    print_control_tokens(report.get("control_tokens"))
+    say(report["summary"])
+    say(f"{forecast['verdict']}.")
+    click.echo()
+    _print_capacities(report)
+    num_gpus = forecast["num_gpus"]
+    each = "" if num_gpus == forecast["ranks"] else f" (the table has the memory of each of {num_gpus})"
+    say(f"{forecast['carry']['verdict']}{each}.")
+    if lost := report.get("sharing", {}).get("lost"):
+        tokens = report["sharing"]["laid_down"]["lost"]
+        share, most = tokens / report["tokens_tree"], max(lost, key=lambda cause: int(cause["tokens"]))
+        if share >= MIN_LOST:
+            say(f"{percent(share)} of the tokens lost their sharing, most by {most['cause']}; see --verbose.")
+    if report.get("counts") or report.get("skipped") or report.get("control_tokens"):
+        click.echo()
+        show_notes(report.get("counts", {}))
+        print_skipped(report.get("skipped"))
+        print_control_tokens(report.get("control_tokens"))
+    if verbose:
+        _print_details(report)
+    for name, columns in CONTRASTS.items():
+        if name in report:
+            click.echo()
+            _print_contrast(name, columns, report[name])
+    if "checked" in report:
+        click.echo()
+        _print_checked(dict(report["checked"]))
+
+
+def _print_capacities(report: dict[str, Any]) -> None:
+    """Print one line for each capacity whose plan differs; the one of the verdict has a mark."""
+    forecast = report["forecast"]
+    baseline = next(line for line in forecast["baselines"] if line["baseline"] == forecast["gain"]["baseline"])
+    chosen = forecast["gain"]["capacity"]
+    lines: dict[tuple[int, int], list[str]] = {}
+    for each in forecast["capacities"]:
+        is_chosen, plan = each["capacity"] == chosen, (each["num_rows"], each["tokens_packed"])
+        if plan in lines and not is_chosen:
+            continue
+        is_known = each["num_left_out"] == 0
+        lines[plan] = [
+            text(each["capacity"]) + ("*" if is_chosen else " "),
+            text(each["num_rows"]),
+            text(each["tokens_packed"]),
+            percent(1 - each["tokens_packed"] / baseline["tokens_flat"]) if is_known else "-",
+            f"{baseline['flops_flat'] / each['flops']:.2f}x" if is_known else "-",
+            "-" if each["num_bytes"] is None else f"{_gib(each['num_bytes'])} GiB",
+            readable_time(each["seconds"]),
+            text(each["num_left_out"]),
+        ]
+    header = ["capacity ", "rows", "tokens", "sharing", "speedup", "memory", "time", "left out"]
+    if all(each["num_left_out"] == 0 for each in forecast["capacities"]):
+        header, lines = header[:-1], {plan: line[:-1] for plan, line in lines.items()}
+    show_table(header, [*lines.values()])
+
+
+def _print_details(report: dict[str, Any]) -> None:
+    """Print the figures, distributions, lost sharing, and the forecast against every baseline."""
+    click.echo()
+    show_figures(report | report.get("options", {}), verbose=True)
     for name, column, ratio in (("por_by_depth", "tokens_tree", "por"), ("err_by_depth", "tokens_packed", "err")):
         if name in report:
             click.echo()
@@ -39,26 +99,9 @@ def print_report(report: dict[str, Any], *, verbose: bool) -> None:
     columns = ("count", "min", "median", "p90", "max", "mean")
     spreads = [name for name in SPREADS if name in report]
     show_table(["", *columns], [(name, *(report[name].get(column) for column in columns)) for name in spreads])
-    if "effective_ratio" in report:
-        click.echo()
-        lines = [
-            (name, ratio["num_anchors"], percent(ratio["of_anchors"]), percent(ratio["of_rollouts"]))
-            for name, ratio in report["effective_ratio"].items()
-        ]
-        show_table(["effective ratio", "anchors", "of_anchors", "of_rollouts"], lines)
-    if "spearman" in report:
-        click.echo()
-        ranks = [
-            (name, *(level[key] for key in ("num_pairs", "num_unpredicted", "rho", "p_value")))
-            for name, level in report["spearman"].items()
-        ]
-        show_table(["spearman", "pairs", "unpredicted", "rho", "p_value"], ranks)
     if "predicted" in report:
         click.echo()
         _print_predictions(report["predicted"])
-    if "checked" in report:
-        click.echo()
-        _print_checked(dict(report["checked"]))
     if "sharing" in report:
         click.echo()
         _print_sharing(report["sharing"], report["tokens_tree"])
@@ -66,10 +109,12 @@ def print_report(report: dict[str, Any], *, verbose: bool) -> None:
     _print_forecast(report["forecast"])
 
 
-def headline(summary: str, verdict: str) -> str:
-    """Return the summary of the input and the verdict as one sentence."""
-    # "614 conversations, 614 samples: tree ..." and "614 conversations, 6,321 samples: the template ...; tree ..."
-    return f"{summary}{';' if ':' in summary else ':'} {verdict}"
+def _print_contrast(name: str, columns: tuple[str, ...], levels: dict[str, dict[str, Any]]) -> None:
+    lines = [
+        (level, *(percent(values[key]) if key.startswith("of_") else values[key] for key in columns))
+        for level, values in levels.items()
+    ]
+    show_table([name.replace("_", " "), *(key.removeprefix("num_") for key in columns)], lines)
 
 
 def _print_sharing(sharing: dict[str, Any], tokens_tree: int) -> None:
@@ -115,56 +160,54 @@ def _print_predictions(predicted: list[dict[str, Any]]) -> None:
 
 
 def _print_checked(checked: dict[str, Any]) -> None:
-    compared = checked.pop("against_trie", True)
-    click.echo("checked: " + ", ".join(f"{name} {value:,}" for name, value in checked.items()) + ": all correct")
-    if not compared:
+    if not checked.pop("against_trie", True):
         click.echo("not compared with a trie: the one it was packed from cannot be found; give --trie")
+    click.echo("checked: " + ", ".join(f"{name} {value:,}" for name, value in checked.items()) + ": all correct")
 
 
 def _print_forecast(forecast: dict[str, Any]) -> None:
-    header = ("baseline", "capacity", "num_left_out", "sharing", "speedup", "hours_flat", "hours")
-    lines = [
-        (
-            line["baseline"],
+    header = ("baseline", "capacity", "num_left_out", "sharing", "speedup", "flat", "tree")
+    names: dict[tuple[Any, ...], list[str]] = {}
+    for line in forecast["lines"]:
+        values = (
             line["capacity"],
             line["num_left_out"],
             percent(line["sharing"]),
             f"{line['speedup']:.2f}",
-            line["hours_flat"],
-            line["hours"],
+            readable_time(3600 * line["hours_flat"]),
+            readable_time(3600 * line["hours"]),
         )
-        for line in forecast["lines"]
-    ]
-    show_table(header, lines)
+        names.setdefault((line["tokens_flat"], line["flops_flat"], *values), []).append(line["baseline"])
+    # Baselines with equal sequences are one line.
+    show_table(header, [(", ".join(baselines), *values[2:]) for values, baselines in names.items()])
     used = dict.fromkeys(line["baseline"] for line in forecast["lines"])
-    show_notes({}, [*(f"{name}: {BASELINES[name]}" for name in used), *forecast["notes"]])
-    click.echo()
-    _print_carry(forecast["carry"])
-    click.echo()
     rate = f"{percent(forecast['mfu'])} of {forecast['flops_per_second'] / 1e12:.0f} TFLOP/s"
     device = f", one {forecast['device']}" if forecast["device"] else ""
-    say(f"{forecast['verdict']}; for {forecast['model']}, hours at {rate}{device}")
+    times = f"flat, tree: times of {forecast['model']} at {rate}{device}"
+    show_notes({}, [*(f"{name}: {BASELINES[name]}" for name in used), *forecast["notes"], times])
+    if forecast["carry"]["lines"]:
+        click.echo()
+        _print_carry(forecast["carry"], forecast["num_gpus"])
 
 
-def _print_carry(carry: dict[str, Any]) -> None:
-    header = "rows gib_rows hours_rows carry trunk path gib_carry hours_carry".split()  # fits 80 columns
-    lines = [
-        (
-            "whole" if line["capacity"] is None else line["capacity"],
+def _print_carry(carry: dict[str, Any], num_gpus: int) -> None:
+    header = "rows gib_rows time_rows carry trunk path gib_carry time_carry".split()  # fits 80 columns
+    lines: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    for line in carry["lines"]:
+        values = (
             _gib(line["bytes_rows"]),
-            line["hours_rows"],
+            readable_time(3600 * line["hours_rows"]),
             line["carry"],
             percent(line["tokens_trunk"] / line["tokens_computed"]),
             _gib(line["bytes_path"]),
             _gib(line["bytes_carry"]),
-            line["hours_carry"],
+            readable_time(3600 * line["hours_carry"]),
         )
-        for line in carry["lines"]
-    ]
-    if lines:
-        show_table(header, lines)
-        show_notes({}, [*CARRY_NOTES, *carry["notes"]])
-    say(carry["verdict"])
+        rows = "whole" if line["capacity"] is None else line["capacity"]
+        lines.setdefault((line["row_tokens"], line["tokens_computed"], values), (rows, *values))
+    show_table(header, [*lines.values()])
+    divided = "one GPU" if num_gpus == 1 else f"each of {num_gpus} GPUs that divide weights and optimiser"
+    show_notes({}, [*CARRY_NOTES, f"gib: memory of {divided}, an estimate", *carry["notes"]])
 
 
 def _gib(num_bytes: int) -> str:

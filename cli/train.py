@@ -15,7 +15,7 @@ from .lora import lora_options
 from .objective import objective_options
 from .option_groups import field_options, option_group
 from .output import show
-from .paths import WRITE
+from .paths import PACKED_TEXT, WRITE
 from .progress import quiet_option
 from .run_options import RunOptions, run_options
 from .sections import SectionedCommand
@@ -24,7 +24,7 @@ from .training import import_torch, show_plan, stage_lines, train_model, use_cac
 if TYPE_CHECKING:
     from treepack.data.batch import Batch
     from treepack.model.adapters.lora_options import LoraOptions
-    from treepack.model.objectives.objective import Objective
+    from treepack.objectives.objective import Objective
 
 
 def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...] | None:
@@ -37,12 +37,13 @@ def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) 
 _SECTIONS = {
     "Data, model and output": "mix blocks model init-from out overwrite resume dry-run cache cache-size",
     "Loss": "loss clip-low clip-high dual-clip denominator response-length kl kl-estimator entropy importance-cap "
+    "importance-mask importance-level sequence-mask "
     "temperature beta value-coef value-clip router-aux routes",
     "Optimiser": "steps epochs rows-per-step lr min-lr-ratio warmup-steps weight-decay clip optimizer seed",
     "LoRA": "lora-rank lora-alpha lora-targets lora-dropout quantize merge",
     "Held-out rows": "eval eval-every patience",
     "Checkpoints": "checkpoint-every keep max-skipped",
-    "Metrics": "report-to tensorboard project run-name plot quiet",
+    "Metrics": "report-to tensorboard project run-name quiet",
     "Override what the run chooses": "dtype compile attention checkpoint-layers offload-checkpoints carry pass-tokens "
     "loss-chunk",
     "Devices": "device gather-dtype cpu-offload",
@@ -73,7 +74,7 @@ _training_options = option_group(
 
 @click.command(cls=SectionedCommand, sections=_SECTIONS)
 # Not a Path, which would make "s3://bucket/rows" "s3:/bucket/rows".
-@click.argument("packed", nargs=-1, required=True)
+@click.argument("packed", nargs=-1, required=True, type=PACKED_TEXT)
 @click.option(
     "--model",
     required=True,
@@ -159,14 +160,17 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     Raises:
         TreepackError: they differ by more than the tolerance.
     """
+    from treepack.train.early_checks import check_training
+    from treepack.train.input_checks import refuse_ranks
+
+    refuse_ranks("--verify")
+    check_training(packed, model, options)
     import_torch()
     from treepack.carry.verify import in_pieces
     from treepack.errors import TreepackError
     from treepack.model.verify.verify_rows import verify_rows
-    from treepack.train.ranks import refuse_ranks
     from treepack.train.setup.opening import open_verification
 
-    refuse_ranks("--verify")
     with stage_lines():
         run = open_verification(packed, model, options)
     limit = None if run.options.carry is None else int(run.options.carry)

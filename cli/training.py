@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ import click
 
 from treepack.files.remote.address import AnyPath
 
-from .output import show
+from .output import lock_until_end, quoted, show, show_end
 from .progress import is_quiet, short, step_progress
 from .run_options import RunOptions
 from .streams import printable
@@ -81,7 +82,14 @@ def stage_lines(first: str | None = None, *, shown: bool = True) -> Iterator[Non
 
 
 def import_torch() -> None:
-    """Import the trainer, with a line for the seconds that this takes."""
+    """Import the trainer, with a line for the seconds that this takes.
+
+    Raises:
+        TreepackError: torch is not installed.
+    """
+    from treepack.train.input_checks import require_torch
+
+    require_torch(click.get_current_context().command_path)
     with stage_lines("importing torch"):
         import_module("treepack.train.setup.opening")
 
@@ -129,15 +137,11 @@ def train_model(
     Raises:
         TreepackError: an option, the data, the model or `out` cannot be used, or training fails.
     """
+    _check_early(packed, model, options, out, run_options, overwrite=overwrite)
     import_torch()
     from treepack.train.ranks import find_device, join_ranks, leave_ranks
     from treepack.train.saving.place import open_place
-    from treepack.train.saving.run_directory import check_out
 
-    # All checks that do not need the model come first, because a large model takes minutes to load.
-    held_out = () if run_options.held_out is None else (run_options.held_out,)
-    check_out(out, inputs=[*packed, *held_out, model], overwrite=overwrite, resume=run_options.resume)
-    _require_extras(run_options)
     keep_compiled_code()
     ranks = join_ranks(find_device(options.device))
     try:
@@ -147,6 +151,7 @@ def train_model(
         # After the last upload: a run that is shown as saved is whole.
         if ranks.leads:
             show(summary)
+            show_end(None if "stopped" in summary else out, then=_next_command(out, options, summary))
     finally:
         leave_ranks()
 
@@ -179,6 +184,43 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
         leave_ranks()
 
 
+def _next_command(out: AnyPath, options: TrainOptions, summary: dict[str, Any]) -> str:
+    """Return the command that usually follows a run: its continuation, or a use of its model."""
+    if "stopped" in summary:
+        return "the same command with --resume"
+    if options.objective.loss == "value":
+        return f"treepack critic TRIE --model {quoted(out)} --out VALUES"
+    return f"treepack rollout PROMPTS --engine {quoted(out)} --sampler independent --out ROLLOUTS.jsonl"
+
+
+def _check_early(
+    packed: tuple[str, ...],
+    model: str,
+    options: TrainOptions,
+    out: AnyPath,
+    run_options: RunOptions,
+    *,
+    overwrite: bool,
+) -> None:
+    """Refuse what can be refused without torch, whose import takes seconds, and lock a local `out` until the end.
+
+    Raises:
+        TreepackError: the data, the model, an option or `out` cannot be used.
+    """
+    from treepack.train.early_checks import check_resumed, check_training
+    from treepack.train.input_checks import is_first_process
+    from treepack.train.saving.run_record import check_out
+
+    held_out = () if run_options.held_out is None else (run_options.held_out,)
+    check_out(out, inputs=[*packed, *held_out, model], overwrite=overwrite, resume=run_options.resume)
+    if isinstance(out, Path) and is_first_process():
+        lock_until_end(out)
+    _require_extras(run_options)
+    headers, others = check_training(packed, model, options, held_out=held_out)
+    if run_options.resume:
+        check_resumed(headers, others, options, out)
+
+
 def _train_in(
     place: Place,
     packed: tuple[str, ...],
@@ -189,9 +231,9 @@ def _train_in(
     *,
     overwrite: bool,
 ) -> dict[str, Any]:
-    """Train in `place`, draw the curves, and return the summary."""
+    """Train in `place`, and return the summary."""
     from treepack.train.loop import already_finished
-    from treepack.train.saving.run_directory import num_finished
+    from treepack.train.saving.run_record import num_finished
     from treepack.train.setup.opening import open_run, resume_run
 
     held_out = run_options.held_out
@@ -201,14 +243,12 @@ def _train_in(
         run = open_run(packed, model, options, ranks, held_out=held_out)
     if run is None:
         _note(ranks, already_finished(place.out, num_finished(place.out) or 0))
-        if run_options.plot:
-            ranks.lead(place.claim)  # for the metrics, which the curves are drawn from
-        return {"steps": 0, "saved": str(place.out), **_draw(place, run_options, ranks)}
+        return {"steps": 0, "saved": str(place.out)}
     for note in run.notes:
         _note(ranks, note)
     with _catch_sigterm() as stop:
         steps = _run_steps(run, place, stop, run_options, overwrite=overwrite)
-    return _summary(run, place.out, steps) | _draw(place, run_options, ranks)
+    return _summary(run, place.out, steps)
 
 
 def _run_steps(
@@ -249,16 +289,17 @@ def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, *, done
 
     config = {**run.options.as_record(), "packed": [str(path) for path in run.paths], "model": run.loaded.source}
     name = run_options.run_name or place.out.name or "run"  # Path(".") has no name
-    described = SinkRun(place.folder, run_options.project, name, tracker_id(place), config, done)
-    return Sinks(run_options.sinks, described, lambda note: _note(run.ranks, note))
+    note = partial(_note, run.ranks)
+    described = SinkRun(place.folder, run_options.project, name, tracker_id(place), config, done, note)
+    return Sinks(run_options.sinks, described, note)
 
 
 def _step_values(metrics: StepMetrics) -> dict[str, str]:
     """Return the values of a step for its line."""
-    reward, held_out = metrics.means.get("reward"), metrics.evaluation.get("eval_loss")
+    held_out = metrics.evaluation.get("eval_loss")
     return {
         "loss": f"{metrics.loss:.4f}",
-        **({} if reward is None else {"reward": f"{reward:.3g}"}),
+        **{name: f"{value:.3g}" for name, value in _named_means(metrics).items()},
         **({} if held_out is None else {"held-out loss": f"{held_out:.4f}"}),
         "lr": f"{metrics.lr:.3g}",
         "grad norm": f"{metrics.grad_norm:.3g}",
@@ -267,20 +308,36 @@ def _step_values(metrics: StepMetrics) -> dict[str, str]:
     }
 
 
+def _named_means(metrics: StepMetrics) -> dict[str, float]:
+    """Return the means of a step that are watched in reinforcement learning and with preferences, by their names."""
+    means = metrics.means
+    named: dict[str, float] = {name: means[name] for name in ("reward", "accuracy", "margin") if name in means}
+    if "clip_fraction_low" in means:
+        # kl is that to the reference, with --kl; old_kl is that to the policy that the old log-probabilities are of.
+        named |= {"KL": means["kl"]} if "kl" in means else {"KL to the old policy": means["old_kl"]}
+        named |= {"entropy": means["entropy"]}
+        named |= {"clip share": means["clip_fraction_low"] + means["clip_fraction_high"]}
+    return named
+
+
+def _outcome(steps: list[StepMetrics]) -> dict[str, Any]:
+    """Return the lines of the summary about the first and the last step: the loss, or the means that say more."""
+    first, last = (_named_means(steps[place]) for place in (0, -1))
+    # The loss of a policy is about 0 in every step, whatever it learns.
+    losses = {} if "clip_fraction_low" in steps[0].means else {"first loss": steps[0].loss, "last loss": steps[-1].loss}
+    names = [name for name in first if name in last]
+    return losses | {f"{name}, first and last": f"{first[name]:.4g}, {last[name]:.4g}" for name in names}
+
+
 def _require_extras(run_options: RunOptions) -> None:
     """Refuse an option if its package is not installed, before anything is trained or removed.
 
     Raises:
         TreepackError: a package is missing.
     """
-    from importlib.util import find_spec
-
-    from treepack.errors import TreepackError, install_hint
     from treepack.train.watch.sinks import check_sinks
 
     check_sinks(run_options.sinks)
-    if run_options.plot and find_spec("vl_convert") is None:
-        raise TreepackError(f"--plot needs vl-convert-python, which is not installed; {install_hint('report')}")
 
 
 def _note(ranks: Ranks, note: str) -> None:
@@ -302,7 +359,7 @@ def _catch_sigterm() -> Iterator[Callable[[], bool]]:
 
 def _summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dict[str, Any]:
     """Return the lines of the summary."""
-    from treepack.train.saving.run_directory import is_finished
+    from treepack.train.saving.run_record import is_finished
 
     record: dict[str, Any] = {"steps": len(steps), "attention": run.loaded.attention}
     if run.ranks.grouped:
@@ -311,8 +368,7 @@ def _summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dict[s
         seconds = sum(metrics.seconds for metrics in steps)
         tokens, flat = (sum(getattr(metrics, name) for metrics in steps) for name in ("tokens", "tokens_flat"))
         record |= {
-            "first loss": steps[0].loss,
-            "last loss": steps[-1].loss,
+            **_outcome(steps),
             "tokens computed": tokens,
             "tokens if each trajectory is computed alone": flat,
             "tokens per second": tokens / seconds,
@@ -356,16 +412,3 @@ def _peaks(run: TrainingRun) -> dict[str, int]:
         pinned += adapted.offload.pages.num_bytes
     peak = torch.cuda.max_memory_allocated(run.loaded.device)
     return {"peak of GPU memory in bytes": peak, "pinned host memory in bytes": pinned}
-
-
-def _draw(place: Place, run_options: RunOptions, ranks: Ranks) -> dict[str, str]:
-    """Draw the curves on the first rank if they are wanted, and return their line of the summary."""
-    from treepack.train.saving.place import METRICS
-
-    metrics = place.folder / METRICS
-    if not run_options.plot or not ranks.leads or not metrics.exists():
-        return {}
-    from treepack.train.watch.plot import draw_curves
-
-    draw_curves(metrics, place.folder / "metrics.png")
-    return {"curves": str(place.out / "metrics.png")}

@@ -10,9 +10,10 @@ import click
 
 from treepack.train.options import TrainOptions
 
+from .choices import WordChoice
 from .option_groups import field_options, option_group
-from .output import reserve_directory, reserve_table, show
-from .paths import READ, WRITE
+from .output import quoted, reserve_directory, reserve_table, show, show_end
+from .paths import READ, TRIE, WRITE
 from .progress import INTERVAL, quiet_option, step_progress
 from .sizes import TokenCount
 
@@ -36,7 +37,7 @@ _compute_options = option_group(
         TrainOptions,
         "dtype attention device",
         dtype={
-            "type": click.Choice(["fp32", "bf16"]),
+            "type": WordChoice(["fp32", "bf16"]),
             "default": "fp32",
             "help": "bf16 keeps fp32 weights and computes the backbone under autocast.",
         },
@@ -67,7 +68,7 @@ def values() -> None:
 
 
 @values.command()
-@click.argument("trie", type=READ)
+@click.argument("trie", type=TRIE)
 @click.option(
     "--model",
     required=True,
@@ -114,20 +115,24 @@ def fit(
     that continue from there, by the mean squared error. Prefixes are packed into rows, so each is encoded once.
     """
     from treepack.files.remote.cache import local_copy
+    from treepack.train.early_checks import check_trie_model
+    from treepack.train.input_checks import refuse_ranks, require_torch
+
+    refuse_ranks("treepack values fit")
+    train = TrainOptions(**training, **asdict(compute))
+    reserve_directory(out, [trie, model], overwrite=overwrite)
+    check_trie_model(trie, model, device=train.device)
+    require_torch("treepack values fit")
     from treepack.research.predictor.fit import FitOptions, open_fit
     from treepack.research.predictor.fit import fit as fit_steps
-    from treepack.train.ranks import refuse_ranks
 
-    # All checks that do not need the model come first, because a large model takes minutes to load.
-    refuse_ranks("treepack values fit")
     options = FitOptions(
-        train=TrainOptions(**training, **asdict(compute)),
+        train=train,
         capacity=capacity,
         segment=segment,
         prefix_share=prefix_share,
         freeze=freeze,
     )
-    reserve_directory(out, [trie, model], overwrite=overwrite)
     run = open_fit(local_copy(trie), model, options)
     for note in run.notes:
         click.echo(f"note: {note}", err=True)
@@ -148,6 +153,7 @@ def fit(
             "saved": str(out),
         }
     )
+    show_end(out, then=f"treepack values predict {quoted(trie)} --values {quoted(out)} --out PREDICTIONS.jsonl")
 
 
 def _run_steps(steps: Iterator[FitStep], *, total: int) -> list[FitStep]:
@@ -162,7 +168,7 @@ def _run_steps(steps: Iterator[FitStep], *, total: int) -> list[FitStep]:
 
 
 @values.command(short_help="Write the value of every prompt and prefix in TRIE.")
-@click.argument("trie", type=READ)
+@click.argument("trie", type=TRIE)
 @click.option(
     "--values",
     "predictor",
@@ -192,15 +198,22 @@ def predict(
     Rewards are not needed. Prefixes are packed into rows, so each is encoded once.
     """
     from treepack.files.remote.cache import local_copy
-    from treepack.research.predictor import model as value_model
+    from treepack.research.predictor.record import read_values_record
     from treepack.research.trace.expansion import refuse_name, write_prefix_table
-    from treepack.train.ranks import refuse_ranks
+    from treepack.train.early_checks import check_trie_model
+    from treepack.train.input_checks import refuse_ranks, require_torch
 
     refuse_ranks("treepack values predict")
     refuse_name(out)  # the name selects the format, .jsonl or .parquet
     # --overwrite replaces only a file with these columns, which treepack wrote.
     reserve_table(out, [trie, predictor], columns={"group_id", "value"}, overwrite=overwrite)
-    model = value_model.load_values(local_copy(predictor), **asdict(compute))
+    directory = local_copy(predictor)
+    read_values_record(directory)
+    check_trie_model(trie, str(directory), device=compute.device)
+    require_torch("treepack values predict")
+    from treepack.research.predictor import model as value_model
+
+    model = value_model.load_values(directory, **asdict(compute))
     for note in model.loaded.notes:
         click.echo(f"note: {note}", err=True)
     predictions = value_model.predict_values(
@@ -219,4 +232,7 @@ def predict(
             "tokens computed": predictions.tokens_computed,
             "tokens if each prefix is computed alone": predictions.tokens_alone,
         }
+    )
+    show_end(
+        out, then=f"treepack allocate prefixes {quoted(trie)} --predictions {quoted(out)} --expand N --out QUERIES"
     )

@@ -34,7 +34,7 @@ from treepack.ingest.readers.fields import token_fields
 from treepack.ingest.readers.fields.rewards import REWARDS
 from treepack.ingest.readers.format import KEEPS
 from treepack.ingest.readers.registry import all_formats
-from treepack.model.objectives import objective
+from treepack.objectives import objective
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
@@ -158,7 +158,8 @@ def _objectives() -> str:
     lines = ["| `--loss` | clip low | clip high | denominator |", "|---|---|---|---|"]
     for name in objective.PRESETS:
         chosen = objective.choose_objective(name)
-        clips = [f"{chosen.clip_low:g}", f"{chosen.clip_high:g}"] if name not in ("sft", "dpo", "value") else ["-", "-"]
+        is_clipped = chosen.is_policy and chosen.loss not in ("sapo", "vespo", "dro", "reinforce")
+        clips = [f"{chosen.clip_low:g}", f"{chosen.clip_high:g}"] if is_clipped else ["-", "-"]
         values = [*clips, "-" if name in ("sft", "dpo") else chosen.denominator]
         note = {
             "sft": " (weighted cross-entropy)",

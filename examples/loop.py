@@ -36,14 +36,14 @@ from transformers import AutoTokenizer
 
 import treepack
 from treepack.model.forward import row_logprobs
-from treepack.model.objectives.losses import objective_loss
-from treepack.model.objectives.objective import choose_objective
-from treepack.model.objectives.row_factors import row_factors
+from treepack.objectives.losses import objective_loss
+from treepack.objectives.objective import choose_objective
+from treepack.objectives.row_factors import row_factors
 from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
-from treepack.rollout.engine import Sampling, derived_seed
+from treepack.rollout.engine import derived_seed
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.in_process.local import LocalEngine, LocalOptions, default_stop_tokens
-from treepack.rollout.options import TreeOptions, independent
+from treepack.rollout.options import Sampling, TreeOptions, independent
 from treepack.rollout.query import Query
 from treepack.rollout.records import tree_trajectories
 from treepack.rollout.sampler import sample_tree

@@ -52,7 +52,7 @@ _HOME = {
     "LoraOptions": "model.adapters.lora_options",
     "row_loss": "model.forward",
     "TreeOptions": "rollout.options",
-    "RolloutOptions": "rollout.run",
+    "RolloutOptions": "rollout.options",
     "sample_rollouts": "rollout.run",
 }
 
@@ -61,6 +61,19 @@ __all__ = ["__version__", *_HOME]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'treepack' has no attribute {name!r}")
+        near = [] if name.startswith("_") else import_module("difflib").get_close_matches(name, _HOME, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise AttributeError(f"module 'treepack' has no attribute {name!r}{hint}", name=name)
     module, _, own_name = _HOME[name].partition(":")
-    return getattr(import_module(f"treepack.{module}"), own_name or name)
+    try:
+        return getattr(import_module(f"treepack.{module}"), own_name or name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from treepack.errors import TreepackError, torch_hint
+
+        raise TreepackError(f"treepack.{name} needs torch, which is not installed; {torch_hint()}") from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

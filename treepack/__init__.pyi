@@ -26,8 +26,8 @@ from treepack.processes import Progress as Progress
 from treepack.report.write import write_report as write_report
 from treepack.rl.advantages.advantage_options import AdvantageOptions as AdvantageOptions
 from treepack.rl.advantages.directory import write_advantages as write_advantages
+from treepack.rollout.options import RolloutOptions as RolloutOptions
 from treepack.rollout.options import TreeOptions as TreeOptions
-from treepack.rollout.run import RolloutOptions as RolloutOptions
 from treepack.rollout.run import sample_rollouts as sample_rollouts
 from treepack.trajectory import Trajectory as Trajectory
 from treepack.trie.builders.in_memory import build_trie as build_trie

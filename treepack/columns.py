@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.column_views import FilledView, ListView, NoValues, View
+from treepack.option_fields import expect_type
 from treepack.trajectory import Float32, Float64, Int32, Int64, Routes, Tokens, Trajectory, is_recorded, missing_route
 
 # Values of a list column after which its next chunk begins. A chunk has offsets of 32 bits, and the list that crosses
@@ -145,6 +146,7 @@ def concatenate(tables: list[pa.Table]) -> pa.Table:
 
 
 def _token_content(record: Trajectory) -> Tokens:
+    expect_type(record, Trajectory, "build_trie: a trajectory", "trajectories_from_arrays")
     if not isinstance(record.content, Tokens):
         raise TreepackError(f"{record.source}: the trajectory is text; tokenise it first (--tokenizer)")
     return record.content

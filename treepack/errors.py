@@ -11,7 +11,12 @@ class TreepackError(Exception):
 
 def install_hint(extra: str) -> str:
     """Return the remedy for a missing package: the command that installs the optional dependencies `extra`."""
-    return f"run pip install '.[{extra}]' in treepack's folder"
+    return f"run pip install 'treepack[{extra}]'"
+
+
+def torch_hint() -> str:
+    """Return the remedy for a missing torch, whose build depends on the machine."""
+    return f"install torch for this machine first (https://pytorch.org), then {install_hint('train')}"
 
 
 MAX_SHOWN = 60  # characters of a value in an error

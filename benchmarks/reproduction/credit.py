@@ -35,7 +35,7 @@ from torch import Tensor
 
 import treepack
 from treepack.errors import TreepackError
-from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.objectives.objective import Objective, choose_objective
 from treepack.rl.advantages.estimate import AdvantageEstimates, estimate_advantages, with_advantages
 from treepack.rollout.query import Query
 from treepack.rollout.tree import Tree

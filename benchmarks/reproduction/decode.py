@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treepack.rollout.engine import LENGTH, STOP, Sampling, Segment
+from treepack.rollout.engine import LENGTH, STOP, Segment
+from treepack.rollout.options import Sampling
 from treepack.trajectory import Float64, Int32
 
 QUIET_TICKS = 48  # turns of the event loop without a request after which a batch starts

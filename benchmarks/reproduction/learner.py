@@ -22,9 +22,9 @@ from tasks import Task, has_both_outcomes
 
 import treepack
 from treepack.model.forward import WholeRows
-from treepack.model.objectives.objective import Objective, choose_objective
-from treepack.model.objectives.row_factors import row_factors
-from treepack.model.objectives.row_numbers import LossPart
+from treepack.objectives.objective import Objective, choose_objective
+from treepack.objectives.row_factors import row_factors
+from treepack.objectives.row_numbers import LossPart
 from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
 from treepack.rollout.records import tree_trajectories
 from treepack.rollout.tree import Tree

@@ -27,7 +27,8 @@ from treepack.columns import SpanView
 from treepack.model.forward import row_logprobs
 from treepack.research.pros import selection
 from treepack.research.pros.augmentation import augment
-from treepack.research.pros.pass_rates import GibbsLength, LogOdds, estimate
+from treepack.research.pros.options import GibbsLength
+from treepack.research.pros.pass_rates import LogOdds, estimate
 from treepack.research.pros.signals import entropies_of_terms
 from treepack.rollout.query import Query
 from treepack.rollout.tree import Tree

@@ -21,9 +21,9 @@ import steps
 import sums
 from words import STOP
 
-from treepack.rollout.engine import Engine, Sampling
+from treepack.rollout.engine import Engine
 from treepack.rollout.episode import Episode
-from treepack.rollout.options import TreeOptions, independent
+from treepack.rollout.options import Sampling, TreeOptions, independent
 from treepack.rollout.query import Query
 from treepack.rollout.requests import run_queries
 from treepack.rollout.sampler import sample_tree

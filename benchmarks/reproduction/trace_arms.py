@@ -32,8 +32,9 @@ from treepack.research.predictor.model import ValueModel, end_states, node_value
 from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, draw_nodes
 from treepack.research.trace.allocation import allocate_roots
 from treepack.research.trace.expansion import prefix_table
+from treepack.research.trace.options import BudgetExperiment
 from treepack.research.trace.predictions import ValuePredictions, correlations, group_ids
-from treepack.research.trace.simulation import BudgetExperiment, spread_continuations, spread_rollouts
+from treepack.research.trace.simulation import spread_continuations, spread_rollouts
 from treepack.research.trace.targets import anchors, binary_rewards, effective_ratio, recursive_targets
 from treepack.rl.leaf_weights import leaf_weights
 from treepack.rollout.options import TreeOptions

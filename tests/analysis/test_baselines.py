@@ -24,7 +24,7 @@ from treepack.analysis.forecast import (
     turns_work,
 )
 from treepack.analysis.turns import turns_of
-from treepack.analysis.verdict import baseline_notes, forecast_report
+from treepack.analysis.verdict import baseline_notes, forecast_report, gain_headline
 from treepack.costs.model_cost import FlopCount, ModelShape, operations
 from treepack.ingest.conversations import AppendOnly, Conversations
 from treepack.trajectory import Trajectory
@@ -91,7 +91,7 @@ def test_append_only_sequences_are_not_used_if_they_are_not_known(fault: str) ->
     lines = forecast_lines(trie, [], method="contiguous", conversations=known)
     assert APPEND_ONLY not in {line.baseline for line in lines}
     (note,) = baseline_notes(known, trie_totals(trie))
-    assert {"stale": "samples were removed", "absent": "for 1 of 3 conversations"}[fault] in note
+    assert {"stale": "trajectories were removed", "absent": "for 1 of 3 conversations"}[fault] in note
 
 
 def test_notes_mention_equal_baselines_and_equal_expansions() -> None:
@@ -99,10 +99,10 @@ def test_notes_mention_equal_baselines_and_equal_expansions() -> None:
     trie = build_trie(chats)
     totals, work = trie_totals(trie), flat_work(trie)
     read = replace(conversations_of(trie, work), num_turns=6)
-    same_sequences = "each sample is the append-only sequence of its conversation, so both baselines are the same"
+    same_sequences = "each trajectory is the append-only sequence of its conversation, so both baselines are the same"
     assert baseline_notes(read, totals) == [same_sequences]
     split = conversations_of(trie, replace(work, tokens=20))
-    assert baseline_notes(split, totals) == ["--expand trajectory and --expand turns give the same samples"]
+    assert baseline_notes(split, totals) == ["--expand trajectory and --expand turns give the same trajectories"]
     assert "token ids or plain text" in baseline_notes(None, totals)[0]
 
 
@@ -113,7 +113,7 @@ def test_the_report_follows_from_the_lines() -> None:
     assert line["flops_flat"] == 6 * (7 * 1000 + 11 * 100 + 3 * 9000) == operations(SHAPE, flat)
     assert line["speedup"] == pytest.approx(operations(SHAPE, flat) / operations(SHAPE, packed))
     assert (line["sharing"], line["num_left_out"], line["capacity"]) == (0.8, 2, 64)
-    assert result["baselines"] == [line | {"label": "one sample per turn"}]
+    assert result["baselines"] == [line | {"label": "one trajectory per turn"}]
     assert (result["gain"]["baseline"], result["gain"]["speedup"]) == ("turns", line["speedup"])
     assert result["notes"] == ["a note"]
     assert line["hours"] * 3600 * DEVICE.rate * result["mfu"] == pytest.approx(operations(SHAPE, packed))
@@ -132,32 +132,32 @@ SEQUENCE = "one append-only sequence per conversation"
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ([line_of(SAMPLES, 0.8)], "tree training pays 5.0x against each sample alone"),
+        ([line_of(SAMPLES, 0.8)], "Tree training pays 5.0x against each trajectory alone"),
         (
             [line_of(SAMPLES, 0.03)],
-            "tree training does not pay: it computes 3 % less than each sample alone",
+            "Tree training does not pay: it computes 3 % less than each trajectory alone",
         ),
         (
             [line_of(SAMPLES, 0.8), line_of(APPEND_ONLY, 0.5), line_of(TURNS, 0.9)],
-            f"tree training pays 2.0x against {SEQUENCE} (5.0x against each sample alone, "
-            "10.0x against one sample per turn)",
+            f"Tree training pays 2.0x against {SEQUENCE} (5.0x against each trajectory alone, "
+            "10.0x against one trajectory per turn)",
         ),
         # Long reasoning makes append-only sequences dearer than the samples from which the template drops it.
         (
             [line_of(SAMPLES, 0.5), line_of(APPEND_ONLY, 0.75)],
-            f"tree training pays 2.0x against each sample alone (4.0x against {SEQUENCE})",
+            f"Tree training pays 2.0x against each trajectory alone (4.0x against {SEQUENCE})",
         ),
         (
             [line_of(TURNS, 0.8), line_of(APPEND_ONLY, -0.25)],
-            f"tree training does not pay: it computes 25 % more than {SEQUENCE} (5.0x against one sample per turn)",
+            f"Tree training does not pay: it computes 25 % more than {SEQUENCE} (5.0x against one trajectory per turn)",
         ),
         (
             [line_of(SAMPLES, 0.9), line_of(SAMPLES, 0.5, 64), line_of(SAMPLES, 0.8, 32)],
-            "tree training pays 5.0x against each sample alone",
+            "Tree training pays 5.0x in rows of 32 tokens against each trajectory alone",
         ),
         (
             [line_of(SAMPLES, 0.8, 32, left_out=9), line_of(SAMPLES, 0.5, 64)],
-            "tree training pays 2.0x against each sample alone",
+            "Tree training pays 2.0x in rows of 64 tokens against each trajectory alone",
         ),
     ],
 )
@@ -165,6 +165,18 @@ def test_the_verdict_is_one_plain_line(lines: list[ForecastLine], expected: str)
     result = forecast_report(lines, SHAPE, DEVICE)
     assert result["verdict"] == expected
     assert result["pays"] == ("not pay" not in expected)
+
+
+def test_the_verdict_is_about_the_given_capacity_and_names_it() -> None:
+    lines = [line_of(SAMPLES, 0.9), line_of(SAMPLES, 0.8, 32), line_of(SAMPLES, 0.5, 8_192), line_of(TURNS, 0.9, 32)]
+    result = forecast_report(lines, SHAPE, DEVICE, capacity=8_192)
+    assert result["verdict"] == (
+        "Tree training pays 2.0x in rows of 8,192 tokens against each trajectory alone "
+        "(10.0x against one trajectory per turn)"
+    )
+    assert gain_headline(result["gain"]) == "Tree training pays 2.0x in rows of 8,192 tokens"
+    loss = forecast_report([line_of(SAMPLES, 0.05, 64)], SHAPE, DEVICE, capacity=64)
+    assert gain_headline(loss["gain"]) == "Tree training does not pay in rows of 64 tokens"
 
 
 saved = st.floats(-0.5, 0.95)

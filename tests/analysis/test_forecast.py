@@ -240,16 +240,41 @@ def test_stats_ends_with_a_forecast_and_a_verdict(treepack: Run, chats: Callable
     assert after["device"] is None
 
 
-def test_first_and_last_line_have_the_verdict(treepack: Run, chats: Callable[..., Path]) -> None:
-    lines = treepack("stats", chats("trajectory")).out.splitlines()
-    number, sequence = r"[\d.]+x against", "one append-only sequence per conversation"
-    gain = rf"tree training pays {number} {sequence} \({number} each sample alone, {number} one sample per turn\)"
-    assert re.fullmatch(
-        "32 conversations, 96 samples: the template rewrites earlier turns; " + gain,
-        lines[0],
-    )
-    assert re.fullmatch(gain + r"; for qwen3-8b, hours at 50\.0 % of 771 TFLOP/s, one h200", lines[-1])
-    assert treepack("stats", chats("turns"), "--device", 400).out.endswith("hours at 50.0 % of 400 TFLOP/s\n")
+def test_stats_is_a_verdict_a_table_and_a_line_of_memory(treepack: Run, chats: Callable[..., Path]) -> None:
+    trie = chats("trajectory")
+    lines = treepack("stats", trie).out.splitlines()
+    number, sequence = r"[\d.]+x", "one append-only sequence per conversation"
+    gain = rf"Tree training pays {number} in rows of 32,768 tokens against {sequence} "
+    others = rf"\({number} against each trajectory alone, {number} against one trajectory per turn\)\."
+    assert lines[0] == "32 conversations, 96 trajectories: the template rewrites earlier turns"
+    assert re.fullmatch(gain + others, lines[1])
+    assert lines[3].split() == ["capacity", "rows", "tokens", "sharing", "speedup", "memory", "time"]
+    end = next(i for i, line in enumerate(lines) if line.startswith("qwen3-8b with AdamW"))
+    table = [line.split() for line in lines[4:end]]
+    assert [row[0] for row in table if row[0].endswith("*")] == ["32,768*"]
+    assert len({(row[1], row[2]) for row in table}) == len(table)  # equal plans are one line
+    sentence = "qwen3-8b with AdamW in fp32 does not fit one h200; use 2 GPUs or LoRA"
+    assert lines[end] == f"{sentence} (the table has the memory of each of 2)."
+    assert lines[end + 1] == "28.7 % of the tokens lost their sharing, most by template; see --verbose."
+    assert len(lines) == end + 4  # and a note about the template
+    assert "e-0" not in treepack("stats", trie, "--verbose").out  # times have a unit that fits
+    rate = "hours at 50.0 % of 400 TFLOP/s".removeprefix("hours ")
+    assert rate in treepack("stats", trie, "--device", 400, "--verbose").out
+
+
+def test_the_verdict_of_a_check_is_the_last_line(treepack: Run, chats: Callable[..., Path]) -> None:
+    lines = treepack("stats", chats("trajectory"), "--check", "--verbose").out.splitlines()
+    assert lines[-1].startswith("checked: ")
+    assert lines[-1].endswith(": all correct")
+
+
+def test_equal_baselines_are_one_line(treepack: Run) -> None:
+    data = (SAMPLE_DATA / "search_tree.json", "--tokenizer", SAMPLE_DATA / "tokenizer")
+    lines = forecast_of(treepack, *data)["lines"]
+    same = [tuple(line[name] for name in ("capacity", "flops_flat", "flops")) for line in lines]
+    assert len(set(same)) < len(same)
+    table = [line for line in treepack("stats", *data, "--verbose").out.splitlines() if "samples, append_only " in line]
+    assert len(table) == 2
 
 
 def test_the_command_line_has_the_defaults_of_the_library() -> None:

@@ -269,7 +269,7 @@ def test_stats_prints_the_causes_and_escapes_the_text_of_rollouts(folder: Path, 
         for i, system in enumerate(systems)
     ]  # fmt: skip
     path.write_text("\n".join(map(json.dumps, records)))
-    done = treepack("stats", str(path), "--tokenizer", str(folder / "plain"))
+    done = treepack("stats", str(path), "--tokenizer", str(folder / "plain"), "--verbose")
     assert done.status == 0
     assert "prompt edit" in done.out
     assert '"\\u001b[31mhelps.' in done.out

@@ -125,6 +125,13 @@ def test_packed_rows_give_the_same_gradients_as_before(kind: str, attention: str
         assert torch.equal(old.grad, new.grad)
 
 
+def test_generation_before_it_is_allowed_names_the_function_that_allows_it() -> None:
+    model = tree_model("qwen3")
+    for mask in (None, MASK):
+        with pytest.raises(TreepackError, match=r"call treepack\.allow_generation\(model\) before generate\(\)"):
+            model.generate(PROMPTS, attention_mask=mask, max_new_tokens=2, pad_token_id=0)
+
+
 def test_a_mask_beside_subtree_end_is_still_refused() -> None:
     model = tree_model("qwen3")
     allow_generation(model)

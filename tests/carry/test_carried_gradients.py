@@ -19,9 +19,9 @@ from treepack.carry.backward import CarryOptions, RowsInPieces, backward_row
 from treepack.data.batch import Batch, make_batch
 from treepack.model.forward import WholeRows
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
-from treepack.model.objectives.objective import choose_objective
-from treepack.model.objectives.row_numbers import LossPart
+from treepack.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.objectives.objective import choose_objective
+from treepack.objectives.row_numbers import LossPart
 
 CASES: list[dict[str, Any]] = [
     {"name": "ppo", "dual_clip": 1.3},
@@ -29,6 +29,8 @@ CASES: list[dict[str, Any]] = [
     {"name": "gspo", "clip_low": 0.03, "clip_high": 0.04, "kl": 0.1, "entropy": 0.2},
     {"name": "cispo", "clip_low": 0.3, "entropy": 0.1},
     {"name": "dpo", "beta": 0.7},
+    {"name": "vespo", "importance_cap": 1.1},
+    {"name": "ppo", "importance_cap": 1.1, "importance_level": "sequence", "sequence_mask": 0.1},
 ]
 
 

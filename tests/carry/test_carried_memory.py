@@ -24,7 +24,7 @@ from treepack.data.batch import Batch, make_batch
 from treepack.memory.host_pages import HostCopies, PageCopies, PagePool, copy_back, copy_out
 from treepack.model.layers import checkpoint_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.row_numbers import RowResult
+from treepack.objectives.row_numbers import RowResult
 
 LAYERS = 4
 LIMIT = 16

@@ -25,10 +25,10 @@ from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.forward import row_logprobs
 from treepack.model.layers import adapt_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.objective import choose_objective
-from treepack.model.objectives.row_numbers import LossPart
 from treepack.model.verify.gradients import verify_gradients
 from treepack.model.verify.verify_memory import MemoryPlan
+from treepack.objectives.objective import choose_objective
+from treepack.objectives.row_numbers import LossPart
 from treepack.train.options import TrainOptions
 from treepack.train.setup.opening import open_verification
 from treepack.trajectory import Trajectory

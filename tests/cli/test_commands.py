@@ -107,7 +107,7 @@ def test_summary_of_build_trie(treepack: Run, tmp_path: Path) -> None:
     result = treepack("build-trie", path, "--out", tmp_path / "trie")
     lines = [line.split(maxsplit=2) for line in result.out.splitlines()]
     values = {words[0]: words[1] for words in lines[2:12]}
-    assert result.out.splitlines()[1] == "6 samples of token ids or plain text"
+    assert result.out.splitlines()[1] == "6 trajectories of token ids or plain text"
     assert float(values.pop("tokens_per_second").replace(",", "")) > 0
     assert values == {
         "num_files": "1",
@@ -124,9 +124,10 @@ def test_summary_of_build_trie(treepack: Run, tmp_path: Path) -> None:
     assert "- skipped: no trained token: 1" in result.out.splitlines()
 
 
-def test_results_go_to_stdout_and_notes_stay_away_without_a_terminal(treepack: Run, tmp_path: Path) -> None:
-    result = treepack("build-trie", write_rollouts(tmp_path / "r.jsonl"), "--out", tmp_path / "trie")
-    assert (result.status, result.err) == (0, "")
+def test_results_go_to_stdout_and_the_end_to_stderr(treepack: Run, tmp_path: Path) -> None:
+    out = tmp_path / "my trie"
+    result = treepack("build-trie", write_rollouts(tmp_path / "r.jsonl"), "--out", out)
+    assert (result.status, result.err) == (0, f"written {out}\nnext: treepack pack '{out}' --out PACKED\n")
 
 
 def test_stats_of_rollouts_trie_and_packed(treepack: Run, trie: Path, packed: Path, tmp_path: Path) -> None:
@@ -146,7 +147,11 @@ def test_stats_predicts_what_pack_does(treepack: Run, trie: Path, packed: Path) 
 
 
 def test_stats_prints_tables(treepack: Run, trie: Path) -> None:
-    out = treepack("stats", trie, "--capacity", "12").out
+    lines = treepack("stats", trie, "--capacity", "12").out.splitlines()
+    assert lines[0] == "6 trajectories of token ids or plain text"
+    assert lines[1].startswith("Tree training pays 1.6x in rows of 12 tokens against each trajectory alone")
+    assert lines[4].split()[:5] == ["12*", "2", "18", "40.0", "%"]
+    out = treepack("stats", trie, "--capacity", "12", "--verbose").out
     assert "por" in out
     assert "50.0 %" in out
     assert "0-256" in out
@@ -160,7 +165,9 @@ def test_check_passes_and_compares_with_the_trie(treepack: Run, packed: Path) ->
 
 def test_check_says_when_there_is_no_trie(treepack: Run, trie: Path, packed: Path) -> None:
     trie.rename(trie.with_name("moved"))
-    assert "not compared with a trie" in treepack("stats", packed, "--check").out
+    lines = treepack("stats", packed, "--check").out.splitlines()
+    assert "not compared with a trie" in lines[-2]
+    assert lines[-1].endswith(": all correct")  # the verdict is last
     result = treepack("stats", packed, "--check", "--trie", trie.with_name("moved"))
     assert "not compared" not in result.out
 

@@ -133,7 +133,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 COMMANDS = {
-    "build-trie": "build-trie rollouts.jsonl --out OUT",
+    "build-trie": "build-trie rollouts.jsonl --out OUT --quiet",
     "stats": "stats trie --check",
     "show": "show trie",
     "json": "stats trie --json",

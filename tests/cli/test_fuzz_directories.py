@@ -14,8 +14,8 @@ import pytest
 from support.directory_damage import manifest_cases, part_cases, rewritten, with_value, write_directories
 from support.fuzzed_commands import guarded, outcome
 from treepack.data.dataset import PackedDataset
-from treepack.model.objectives.denominators import check_columns, trajectory_table
-from treepack.model.objectives.objective import Objective
+from treepack.objectives.denominators import check_columns, trajectory_table
+from treepack.objectives.objective import Objective
 
 SEED = 41
 TRIE_COMMANDS = [

@@ -42,8 +42,6 @@ PACK = "pack it with: treepack pack TRIE --out PACKED"
         ("train rollouts.jsonl --model none --out x", f"rollouts.jsonl: is no packed directory; {BUILD}, and {PACK}"),
         ("logprobs trie --model none --out x", "trie: is a trie; pack it first with: treepack pack trie --out PACKED"),
         ("augment trie --packed trie --out x", "trie: is a trie; pack it first with: treepack pack trie --out PACKED"),
-        ("train . --model none --out /x", ".: is no packed directory, but contains one; give packed"),
-        ("pack . --out /x", ".: is no trie, but contains one; give trie"),
         (
             "allocate roots trie --budget 10 --out x.jsonl",
             f"trie: {PREDICTIONS}",

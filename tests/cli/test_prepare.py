@@ -8,7 +8,10 @@ import pytest
 
 from support.command_line import Run
 from support.paths import SAMPLE_DATA
+from support.written_rollouts import write_rollouts
+from treepack.analysis.glossary import GLOSSARY
 from treepack.files.manifest import read_manifest
+from treepack.files.prepared import prepared_part
 
 CHAT = (SAMPLE_DATA / "chat.jsonl", "--tokenizer", SAMPLE_DATA / "tokenizer")
 TOKENS = (SAMPLE_DATA / "tokens.jsonl",)
@@ -62,3 +65,68 @@ def test_a_step_that_fails_names_the_step_to_continue_with(tmp_path: Path, treep
     failed = treepack("prepare", *TOKENS, *options)
     assert (failed.status, failed.err.count("\n")) == (1, 1)
     assert failed.err.endswith("d/advantages is complete, so treepack pack can continue from it\n")
+
+
+def test_no_figure_is_printed_twice(tmp_path: Path, treepack: Run) -> None:
+    out = treepack("prepare", *CHAT, "--out", tmp_path / "d").out
+    names = [line.split()[0] for line in out.splitlines() if line and line.split()[0] in GLOSSARY]
+    assert {"tokens_tree", "por", "tokens_packed", "err"} <= set(names)
+    assert len(names) == len(set(names))
+    assert out.count("32 conversations") == 1
+
+
+def test_tree_estimators_name_the_expansion_that_they_cannot_use(tmp_path: Path, treepack: Run) -> None:
+    options = ("--expand", "turns", "--advantages", "treerpo", "--out", tmp_path / "d")
+    refused = treepack("prepare", *CHAT, *options)
+    assert refused.status == 2
+    assert "--advantages treerpo follows whole rollouts through the tree, and --expand turns makes a" in refused.err
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_model_chooses_the_capacity(tmp_path: Path, treepack: Run) -> None:
+    done = treepack("prepare", *CHAT, "--model", "qwen3-8b", "--device", "h100", "--out", tmp_path / "d")
+    assert done.status == 0, done.err
+    assert read_manifest(tmp_path / "d" / "packed")["capacity"] == 8_192
+    assert "- rows of 8,192 tokens: " in done.out
+    assert "qwen3-8b with AdamW in fp32 does not fit one h100; use 2 GPUs or LoRA" in done.out
+
+
+def test_rows_of_training_steps_are_announced(tmp_path: Path, treepack: Run) -> None:
+    lines = [f'{{"id": "{i}", "step": {i % 2}, "tokens": [1, 2, {i}], "mask": [0, 1, 1]}}' for i in range(4)]
+    (tmp_path / "r.jsonl").write_text("\n".join(lines))
+    done = treepack("prepare", tmp_path / "r.jsonl", "--out", tmp_path / "d")
+    assert "- rows of 2 training steps, which train keeps in order, so it refuses --mix for them" in done.out
+    plain = treepack("prepare", *CHAT, "--out", tmp_path / "plain")
+    assert "training steps" not in plain.out
+
+
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ("pack data --out x", "advantages"),
+        ("advantages data --estimator dr_grpo --out x", "trie"),
+        ("stats data", "packed"),
+        ("show data", "packed"),
+        ("report data --png x", "packed"),
+        ("simulate allocation data --steps 2 --persistence 0", "trie"),
+    ],
+)
+def test_an_output_stands_for_the_directory_in_it_that_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, treepack: Run, command: str, part: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rollouts = write_rollouts(tmp_path / "rollouts.jsonl")
+    assert treepack("prepare", rollouts, "--advantages", "grpo", "--out", "data").status == 0
+    done = treepack(*command.split())
+    assert done.err.startswith(f"note: data is an output of treepack prepare; data/{part} is read\n"), done.err
+    assert done.status == 0
+
+
+def test_a_folder_that_has_rollouts_too_does_not_stand_for_its_trie(tmp_path: Path, treepack: Run) -> None:
+    rollouts = write_rollouts(tmp_path / "rollouts.jsonl")
+    assert treepack("build-trie", rollouts, "--out", tmp_path / "trie").status == 0
+    assert prepared_part(tmp_path, "trie", alone=True) is None
+    assert prepared_part(tmp_path, "trie") == tmp_path / "trie"
+    rollouts.unlink()
+    assert prepared_part(tmp_path, "packed", "trie", alone=True) == tmp_path / "trie"
+    assert prepared_part(tmp_path / "trie", "trie") is None

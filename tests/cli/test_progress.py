@@ -59,11 +59,11 @@ def test_lines_come_while_a_stage_computes_and_end_with_it(monkeypatch: pytest.M
     assert lines.index(planning[-1]) == len(planning) - 1
 
 
-def test_a_short_command_writes_nothing_off_a_terminal(
+def test_a_short_command_writes_no_progress_off_a_terminal(
     treepack: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = treepack("build-trie", SAMPLE_DATA / "tokens.jsonl", "--out", tmp_path / "trie")
-    assert (result.status, result.err) == (0, "")
+    assert (result.status, result.notes) == (0, "")
 
 
 @pytest.mark.parametrize("quiet", [False, True])

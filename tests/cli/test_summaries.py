@@ -42,7 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def figures(output: str) -> dict[str, str]:
     """Return the values of the figures in the output of a command, by their names."""
     lines = [line.split() for line in output.splitlines()]
-    return {words[0]: words[1].replace(",", "") for words in lines if len(words) > 2 and words[0] in GLOSSARY}
+    return {
+        words[0]: words[1].replace(",", "")
+        for words in lines
+        if len(words) > 2 and words[0] in GLOSSARY and words[1] != "rows"
+    }
 
 
 def test_every_command_names_a_figure_by_its_key_in_json(treepack: Run, folder: Path) -> None:
@@ -71,23 +75,23 @@ def test_internals_need_verbose(treepack: Run, folder: Path) -> None:
 
 
 def test_every_summary_begins_with_conversations_samples_and_the_reason(treepack: Run, folder: Path) -> None:
-    read = "32 conversations, 96 samples: the template rewrites earlier turns"
+    read = "32 conversations, 96 trajectories: the template rewrites earlier turns"
     for name in ("trie", "packed"):
         assert (folder / f"{name}.txt").read_text().splitlines()[0] == read
         report = json.loads(treepack("stats", folder / name, "--json").out)
         assert report["summary"] == read
         assert report["conversations"] == read_manifest(folder / name)["conversations"]
-        assert treepack("stats", folder / name).out.startswith(f"{read}; {report['forecast']['verdict']}\n")
+        assert treepack("stats", folder / name).out.startswith(f"{read}\n{report['forecast']['verdict']}.\n")
 
 
 def test_rows_without_some_samples_have_no_append_only_baseline(treepack: Run, folder: Path, tmp_path: Path) -> None:
     options = ("--capacity", 1500, "--too-long", "drop")
     assert treepack("pack", folder / "trie", *options, "--out", tmp_path / "p").status == 0
     report = json.loads(treepack("stats", tmp_path / "p", "--json").out)
-    assert report["summary"].endswith(f", of which {report['num_trajectories']} samples remain")
+    assert report["summary"].endswith(f", of which {report['num_trajectories']} trajectories remain")
     assert {line["baseline"] for line in report["forecast"]["lines"]} == {"samples"}
     assert report["forecast"]["notes"] == [
-        "samples were removed since the conversations were read, so their append-only sequences are not known"
+        "trajectories were removed since the conversations were read, so their append-only sequences are not known"
     ]
 
 
@@ -96,7 +100,7 @@ def test_on_a_terminal_sentences_are_wrapped(folder: Path) -> None:
     control, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    command = [str(TREEPACK), "stats", str(folder / "packed")]
+    command = [str(TREEPACK), "stats", str(folder / "packed"), "--verbose"]
     with subprocess.Popen(command, stdout=terminal, stderr=subprocess.DEVNULL, env=environment) as process:
         os.close(terminal)
         output = b""
@@ -110,7 +114,7 @@ def test_on_a_terminal_sentences_are_wrapped(folder: Path) -> None:
     lines = output.decode().splitlines()
     # Tables of numbers are never cut, but they fit 80 columns.
     assert max(map(len, lines)) <= 80
-    prose = [line for line in lines if line.startswith(("- ", "  ", "32 ", "tree "))]
+    prose = [line for line in lines if line.startswith(("- ", "  ", "32 ", "Tree "))]
     sentences = [line for line in prose if "  " not in line.strip()]
     assert len(sentences) >= 4
     assert all(len(line) <= columns for line in sentences)

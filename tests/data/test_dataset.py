@@ -26,8 +26,8 @@ from treepack.data.batch import Batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.files import parts
-from treepack.model.objectives.losses import objective_loss
-from treepack.model.objectives.objective import choose_objective
+from treepack.objectives.losses import objective_loss
+from treepack.objectives.objective import choose_objective
 from treepack.pack import files as packed_files
 from treepack.pack.files import read_rows, row_of_table
 from treepack.train.options import TrainOptions

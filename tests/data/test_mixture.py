@@ -22,8 +22,8 @@ from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import MixedDataset, mixed_blocks, mixed_rows, open_packed, source_names
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
-from treepack.model.objectives.denominators import check_columns, step_factors, trajectory_table
-from treepack.model.objectives.objective import choose_objective
+from treepack.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.objectives.objective import choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.schedule import plan_steps

@@ -29,8 +29,8 @@ from treepack.files.remote.address import as_path
 from treepack.files.remote.cache import borrowed_copy
 from treepack.files.remote.location import DirectoryLocation
 from treepack.files.remote.part_copies import PartCopies
-from treepack.model.objectives.denominators import check_columns, trajectory_table
-from treepack.model.objectives.objective import choose_objective
+from treepack.objectives.denominators import check_columns, trajectory_table
+from treepack.objectives.objective import choose_objective
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from support.oracle_model import gradients, keep_norms, worst_error
 from support.oracle_objectives import Rollout, step_loss
 from support.paths import ROOT
 from treepack import Trie, load_model
-from treepack.model.objectives.objective import choose_objective
+from treepack.objectives.objective import choose_objective
 from treepack.pack.leaf_weights import weigh_leaves
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.tree import Tree

@@ -189,9 +189,9 @@ def test_commands_make_and_count_one_sample_for_each_turn_of_the_tree(treepack: 
     assert gone == per_path["num_samples"] - merged["num_samples"] > 0
     assert [entry["options"].get("per_path") for entry in entries] == [None, True]
     first = done.out.splitlines()[0]
-    assert first.startswith(f"1 search tree with {merged['num_paths']} paths, {merged['num_samples']} samples: ")
+    assert first.startswith(f"1 search tree with {merged['num_paths']} paths, {merged['num_samples']} trajectories: ")
     assert first.endswith(
-        f"{merged['num_turns_on_paths']} turns on several paths became {merged['num_merged_turns']} samples"
+        f"{merged['num_turns_on_paths']} turns on several paths became {merged['num_merged_turns']} trajectories"
     )
     # Forecast and verdict count a turn of the tree once, whatever the trie stores.
     lines = [

@@ -13,6 +13,7 @@ import torch
 
 from support.paths import TESTS
 from treepack import TreepackError
+from treepack.model.dropout import check_dropout
 from treepack.online import OnlineOptions, plan_batch
 
 pytestmark = pytest.mark.integrations
@@ -160,12 +161,29 @@ def test_the_auxiliary_loss_of_experts_is_refused(refused: Callable[..., Any]) -
         refused(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)))
 
 
-def test_dropout_of_an_adapter_is_refused(refused: Callable[..., Any]) -> None:
+@pytest.mark.slow
+def test_rollouts_with_tools_train_as_they_do_without_treepack(runs: Any, model: str, tmp_path: Path) -> None:
+    settings = {"more": runs.with_tools(), "max_completion_length": 200}
+    tree, flat = runs.train_both(model, tmp_path, base=runs.CannedTools, **settings)
+    runs.assert_same_training(tree, flat)
+    assert all(log["tools/call_frequency"] == 1 and log["tools/failure_frequency"] == 0 for log in tree.logs)
+    assert sum(tree.tokens) < 0.6 * sum(flat.tokens)
+
+
+def test_dropout_is_set_to_0_with_a_note(
+    refused: Callable[..., Any], model: str, caplog: pytest.LogCaptureFixture
+) -> None:
     from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
 
     lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
-    with pytest.raises(TreepackError, match="set lora_dropout to 0"):
-        refused(more={"peft_config": lora}).train()
+    trainer = refused(AutoModelForCausalLM.from_pretrained(model, attention_dropout=0.2), more={"peft_config": lora})
+    check_dropout(trainer.model.train())
+    notes = [message for message in caplog.messages if "dropout" in message]
+    assert [note.split(":")[2].split(" set")[0].strip() for note in notes] == [
+        "attention_dropout of 0.2",
+        "lora_dropout of 0.1",
+    ]
 
 
 def test_virtual_tokens_are_refused(refused: Callable[..., Any]) -> None:

@@ -18,8 +18,7 @@ from support.paths import ROOT
 from support.tool_once import TOOL, ToolOnce
 from support.wide_law import STOP, wide_law
 from treepack import TreepackError
-from treepack.rollout.engine import Sampling
-from treepack.rollout.options import TreeOptions, independent
+from treepack.rollout.options import Sampling, TreeOptions, independent
 
 pytestmark = pytest.mark.integrations
 

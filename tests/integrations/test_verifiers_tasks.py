@@ -18,9 +18,9 @@ from support import sums_taskset as sums
 from support.paths import ROOT
 from treepack.errors import TreepackError
 from treepack.ingest.tokenization import load_tokenizer
-from treepack.rollout.engine import Sampling, Segment
+from treepack.rollout.engine import Segment
 from treepack.rollout.environment import start_episode
-from treepack.rollout.options import independent
+from treepack.rollout.options import Sampling, independent
 from treepack.rollout.prompts import PromptReader
 from treepack.rollout.queries import QuerySources, read_queries
 from treepack.rollout.query import Query

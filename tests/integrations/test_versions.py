@@ -1,4 +1,4 @@
-"""Versions of other programs: the bounds are what the tests run, and other versions are refused by name."""
+"""Versions of other programs: the bounds are what the tests run, and names that a version lacks are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_bounds_of_the_package_are_those() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     listed = [*project["dependencies"], *(each for more in project["optional-dependencies"].values() for each in more)]
     required = {each.name: each for each in map(Requirement, listed)}
-    for program in ("trl", "transformers", "verifiers"):
+    for program in ("trl", "verl", "transformers", "verifiers"):
         low, high = TESTED[program]
         assert required[program].specifier == Requirement(f"{program}>={low},<{high}").specifier
 
@@ -104,15 +104,18 @@ def test_a_trainer_without_a_field_is_refused_when_it_is_made(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("version", ["1.15.0", "1.17.0", "1.18.0.dev0", "2.0"])
-def test_a_version_that_no_test_runs_is_refused_although_every_name_is_there(
-    version: str, monkeypatch: pytest.MonkeyPatch
+def test_a_version_that_no_test_runs_gets_one_note_if_every_name_is_there(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import trl
 
     other_version(monkeypatch, version)
+    monkeypatch.setattr(versions, "_noted", set())
     for base in (trl.GRPOTrainer, trl.RLOOTrainer, trl.DPOTrainer, trl.SFTTrainer):
-        with pytest.raises(TreepackError, match=f"tree_trainer: trl {re.escape(version)} is not tested with treepack"):
-            tree_trainer(base)
+        tree_trainer(base)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"note: trl {version} is not tested with treepack, whose tests run trl>=1.16,<1.17"
+    ]
 
 
 def test_the_trainers_of_the_tested_version_have_every_name() -> None:
@@ -122,6 +125,16 @@ def test_the_trainers_of_the_tested_version_have_every_name() -> None:
         assert issubclass(tree_trainer(base), base)
     assert TreePlanner([], 1, 8, {}).window > 0
     assert CountPlanner([], 1, 8).microbatch_size == 8
+
+
+def test_an_object_and_another_class_are_refused() -> None:
+    trainer: Any = GRPOTrainer()
+    with pytest.raises(
+        TreepackError, match=r"expected a class, and got an object of GRPOTrainer; make the trainer with"
+    ):
+        tree_trainer(trainer)
+    with pytest.raises(TreepackError, match="tree_trainer: Path is not supported; expected GRPOTrainer, RLOO"):
+        tree_trainer(Path)
 
 
 def test_planners_refuse_a_trl_whose_classes_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from treepack.data.batch import empty_batch, make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.model.collation import batch_logprobs, batch_loss, collate
-from treepack.model.objectives.losses import objective_loss
-from treepack.model.objectives.objective import choose_objective
+from treepack.objectives.losses import objective_loss
+from treepack.objectives.objective import choose_objective
 
 # 1 - 2 - 3 - 4 - 5 and 1 - 2 - 6 share two tokens; 7 - 8 is a second tree in the same row
 SAMPLES = [

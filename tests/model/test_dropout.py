@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from treepack import TreepackError
-from treepack.model.dropout import check_dropout
+from treepack.model.dropout import check_dropout, stop_dropout
 
 
 class Functional(nn.Module):
@@ -51,6 +51,18 @@ def test_a_rate_of_0_a_flag_and_a_name_pass() -> None:
     model = nn.Sequential(nn.Dropout(0.0), Functional(dropout=0.0, use_dropout=True, dropout_kind="none"))
     model.config = config  # type: ignore[assignment]
     check_dropout(model)
+
+
+def test_every_dropout_of_a_built_model_is_set_to_0_with_one_note_for_each_name() -> None:
+    layers = [Functional(attention_dropout=0.1, rank_dropout={"default": 0.0, "second": 0.5}) for _ in range(2)]
+    model = nn.ModuleDict({"resid_dropout": nn.Dropout(0.25), "layers": nn.Sequential(*layers)})
+    assert [note.split(":")[0] for note in stop_dropout(model)] == [
+        "attention_dropout of 0.1 set to 0",
+        "rank_dropout of 0.5 set to 0",
+        "resid_dropout of 0.25 set to 0",
+    ]
+    check_dropout(model.train())
+    assert stop_dropout(model) == ()
 
 
 def test_the_dropout_of_an_adapter_is_refused_with_the_option_to_change() -> None:

@@ -33,12 +33,12 @@ from treepack.model.forward import row_loss
 from treepack.model.layers import adapt_layers
 from treepack.model.load import build_empty, load_model, read_config
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.denominators import step_factors, trajectory_table
-from treepack.model.objectives.objective import choose_objective
 from treepack.model.verify.gradients import verify_gradients
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import find_plan
 from treepack.model.weights.writing import saved_weights
+from treepack.objectives.denominators import step_factors, trajectory_table
+from treepack.objectives.objective import choose_objective
 
 pytestmark = pytest.mark.skipif(not HAS_RECURRENT, reason="this version of transformers has other recurrent layers")
 

@@ -19,11 +19,11 @@ from treepack.errors import TreepackError
 from treepack.model.experts.weights import cast_once
 from treepack.model.head.head_chunks import invert, split_targets
 from treepack.model.head.logit_map import LogitMap, OutputLayer
+from treepack.model.head.term_prices import prices_of_terms
 from treepack.model.head.token_loss import priced_terms, tree_logprobs, weighted_nll
-from treepack.model.objectives.losses import name_sums, objective_loss, weigh_terms
-from treepack.model.objectives.objective import Objective, choose_objective
-from treepack.model.objectives.term_objective import TermObjective
-from treepack.model.objectives.term_prices import prices_of_terms
+from treepack.model.term_objective import TermObjective
+from treepack.objectives.losses import name_sums, objective_loss, weigh_terms
+from treepack.objectives.objective import Objective, choose_objective
 
 VOCABULARY, HIDDEN = 11, 5
 
@@ -34,6 +34,11 @@ OBJECTIVES = [
     choose_objective("dapo", entropy=0.1, kl=0.1),
     choose_objective("cispo", kl=0.1, kl_estimator="k1"),
     choose_objective("ppo", denominator="edge"),
+    choose_objective("sapo", importance_cap=1.2, importance_mask=(0.5, 2.0)),
+    choose_objective("dppo_tv", clip_low=0.05, clip_high=0.05),
+    choose_objective("dppo_kl", clip_low=0.01, clip_high=0.01, kl=0.1),
+    choose_objective("dro", beta=0.4, entropy=0.2),
+    choose_objective("reinforce"),
 ]
 
 

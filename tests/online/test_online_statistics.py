@@ -185,6 +185,24 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     assert worst_error(gradients(saving), gradients(plain)) < 1e-9
 
 
+@pytest.mark.parametrize("options", [OnlineOptions(), ROWS])
+def test_ids_outside_the_vocabulary_are_refused_before_the_model_runs(options: OnlineOptions) -> None:
+    model = tree_model()
+    size = model.get_input_embeddings().num_embeddings
+    tree_logprobs_like(model, [torch.tensor([1, size - 1])], options=options)
+    message = rf"^Qwen3ForCausalLM: the batch contains the token id {size}, and the vocabulary ends at {size - 1}; use"
+    for wrapped in (model, torch.nn.Sequential(model)):
+        with pytest.raises(TreepackError, match=message):
+            tree_logprobs_like(wrapped, [torch.tensor([1, 2]), torch.tensor([1, size])], options=options)
+
+
+def test_ids_outside_of_a_smaller_output_layer_are_refused() -> None:
+    model = tree_model()
+    model.lm_head = torch.nn.Linear(model.lm_head.in_features, 5, bias=False, dtype=torch.float64)
+    with pytest.raises(TreepackError, match="contains the token id 5, and the vocabulary ends at 4;"):
+        tree_logprobs_like(model, [torch.tensor([1, 5])])
+
+
 def test_a_model_with_dropout_is_refused() -> None:
     model = tree_model("gpt2")
     model.transformer.drop.p = 0.1

@@ -48,4 +48,4 @@ def test_no_format_is_left_out() -> None:
 def test_the_command_prints_the_version_of_the_code(treepack: Run) -> None:
     result = treepack("--version")
     assert result.status == 0
-    assert result.out.endswith(f"treepack, version {next(iter(SECTIONS))}\n")
+    assert result.out.startswith(f"treepack {next(iter(SECTIONS))}\n")

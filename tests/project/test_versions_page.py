@@ -6,7 +6,6 @@ import re
 import sys
 import tomllib
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -63,17 +62,23 @@ def test_the_page_has_every_program_with_bounds_of_its_own() -> None:
     assert set(versions.TESTED) <= {name for name, *_ in ROWS}
 
 
-def test_the_page_quotes_what_the_user_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+class GRPOTrainer:
+    """A trainer of another version."""
+
+
+def test_the_page_quotes_what_the_user_reads(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(versions, "installed_version", lambda program: "1.17.0")
+    monkeypatch.setattr(versions, "_noted", set())
     with pytest.raises(TreepackError) as refused:
-        versions.check_program("trl", SimpleNamespace(), (), user="tree_trainer")
+        versions.check_program("trl", GRPOTrainer, ("_prepare_inputs",), user="tree_trainer")
+    versions.check_program("trl", GRPOTrainer, (), user="tree_trainer")
     import_module("transformers")
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.21.0")
     monkeypatch.setattr(levels, "_version", lambda package: "0.7.0")
     fla = levels.obstacle_of_fla.__wrapped__(vector_decay=True)
     quoted = re.findall(r"^```text\n(.*)\n```$", PAGE, re.MULTILINE)
-    assert quoted[:3] == [str(refused.value), entry.upgrade_hint(), fla]
-    assert f"install treepack {treepack.__version__} there" in quoted[3]
+    assert quoted[:4] == [str(refused.value), caplog.messages[0], entry.upgrade_hint(), fla]
+    assert f"install treepack {treepack.__version__} there" in quoted[4]
 
 
 def test_the_page_names_the_bounds_of_single_parts() -> None:

@@ -234,12 +234,12 @@ def test_an_outline_has_the_tokens_of_its_rollouts_and_a_row_for_each_line(made:
 
 def test_the_summary_has_the_numbers_of_the_rollouts() -> None:
     page = page_of(build_trie(rollouts())).replace("\N{NO-BREAK SPACE}", " ")
-    assert "6 samples of token ids or plain text" in page
+    assert "6 trajectories of token ids or plain text" in page
     assert "6 samples of 2 groups have 25 tokens." in page
     # 1 - 12 / 25 = 52 %
     assert "12 are left: 52.0 % of the tokens are repeats (POR)." in page
     assert "The pass rate of the rollouts is 33.3 %. In 1 of 2 groups all rollouts have the same reward" in page
-    assert re.search(r"Tree training pays \d\.\dx\.", page)
+    assert re.search(r"Tree training pays \d\.\dx in rows of 16,384 tokens\.", page)
 
 
 def test_the_explorer_gets_the_trie_and_the_groups_as_they_are() -> None:
@@ -372,7 +372,7 @@ def test_without_the_extra_one_sentence_names_it(
     monkeypatch.setitem(sys.modules, module, None)  # an import of the module now raises ImportError
     done = treepack("report", ROOT / "sample_data" / "tokens.jsonl", option, tmp_path / "out")
     assert (done.status, done.err.count("\n")) == (1, 1)
-    assert done.err.endswith("pip install '.[report]' in treepack's folder\n")
+    assert done.err.endswith("pip install 'treepack[report]'\n")
     assert list(tmp_path.rglob("*")) == []
 
 
@@ -383,16 +383,20 @@ def test_a_capacity_leaves_out_and_counts_longer_rollouts() -> None:
         measure(ReportSubject("made", build_trie(rollouts())), SHAPE, capacities=[1])
 
 
+def page_files() -> list[Path]:
+    folder = ROOT / "treepack" / "report"
+    return [path for path in folder.rglob("*") if path.suffix in (".js", ".css", ".html")]
+
+
 def test_the_files_of_the_page_are_shipped_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    patterns = settings["package-data"]["treepack.report"]
-    files = [path.name for path in (ROOT / "treepack" / "report").iterdir() if path.suffix in (".js", ".css", ".html")]
-    assert len(files) == 9
-    assert "treepack.report" in settings["packages"]
-    assert [name for name in files if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []
+    assert len(page_files()) == 14
+    for path in page_files():
+        package = ".".join(path.parent.relative_to(ROOT).parts)
+        assert package in settings["packages"]
+        assert any(fnmatch.fnmatch(path.name, pattern) for pattern in settings["package-data"][package]), path
 
 
 def test_scripts_and_styles_are_short() -> None:
-    for path in (ROOT / "treepack" / "report").iterdir():
-        if path.suffix in (".js", ".css", ".html"):
-            assert len(path.read_text().splitlines()) < 400, path.name
+    for path in page_files():
+        assert len(path.read_text().splitlines()) < 400, path.name

@@ -241,6 +241,21 @@ def test_nothing_is_wider_than_the_window(driver: WebDriver, talk: str, width: i
     assert 0 < right <= width + 1
 
 
+def test_a_phone_shows_the_numbers_before_the_sentences(driver: WebDriver, talk: str) -> None:
+    visit(driver, talk, width=390)
+    order = ["#headline", ".totals", ".tiles", ".sentences", "#charts"]
+    tops = [driver.find_element(By.CSS_SELECTOR, each).rect["y"] for each in order]
+    assert tops == sorted(tops)
+
+
+def test_a_chart_that_is_not_drawn_yet_has_a_placeholder(driver: WebDriver, talk: str) -> None:
+    visit(driver, talk)
+    content = "getComputedStyle(document.querySelector('.chart'), '::before').content"
+    assert driver.execute_script(f"return {content}") == "none"
+    driver.execute_script("delete document.querySelector('.chart').dataset.drawn")
+    assert driver.execute_script(f"return {content}") == '"The chart is being drawn."'
+
+
 def luminance(colour: str) -> float:
     """Return the relative luminance of an rgb() colour, as WCAG 2 defines it."""
     parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]

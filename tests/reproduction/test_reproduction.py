@@ -17,7 +17,7 @@ from policies import make_policy
 from transformers import AutoTokenizer
 
 from support.paths import SAMPLE_DATA
-from treepack.rollout.engine import Sampling
+from treepack.rollout.options import Sampling
 
 
 def cells(table: Path) -> dict[str, list[str]]:

@@ -109,7 +109,7 @@ def test_the_command_writes_what_pack_and_train_take(treepack: Run, tmp_path: Pa
     for estimator in ("treepo", "treerl"):
         out, packed = tmp_path / estimator, tmp_path / f"{estimator}-packed"
         done = treepack("advantages", tmp_path / "trie", "--estimator", estimator, "--out", out)
-        assert (done.status, done.err) == (0, "")
+        assert (done.status, done.notes) == (0, "")
         assert treepack("stats", out, "--check").status == 0
         assert treepack("pack", out, "--capacity", 1024, "--out", packed).status == 0
         trained = treepack(
@@ -138,12 +138,12 @@ def test_the_command_prints_what_it_compared_and_left_out(treepack: Run, tmp_pat
     assert treepack("build-trie", tmp_path / "rollouts.jsonl", "--out", tmp_path / "trie").status == 0
     command = ("advantages", tmp_path / "trie", "--estimator", "treerl", "--segment", "turn", "--out")
     done = treepack(*command, tmp_path / "out")
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.notes) == (0, "")
     assert done.out == PRINTED
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert (manifest["advantages"]["estimator"], manifest["totals"]["num_trajectories"]) == ("treerl", 2)
     again = treepack("advantages", tmp_path / "out", "--estimator", "grpo", "--out", tmp_path / "again")
-    assert again.err == f"note: {tmp_path / 'out'} has advantages already; they are replaced\n"
+    assert again.notes == f"note: {tmp_path / 'out'} has advantages already; they are replaced\n"
     assert read_trie(tmp_path / "again").trajectories["advantages"].null_count == 2
     refused = treepack(*command, tmp_path / "out")
     assert (refused.status, refused.err.count("\n")) == (1, 1)

@@ -143,7 +143,7 @@ def test_targets_are_those_of_the_tree(whole: Path, segment: str) -> None:
 
 def test_stats_judges_the_predictions_that_the_prefixes_were_chosen_by(treepack: Run, whole: Path) -> None:
     shown = treepack("stats", whole / "trie", "--predictions", whole / "values.jsonl")
-    assert (shown.status, shown.err) == (0, "")
+    assert (shown.status, shown.notes) == (0, "")
     assert STATS in shown.out
 
 

@@ -211,7 +211,7 @@ def test_the_commands_bring_returns_and_old_values_into_the_rows(treepack: Run, 
     saved(with_values(build_trie(rollouts)), tmp_path / "trie")
     options = "--estimator gae --lambda 0.5 --gamma 0.9 --out".split()
     done = treepack("advantages", tmp_path / "trie", *options, tmp_path / "out")
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.notes) == (0, "")
     assert re.search(r"rollouts cut off +1\n", done.out)
     assert treepack("pack", tmp_path / "out", "--capacity", 64, "--out", tmp_path / "packed").status == 0
     assert treepack("stats", tmp_path / "packed", "--check").status == 0

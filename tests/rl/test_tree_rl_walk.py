@@ -66,5 +66,5 @@ def test_one_iteration_runs_as_it_stands(treepack: Run, tmp_path: Path, monkeypa
 
     # The next iteration starts with the predictor of this one.
     again = treepack("values", "fit", "credited", "--model", "predictor", "--freeze", "--epochs", 1, "--out", "next")
-    assert (again.status, again.err) == (0, "note: the head of predictor is used and fitted further\n")
+    assert (again.status, again.notes) == (0, "note: the head of predictor is used and fitted further\n")
     assert {path.name for path in (tmp_path / "policy").iterdir()} >= {"config.json", "model.safetensors", "train.json"}

@@ -16,9 +16,9 @@ import treepack as treepack_package
 from support.command_line import Run
 from support.paths import ROOT
 from treepack.ingest.tokenization import load_tokenizer
-from treepack.rollout.engine import STOP, Sampling, Segment
+from treepack.rollout.engine import STOP, Segment
 from treepack.rollout.environment import METHODS, OPTIONAL_METHODS, start_episode
-from treepack.rollout.options import TreeOptions
+from treepack.rollout.options import Sampling, TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.rewards import single_turn
 from treepack.rollout.sampler import sample_tree

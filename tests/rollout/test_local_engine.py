@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,9 +18,10 @@ from support.paths import SAMPLE_DATA
 from support.tiny_families import tiny_family
 from treepack.errors import TreepackError
 from treepack.model.load import build_model, load_model, read_config
-from treepack.rollout.engine import LENGTH, STOP, EngineError, Sampling, Segment, check_segments
+from treepack.rollout.engine import LENGTH, STOP, EngineError, Segment, check_segments
 from treepack.rollout.in_process.local import LocalEngine, LocalOptions, default_stop_tokens, load_engine
 from treepack.rollout.in_process.local_sampling import quantile_tokens
+from treepack.rollout.options import Sampling
 from treepack.trajectory import Float32, Int32
 
 MODEL = SAMPLE_DATA / "tiny-qwen3.json"
@@ -253,6 +255,28 @@ def test_a_request_that_cannot_be_served_is_refused(
 
 
 @pytest.mark.slow
+def test_a_machine_without_psutil_gets_no_messages_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.generation.continuous_batching import offloading_manager, utils
+
+    for module in (offloading_manager, utils):
+        monkeypatch.setattr(module, "is_psutil_available", lambda: False)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", records.append)
+    logger = logging.getLogger("ContinuousBatchingLogger")
+    logger.addHandler(handler)
+    try:
+        closing(
+            LocalEngine(small_model(), WARM, options=SMALL),
+            lambda engine: engine.extend(tokens(5), count=1, max_tokens=2, seed=0),
+        )
+        assert [record.getMessage() for record in records] == []
+        logger.error("something else")
+        assert len(records) == 1
+    finally:
+        logger.removeHandler(handler)
+
+
 def test_stop_tokens_of_another_model_are_refused() -> None:
     with pytest.raises(TreepackError, match="stop_token_ids are \\[9999\\] and the model has 1464 tokens"):
         LocalEngine(small_model(), Sampling(stop_token_ids=(9999,)), options=SMALL)

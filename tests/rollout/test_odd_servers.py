@@ -19,9 +19,9 @@ from support.command_line import Run
 from support.engine_server import APIS, EngineServer, in_thread, running
 from support.watched_engines import fingerprint
 from treepack.errors import TreepackError
-from treepack.rollout.engine import EngineError, Sampling, Segment
+from treepack.rollout.engine import EngineError, Segment
 from treepack.rollout.episode import SingleTurn
-from treepack.rollout.options import TreeOptions
+from treepack.rollout.options import Sampling, TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.servers.dialects import SamplingRequest

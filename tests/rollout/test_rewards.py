@@ -14,7 +14,7 @@ from support.paths import ROOT
 from treepack.errors import TreepackError
 from treepack.ingest.tokenization import read_tokenizer
 from treepack.rollout.query import Query
-from treepack.rollout.rewards import single_turn
+from treepack.rollout.rewards import as_reward, single_turn
 from treepack.rollout.user_code import load_callable
 
 QUERY = Query("q3", "q3", np.array([1], np.int32), fields={"answer": 4}, source="p.jsonl:3")
@@ -71,6 +71,56 @@ def _broken(text: Any, fields: Any, *, ids: Any) -> float:
 def test_a_failing_reward_names_the_query_and_the_function(function: Any, message: str) -> None:
     with pytest.raises(TreepackError, match=rf"^p\.jsonl:3: query q3: \S*test_rewards:\S*{message}"):
         score(function, [7])
+
+
+def trl_of_all(prompts: Any, completions: Any, answer: Any, **more: Any) -> list[float]:
+    assert (prompts, answer, more) == ([None], [4], {"completion_ids": [[7, 8]]})
+    return [0.5 if completions == [None] else 0.0]
+
+
+def trl_of_few(completions: Any, answer: Any) -> list[bool]:
+    return [answer == [4]]
+
+
+async def trl_later(completions: Any, **_: Any) -> np.ndarray:
+    return np.array([0.25])
+
+
+@pytest.mark.parametrize(("function", "reward"), [(trl_of_all, 0.5), (trl_of_few, 1.0), (trl_later, 0.25)])
+def test_a_reward_in_the_shape_of_trl_gets_lists_of_one(function: Any, reward: float) -> None:
+    assert score(as_reward(function), [7, 8]) == reward
+
+
+def test_a_reward_of_trl_gets_messages_if_the_prompt_has_some() -> None:
+    seen: list[Any] = []
+
+    def function(completions: Any, prompts: Any) -> list[float]:
+        seen.extend([completions, prompts])
+        return [1.0]
+
+    messages = [{"role": "user", "content": "2 + 2?"}]
+    asyncio.run(as_reward(function)("4", {"messages": messages}, ids=[23]))  # type: ignore[arg-type]
+    assert seen == [[[{"role": "assistant", "content": "4"}]], [messages]]
+
+
+def test_a_reward_of_trl_must_return_one_number_in_a_list() -> None:
+    with pytest.raises(TreepackError, match=r"returned 1\.0; expected a list with one reward$"):
+        score(as_reward(lambda completions: 1.0), [7])
+    with pytest.raises(TreepackError, match=r"lambda.* raised ZeroDivisionError"):
+        score(as_reward(lambda completions: 1 / 0), [7])
+
+
+@pytest.mark.parametrize("function", [lambda text: 1.0, lambda text, fields: 1.0, lambda a, b, c, ids: 1.0])
+def test_another_signature_is_refused_at_once(function: Any) -> None:
+    with pytest.raises(TreepackError, match=r"takes \(.*\); write score\(text, fields, \*, ids\), or TRL's score"):
+        as_reward(function)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda text, fields, ids: 1.0, lambda *a, **k: 1.0, _broken, lambda text, fields, *, ids, x=1: 1.0]
+)
+def test_a_reward_of_the_usual_shape_stays(function: Any) -> None:
+    assert as_reward(function) is function
 
 
 def test_plain_rewards_run_side_by_side() -> None:

@@ -18,9 +18,9 @@ from support.command_line import Run
 from support.engine_server import APIS, EngineServer, experts_of, in_thread, running
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
-from treepack.rollout.engine import EngineError, Sampling, Segment
+from treepack.rollout.engine import EngineError, Segment
 from treepack.rollout.episode import SingleTurn
-from treepack.rollout.options import TreeOptions
+from treepack.rollout.options import Sampling, TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.records import path_routes, tree_trajectories
 from treepack.rollout.sampler import sample_tree

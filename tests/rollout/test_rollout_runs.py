@@ -20,9 +20,9 @@ import pytest
 from treepack.errors import TreepackError
 from treepack.rollout.engine import EngineError, Segment
 from treepack.rollout.episode import Episode, SingleTurn
-from treepack.rollout.options import TreeOptions, independent
+from treepack.rollout.options import RolloutOptions, TreeOptions, independent
 from treepack.rollout.query import Query
-from treepack.rollout.run import RolloutOptions, sample_rollouts
+from treepack.rollout.run import sample_rollouts
 from treepack.rollout.simulated import LengthLaw, SimulatedEngine, log_normal_lengths
 from treepack.rollout.summary import RolloutSummary
 from treepack.trajectory import Int32

@@ -16,9 +16,9 @@ from support import virtual_time
 from support.tree_estimates import PROMPT, grow, grow_tree, log_normal_law, query, two_speeds
 from support.watched_engines import FailingEngine, Request, ScriptedLaw, WatchedEngine, fingerprint
 from treepack.errors import TreepackError
-from treepack.rollout.engine import EngineError, Sampling, Segment
+from treepack.rollout.engine import EngineError, Segment
 from treepack.rollout.episode import SingleTurn
-from treepack.rollout.options import BRANCHING, FALLBACK, TreeOptions, independent
+from treepack.rollout.options import BRANCHING, FALLBACK, Sampling, TreeOptions, independent
 from treepack.rollout.requests import LimitedEngine, run_queries
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.simulated import SimulatedEngine

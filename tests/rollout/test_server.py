@@ -15,9 +15,9 @@ import pytest
 from support.engine_server import APIS, VOCAB_SIZE, EngineServer, in_thread, random_law, running, tempered
 from support.watched_engines import fingerprint
 from treepack.errors import TreepackError
-from treepack.rollout.engine import ABORT, EngineError, Sampling, Segment, TemporaryError
+from treepack.rollout.engine import ABORT, EngineError, Segment, TemporaryError
 from treepack.rollout.episode import SingleTurn
-from treepack.rollout.options import TreeOptions
+from treepack.rollout.options import Sampling, TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.requests import LimitedEngine
 from treepack.rollout.sampler import sample_tree

@@ -11,9 +11,8 @@ import sampling_bias
 
 from support.paths import ROOT
 from support.tree_estimates import PROMPT, before_fallback, estimate, grow, plain, query, weighted
-from treepack.rollout.engine import Sampling
 from treepack.rollout.episode import SingleTurn
-from treepack.rollout.options import TreeOptions
+from treepack.rollout.options import Sampling, TreeOptions
 from treepack.rollout.simulated import LengthLaw, SimulatedEngine
 from treepack.rollout.tree import TokenUsage, Tree, TreeNode, weights_of_leaves
 

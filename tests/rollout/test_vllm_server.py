@@ -20,11 +20,11 @@ from treepack.ingest.readers.reading import read_trajectories
 from treepack.ingest.tokenization import tokenize
 from treepack.online import tree_logprobs_like
 from treepack.rl.segments import segment_tree
-from treepack.rollout.engine import EngineError, Sampling
+from treepack.rollout.engine import EngineError
 from treepack.rollout.episode import SingleTurn
-from treepack.rollout.options import TreeOptions
+from treepack.rollout.options import RolloutOptions, Sampling, TreeOptions
 from treepack.rollout.query import Query
-from treepack.rollout.run import RolloutOptions, sample_rollouts
+from treepack.rollout.run import sample_rollouts
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.servers.server import SampleText, ServerEngine, connect
 from treepack.rollout.tree import Tree

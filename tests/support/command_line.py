@@ -15,6 +15,12 @@ class Result(NamedTuple):
     err: str
 
     @property
+    def notes(self) -> str:
+        """Stderr without the last lines, about the outputs and the next command."""
+        lines = self.err.splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith(("written ", "next: ")))
+
+    @property
     def json(self) -> dict[str, object]:
         result: dict[str, object] = json.loads(self.out)
         return result

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from treepack.rollout.engine import LENGTH, STOP, Sampling, Segment
+from treepack.rollout.engine import LENGTH, STOP, Segment
+from treepack.rollout.options import Sampling
 from treepack.trajectory import Int32
 
 

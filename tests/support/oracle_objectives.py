@@ -8,6 +8,7 @@ No row, no tree, no term: loops over rollouts and their trained tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,15 +84,23 @@ def clip(value: Tensor, low: float, high: float) -> Tensor:
 
 def policy_losses(rollout: Rollout, logprobs: dict[int, Tensor], o: Any, *, has_old: bool) -> dict[int, Tensor]:
     """The policy loss of each trained token, before KL, entropy and importance weights."""
+    olds = {
+        j: torch.tensor(rollout.old[j], dtype=torch.float64) if has_old else logprobs[j].detach()
+        for j in rollout.trained
+    }
+    if o.loss == "gmpo":
+        return gmpo_losses(rollout, logprobs, olds, o)
     losses = {}
-    mean: Any = sum(logprobs[j] - rollout.old[j] if has_old else logprobs[j] * 0 for j in rollout.trained)
+    mean: Any = sum(logprobs[j] - olds[j] for j in rollout.trained)
     mean = mean / max(1, len(rollout.trained))
     for j in rollout.trained:
         logp, advantage = logprobs[j], rollout.advantages[j]
-        old = torch.tensor(rollout.old[j], dtype=torch.float64) if has_old else logp.detach()
-        ratio = torch.exp(logp - old)
-        if o.loss == "cispo":
-            losses[j] = -clip(ratio, o.clip_low, o.clip_high).detach() * advantage * logp
+        ratio = torch.exp(logp - olds[j])
+        if o.loss in TOKEN_LOSSES:
+            losses[j] = TOKEN_LOSSES[o.loss](logp, olds[j], advantage, o)
+            continue
+        if o.loss == "vespo":
+            losses[j] = -vespo_weight(rollout, logprobs, olds, advantage, o) * advantage * logp
             continue
         if o.loss == "gspo":
             ratio = torch.exp(mean).detach() * torch.exp(logp) / torch.exp(logp).detach()
@@ -100,6 +109,83 @@ def policy_losses(rollout: Rollout, logprobs: dict[int, Tensor], o: Any, *, has_
             value = torch.max(value, torch.tensor(o.dual_clip * advantage, dtype=torch.float64))
         losses[j] = -value
     return losses
+
+
+def cispo(logp: Tensor, old: Tensor, advantage: float, o: Any) -> Any:
+    return -clip(torch.exp(logp - old), o.clip_low, o.clip_high).detach() * advantage * logp
+
+
+def sapo(logp: Tensor, old: Tensor, advantage: float, o: Any) -> Any:
+    tau = 1.0 if advantage > 0 else 1.05
+    gate = 1 / (1 + torch.exp(-tau * (torch.exp(logp) / torch.exp(old) - 1)))
+    return -gate * 4 / tau * advantage
+
+
+def dppo_tv(logp: Tensor, old: Tensor, advantage: float, o: Any) -> Any:
+    p, q = math.exp(logp.item()), math.exp(old.item())
+    if (advantage > 0 and p - q > o.clip_high) or (advantage <= 0 and q - p > o.clip_low):
+        return logp * 0
+    return -min(p / q, o.dual_clip) * advantage * logp
+
+
+def dppo_kl(logp: Tensor, old: Tensor, advantage: float, o: Any) -> Any:
+    p, q = math.exp(logp.item()), math.exp(old.item())
+    divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    if (advantage > 0 and p > q and divergence > o.clip_high) or (advantage <= 0 and p < q and divergence > o.clip_low):
+        return logp * 0
+    return -min(p / q, o.dual_clip) * advantage * logp
+
+
+def dro(logp: Tensor, old: Tensor, advantage: float, o: Any) -> Any:
+    return -(logp * advantage - 0.5 * o.beta * (logp - old) ** 2)
+
+
+def reinforce(logp: Tensor, old: Tensor, advantage: float, o: Any) -> Any:
+    return -advantage * logp
+
+
+TOKEN_LOSSES = {each.__name__: each for each in (cispo, sapo, dppo_tv, dppo_kl, dro, reinforce)}
+
+
+def gmpo_losses(rollout: Rollout, logprobs: dict[int, Tensor], olds: dict[int, Tensor], o: Any) -> dict[int, Tensor]:
+    """-A_t times the geometric mean of the clipped ratios; the gradient of a mean goes to its own token."""
+    clipped = {}
+    for j in rollout.trained:
+        shift, push = logprobs[j] - olds[j], 1 if rollout.advantages[j] > 0 else -1
+        near = torch.clamp(shift, -o.clip_low, o.clip_high)
+        clipped[j] = push * torch.min(push * shift, push * near)
+    mean = sum(each.item() for each in clipped.values()) / max(1, len(clipped))
+    return {j: -rollout.advantages[j] * math.exp(mean) * (1 + own - own.detach()) for j, own in clipped.items()}
+
+
+def vespo_weight(
+    rollout: Rollout, logprobs: dict[int, Tensor], olds: dict[int, Tensor], advantage: float, o: Any
+) -> float:
+    product = 1.0
+    for j in rollout.trained:
+        product *= math.exp(logprobs[j].item() - olds[j].item())
+        if o.importance_cap is not None:
+            product *= min(math.exp(olds[j].item() - rollout.sampling[j]), o.importance_cap)
+    k, rate = (2, 3) if advantage >= 0 else (3, 2)
+    return product**k * math.exp(rate * (1 - product))
+
+
+def correction(rollout: Rollout, logprobs: dict[int, Tensor], o: Any, j: int, *, has_old: bool) -> float:
+    """The factor of the policy loss of token j because the sampler was another policy: a weight, or 0."""
+    olds = {i: rollout.old[i] if has_old else logprobs[i].item() for i in rollout.trained}
+    ratios = [math.exp(olds[i] - rollout.sampling[i]) for i in rollout.trained]
+    m = math.exp(olds[j] - rollout.sampling[j])
+    if o.importance_level == "sequence":
+        m = math.prod(ratios)
+    elif o.importance_level == "geometric":
+        m = math.prod(ratios) ** (1 / len(ratios))
+    factor = 1.0 if o.importance_cap is None or o.loss == "vespo" else min(m, o.importance_cap)
+    if o.importance_mask is not None and not o.importance_mask[0] <= m <= o.importance_mask[1]:
+        return 0.0
+    lag = sum(rollout.sampling[i] - logprobs[i].item() for i in rollout.trained) / len(rollout.trained)
+    if o.sequence_mask is not None and rollout.advantages[j] < 0 and lag > o.sequence_mask:
+        return 0.0
+    return factor
 
 
 def kl(logp: Tensor, ref: float, estimator: str) -> Tensor:
@@ -117,10 +203,7 @@ def token_losses(model: Any, rollout: Rollout, o: Any, *, has_old: bool) -> dict
     logprobs, entropies = own_logprobs(model, rollout)
     losses = policy_losses(rollout, logprobs, o, has_old=has_old)
     for j in rollout.trained:
-        if o.importance_cap is not None:
-            old = rollout.old[j] if has_old else logprobs[j].item()
-            weight = torch.exp(torch.tensor(old - rollout.sampling[j], dtype=torch.float64))
-            losses[j] = losses[j] * min(weight.item(), o.importance_cap)
+        losses[j] = losses[j] * correction(rollout, logprobs, o, j, has_old=has_old)
         losses[j] = losses[j] + o.kl * kl(logprobs[j], rollout.ref[j], o.kl_estimator) - o.entropy * entropies[j]
     if o.value_coef:
         losses = {j: losses[j] + o.value_coef * loss for j, loss in value_losses(model, rollout, o).items()}

@@ -18,7 +18,7 @@ from torch import distributed, multiprocessing
 
 from support.fresh_processes import PROCESSES
 from support.simulated_device import ScriptedMemory
-from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.objectives.objective import Objective, choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, join_ranks

@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # trainers of TRL report
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
+import trl
 from datasets import Dataset as Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
@@ -126,6 +127,42 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(sum(ids) % 11) for ids in completion_ids]
 
 
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": %d}}\n</tool_call><|im_end|>'
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one of them.
+        b: the other one.
+
+    Returns:
+        their sum.
+    """
+    return a + b
+
+
+class CannedTools(GRPOTrainer):  # type: ignore[misc]
+    """GRPOTrainer whose model calls a tool in its first turn, and answers in its second one."""
+
+    def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+        turns = []
+        for i, ids in enumerate(prompt_ids):
+            called = "<tool_response>" in self.processing_class.decode(ids[-40:])
+            text = f"{i % 3}<|im_end|>" if called else CALL % (i % GENERATIONS // 2)
+            turns.append(self.processing_class(text)["input_ids"])
+        return turns, None
+
+
+def with_tools() -> dict[str, Any]:
+    """Return the arguments of `train` for a trainer with tools: conversations, a template with tools, and the tool."""
+    named = tokenizer()
+    named.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    questions = [[{"role": "user", "content": f"Add 1 and {i}."}] for i in range(12)]
+    return {"tools": [add], "train_dataset": Dataset.from_dict({"prompt": questions}), "processing_class": named}
+
+
 class CannedRLOO(RLOOTrainer):  # type: ignore[misc]
     """RLOOTrainer with canned completions in place of its generation, because it has no rollout_func."""
 
@@ -190,17 +227,16 @@ def train(
     """
     record = Record()
     more = dict(more or {})
-    if not issubclass(base, RLOOTrainer):
+    if not issubclass(base, RLOOTrainer) and "tools" not in more:
         more.setdefault("rollout_func", lambda texts, trainer: rollout(texts, trainer, tools=tools))
     torch.manual_seed(3)  # for the weights of an adapter
+    arguments = {"train_dataset": prompts(12), "processing_class": tokenizer(), **more}
     trainer = recorded(base, record)(
         model=AutoModelForCausalLM.from_pretrained(model),
         args=config(str(folder), **{**SETTINGS, **changes}),
         reward_funcs=reward,
-        train_dataset=prompts(12),
-        processing_class=tokenizer(),
         callbacks=[Gradients(record)],
-        **more,
+        **arguments,
     )
     trainer.train()
     record.logs = [log for log in trainer.state.log_history if "loss" in log]

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from treepack.rollout.engine import ABORT, Engine, Sampling, Segment, TemporaryError
+from treepack.rollout.engine import ABORT, Engine, Segment, TemporaryError
+from treepack.rollout.options import Sampling
 from treepack.rollout.tree import Tree
 from treepack.trajectory import Float64, Int32
 

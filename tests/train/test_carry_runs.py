@@ -16,7 +16,7 @@ from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.model.objectives.objective import choose_objective
+from treepack.objectives.objective import choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks

@@ -21,7 +21,7 @@ from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.value_head import VALUE_FILE, read_value_head
 from treepack.model.load import load_model
-from treepack.model.objectives.objective import Objective, choose_objective
+from treepack.objectives.objective import Objective, choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun
@@ -118,7 +118,7 @@ def test_a_stopped_run_continues_bit_for_bit_with_its_head(
     go(packed, base, tmp_path / "parts", objective)
     for name in ("model.safetensors", VALUE_FILE):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    with pytest.raises(TreepackError, match="cannot resume: objective"):
+    with pytest.raises(TreepackError, match="cannot resume: --value-clip was"):
         go(packed, base, tmp_path / "parts", replace(objective, value_clip=0.3))
 
 

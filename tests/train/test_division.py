@@ -198,7 +198,7 @@ def test_a_resumed_run_keeps_its_blocks(treepack: Run, tmp_path: Path, packed: P
     assert json.loads((out / "run.json").read_text())["options"]["blocks"] == 3
     done = treepack(*arguments, "--resume", "--blocks", "2", "--steps", "4", "--out", str(out))
     assert done.status == 1
-    assert "cannot resume: blocks was 3 when the run started and is 2 now" in done.err
+    assert "cannot resume: --blocks was 3 when the run started and is 2 now" in done.err
     done = treepack(*arguments, "--resume", "--steps", "4", "--out", str(out))
     assert done.status == 0, done.err
     whole = treepack(*arguments, "--blocks", "3", "--steps", "4", "--out", str(tmp_path / "whole"))

@@ -16,7 +16,7 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.saving.run_directory import is_finished
+from treepack.train.saving.run_record import is_finished
 from treepack.train.schedule import learning_rate
 from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics

@@ -70,7 +70,7 @@ def test_a_new_run_starts_at_its_first_step_and_resumes(folder: Path) -> None:
     assert [each.step for each in train(opened(folder, folder / "first"), folder / "parts", resume=True)] == [2, 3]
     one, other = ((folder / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
     assert one == other
-    with pytest.raises(TreepackError, match="cannot resume: init_from was"):
+    with pytest.raises(TreepackError, match="cannot resume: --init-from was"):
         list(train(opened(folder), folder / "parts", resume=True))
 
 

@@ -71,7 +71,7 @@ def test_the_command_adds_columns_and_changes_nothing_else(treepack: Command, tm
     assert treepack("pack", tmp_path / "trie", "--capacity", 12, "--out", tmp_path / "packed").status == 0
     common = ("--model", config, "--device", "cpu")
     done = treepack("logprobs", tmp_path / "packed", *common, "--out", tmp_path / "old", "--entropies", "--quiet")
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.notes) == (0, "")
     done = treepack("logprobs", tmp_path / "old", *common, "--out", tmp_path / "both", "--column", "ref")
     assert done.status == 0
     new = {"terms.old_logprob", "terms.ref_logprob", "terms.entropy"}
@@ -165,8 +165,7 @@ def test_rows_are_scored_alone_or_in_pieces_if_memory_runs_out(tmp_path: Path) -
     path = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[1])
     config = tiny_config(tmp_path / "tiny.json")
     sizes = [row.num_tokens for row in read_rows(path)]
-    expected: list[Any] = []
-    scored: list[Any] = []
+    expected, scored = list[Any](), list[Any]()
     for results, limit in ((expected, None), (scored, max(sizes))):
         scoring = open_scoring(path, config, ScoreOptions(device="cpu", pass_tokens=sum(sizes)))
 
@@ -178,6 +177,8 @@ def test_rows_are_scored_alone_or_in_pieces_if_memory_runs_out(tmp_path: Path) -
         results.extend(row.terms.old_logprob for row in scored_rows(scoring) if row.terms is not None)
     assert len(expected) == len(scored) == 2
     for before, after in zip(expected, scored, strict=True):
+        assert before is not None
+        assert after is not None
         np.testing.assert_allclose(after, before, rtol=1e-5)
 
 

@@ -96,7 +96,7 @@ def test_the_command_records_pieces_only_if_a_row_was_cut(treepack: Command, tmp
     sizes = {"plain": None, "off": "off", "auto": "auto", "longest": lengths[1], "shorter": lengths[0], "small": 3}
     for name, size in sizes.items():
         done = treepack(*common, tmp_path / name, *(() if size is None else ("--carry", size)))
-        assert (done.status, done.err) == (0, "")
+        assert (done.status, done.notes) == (0, "")
     records = {
         name: json.loads((tmp_path / name / "manifest.json").read_text())["logprobs"]["old"].get("carry")
         for name in sizes

@@ -23,7 +23,7 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.saving.run_directory import is_finished
+from treepack.train.saving.run_record import is_finished
 from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
 
@@ -143,9 +143,9 @@ def test_the_count_of_skipped_steps_outlives_the_process(packed: Path, config: P
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"lr": 0.5}, "cannot resume: lr was 0.01 when the run started and is 0.5 now"),
-        ({"rows_per_step": 4}, "rows_per_step was 2 when"),
-        ({"dtype": "bf16"}, "dtype was 'fp32' when"),
+        ({"lr": 0.5}, "cannot resume: --lr was 0.01 when the run started and is 0.5 now"),
+        ({"rows_per_step": 4}, "--rows-per-step was 2 when"),
+        ({"dtype": "bf16"}, "--dtype was 'fp32' when"),
     ],
 )
 def test_another_run_is_not_resumed(
@@ -156,7 +156,7 @@ def test_another_run_is_not_resumed(
     with pytest.raises(TreepackError, match=complaint):
         go(packed, config, tmp_path / "out", **changes)
     other = packed_directory(tmp_path / "other", [make("t", [1, 2, 3])], capacity=40)
-    with pytest.raises(TreepackError, match="packed_sha256"):
+    with pytest.raises(TreepackError, match="cannot resume: PACKED has a different content"):
         go(other, config, tmp_path / "out")
     assert lines(tmp_path / "out") == before
 
@@ -211,7 +211,7 @@ def test_another_configuration_of_the_model_is_not_resumed(packed: Path, config:
     moved = config.rename(tmp_path / "elsewhere.json")
     go(packed, moved, tmp_path / "out", until=1)  # another path to the same configuration is accepted
     tiny_config(config, rms_norm_eps=0.5)
-    with pytest.raises(TreepackError, match="cannot resume: config_sha256 was"):
+    with pytest.raises(TreepackError, match="cannot resume: the config of --model has a different content"):
         go(packed, config, tmp_path / "out")
 
 

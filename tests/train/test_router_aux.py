@@ -29,7 +29,7 @@ from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.forward import hidden_states, row_loss
 from treepack.model.layers import find_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.objective import choose_objective
+from treepack.objectives.objective import choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.setup.opening import open_run, open_verification

@@ -33,7 +33,7 @@ from treepack.files.remote import retries as patience
 from treepack.files.remote.address import as_path
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.saving.run_directory import is_finished
+from treepack.train.saving.run_record import is_finished
 from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
 
@@ -172,7 +172,7 @@ def test_ids_of_an_unfinished_run_are_refused(packed: Path, config: Path, s3: St
     go(packed, config, out, until=3)
     with pytest.raises(TreepackError, match=r"s3://.*/run contains a run that is not complete; continue it with"):
         list(train(open_run(packed, config, OPTIONS), out))
-    with pytest.raises(TreepackError, match=r"s3://.*/run: cannot resume: lr was 0.01 when the run started"):
+    with pytest.raises(TreepackError, match=r"s3://.*/run: cannot resume: --lr was 0.01 when the run started"):
         go(packed, config, out, lr=0.5)
     steps = list(train(open_run(packed, config, OPTIONS), out, overwrite=True))
     assert steps[0].step == 1
@@ -375,15 +375,14 @@ def test_of_two_processes_the_newest_owns_the_run(
     assert lines(s3.read("run/metrics.jsonl")) == lines((tmp_path / "whole" / "metrics.jsonl").read_bytes())
 
 
-def test_a_model_is_loaded_from_an_address_and_curves_are_uploaded(
+def test_a_model_is_loaded_from_an_address_and_events_are_uploaded(
     packed: Path, config: Path, tmp_path: Path, s3: Store, treepack: Run
 ) -> None:
     result = treepack(
-        "train", s3.address("packed"), "--model", config, "--out", s3.address("run"), *TRAIN, "--plot", "--tensorboard"
+        "train", s3.address("packed"), "--model", config, "--out", s3.address("run"), *TRAIN, "--tensorboard"
     )
     assert result.status == 0, result.err
     assert re.search(rf"saved +{s3.address('run')}\n", result.out)
-    assert "run/metrics.png" in s3.names("run/")
     assert any(name.startswith("run/tensorboard/events") for name in s3.names("run/"))
     assert "run/owner.json" not in s3.names("run/")
     s3.write("tiny.json", config.read_bytes())

@@ -17,7 +17,7 @@ from support.command_line import Run as Command
 from support.oracle_model import VOCABULARY, tiny_model, write_rows
 from support.rank_processes import Case, train_over
 from support.strategies import make
-from treepack.model.objectives.objective import choose_objective
+from treepack.objectives.objective import choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun

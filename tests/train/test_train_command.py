@@ -33,29 +33,25 @@ def arguments(tmp_path: Path) -> list[str]:
     return ["train", str(packed), *options, "--out", str(tmp_path / "out")]
 
 
-def test_curves_and_tensorboard_show_every_step(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
+def test_tensorboard_shows_every_step(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    done = treepack(*arguments, "--plot", "--tensorboard")
+    done = treepack(*arguments, "--tensorboard")
     assert done.status == 0
     assert "time spent waiting for rows" in done.out
-    assert (tmp_path / "out" / "metrics.png").read_bytes().startswith(b"\x89PNG")
     board = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
     board.Reload()
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [event.step for event in board.Scalars("train/loss")] == [line["step"] for line in lines] == [*range(1, 9)]
 
 
-def test_curves_of_a_complete_run_are_drawn_without_training(
-    treepack: Run, arguments: list[str], tmp_path: Path
-) -> None:
+def test_a_complete_run_is_left_as_it_is(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
     assert treepack(*arguments).status == 0
     before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
-    done = treepack(*arguments, "--resume", "--plot")
+    done = treepack(*arguments, "--resume")
     assert done.status == 0
     assert "is already finished, with 8 steps" in done.err
     assert "loading the weights" not in done.err
-    assert (tmp_path / "out" / "metrics.png").exists()
     assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
 
 

@@ -21,9 +21,9 @@ from support.packed_objectives import as_trajectories, opened, rollouts
 from support.strategies import make
 from support.trie_files import saved
 from treepack.errors import TreepackError
-from treepack.model.objectives.denominators import step_factors, trajectory_table
-from treepack.model.objectives.objective import PRESETS, Objective, choose_objective
 from treepack.model.verify.gradients import GradientReport, verify_gradients
+from treepack.objectives.denominators import step_factors, trajectory_table
+from treepack.objectives.objective import PRESETS, Objective, choose_objective
 from treepack.rl.advantages.advantage_options import AdvantageOptions
 from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
 from treepack.train.loop import train

@@ -22,7 +22,7 @@ from support.packed_objectives import as_trajectories, rollouts
 from support.paths import ROOT
 from treepack.data.dataset import PackedDataset
 from treepack.model.load import load_model
-from treepack.model.objectives.objective import choose_objective
+from treepack.objectives.objective import choose_objective
 
 ROWS = [0, 0, 1, 1, 2, 2, 3, 3, 4, 5]  # the row of every rollout
 PER_STEP = 4  # six rows: the second step of an epoch has two

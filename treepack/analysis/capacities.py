@@ -32,10 +32,11 @@ from treepack.analysis.turns import SortedTurns, cut_to_turns, turns_of
 from treepack.costs.model_cost import FlopCount
 from treepack.ingest.conversations import Conversations
 from treepack.pack.capacity import fit_capacity
+from treepack.pack.options import PackOptions
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan, PlanTotals
 from treepack.pack.plan.planning import packed_trie, plan_rows
-from treepack.pack.plan.problem import SearchOptions
+from treepack.pack.plan.problem import RowLimits, SearchOptions
 from treepack.pack.totals import packed_totals
 from treepack.processes import ReportProgress
 from treepack.trie.totals import trie_totals
@@ -73,14 +74,33 @@ def plan_capacities(
     Raises:
         TreepackError: a trajectory does not fit and `too_long` is "error".
     """
+    options = PackOptions(method=method, effort=search.effort, time_limit=search.time_limit, too_long=too_long)
     for capacity in capacities:
-        too_many = int((trie.lengths > capacity).sum())
-        fitted, _ = fit_capacity(trie, capacity, too_long=too_long)
-        plan = plan_rows(
-            fitted, capacity=capacity, method=method, search=search, progress=_named(progress, f"for {capacity:,}")
-        )
-        packed_nodes = packed_trie(fitted, method)
-        yield PlannedCapacity(fitted, packed_nodes, plan, check_plan(packed_nodes, plan), too_many)
+        yield plan_capacity(trie, capacity, options, progress=progress)
+
+
+def plan_capacity(
+    trie: Trie, capacity: int, options: PackOptions, *, progress: ReportProgress | None = None
+) -> PlannedCapacity:
+    """Return a checked plan for `capacity` by the budgets, the search and the balance of `options`.
+
+    Raises:
+        TreepackError: a trajectory that does not fit, unless `options.too_long` is "drop", or a step that has too few
+            trajectories for its ranks.
+    """
+    num_too_long = int((trie.lengths > capacity).sum())
+    fitted, _ = fit_capacity(trie, capacity, too_long=options.too_long)
+    plan = plan_rows(
+        fitted,
+        capacity=RowLimits(capacity, options.pairs_budget, options.terms_budget),
+        method=options.method,
+        search=SearchOptions(options.effort, options.time_limit),
+        multiple_of=options.balance,
+        token_pairs=options.token_pairs,
+        progress=_named(progress, f"for {capacity:,}"),
+    )
+    nodes = packed_trie(fitted, options.method)
+    return PlannedCapacity(fitted, nodes, plan, check_plan(nodes, plan), num_too_long)
 
 
 def _named(progress: ReportProgress | None, suffix: str) -> ReportProgress | None:
@@ -116,7 +136,7 @@ def forecast_lines(
     name, *others = ways_to_cut(trie)
     baseline, work_alone = (TURNS, once_work) if name == "turns" else (SAMPLES, flat_work)
     works = [
-        _rows_work(each, trained if each.packed_nodes is trie else trained_of(each.packed_nodes)) for each in planned
+        rows_work(each, trained if each.packed_nodes is trie else trained_of(each.packed_nodes)) for each in planned
     ]
     lines = [ForecastLine(name, None, work_alone(trie), tree_work(trie, trained), baseline=baseline)]
     lines += [
@@ -145,7 +165,8 @@ def forecast_lines(
     return lines
 
 
-def _rows_work(planned: PlannedCapacity, trained: TrainedTokens) -> FlopCount:
+def rows_work(planned: PlannedCapacity, trained: TrainedTokens) -> FlopCount:
+    """Return the work of the rows of a plan; `trained` belongs to its `packed_nodes`."""
     totals = planned.totals
     tokens, pairs = totals.tokens_packed, int(totals.row_pairs.sum())
     return plan_work(trained, planned.plan.row_of, num_tokens=tokens, num_pairs=pairs)
@@ -161,7 +182,7 @@ def _turns_line(
     cut = cut_to_turns(trie, fitting, only_sizes=True)
     if cut is not planned.trie:
         (planned,) = plan_capacities(cut, [capacity], method=method, too_long="error", search=search)
-        work = _rows_work(planned, trained_of(planned.packed_nodes))
+        work = rows_work(planned, trained_of(planned.packed_nodes))
     distinct = turns.distinct(trie)
     once = distinct.within(capacity)
     left_out = len(distinct.ends) - len(once.ends)

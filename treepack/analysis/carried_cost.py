@@ -76,12 +76,12 @@ def plan_trunks(trie: Trie, row_of: Int64, pieces: Sequence[int]) -> tuple[Trunk
 
 
 class TrunkCounter:
-    """The trunk of packed rows, their longest path and their largest row, counted while the rows are read."""
+    """The number of packed rows, their trunk, longest path and largest row, counted while the rows are read."""
 
     def __init__(self, pieces: Sequence[int]) -> None:
         """Start without rows."""
         self.pieces = tuple(pieces)
-        self.row_tokens = self.longest = 0
+        self.num_rows = self.row_tokens = self.longest = 0
         self._tokens, self._paths = [0] * len(self.pieces), [0] * len(self.pieces)
 
     def over(self, rows: Iterable[Row]) -> Iterator[Row]:
@@ -89,6 +89,7 @@ class TrunkCounter:
         for row in rows:
             ends, depth = row.subtree_end.astype(np.int64), row.position_ids.astype(np.int64)
             below = ends - np.arange(len(ends)) - 1
+            self.num_rows += 1
             self.row_tokens = max(self.row_tokens, len(ends))
             self.longest = max(self.longest, int(depth.max(initial=-1)) + 1)
             for i, piece in enumerate(self.pieces):

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from treepack.analysis.capacities import PlannedCapacity
+from treepack.analysis.capacities import PlannedCapacity, rows_work
+from treepack.analysis.capacity_choice import largest_tree
 from treepack.analysis.carried_cost import (
     TrunkCounter,
     TrunkTokens,
@@ -25,7 +24,7 @@ from treepack.analysis.carried_cost import (
     plan_trunks,
     trie_trunks,
 )
-from treepack.analysis.forecast import MFU, ForecastLine, TrainingDevice
+from treepack.analysis.forecast import MFU, ForecastLine, TrainingDevice, trained_of, tree_work
 from treepack.costs.model_cost import FlopCount, ModelShape, operations
 from treepack.errors import TreepackError
 from treepack.memory.model_memory import ModelMemory, NoPieces
@@ -50,11 +49,12 @@ class RowsToCarry:
 
     Attributes:
         capacity: maximum number of tokens of a row.
-        num_left_out: samples that are longer.
+        num_left_out: trajectories that are longer.
         work: the work of the rows.
         row_tokens: tokens of the largest row.
-        longest: tokens of the longest sample.
+        longest: tokens of the longest trajectory.
         trunks: the trunk for each size of a piece.
+        num_rows: number of rows.
     """
 
     capacity: int | None
@@ -63,6 +63,7 @@ class RowsToCarry:
     row_tokens: int
     longest: int
     trunks: tuple[TrunkTokens, ...]
+    num_rows: int = 0
 
 
 def sizes_of_pieces(carry: int | None) -> tuple[int, ...]:
@@ -76,43 +77,40 @@ def sizes_of_pieces(carry: int | None) -> tuple[int, ...]:
     return PIECES if carry is None else (carry,)
 
 
-def rows_of_plans(
-    trie: Trie, planned: Sequence[PlannedCapacity], lines: Sequence[ForecastLine], pieces: Sequence[int]
-) -> list[RowsToCarry]:
-    """Return the rows of whole trees, and of each plan; `lines` are from `capacities.forecast_lines`."""
-    # The first lines belong to the samples of `trie`: without a capacity, and then one for each plan.
-    whole, *others = lines[: 1 + len(planned)]
-    starts = trie.node_start[:-1][trie.parent < 0]
-    largest = int(np.diff(np.append(starts, trie.tokens_tree)).max())
-    rows = [RowsToCarry(None, 0, whole.packed, largest, int(trie.lengths.max()), trie_trunks(trie, pieces))]
-    for each, line in zip(planned, others, strict=True):
+def rows_of_plans(trie: Trie, planned: Sequence[PlannedCapacity], pieces: Sequence[int]) -> list[RowsToCarry]:
+    """Return the rows of whole trees, and of each plan."""
+    trained, num_trees = trained_of(trie), int((trie.parent < 0).sum())
+    longest, trunks = int(trie.lengths.max()), trie_trunks(trie, pieces)
+    rows = [RowsToCarry(None, 0, tree_work(trie, trained), largest_tree(trie), longest, trunks, num_trees)]
+    for each in planned:
+        work = rows_work(each, trained if each.packed_nodes is trie else trained_of(each.packed_nodes))
         trunks = plan_trunks(each.packed_nodes, each.plan.row_of, pieces)
         row_tokens, longest = int(each.totals.row_tokens.max()), int(each.trie.lengths.max())
-        rows.append(RowsToCarry(line.capacity, line.num_left_out, line.packed, row_tokens, longest, trunks))
+        capacity, left_out = each.plan.capacity, each.num_too_long
+        rows.append(RowsToCarry(capacity, left_out, work, row_tokens, longest, trunks, each.totals.num_rows))
     return rows
 
 
 def packed_rows(line: ForecastLine, counter: TrunkCounter) -> RowsToCarry:
     """Return the rows that `counter` and the `RowCounter` of `line` have read."""
-    return RowsToCarry(line.capacity, 0, line.packed, counter.row_tokens, counter.longest, counter.trunks)
+    return RowsToCarry(
+        line.capacity, 0, line.packed, counter.row_tokens, counter.longest, counter.trunks, counter.num_rows
+    )
 
 
 def carried_report(
     rows: Iterable[RowsToCarry], shape: ModelShape, memory: ModelMemory | NoPieces, device: TrainingDevice
 ) -> Entry:
-    """Return cost and memory of the rows on one device, with and without pieces, and one sentence, as plain values.
+    """Return cost and memory of the rows on one device, with and without pieces, as plain values.
 
-    A model without a forecast of pieces has no lines, and the sentence gives the reason.
+    A model without a forecast of pieces has no lines, and its obstacle is the reason.
     """
     entry: Entry = {"device_bytes": device.memory, "obstacle": None}
     if isinstance(memory, NoPieces):
-        sentence = f"train --carry has no forecast for {shape.name}: {memory.reason}"
-        return entry | {"obstacle": memory.reason, "lines": [], "notes": [], "verdict": sentence}
+        return entry | {"obstacle": memory.reason, "lines": [], "notes": []}
     lines = [_line(each, shape, memory, device) for each in rows]
     sizes = {"state_bytes": memory.state, "path_bytes_per_token": memory.path}
-    return (
-        entry | sizes | {"lines": lines, "notes": notes(lines, device), "verdict": carried_verdict(lines, memory.state)}
-    )
+    return entry | sizes | {"lines": lines, "notes": notes(lines, device)}
 
 
 def _line(rows: RowsToCarry, shape: ModelShape, memory: ModelMemory, device: TrainingDevice) -> Entry:
@@ -173,33 +171,6 @@ def _fits(needed: int, device: TrainingDevice) -> bool | None:
     return None if device.memory is None else needed <= USABLE * device.memory
 
 
-def carried_verdict(lines: Sequence[Mapping[str, Any]], state: int) -> str:
-    """Return one sentence: the longest rows that fit in pieces, or their memory, against the best rows without them.
-
-    `state` is the memory of weights, gradients and the optimiser.
-    """
-    fewest = min(line["num_left_out"] for line in lines)
-    all_samples = [line for line in lines if line["num_left_out"] == fewest]
-    best = min(all_samples, key=lambda line: (line["fits_carry"] is False, line["hours_carry"]))
-    needed = f"{best['bytes_carry'] / GIB:.1f} GiB with --carry {best['carry']}"
-    if best["bytes_host"]:
-        needed += f" and {best['bytes_host'] / GIB:.1f} GiB of host memory"
-    if best["fits_carry"] is False:
-        return (
-            f"{_rows(best)} need {needed}, more than the device has: {state / GIB:.1f} GiB of it are weights, "
-            "gradients and AdamW, which several GPUs can share"
-        )
-    if best["row_tokens"] <= best["carry"]:
-        return f"{_rows(best)} fit in {best['bytes_carry'] / GIB:.1f} GiB without --carry, and recompute no layer"
-    text = f"{_rows(best)} fit in {needed}"
-    others = [line for line in all_samples if line["fits_rows"] is not False]
-    if not others:
-        return f"{text}, and no rows that contain every sample fit without it"
-    other = min(others, key=lambda line: float(line["hours_rows"]))
-    ratio = other["hours_rows"] / best["hours_carry"]
-    return f"{text}, at {ratio:.2f} times the speed of {_rows(other)} without it ({other['bytes_rows'] / GIB:.1f} GiB)"
-
-
 def _rows(line: Mapping[str, Any]) -> str:
     if line["capacity"] is None:
         return f"rows of whole trees (--capacity {line['row_tokens']})"
@@ -207,13 +178,13 @@ def _rows(line: Mapping[str, Any]) -> str:
 
 
 def notes(lines: Iterable[Mapping[str, Any]], device: TrainingDevice) -> list[str]:
-    """Return sentences about unknown memory, and about lines that leave samples out or have the path in host memory."""
+    """Return sentences about unknown memory, trajectories left out, and paths in host memory."""
     sentences = []
     if device.memory is None:
         sentences.append("the memory of the device is not known, so without --carry all layers are recomputed")
     for line in lines:
         if line["num_left_out"]:
-            sentences.append(f"{_rows(line)} leave out {line['num_left_out']:,} longer samples")
+            sentences.append(f"{_rows(line)} leave out {line['num_left_out']:,} longer trajectories")
         if line["bytes_host"]:
             sentences.append(f"the path of {_rows(line)} is in host memory")
     return sentences

@@ -8,9 +8,9 @@ from __future__ import annotations
 # Baselines of the forecast, by their key.
 BASELINES = {
     "append_only": "one append-only sequence per conversation",
-    "samples": "each sample alone",
-    "trajectories": "each sample of --expand trajectory alone",
-    "turns": "one sample per turn",
+    "samples": "each trajectory alone",
+    "trajectories": "each trajectory of --expand trajectory alone",
+    "turns": "one trajectory per turn",
 }
 
 # Reasons why a token is stored, by their key in `sharing` of `stats --json`.
@@ -27,7 +27,7 @@ REASONS = {
 # Labels of figures; each fits beside a name and a number on a terminal of 80 columns.
 GLOSSARY = {
     "num_files": "files read",
-    "num_trajectories": "samples: each is one token sequence",
+    "num_trajectories": "token sequences",
     "num_groups": "prompts or tasks",
     "num_trees": "prefix trees",
     "num_nodes": "nodes of the trees",
@@ -35,8 +35,8 @@ GLOSSARY = {
     "pairs_budget": "maximum attention score pairs of a row",
     "terms_budget": "maximum loss terms of a row",
     "num_rows": "rows",
-    "tokens_trained": "trained tokens of all samples",
-    "tokens_flat": "N_flat: tokens of all samples",
+    "tokens_trained": "trained tokens of all trajectories",
+    "tokens_flat": "N_flat: tokens of all trajectories",
     "tokens_tree": "N_tree: tokens of the tries",
     "tokens_packed": "N_pack: tokens of the rows",
     "por": "POR: 1 - N_tree / N_flat",
@@ -47,7 +47,7 @@ GLOSSARY = {
     "group_pairs_max_over_mean": "the same for ranks in step",
     "group_cost_max_over_mean": "the same for the time of the model",
     "method": "of the plan",
-    "semantics": "of tokens that several samples train",
+    "semantics": "of tokens that several trajectories train",
     "normalize": "of the loss weights",
     "tokens_per_second": "N_flat / seconds",
     "num_pairs": "attention score pairs of the rows",
@@ -68,3 +68,11 @@ INTERNAL = frozenset(
     "num_pairs total_weight token_ratio lower_bound balance effort tiles_full tiles_partial tiles_partial_unordered "
     "bytes_per_token".split()
 )
+
+
+def readable_time(seconds: float) -> str:
+    """Return a time in a unit that fits: 4.3 s, 12 min, 3.4 h, 2.1 days."""
+    for name, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {name}"
+    return f"{seconds:.3g} s" if seconds >= 0.001 else "below 1 ms"

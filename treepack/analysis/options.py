@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from treepack.files.remote.address import AnyPath
 from treepack.ingest.options import BuildOptions
+from treepack.option_fields import check_options, option, read_counts
 from treepack.pack.options import PackOptions
 
 
@@ -17,31 +18,64 @@ class StatsOptions:
     """Options of `treepack stats`."""
 
     build: BuildOptions = field(default_factory=BuildOptions)  # how raw rollouts are read
-    # Capacities to plan rows and forecast for; empty for a quick forecast at usual ones.
-    capacities: tuple[int, ...] = ()
-    # Method, effort and time limit of the plans for `capacities`; its other fields are not used.
+    # Method, effort, time limit and balance of the plans; its other fields are not used.
     pack: PackOptions = field(default_factory=lambda: PackOptions(effort="low"))
-    model: str = "qwen3-8b"  # model of the forecast: a preset or a config.json
-    device: str = "h200"  # device of the forecast: a name or a rate in TFLOP/s
-    # Tokens of a piece of the forecast for `train --carry`; None for the largest power of two that fits.
-    carry: int | None = None
-    check: bool = False  # verify hashes, every invariant, and that rows contain all of their trie
-    trie: AnyPath | None = None  # trie to check a packed directory against; None for the one it was packed from
+    check: bool = option(False, "Verify hashes, every invariant, and that rows contain all of the trie.")
+    trie: AnyPath | None = option(
+        None, "Trie to check a packed directory against; default: the one it was packed from."
+    )
+    capacities: tuple[int, ...] = option(
+        (),
+        "Capacities to compare; longer trajectories are left out and counted. Default: powers of two from the longest "
+        "trajectory to whole trees, by quick plans.",
+    )
+    model: str = option(
+        "qwen3-8b", "Model that is trained: a preset or a config.json; docs/forecast.md lists the presets."
+    )
+    device: str = option("h200", "GPU that trains it: a100, h100, h200, b200, or its rate in TFLOP/s in bfloat16.")
+    carry: int | None = option(
+        None,
+        "Forecast for train --carry N; default: the largest power of two from 4096 to 65536 that fits the device.",
+        minimum=1,
+    )
+
+    def __post_init__(self) -> None:
+        """Read texts such as "4k", and refuse values that are not numbers of tokens.
+
+        Raises:
+            TreepackError: naming the option.
+        """
+        read_counts(self, "capacities", "carry")
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """Options of `treepack report`."""
+    """Options of `treepack report`; for a training run, of which only the tokenizer and the text are used."""
 
     # How raw rollouts are read; its tokenizer also decodes token ids.
     build: BuildOptions = field(default_factory=BuildOptions)
-    # Capacities at which ERR is compared with POR; empty for powers of two that every rollout fits.
-    capacities: tuple[int, ...] = ()
+    trie: AnyPath | None = option(
+        None, "Trie of a packed directory; default: the one it was packed from, or else one built from its rows."
+    )
+    capacities: tuple[int, ...] = option(
+        (), "Capacities at which ERR is compared with POR; default: powers of two that every rollout fits."
+    )
     # Method, effort and time limit of the plans; its other fields are not used.
     pack: PackOptions = field(default_factory=lambda: PackOptions(effort="low"))
-    model: str = "qwen3-8b"  # model of the forecast: a preset or a config.json
-    # Trie of a packed directory; None for the one it was packed from, or else one rebuilt from its rows.
-    trie: AnyPath | None = None
-    text: bool = True  # put the text of the rollouts into the page
-    # Maximum number of tokens shown as text; every node shows the same number of its first tokens.
-    text_limit: int = 8_000_000
+    model: str = option("qwen3-8b", "Forecast for this model: a preset or a config.json; see docs/forecast.md.")
+    no_text: bool = option(False, "Leave the text of the rollouts out of the page.")
+    text_limit: int = option(
+        8_000_000,
+        "Maximum number of tokens shown as text; every node shows the same number of its first tokens.",
+        minimum=0,
+    )
+
+    def __post_init__(self) -> None:
+        """Read texts such as "4k", and refuse values that are not numbers of tokens.
+
+        Raises:
+            TreepackError: naming the option.
+        """
+        read_counts(self, "capacities")
+        check_options(self)

@@ -10,7 +10,7 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import MANIFEST
 from treepack.files.manifest import Manifest, file_sha256, read_manifest
-from treepack.files.remote.address import AnyPath, as_path, is_address
+from treepack.files.remote.address import AnyPath, Paths, as_path, is_address, path_names
 from treepack.files.remote.cache import local_copy
 from treepack.files.remote.stored_files import read_stored
 from treepack.pack.capacity import fit_capacity
@@ -21,20 +21,23 @@ from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
 
-def local_paths(paths: Sequence[str | Path]) -> Sequence[str | Path]:
-    """Return `paths`, with a local copy in the place of the address of a trie or packed directory.
+def local_paths(paths: Paths) -> list[str]:
+    """Return `paths` as text, with a local copy in the place of the address of a trie or packed directory.
 
     Raises:
-        TreepackError: the store cannot be reached, or a part is missing or damaged.
+        TreepackError: there is none, the store cannot be reached, or a part is missing or damaged.
     """
-    if len(paths) == 1 and is_address(str(paths[0])):
-        path = as_path(paths[0])
+    names = path_names(paths)
+    if not names:
+        raise TreepackError("there are no paths; give a directory or rollouts")
+    if len(names) == 1 and is_address(names[0]):
+        path = as_path(names[0])
         if not isinstance(path, Path) and read_stored(path / MANIFEST) is not None:
-            return [local_copy(path)]
-    return paths
+            return [str(local_copy(path))]
+    return names
 
 
-def manifest_of(paths: Sequence[str | Path]) -> Manifest | None:
+def manifest_of(paths: Sequence[str]) -> Manifest | None:
     """Return the manifest if `paths` is one trie or packed directory, or None if they are raw rollouts.
 
     Raises:

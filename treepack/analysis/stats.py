@@ -2,54 +2,49 @@
 
     paths --stats--> one dictionary, ready for JSON: totals, distributions, lost sharing, predictions, forecast
 
-docs/cli.md describes the command. Without capacities, the forecast plans quickly for usual ones.
+docs/cli.md describes the command. Without capacities, one is chosen by expected time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treepack.analysis.capacities import forecast_lines, plan_capacities, predicted_totals
+from treepack.analysis.capacities import predicted_totals
 from treepack.analysis.carried_cost import TrunkCounter
-from treepack.analysis.carried_report import RowsToCarry, carried_report, packed_rows, rows_of_plans, sizes_of_pieces
+from treepack.analysis.carried_report import packed_rows
 from treepack.analysis.check import check_trie_totals, checked_totals
 from treepack.analysis.describe import Report, describe_rows, describe_trie
-from treepack.analysis.forecast import ForecastLine, RowCounter, read_device
+from treepack.analysis.forecast import RowCounter
 from treepack.analysis.lost_sharing import explain_sharing
 from treepack.analysis.needed_memory import CHECKING, DESCRIBING, refuse_too_large
 from treepack.analysis.options import StatsOptions
 from treepack.analysis.origin import local_paths, manifest_of, read_packed_origin
 from treepack.analysis.summary import conversation_entries
+from treepack.analysis.trie_forecast import ForecastTarget, forecast_packed, forecast_trie, read_target
 from treepack.analysis.verdict import baseline_notes
-from treepack.analysis.verdict import forecast_report as forecast
-from treepack.costs.model_cost import read_shape
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.files.parts import refuse_links
+from treepack.files.remote.address import Paths
 from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
 from treepack.ingest.tokenization import read_tokenizer
-from treepack.memory.model_memory import read_memory
-from treepack.pack.capacity import usual_capacities
 from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
-from treepack.pack.plan.problem import SearchOptions
 from treepack.processes import Progress, ReportProgress, with_progress
 from treepack.trie.directory import read_to_trie, skipped_record
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
 
-QUICK = "contiguous"  # the method for capacities that the user did not ask for: one pass over the leaves
-
 
 @naming_addresses()
 def stats(
-    paths: Sequence[str | Path],
+    paths: Paths,
     options: StatsOptions = StatsOptions(),  # noqa: B008 (immutable)
     *,
     memory: int | None = None,
@@ -59,7 +54,7 @@ def stats(
     """Return how much rollouts share, how much of it a packing keeps, and the forecast of the speed-up.
 
     Args:
-        paths: one trie directory, one packed directory, or raw rollouts as for `build_trie_directory`.
+        paths: a trie directory, a packed directory, or raw rollouts as for `build_trie_directory`.
         options: what to add, and how raw rollouts are read.
         memory: bytes to use, None for `usual_memory`; tokens and columns that need more are mapped from temporary
             files. The result does not depend on it.
@@ -70,8 +65,7 @@ def stats(
         TreepackError: bad input, an option that does not suit it, a fault that the check found, or a trie whose nodes
             and trajectories do not fit into `memory`.
     """
-    shape, device = read_shape(options.model), read_device(options.device)
-    carrying, pieces = read_memory(options.model), sizes_of_pieces(options.carry)
+    target = read_target(options.model, options.device, ranks=options.pack.balance, carry=options.carry)
     paths = local_paths(paths)
     directory, manifest = Path(paths[0]), manifest_of(paths)
     if manifest and options.check:
@@ -81,10 +75,7 @@ def stats(
             raise TreepackError(
                 f"{directory}: is packed already; give --effective-ratio and --predictions with its trie"
             )
-        report, lines, rows = _packed_stats(directory, manifest, options, memory, progress)
-        notes = baseline_notes(conversations_of_manifest(manifest), manifest["totals"])
-        carry = carried_report([rows], shape, carrying, device)
-        return report | {"forecast": forecast(lines, shape, device, notes) | {"carry": carry}}
+        return _packed_stats(directory, manifest, options, target, memory, progress)
     if manifest:
         trie, counts, kind = read_trie(directory, memory=memory), manifest["counts"], "trie"
         skipped, conversations = manifest.get("skipped"), conversations_of_manifest(manifest)
@@ -100,30 +91,37 @@ def stats(
     report |= conversation_entries(conversations, report)
     if options.check:
         report["checked"] = check_trie_totals(trie, manifest)
-    search = SearchOptions(options.pack.effort, options.pack.time_limit)
-    method = options.pack.method if options.capacities else QUICK
-    capacities = options.capacities or usual_capacities(trie)
-    planned = list(plan_capacities(trie, capacities, method=method, too_long="drop", search=search, progress=progress))
+    report["forecast"], planned = forecast_trie(
+        trie,
+        target,
+        conversations=conversations,
+        totals=report,
+        capacities=options.capacities,
+        options=options.pack,
+        progress=progress,
+    )
     if options.capacities:
         report["predicted"] = predicted_totals(planned)
     if contrast is not None:
         report |= contrast(trie)
-    lines = forecast_lines(trie, planned, method=method, search=search, conversations=conversations)
-    notes = baseline_notes(conversations, report)
     if progress is not None:
         progress(Progress("explaining lost sharing", 0, None, ""))
     report["sharing"] = _sharing(trie, manifest, options.build.tokenizer)
-    carry = carried_report(rows_of_plans(trie, planned, lines, pieces), shape, carrying, device)
-    return report | {"forecast": forecast(lines, shape, device, notes) | {"carry": carry}}
+    return report
 
 
 def _packed_stats(
-    directory: Path, manifest: Manifest, options: StatsOptions, memory: int | None, progress: ReportProgress | None
-) -> tuple[Report, list[ForecastLine], RowsToCarry]:
-    """Return the report on a packed directory, the lines of its forecast, and its rows for the forecast of pieces."""
+    directory: Path,
+    manifest: Manifest,
+    options: StatsOptions,
+    target: ForecastTarget,
+    memory: int | None,
+    progress: ReportProgress | None,
+) -> Report:
+    """Return the report on a packed directory."""
     if options.capacities:
         raise TreepackError(f"{directory}: is packed already; give --capacity with its trie")
-    totals, counter, trunks = manifest["totals"], RowCounter(), TrunkCounter(sizes_of_pieces(options.carry))
+    totals, counter, trunks = manifest["totals"], RowCounter(), TrunkCounter(target.pieces)
     read = with_progress(read_rows(directory), progress, "reading", unit="rows", total=totals["num_rows"])
     trie = read_packed_origin(directory, manifest, options.trie, memory=memory) if options.check else None
     if trie is not None:
@@ -143,7 +141,9 @@ def _packed_stats(
     if options.check:
         report["checked"] = checked_totals(manifest, against_trie=trie is not None)
     lines = counter.lines(manifest)
-    return report, lines, packed_rows(lines[0], trunks)
+    notes = baseline_notes(conversations_of_manifest(manifest), totals)
+    forecast = forecast_packed(lines, packed_rows(lines[0], trunks), target, notes)
+    return report | {"forecast": forecast}
 
 
 def _sharing(trie: Trie, manifest: Manifest | None, tokenizer: str | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The first lines of every summary: a sentence on many skipped rollouts, and one on the conversations and samples.
+"""The first lines of every summary: a sentence on many skipped rollouts, and one on conversations and trajectories.
 
-614 conversations, 6,321 samples: the template rewrites earlier turns
-10 search trees with 111 paths, 812 samples: one sample per turn
+614 conversations, 6,321 trajectories: the template rewrites earlier turns
+10 search trees with 111 paths, 812 trajectories: one trajectory per turn
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ def summary_of_routes(routes: Mapping[str, Any]) -> str:
     )
     if without := routes.get("without"):  # older tries do not count them
         verbs = {"split": "share no token with others", "first": "take those of shared prefixes"}
-        text += f", and for no token of {quantity(without, 'sample')}, which {verbs[routes['conflicts']]}"
+        text += f", and for no token of {quantity(without, 'trajectory')}, which {verbs[routes['conflicts']]}"
     if routes["conflicts"] == "split":
         return f"{text}; the trie splits there, which adds {quantity(added, 'token')}"
     return f"{text}; the first trajectory counts there, which saves {quantity(added, 'token')}"
 
 
 def conversation_summary(conversations: Conversations | None, totals: Mapping[str, Any]) -> str:
-    """Return the numbers of conversations and of samples, and the reason if they differ."""
-    num_samples = int(totals["num_trajectories"])
+    """Return the numbers of conversations and of trajectories, and the reason if they differ."""
+    num_trajectories = int(totals["num_trajectories"])
     if conversations is None:
-        return f"{quantity(num_samples, 'sample')} of token ids or plain text"
-    samples = quantity(conversations.num_samples, "sample")
+        return f"{quantity(num_trajectories, 'trajectory')} of token ids or plain text"
+    became = quantity(conversations.num_samples, "trajectory")
     reasons = _reasons(conversations)
-    text = f"{', '.join(_sources(conversations))}, {samples}" + (f": {'; '.join(reasons)}" if reasons else "")
-    is_whole = num_samples == conversations.num_samples
-    return text if is_whole else f"{text}, of which {quantity(num_samples, 'sample')} remain"
+    text = f"{', '.join(_sources(conversations))}, {became}" + (f": {'; '.join(reasons)}" if reasons else "")
+    is_whole = num_trajectories == conversations.num_samples
+    return text if is_whole else f"{text}, of which {quantity(num_trajectories, 'trajectory')} remain"
 
 
 def _sources(conversations: Conversations) -> list[str]:
@@ -80,19 +80,20 @@ def _sources(conversations: Conversations) -> list[str]:
 
 
 def _reasons(conversations: Conversations) -> list[str]:
-    """Return the reasons for more samples than conversations, and the merging of turns on several paths."""
+    """Return the reasons for more trajectories than conversations, and the merging of turns on several paths."""
     reasons = []
     others = conversations.num_rollouts - conversations.num_conversations
     if conversations.num_samples != conversations.num_parts + others:
-        reasons.append("one sample per turn")
+        reasons.append("one trajectory per turn")
     elif conversations.num_split:
         reasons.append("the template rewrites earlier turns")
     if conversations.num_merged_turns:
         turns, merged = conversations.num_turns_on_paths, conversations.num_merged_turns
-        reasons.append(f"{quantity(turns, 'turn')} on several paths became {quantity(merged, 'sample')}")
+        reasons.append(f"{quantity(turns, 'turn')} on several paths became {quantity(merged, 'trajectory')}")
     return reasons
 
 
 def quantity(count: int, noun: str) -> str:
-    """Return `1 row`, `2 rows`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """Return `1 row`, `2 rows`, `2 trajectories`."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"

@@ -46,7 +46,10 @@ _REMEDY = (
     "tree attention is causal softmax attention with windows, chunks, sinks and caps of scores, so turn this off or "
     "train another model"
 )
-_PADDING = "expressed by subtree_end[i] = i + 1, so call the model without a mask"
+_MASK_GIVEN = (
+    "call treepack.allow_generation(model) before generate() or a plain forward pass, and pass packed rows without a "
+    "mask, because subtree_end[i] = i + 1 marks padding"
+)
 _ITS_OWN_MASK = "its code makes an attention mask of its own"
 
 
@@ -116,7 +119,7 @@ def attention_mask_of(
     if is_plain_call(config):
         return plain_mask(*arguments, attention_mask=attention_mask, config=config, **options)
     if attention_mask is not None:
-        raise BadCallError(f"attention: an attention_mask is given; padding tokens are {_PADDING}", code=_ITS_OWN_MASK)
+        raise BadCallError(f"attention: an attention_mask is given; {_MASK_GIVEN}", code=_ITS_OWN_MASK)
     if options.get("use_vmap"):  # transformers sets it if the model's code adds a mask function of its own
         raise BadCallError(f"attention: {_ITS_OWN_MASK}; {_REMEDY}", code=_ITS_OWN_MASK)
     size = options.get("local_size")
@@ -267,9 +270,7 @@ def check_request(module: nn.Module, attention_mask: Any, options: dict[str, Any
         )
     if attention_mask is not None:
         layer = _layer_name(module)
-        raise BadCallError(
-            f"{layer}: an attention mask is given; padding tokens are {_PADDING}", code=f"{_ITS_OWN_MASK} ({layer})"
-        )
+        raise BadCallError(f"{layer}: an attention mask is given; {_MASK_GIVEN}", code=f"{_ITS_OWN_MASK} ({layer})")
     if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
         raise TreepackError(f"{_layer_name(module)}: the attention is not causal; {_REMEDY}")
     if options.get("dropout"):

@@ -4,10 +4,10 @@
     runner_of       the strategy for a row: in pieces if it is longer than a piece, else as a whole
     backward_row    a short name for `RowsInPieces.backward` in other trainers
 
-sft and the objectives of single tokens run in one phase: each piece has its own part of the loss. gspo and dpo are
-about whole trajectories, so they run in two: first all log-probabilities (and values) without a graph, and the slope
-of the objective by each of them; then each piece runs backward with the slopes of its own tokens. The gradient is the
-same, by the chain rule; every token runs forward once more.
+sft and the objectives of single tokens run in one phase: each piece has its own part of the loss. Others, such as gspo
+and dpo, are about whole trajectories, so they run in two: first all log-probabilities (and values) without a graph, and
+the slope of the objective by each of them; then each piece runs backward with the slopes of its own tokens. The
+gradient is the same, by the chain rule; every token runs forward once more.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ from treepack.model.forward import RowRunner, WholeRows, hidden_states, run_with
 from treepack.model.head.logit_map import OutputLayer
 from treepack.model.head.token_loss import CHUNK, weighted_nll
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.losses import objective_loss
-from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
-from treepack.model.objectives.term_objective import TermObjective, loss_temperature, require_value_head, score
+from treepack.model.term_objective import TermObjective, loss_temperature, require_value_head, score
+from treepack.objectives.losses import objective_loss
+from treepack.objectives.objective import Objective
+from treepack.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
+from treepack.option_fields import parse_count
 
 # Returns the scalar of a piece that runs backward, with a graph, and its part of the sums.
 _PieceLoss: TypeAlias = Callable[[PieceRow], tuple[Tensor, dict[str, Tensor]]]
-
-# Losses whose value depends on all tokens of a trajectory, which may be in several pieces.
-TWO_PHASES = ("gspo", "dpo")
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,10 @@ class CarryOptions:
         """
         for name in ("limit", "chunk"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            number = parse_count(value) if isinstance(value, str) else value
+            if not isinstance(number, int) or number < 1:
                 raise TreepackError(f"{name} is {value!r}; expected a number of tokens of at least 1")
+            object.__setattr__(self, name, number)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class RowsInPieces:
         forward, known = row.plan.tokens_forward, None
         if part.factors is None:
             piece_loss = _weighted_loss(row, options, part.denominator)
-        elif part.objective.loss in TWO_PHASES:
+        elif part.objective.reads_trajectories:
             known, piece_loss = _two_phases(row, self._open(row.batch, with_gradients=False), options, part)
             forward += row.plan.without_backward().tokens_forward
         else:

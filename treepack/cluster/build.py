@@ -45,7 +45,7 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import Manifest, Provenance
-from treepack.files.remote.address import AnyPath, as_output, is_address
+from treepack.files.remote.address import AnyPath, Paths, as_output, is_address, path_names
 from treepack.files.remote.cache import naming_addresses
 from treepack.files.task_output import TaskOutput, check_visible
 from treepack.ingest.conversations import conversations_of_log
@@ -132,7 +132,7 @@ class _Reading:
 @naming_addresses()
 def build_trie_on(
     scheduler: Scheduler,
-    inputs: Sequence[str | Path],
+    inputs: Paths,
     out: str | AnyPath,
     options: BuildOptions = BuildOptions(),  # noqa: B008 (immutable)
     *,
@@ -164,7 +164,7 @@ def build_trie_on(
         raise TreepackError(f"num_ranges is {num_ranges} and part_bytes is {part_bytes}; expected at least 1 of each")
     if options.keep_routes:
         raise TreepackError("keep_routes builds the trie on one machine; build it without a cluster (--ray)")
-    out, names = as_output(out), [str(path) for path in inputs]
+    out, names = as_output(out), path_names(inputs)
     refuse_existing(out, overwrite=overwrite, inputs=names)
     watch = StageSeconds()
     start = time.perf_counter()

@@ -123,6 +123,8 @@ class ModelShape:
         that see whole paths.
     windows: the layers with a window or chunks, as the tokens of the window and the multiplications for each pair.
     scans: for each token, with the states of recurrent layers.
+
+    `layers` is the number of layers.
     """
 
     name: str
@@ -131,6 +133,7 @@ class ModelShape:
     scores: int
     windows: tuple[tuple[int, int], ...] = ()
     scans: int = 0
+    layers: int = 0
 
     @property
     def per_token(self) -> int:
@@ -230,6 +233,7 @@ def shape_of(config: Config, *, name: str) -> ModelShape:
         scores=(num_attention - sum(windows.values())) * scores,
         windows=tuple((size, count * scores) for size, count in windows.items()),
         scans=count_scans(config, name),
+        layers=len(kinds),
     )
 
 

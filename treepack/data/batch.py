@@ -4,7 +4,7 @@
 
 A padding token i attends to itself only and adds nothing to the loss: `subtree_end = i + 1`, position 0, parent -1,
 weight 0. `terms` are the row's (trajectory, trained token) pairs, for objectives that need more than one weight per
-token (`model.objectives.losses`). `schedule` is the work list of the attention kernel for this row;
+token (`objectives.losses`). `schedule` is the work list of the attention kernel for this row;
 `model.forward.prepare_batch` computes it, and it is None until then.
 """
 
@@ -205,8 +205,10 @@ def make_batch(row: Row, *, multiple: int = 1) -> Batch:
     """Return one packed row as a `Batch`, padded to a multiple of `multiple` tokens.
 
     Raises:
-        TreepackError: if the row's token columns differ in length.
+        TreepackError: if it is not a row, or its token columns differ in length.
     """
+    if not hasattr(row, "input_ids"):
+        raise TreepackError(f"make_batch: row is of type {type(row).__name__}; expected a Row of plan_packing")
     length = len(row.input_ids)
     padding = -length % multiple  # length 5, multiple 4: 3 tokens
     # Length 5, 3 tokens of padding: subtree_end of the padding is [6, 7, 8], so each of them sees only itself.

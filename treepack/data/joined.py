@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from treepack.costs import limits
 from treepack.data.batch import PER_TERM, Batch, RowEdges, TermTensors, empty_batch, is_route_recorded, missing_expert
 
-# A pass of so many tokens keeps an H100 busy longer than the processor needs for its launches, for models from 0.6
-# billion weights on. On a CPU, where launches cost nothing beside the products and attention is dense, rows stay alone.
-GPU_PASS, CPU_PASS = 32_768, 1
+# On a CPU, where launches cost nothing beside the products and attention is dense, rows stay alone.
+GPU_PASS, CPU_PASS = limits.PASS_TOKENS, 1
 
 Row = TypeVar("Row")
 

@@ -23,7 +23,9 @@ import pyarrow as pa
 from treepack.data.batch import Batch
 from treepack.data.blocks import turns
 from treepack.data.dataset import PackedDataset
+from treepack.data.packed_header import join_manifests
 from treepack.errors import TreepackError
+from treepack.files.remote.address import Paths, path_names
 from treepack.trajectory import Float64, Int64
 
 
@@ -51,7 +53,7 @@ class MixedDataset:
         self.owners: Int64 = np.repeat(np.arange(len(self.sources)), np.diff(self.first))  # -> [0, 0, 0, 0, 1, 1]
         self.path = ", ".join(str(source.path) for source in self.sources)
         self.terms = self.sources[0].terms
-        self.manifest: dict[str, Any] = _join_manifests(self.sources)
+        self.manifest: dict[str, Any] = join_manifests(self.sources)
         names = [set(source.term_columns) for source in self.sources]
         # A column counts only if all directories have it.
         self.term_columns = tuple(name for name in self.sources[0].term_columns if all(name in each for each in names))
@@ -129,19 +131,17 @@ class MixedDataset:
 AnyDataset: TypeAlias = PackedDataset | MixedDataset
 
 
-def open_packed(packed: str | Path | Sequence[str | Path], *, terms: bool = False, routes: bool = False) -> AnyDataset:
+def open_packed(packed: Paths, *, terms: bool = False, routes: bool = False) -> AnyDataset:
     """Open one packed directory, or several as one dataset; see `PackedDataset` for the options.
 
     Raises:
         TreepackError: as `PackedDataset` and `MixedDataset`.
     """
-    if isinstance(packed, str | Path):
-        return PackedDataset(packed, terms=terms, routes=routes)
-    if len(packed) == 1:
-        return PackedDataset(packed[0], terms=terms, routes=routes)
-    if len(packed) == 0:
+    names = path_names(packed)
+    if not names:
         raise TreepackError("there is no packed directory; give at least one")
-    return MixedDataset([PackedDataset(path, terms=terms, routes=routes) for path in packed])
+    sources = [PackedDataset(name, terms=terms, routes=routes) for name in names]
+    return sources[0] if len(sources) == 1 else MixedDataset(sources)
 
 
 def sources_of(dataset: AnyDataset) -> tuple[PackedDataset, ...]:
@@ -217,34 +217,3 @@ def _passes(rows: Int64, seed: list[int]) -> Iterator[int]:
     while True:
         yield from np.random.default_rng([*seed, number]).permutation(rows).tolist()
         number += 1
-
-
-def _join_manifests(sources: Sequence[PackedDataset]) -> dict[str, Any]:
-    """Return `MixedDataset.manifest`.
-
-    Raises:
-        TreepackError: two manifests cannot be joined.
-    """
-    manifests = [source.manifest for source in sources]
-    for source, manifest in zip(sources, manifests, strict=True):
-        for name in ("normalize", "semantics"):
-            one, other = manifests[0]["options"][name], manifest["options"][name]
-            if one != other:
-                raise TreepackError(
-                    f"{source.path}: was packed with --{name} {other} and {sources[0].path} with --{name} {one}, so "
-                    "their loss weights do not compare; pack both with the same one"
-                )
-    made_by = [(source, entry) for source in sources if (entry := source.manifest.get("tokenizer")) is not None]
-    for source, entry in made_by:
-        if entry["sha256"] != made_by[0][1]["sha256"]:
-            raise TreepackError(
-                f"{source.path}: was made with the tokenizer {entry['name']} and {made_by[0][0].path} with "
-                f"{made_by[0][1]['name']}; build both with the tokenizer of the model"
-            )
-    return {
-        "capacity": max(manifest["capacity"] for manifest in manifests),
-        "max_token_id": max(manifest["max_token_id"] for manifest in manifests),
-        "options": manifests[0]["options"],
-        "files": [entry for manifest in manifests for entry in manifest["files"]],
-        **({"tokenizer": made_by[0][1]} if made_by else {}),
-    }

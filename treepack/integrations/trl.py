@@ -1,4 +1,4 @@
-"""TRL's trainers with every shared prefix computed once; made for trl 1.16.
+"""TRL's trainers with every shared prefix computed once.
 
     tree_trainer(GRPOTrainer)   log-probabilities and entropies on rows of siblings             trl_policy
     tree_trainer(RLOOTrainer)   the same
@@ -12,7 +12,7 @@ not compute is refused by name when the trainer is made (`trl_checks`).
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from treepack.errors import TreepackError
 from treepack.integrations.trl_packed import packed_trainer
@@ -29,7 +29,7 @@ Trainer = TypeVar("Trainer")
 def tree_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> type[Trainer]:
     """Return a subclass of a TRL trainer that computes every shared prefix once.
 
-    The subclass takes the arguments of `base`, except that SFTTrainer gets a `PackedDataset` as its train_dataset. The
+    The subclass takes the arguments of `base`, except that the datasets of SFTTrainer are `PackedDataset`s. The
     model must be one that `load_model` accepts; the subclass switches it to tree attention.
 
     Args:
@@ -39,6 +39,12 @@ def tree_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> t
     Raises:
         TreepackError: if `base` is another class. The subclass raises it for options that treepack does not compute.
     """
+    given: Any = base
+    if not isinstance(given, type):
+        kind = type(given).__name__
+        raise TreepackError(
+            f"tree_trainer: expected a class, and got an object of {kind}; make the trainer with tree_trainer({kind})"
+        )
     names = {kind.__name__ for kind in base.__mro__}
     if names & {"GRPOTrainer", "RLOOTrainer"}:
         return policy_trainer(base, options)

@@ -1,16 +1,20 @@
-"""Refusals before training, by the names of the classes of `integrations.trl`."""
+"""Checks before training by the classes of `integrations.trl`: refusals, and dropouts that are set to 0."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from treepack.errors import TreepackError
+from treepack.model.dropout import stop_dropout
+
+_log = logging.getLogger("treepack")
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse what treepack does not compute, before training.
+    """Refuse what treepack does not compute, before training, and set every dropout to 0 with a note.
 
     Raises:
         TreepackError: naming the option of TRL and the remedy.
@@ -36,6 +40,8 @@ def check_trainer(trainer: Any) -> None:
     for config in getattr(trainer.model, "peft_config", {}).values():
         if config.is_prompt_learning:
             raise TreepackError(f"{name}: {config.peft_type} adds virtual tokens, which no tree has; use LoRA")
+    for note in stop_dropout(trainer.model):
+        _log.warning("note: %s: %s", name, note)
 
 
 def trainer_dtype(args: Any) -> torch.dtype | None:

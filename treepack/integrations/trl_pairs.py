@@ -10,6 +10,7 @@ DistributedDataParallel, FSDP2 and adapters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar
@@ -29,7 +30,9 @@ from treepack.online import OnlineBatch, OnlineOptions, plan_batch
 Trainer = TypeVar("Trainer")
 
 
-def share_prefixes(causal: Any, *, options: OnlineOptions | None = None) -> None:
+def share_prefixes(
+    causal: Any, *, options: OnlineOptions | None = None, planned: Callable[[OnlineBatch], None] | None = None
+) -> None:
     """Let the layers of a causal language model compute a padded batch on rows that share prefixes.
 
     Afterwards a forward pass without a cache still takes input_ids and attention_mask [B, L] and gives the same states
@@ -40,6 +43,7 @@ def share_prefixes(causal: Any, *, options: OnlineOptions | None = None) -> None
         causal: a causal language model of transformers, without wrappers.
         options: how the row is planned. `capacity` is not used, because all ranks must run the layers equally often: a
             batch is one row.
+        planned: called with each row before it runs.
 
     Raises:
         TreepackError: by the forward pass, if it generates, or gets positions; or if the model cannot compute the
@@ -63,6 +67,8 @@ def share_prefixes(causal: Any, *, options: OnlineOptions | None = None) -> None
             )
         plan = _plan_row(input_ids, attention_mask, options or OnlineOptions())
         check_positions(plan.rows[0].position_ids, causal, type(causal).__name__)
+        if planned is not None:
+            planned(plan)
         return _states_of(original, plan, input_ids.shape, others)
 
     layers.forward = forward
@@ -103,13 +109,17 @@ def pair_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> t
     class PairTrainer(base):  # type: ignore[valid-type,misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            check_program("trl", self, ("model", "ref_model", "args"), user=type(self).__name__)
+            check_program("trl", self, ("model", "ref_model", "args", "_metrics"), user=type(self).__name__)
             check_trainer(self)
-            for model in (self.model, self.ref_model):
+            for model, planned in ((self.model, self._note_tokens), (self.ref_model, None)):
                 if model is not None:
                     use_tree_attention(model, self.args.device, trainer_dtype(self.args))
                     check_model(find_causal(model))
-                    share_prefixes(find_causal(model), options=options)
+                    share_prefixes(find_causal(model), options=options, planned=planned)
+
+        def _note_tokens(self, plan: OnlineBatch) -> None:
+            mode = "train" if self.model.training else "eval"
+            self._metrics[mode]["tree/flat_over_computed_tokens"].append(plan.tokens_flat / max(plan.num_tokens, 1))
 
     PairTrainer.__name__ = PairTrainer.__qualname__ = f"Tree{base.__name__}"
     return PairTrainer

@@ -74,7 +74,15 @@ class _TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         register()
         # verl's default is flash attention, which transformers refuses to load if it is not installed.
         self.model_config.hf_config._attn_implementation = "sdpa"
-        module = super()._build_module()
+        try:
+            module = super()._build_module()
+        except ImportError as error:
+            if "AutoModelForCausalLMWithValueHead" not in str(error):
+                raise
+            raise TreepackError(
+                "verl: it imports AutoModelForCausalLMWithValueHead, which the installed trl has removed; use an "
+                "environment without trl for verl"
+            ) from error
         check_model(module)
         return module
 

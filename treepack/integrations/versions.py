@@ -1,22 +1,27 @@
-"""The versions of other programs that the tests run, and refusals of others before training.
+"""The versions of other programs that the tests run, and checks of others before training.
 
-    trainer class or module, required names --check_program--> nothing, or one sentence with version and missing name
+    trainer class or module, required names --check_program--> nothing, a note, or an error with the missing name
 
 A subclass of a trainer overrides methods and reads fields that are not public. In another version they may be
-renamed, and an override that is never called would train without treepack. `TESTED` are the bounds of the versions that
-the tests run; the table of docs/your-trainer.md and the pins of the test environments are compared with them.
+renamed, and an override that is never called would train without treepack. So each name is looked up. If all are there,
+an untested version gets a note. `TESTED` are the bounds of the versions that the tests run; the table of
+docs/your-trainer.md and the pins of the test environments are compared with them.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from packaging.version import Version
 
 from treepack.errors import TreepackError
+
+_log = logging.getLogger("treepack")
+_noted: set[str] = set()
 
 TESTED = {
     "trl": ("1.16", "1.17"),
@@ -29,7 +34,7 @@ TESTED = {
 
 
 def check_program(program: str, owner: Any, names: Sequence[str], *, user: str) -> None:
-    """Refuse a version of `program` that is not tested, or whose `owner` lacks one of `names`.
+    """Refuse a version of `program` whose `owner` lacks one of `names`; note an untested version once.
 
     Args:
         program: a name of `TESTED`; if it is not installed, only the names are checked.
@@ -42,14 +47,18 @@ def check_program(program: str, owner: Any, names: Sequence[str], *, user: str) 
     """
     low, high = TESTED[program]
     version = installed_version(program)
-    remedy = f"install '{program}>={low},<{high}', the versions that treepack is tested with"
+    tested = f"{program}>={low},<{high}"
     shown = f"{program} {version}" if version else program
     for name in names:
         if not _has(owner, name):
             where = getattr(owner, "__name__", type(owner).__name__)
-            raise TreepackError(f"{user}: {where} of {shown} has no {name}, which treepack needs; {remedy}")
-    if version and not Version(low) <= Version(version) < Version(high):
-        raise TreepackError(f"{user}: {shown} is not tested with treepack; {remedy}")
+            raise TreepackError(
+                f"{user}: {where} of {shown} has no {name}, which treepack needs; install '{tested}', the versions "
+                "that treepack is tested with"
+            )
+    if version and not Version(low) <= Version(version) < Version(high) and shown not in _noted:
+        _noted.add(shown)
+        _log.warning("note: %s is not tested with treepack, whose tests run %s", shown, tested)
 
 
 def installed_version(program: str) -> str | None:

@@ -1,1 +1,1 @@
-"""Models of transformers on packed rows: loading, forward passes, losses, objectives and verification."""
+"""Models of transformers on packed rows: loading, forward passes, losses and verification."""

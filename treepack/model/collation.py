@@ -27,7 +27,7 @@ from treepack.model.dropout import check_dropout
 from treepack.model.experts.replay import check_routes, use_routes
 from treepack.model.head.logit_map import OutputLayer
 from treepack.model.head.output_head import head_replaced
-from treepack.model.head.token_loss import CHUNK, filled_temperature, tree_logprobs, weighted_nll
+from treepack.model.head.token_loss import CHUNK, filled_temperature, target_metrics, tree_logprobs, weighted_nll
 
 _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight")
 
@@ -92,6 +92,20 @@ def batch_loss(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> Ten
     loss, anchor = _run(model, inputs, lambda states, layer: weighted_nll(states, layer, targets, chunk=chunk))
     total: Tensor = loss + anchor
     return total
+
+
+def batch_loss_and_metrics(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """Return `batch_loss`, and the sums of loss_weight times two metrics of its targets, see `loss.target_metrics`.
+
+    Arguments and errors are as in `batch_loss`. The metrics take one more pass of the output layer.
+    """
+    targets = *_flatten(inputs), inputs["loss_weight"].flatten()
+
+    def compute(states: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
+        return weighted_nll(states, layer, targets, chunk=chunk), target_metrics(states, layer, targets, chunk=chunk)
+
+    (loss, metrics), anchor = _run(model, inputs, compute)
+    return loss + anchor, metrics
 
 
 def batch_logprobs(

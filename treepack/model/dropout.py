@@ -1,6 +1,7 @@
 """Dropout, which tree attention cannot train exactly: turn it off in a configuration, refuse it in a model.
 
     configuration --disable_dropout--> every rate set to 0, and a note on each change      before a model is built
+    model         --stop_dropout-----> the same for a model that another program has built
     model         --check_dropout----> an error if a rate above 0 is active                before a forward pass
 
 A token shared by branches has one hidden state for all of them, but trajectories run alone would draw a mask each.
@@ -46,6 +47,32 @@ def _active_rates(config: Any) -> Iterator[tuple[Any, str]]:
 def _is_rate(value: Any) -> bool:
     # A rate is a positive number; True is an int, but a flag such as use_dropout is not a rate.
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def stop_dropout(model: nn.Module) -> tuple[str, ...]:
+    """Set every dropout of a model of transformers, its adapters and its configuration to 0.
+
+    Returns:
+        a note on each rate, with the name that most modules of this rate have.
+    """
+    rates: dict[str, float] = {}
+    for path, module in model.named_modules():
+        names = ["p"] if isinstance(module, _DropoutNd) else [name for name in vars(module) if "drop" in name]
+        for name in names:
+            value = getattr(module, name)
+            found = [each for each in (value.values() if isinstance(value, dict) else [value]) if _is_rate(each)]
+            if found:
+                setattr(module, name, dict.fromkeys(value, 0.0) if isinstance(value, dict) else 0.0)
+                # "layers.0.attn.lora_dropout.default" -> lora_dropout; "h.0.attn.resid_dropout" -> resid_dropout
+                owner = next((part for part in reversed(path.split(".")) if "drop" in part), path)
+                rates[owner if name == "p" else name] = float(max(found))
+    for config in {id(each): each for module in model.modules() if (each := getattr(module, "config", None))}.values():
+        if hasattr(config, "model_type"):
+            disable_dropout(config)
+    return tuple(
+        f"{name} of {rate:g} set to 0: a token shared by branches has one hidden state for all of them"
+        for name, rate in sorted(rates.items())
+    )
 
 
 def check_dropout(model: nn.Module) -> None:

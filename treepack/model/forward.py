@@ -39,9 +39,10 @@ from treepack.model.head.output_head import head_replaced
 from treepack.model.head.token_loss import CHUNK, nll_of_rows
 from treepack.model.layers import find_decoder, recomputes, takes_packed
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
-from treepack.model.objectives.term_objective import TermObjective, loss_temperature, require_value_head, score
+from treepack.model.term_objective import TermObjective, loss_temperature, require_value_head, score
 from treepack.model.text_half import check_text
+from treepack.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
+from treepack.option_fields import expect_type
 
 T = TypeVar("T")
 
@@ -248,6 +249,8 @@ class WholeRows:
 
 def row_loss(loaded: LoadedModel, batch: Batch, *, chunk: int = CHUNK) -> Tensor:
     """Return the sum over the row's targets of loss_weight * nll, a float64 scalar; see `loss.weighted_nll`."""
+    expect_type(loaded, LoadedModel, "row_loss: loaded", "load_model")
+    expect_type(batch, Batch, "row_loss: batch", "make_batch")
     return WholeRows(loaded, chunk).loss(batch).loss
 
 

@@ -12,7 +12,7 @@ from treepack.files.remote.cache import copies_below, local_copy
 
 _FINISHED = "train.json"
 # Files that `train` writes beside the model.
-NOT_THE_MODEL = {RUN, _FINISHED, "owner.json", "metrics.jsonl", "metrics.png", "tracker.json"}
+NOT_THE_MODEL = {RUN, _FINISHED, "owner.json", "metrics.jsonl", "tracker.json"}
 
 
 def local_source(source: str | Path) -> str:

@@ -11,7 +11,7 @@ are arrays that the caller has made.
 
 All .c files of this folder are compiled into one shared library, `loops`, when treepack is installed. It uses nothing
 of Python, so one build serves all versions. The library is optional: without a C compiler the installation succeeds,
-and every decorated function runs its twin, which gives the same result up to 100 times slower, after one warning.
+and every decorated function runs its twin, which gives the same result up to 100 times slower, after one note.
 `function.twin` is always the twin; tests compare the two.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.machinery
-import warnings
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -103,10 +103,10 @@ def _warn_once(twin: F) -> F:
 
 @functools.cache
 def _warn() -> None:
-    warnings.warn(
-        "treepack's loops in C are missing or do not fit this version, so packing takes up to 100 times longer; "
-        "install a C compiler, then install treepack again",
-        stacklevel=3,
+    # Without a handler, logging writes the message alone to stderr; `warnings` would add a path and a line of code.
+    logging.getLogger("treepack").warning(
+        "note: treepack's loops in C are missing or do not fit this version, so packing takes up to 100 times longer; "
+        "install a C compiler, then install treepack again"
     )
 
 

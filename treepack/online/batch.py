@@ -38,6 +38,7 @@ class OnlineBatch:
         temperature: the temperature of all tokens; None if it is part of the terms of the rows.
         form: the form of the caller's batch.
         places: int64 [N], the place of each term of each row in the caller's flattened batch.
+        max_token_id: the largest id of all sequences; -1 if they are empty.
     """
 
     rows: list[Batch]
@@ -46,6 +47,7 @@ class OnlineBatch:
     temperature: float | None
     form: BatchForm
     places: Tensor
+    max_token_id: int
 
     @property
     def num_tokens(self) -> int:
@@ -136,6 +138,7 @@ def plan_batch(
         temperature=sequences.temperature if isinstance(sequences.temperature, float) else None,
         form=sequences.form,
         places=torch.from_numpy(places),
+        max_token_id=int(sequences.tokens.max(initial=-1)),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from treepack.errors import TreepackError
 from treepack.ingest.options import ROUTE_CONFLICTS
 from treepack.model.head.token_loss import CHUNK
+from treepack.option_fields import read_counts
 from treepack.pack.options import EFFORTS
 
 METHODS = ("contiguous", "auto")
@@ -45,6 +46,7 @@ class OnlineOptions:
         for name, value, known in choices:
             if value not in known:
                 raise TreepackError(f"OnlineOptions: {name} is {value!r}; expected one of {', '.join(known)}")
+        read_counts(self, "capacity", "chunk")
         for name, number in (("capacity", self.capacity), ("chunk", self.chunk)):
             if number is not None and number < 1:
                 raise TreepackError(f"OnlineOptions: {name} is {number}; expected at least 1")

@@ -68,8 +68,8 @@ def batch_statistics(
         if they are not wanted. float64 for models in float64 and float32 for all others.
 
     Raises:
-        TreepackError: as `batch_logprobs`; at a second backward pass; or for several rows under DeepSpeed with
-            `recompute`.
+        TreepackError: as `batch_logprobs`; ids outside the vocabulary; at a second backward pass; or for several rows
+            under DeepSpeed with `recompute`.
     """
     run = _BatchRun(model, batch, options, agree_on_rows(model, len(batch.rows)), find_replicas(model))
     has_graph = torch.is_grad_enabled() and any(each.requires_grad for each in model.parameters())
@@ -104,6 +104,7 @@ def row_statistics(
     Raises:
         TreepackError: as `batch_logprobs`.
     """
+    _check_vocabulary(model, batch.max_token_id)
     row = batch.rows[i] if i < len(batch.rows) else empty_batch(1, terms=True).to(batch.places.device)
     logprobs, entropies = batch_logprobs(
         model,
@@ -113,6 +114,28 @@ def row_statistics(
         chunk=options.chunk,
     )
     return logprobs, entropies if options.with_entropies else None
+
+
+def _check_vocabulary(model: nn.Module, max_token_id: int) -> None:
+    """Refuse ids that the embeddings or the output layer do not have; on a GPU they would end the process.
+
+    Raises:
+        TreepackError: with the largest id.
+    """
+    from transformers import PreTrainedModel
+
+    causal: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if causal is None:
+        return  # `batch_logprobs` refuses it
+    # The sizes that layers keep as numbers, because FSDP and ZeRO-3 cut the weights.
+    sizes = [getattr(causal.get_input_embeddings(), "num_embeddings", None)]
+    sizes.append(getattr(causal.get_output_embeddings(), "out_features", None))
+    vocabulary = min((size for size in sizes if size is not None), default=max_token_id + 1)
+    if max_token_id >= vocabulary:
+        raise TreepackError(
+            f"{type(causal).__name__}: the batch contains the token id {max_token_id}, and the vocabulary ends at "
+            f"{vocabulary - 1}; use the tokenizer of the model, and mask padding out"
+        )
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyarrow import parquet
 
 from treepack.errors import TreepackError
 from treepack.files import schema
@@ -132,6 +133,15 @@ def write_packed_manifest(
     return write_manifest(
         directory, packed_manifest(counted, capacity=capacity, provenance=provenance, entries=entries)
     )
+
+
+def training_steps(directory: AnyPath, manifest: Manifest) -> set[int]:
+    """Return the training steps of the rows of a packed directory; none are read from a store."""
+    if not isinstance(directory, Path):
+        return set()
+    names = [entry["name"] for entry in manifest["files"]]
+    columns = [parquet.read_table(directory / name, columns=["step"])["step"] for name in names]
+    return {step for column in columns for step in pc.unique(column.drop_null()).to_pylist()}
 
 
 def num_parts(tokens: Int64, terms: Int64) -> int:

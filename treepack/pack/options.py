@@ -37,8 +37,8 @@ class PackOptions:
     # None takes the capacity of a plan file, if there is one.
     capacity: int | None = option(
         None,
-        "Maximum number of tokens in a row, for example 8192 or 8k; default: 16k or 64k if every trajectory fits, else "
-        "the next power of two that they fit.",
+        "Maximum number of tokens in a row, for example 8192 or 8k; default: with --model the one that trains in the "
+        "shortest expected time, else 16k or 64k if every trajectory fits, else the next power of two that they fit.",
         minimum=1,
         maximum=MAX_CAPACITY,
     )
@@ -64,15 +64,15 @@ class PackOptions:
     time_limit: float | None = option(None, "Maximum time per tree for a method that proves its plan optimal.")
     balance: int = option(
         1,
-        "Make the rows of every training step a multiple of this number of ranks, with even score pairs.",
+        "Make the rows of every training step a multiple of this number of ranks, with even score pairs; with "
+        "--model even in its time.",
         minimum=1,
     )
-    # Score pairs that take as long as one token of the model, so that the cost of a row is its time
-    # (`costs.model_cost.pairs_of_token`); 0 for score pairs alone.
+    # Not an option of the command, which takes it from its --model.
     token_pairs: int = option(
         0,
-        "With --balance: make the rows even in the time of this model instead, a preset or a config.json as for the "
-        "forecast of stats.",
+        "With --balance: score pairs that take as long as one token of the model, so that the cost of a row is its "
+        "time; 0 for score pairs alone.",
         minimum=0,
         maximum=MAX_TOKEN_PAIRS,
     )

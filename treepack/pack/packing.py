@@ -12,6 +12,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.memory.budget import usual_memory
+from treepack.option_fields import expect_type
 from treepack.pack.capacity import fit_capacity, usual_capacities
 from treepack.pack.leaf_weights import weigh_leaves
 from treepack.pack.options import PackOptions
@@ -64,7 +65,7 @@ class Packing:
 
 def plan_packing(
     trie: Trie,
-    options: PackOptions,
+    options: PackOptions = PackOptions(),  # noqa: B008 (immutable)
     *,
     plan_file: PlanFile | None = None,
     memory: int | None = None,
@@ -81,6 +82,8 @@ def plan_packing(
         TreepackError: a trajectory that is too long, a plan that does not suit, no leaf weights if the options need
             them, or nodes and trajectories that do not fit into `memory`.
     """
+    expect_type(trie, Trie, "plan_packing: trie", "read_to_trie or build_trie")
+    expect_type(options, PackOptions, "plan_packing: options", "PackOptions(capacity=4096)")
     refuse_too_many(trie.num_nodes, trie.num_trajectories, memory=memory)
     options.check_method(plan_file.method if plan_file else options.method)
     left_out: Counter[str] = Counter()

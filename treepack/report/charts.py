@@ -268,6 +268,11 @@ def _pass_rates(figures: ReportFigures) -> ReportChart:
 
 
 def _spec(title: str, records: list[Record], spec: Spec) -> Spec:
+    return framed(title, {"data": {"values": records}, **spec})
+
+
+def framed(title: str, spec: Spec) -> Spec:
+    """Return a specification with the size, the axes and the fonts of the page."""
     axis = {
         "domainColor": "var(--line)",
         "gridColor": "var(--line)",
@@ -283,9 +288,10 @@ def _spec(title: str, records: list[Record], spec: Spec) -> Spec:
     }
     config = {"axis": axis, "axisX": {"grid": False}, "view": {"stroke": None}, "background": "transparent"}
     config |= {"text": {"font": "inherit", "fontSize": 12}}
+    config |= {"legend": {"labelColor": "var(--muted)", "titleColor": "var(--muted)", "labelFont": "inherit"}}
     # The page sets the width; Vega fits the axes into it.
     size = {"width": "container", "height": HEIGHT, "autosize": {"type": "fit-x", "contains": "padding"}}
-    return {"description": title, "data": {"values": records}, **size, **spec, "config": config}
+    return {"description": title, **size, **spec, "config": config}
 
 
 def short(value: int) -> str:

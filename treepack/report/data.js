@@ -6,7 +6,8 @@
 // A sample is one token sequence; a rollout has one or more samples, its turns or parts.
 
 const byId = (name) => document.getElementById(name);
-const page = JSON.parse(byId("data-page").textContent);
+let page = JSON.parse(byId("data-page").textContent);
+let loaded = null; // blocks that came later than the page, by their names; null for the blocks of the page
 
 // A kind is a role, plus 8 if its tokens are trained, plus 16 if a message starts with them.
 const roleOf = (kind) => kind & 7;
@@ -14,7 +15,7 @@ const isTrained = (kind) => (kind & 8) > 0;
 const startsMessage = (kind) => (kind & 16) > 0;
 
 async function block(name) {
-  const coded = atob(byId(`data-${name}`).textContent);
+  const coded = atob(loaded && name in loaded ? loaded[name] : byId(`data-${name}`).textContent);
   const bytes = new Uint8Array(coded.length);
   for (let i = 0; i < coded.length; i++) bytes[i] = coded.charCodeAt(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -233,11 +234,26 @@ async function piecesOf(forest, node, most = Infinity) {
 }
 
 // Special tokens: paler in texts, left out of previews.
-const special = page.special.length
-  ? new RegExp(`(${page.special.map((token) => token.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("|")})`)
-  : null;
+let special;
 const TAGS = /(<\/?think>|<\/?tool_call>|<\/?tool_response>)/; // of templates whose tokenizers may not know them
 const everyTag = new RegExp(TAGS.source, "g");
+let everyMark; // tags and special tokens
+
+// Read other settings and blocks than those of the page.
+function usePage(settings, blocks) {
+  page = { ...page, ...settings };
+  loaded = blocks;
+  chunks.clear();
+  readSpecial();
+}
+
+function readSpecial() {
+  const quoted = (page.special ?? []).map((token) => token.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+  special = quoted.length ? new RegExp(`(${quoted.join("|")})`) : null;
+  everyMark = new RegExp([TAGS.source, ...(special ? [special.source] : [])].join("|"), "g");
+}
+
+readSpecial();
 const plain = (text) => (special ? text.split(special).filter((_, k) => k % 2 === 0).join(" ") : text).replace(everyTag, " ");
 
 // The text of a piece without the header that it starts with, if it starts a message.

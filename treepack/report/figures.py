@@ -17,20 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from treepack.analysis.capacities import PlannedCapacity, forecast_lines, plan_capacities, predicted_totals
-from treepack.analysis.carried_report import PIECES, RowsToCarry, carried_report, rows_of_plans
+from treepack.analysis.capacities import plan_capacities, predicted_totals
+from treepack.analysis.carried_report import PIECES, RowsToCarry
 from treepack.analysis.describe import por_by_depth
 from treepack.analysis.forecast import DEFAULT_DEVICE, ForecastLine, read_device
 from treepack.analysis.summary import conversation_summary
+from treepack.analysis.trie_forecast import ForecastTarget, forecast_packed, forecast_trie
 from treepack.analysis.verdict import baseline_notes
-from treepack.analysis.verdict import forecast_report as forecast
 from treepack.costs.model_cost import ModelShape
 from treepack.ingest.conversations import Conversations
 from treepack.memory.model_memory import ModelMemory, NoPieces
+from treepack.pack.options import PackOptions
 from treepack.pack.plan.problem import SearchOptions
 from treepack.processes import ReportProgress
-from treepack.report.parts import SharedParts, groups_of, mean_by, rewards_of, trees_of
-from treepack.report.rollouts import PartOutcomes, SortedRollouts, outcomes_of, sorted_rollouts
+from treepack.report.parts import SharedParts, mean_by, rewards_of
+from treepack.report.rollouts import ExplorerParts, PartOutcomes, SortedRollouts, explorer_parts, outcomes_of
 from treepack.trajectory import Float64, Int64
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
@@ -39,7 +40,6 @@ Record = dict[str, Any]
 
 BINS = 24  # of a histogram, approximately: narrow enough to show a shape, wide enough for a column of the page
 MAX_CAPACITIES = 6  # default capacities to compare: each needs a plan
-FORECAST_CAPACITIES = 2  # the smallest capacities, among which the verdict chooses
 MIN_CAPACITY = 1024  # default rows are not shorter than this, however short the rollouts are
 REWARD_BINS = 11  # ranges of mean reward in the chart of rewards
 MAX_REWARDS = 12  # different rewards that get a bar each; more are counted in ranges
@@ -110,9 +110,9 @@ class ReportFigures:
     forecast: Record
 
     @property
-    def opened_group(self) -> int:
-        """The group with the largest spread of rewards, which the page opens and the picture of a tree shows."""
-        return self.group_outcomes.most_mixed(self.groups.overlap)
+    def explorer(self) -> ExplorerParts:
+        """The lists of the explorer."""
+        return ExplorerParts(self.rollouts, self.groups, self.group_outcomes, self.trees, self.tree_outcomes)
 
     @property
     def is_pass_or_fail(self) -> bool:
@@ -153,24 +153,24 @@ def measure(
         row_tokens, fill_capacity = packed.row_tokens, packed.capacity
         points = [point for point in points if point["capacity"] != packed.capacity]
         points.append(packed.totals | {"capacity": packed.capacity, "num_too_long": 0, "measured": True})
-    groups, trees, rollouts = groups_of(trie), trees_of(trie), sorted_rollouts(trie)
+    parts = explorer_parts(trie)
+    groups, rollouts = parts.groups, parts.rollouts
     depths, totals = por_by_depth(trie), trie_totals(trie)
     if packed is not None:
         err = {part["start"]: part["err"] for part in packed.err_by_depth}
         depths = [part | ({"err": err[part["start"]]} if part["start"] in err else {}) for part in depths]
-    outcomes = outcomes_of(groups, rollouts)
     share = np.arange(21) / 20  # ratios are counted in ranges of 5 %
     return ReportFigures(
         totals=totals,
         rollouts=rollouts,
         groups=groups,
-        group_outcomes=outcomes,
-        trees=trees,
-        tree_outcomes=outcomes_of(trees, rollouts),
+        group_outcomes=parts.group_outcomes,
+        trees=parts.trees,
+        tree_outcomes=parts.tree_outcomes,
         depths=depths,
         lengths=histogram(trie.lengths, nice_edges(trie.lengths)),
         group_overlap=histogram(groups.overlap, share),
-        group_sizes=histogram(outcomes.num_rollouts, nice_edges(outcomes.num_rollouts)),
+        group_sizes=histogram(parts.group_outcomes.num_rollouts, nice_edges(parts.group_outcomes.num_rollouts)),
         capacities=[{name: point[name] for name in _POINT} for point in sorted(points, key=_capacity)],
         method=method,
         fill=histogram(row_tokens / fill_capacity, share),
@@ -179,7 +179,12 @@ def measure(
         reward_counts=count_rewards(rollouts.reward),
         pass_rates=group_rates(groups, rollouts),
         summary=conversation_summary(subject.conversations, totals),
-        forecast=_forecast(subject, (shape, memory), planned[:FORECAST_CAPACITIES], method, search),
+        forecast=_forecast(
+            subject,
+            (shape, memory),
+            capacities or (),
+            PackOptions(method=method, effort=search.effort, time_limit=search.time_limit),
+        ),
     )
 
 
@@ -193,20 +198,25 @@ def _capacity(point: Record) -> int:
 def _forecast(
     subject: ReportSubject,
     model: tuple[ModelShape, ModelMemory | NoPieces | None],
-    planned: list[PlannedCapacity],
-    method: str,
-    search: SearchOptions,
+    capacities: Sequence[int],
+    options: PackOptions,
 ) -> Record:
-    (shape, memory), device = model, read_device(DEFAULT_DEVICE)
+    shape, memory = model
+    target = ForecastTarget(shape, memory or NoPieces("it was not asked for"), read_device(DEFAULT_DEVICE), 1, PIECES)
     if subject.packed is not None:
-        lines, totals, rows = subject.packed.lines, subject.packed.totals, [subject.packed.rows]
+        notes = baseline_notes(subject.conversations, subject.packed.totals)
+        found = forecast_packed(subject.packed.lines, subject.packed.rows, target, notes)
     else:
-        known, totals = subject.conversations, trie_totals(subject.trie)
-        lines = forecast_lines(subject.trie, planned, method=method, search=search, conversations=known)
-        rows = rows_of_plans(subject.trie, planned, lines, PIECES) if memory is not None else []
-    carry = None if memory is None else carried_report(rows, shape, memory, device)
-    notes = baseline_notes(subject.conversations, totals)
-    return dict(forecast(lines, shape, device, notes)) | {"carry": carry}
+        totals = trie_totals(subject.trie)
+        found, _ = forecast_trie(
+            subject.trie,
+            target,
+            conversations=subject.conversations,
+            totals=totals,
+            capacities=capacities,
+            options=options,
+        )
+    return found if memory is not None else found | {"carry": None}
 
 
 def count_rewards(rewards: Float64) -> list[Record]:

@@ -1,4 +1,6 @@
-// The start of the page: theme, charts, and the explorer with its list, tree and text.
+// The parts of a page: theme, charts, and the explorer with its list, tree and text.
+//
+//   startTheme()      loadVega() and drawChart(name, spec) -> view of Vega      startExplorer()
 
 let forest, tree, text, list;
 
@@ -36,19 +38,30 @@ function startTheme() {
 
 // Charts: the page contains Vega compressed, and Vega draws into the figures.
 
-async function drawCharts() {
+const escaped = (text) => String(text).replace(/[&<>"]/g, (letter) => `&#${letter.charCodeAt(0)};`);
+
+const formatTooltip = (value) => {
+  const cell = (name, text) => `<tr><td class="key">${escaped(name)}</td><td class="value">${escaped(text)}</td></tr>`;
+  return `<table>${Object.entries(value).map(([name, text]) => cell(name, text)).join("")}</table>`;
+};
+// ast: expressions are interpreted, so that the content policy of a page can forbid `eval`.
+// logLevel 1: Vega warns of lines that have no point yet.
+const CHARTS = { mode: "vega-lite", renderer: "svg", actions: false, ast: true, logLevel: 1, tooltip: { theme: "page", formatTooltip } };
+
+// Vega is a block of the page, or a file of the server that sends the page.
+async function loadVega(address = null) {
   const script = document.createElement("script");
-  script.textContent = inText(await block("vega"));
+  if (!address) script.textContent = inText(await block("vega"));
+  else script.src = address;
+  const loaded = new Promise((resolve, reject) => Object.assign(script, { onload: resolve, onerror: reject }));
   document.head.append(script);
-  const formatTooltip = (value) => {
-    const cell = (name, text) => `<tr><td class="key">${name}</td><td class="value">${text}</td></tr>`;
-    return `<table>${Object.entries(value).map(([name, text]) => cell(name, text)).join("")}</table>`;
-  };
-  const options = { mode: "vega-lite", renderer: "svg", actions: false, tooltip: { theme: "page", formatTooltip } };
-  for (const [name, spec] of Object.entries(page.charts)) {
-    await window.vegaEmbed(`#chart-${name}`, spec, options);
-    byId(`chart-${name}`).dataset.drawn = "true";
-  }
+  if (address) await loaded;
+}
+
+async function drawChart(name, spec) {
+  const { view } = await window.vegaEmbed(`#chart-${name}`, spec, CHARTS);
+  byId(`chart-${name}`).dataset.drawn = "true";
+  return view;
 }
 
 // The explorer.
@@ -104,8 +117,6 @@ async function startExplorer() {
   byId("zoom-in").addEventListener("click", () => tree.zoom(tree.selected));
   byId("zoom-out").addEventListener("click", () => tree.zoom(tree.root));
   byId("fold").addEventListener("click", () => tree.fold(!tree.folded));
-  let width = innerWidth;
-  addEventListener("resize", () => innerWidth !== width && ((width = innerWidth), tree.redraw()));
   await list.start(page.group);
   for (const button of document.querySelectorAll(".go")) {
     button.addEventListener("click", () => {
@@ -115,8 +126,7 @@ async function startExplorer() {
   }
 }
 
-startTheme();
-await startExplorer();
-document.documentElement.dataset.explorer = "ready";
-await drawCharts();
-document.documentElement.dataset.charts = "ready";
+function redrawOnResize() {
+  let width = innerWidth;
+  addEventListener("resize", () => innerWidth !== width && ((width = innerWidth), tree?.redraw()));
+}

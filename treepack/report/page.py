@@ -9,8 +9,6 @@ escaped, and is shown as text only. A content policy keeps the page from loading
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 from functools import cache
 from importlib import resources
@@ -20,13 +18,13 @@ from treepack import __version__
 from treepack.analysis.glossary import REASONS
 from treepack.analysis.summary import skipped_sentence
 from treepack.report.causes import LostSharing
-from treepack.report.charts import ReportChart, charts, renderer
+from treepack.report.charts import charts, renderer
 from treepack.report.contents import PageContents
 from treepack.report.figures import ReportFigures, ReportSubject
-from treepack.report.payload import payload
-from treepack.report.roles import ROLES
+from treepack.report.payload import compress, explorer_settings, payload
 from treepack.report.words import CAUSES, captions, gain, headline, lost_sentence, percent, report_summary
 
+# The scripts of every page; start.js or live/run.js comes last.
 SCRIPTS = ("data.js", "colours.js", "layout.js", "tree.js", "text.js", "list.js", "page.js")
 # Text near the beginning of page.html, by which --overwrite recognises a page of treepack.
 MARK = '<meta name="generator" content="treepack report'
@@ -43,19 +41,12 @@ def render_page(subject: ReportSubject, figures: ReportFigures, contents: PageCo
     Raises:
         TreepackError: vl-convert-python, which contains Vega, is not installed.
     """
-    from jinja2 import Environment
-
-    blocks = payload(subject.trie, figures, contents)
-    # mtime=0: a time stamp in the compressed data would change the bytes of equal pages.
-    blocks["vega"] = base64.b64encode(gzip.compress(vega().encode(), 9, mtime=0)).decode("ascii")
-    drawn = charts(figures)
-    # autoescape: names, counts and sentences come from rollouts. css, js and blocks are marked safe in page.html.
-    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(page_file("page.html"))
-    return page.render(
-        version=__version__,
+    lists, drawn = figures.explorer, charts(figures)
+    blocks, settings = payload(subject.trie, lists, contents), explorer_settings(lists, contents)
+    return fill_page(
+        "page.html",
         name=subject.name,
-        css=page_file("page.css"),
-        js="\n".join(page_file(name) for name in SCRIPTS),
+        js="\n".join(page_file(name) for name in (*SCRIPTS, "start.js")),
         sources=figures.summary,
         skipped=skipped_sentence(subject.skipped),
         headline=headline(figures),
@@ -73,27 +64,24 @@ def render_page(subject: ReportSubject, figures: ReportFigures, contents: PageCo
         has_text=contents.texts is not None,
         footer=_footer(subject),
         counts=[(what, f"{number:,}") for what, number in (subject.counts or {}).items()],
-        # No "</script>" may end the block early, whatever a rollout contains.
-        settings=json.dumps(_settings(figures, contents, drawn), separators=(",", ":")).replace("<", "\\u003c"),
-        blocks=list(blocks.items()),
+        settings=as_json({"charts": {chart.name: chart.spec for chart in drawn}} | settings),
+        blocks=[*blocks.items(), ("vega", compressed_vega())],
     )
 
 
-def _settings(figures: ReportFigures, contents: PageContents, drawn: list[ReportChart]) -> dict[str, Any]:
-    """Return the settings of the scripts."""
-    texts = contents.texts
-    return {
-        "charts": {chart.name: chart.spec for chart in drawn},
-        "text": "none" if texts is None else "text" if contents.decoded else "ids",
-        "firstNode": [] if texts is None else texts.first_node,
-        # Longest first, because the page joins them into one pattern, which takes the first match.
-        "special": sorted(contents.special, key=lambda token: (-len(token), token)),
-        "kept": None if texts is None else texts.kept,
-        "roles": list(ROLES) if contents.headers else [],
-        "headers": [header.text.rstrip() for header in contents.headers],
-        "group": figures.opened_group,
-        "samplesAreRollouts": len(figures.rollouts.names) == figures.totals["num_trajectories"],
-    }
+def fill_page(template: str, **values: Any) -> str:
+    """Return a page of this folder, or of the folder `live`, with its values; names and sentences are escaped."""
+    from jinja2 import Environment, FunctionLoader
+
+    # autoescape: names, counts and sentences come from rollouts. css, js and blocks are marked safe in the templates.
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(page_file))
+    return environment.get_template(template).render(version=__version__, css=page_file("page.css"), **values)
+
+
+def as_json(value: Any) -> str:
+    """Return JSON for a data block of a page."""
+    # No "</script>" may end the block early, whatever a rollout contains.
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 @cache
@@ -106,6 +94,16 @@ def vega() -> str:
     return str(renderer().javascript_bundle("window.vegaEmbed = vegaEmbed;"))
 
 
+@cache
+def compressed_vega() -> str:
+    """Return `vega` as the block of a page.
+
+    Raises:
+        TreepackError: vl-convert-python is not installed.
+    """
+    return compress(vega().encode(), level=9)
+
+
 def page_file(name: str) -> str:
     """Return the text of a file of the page."""
     return resources.files("treepack.report").joinpath(name).read_text(encoding="utf-8")
@@ -115,7 +113,8 @@ def _baselines(figures: ReportFigures) -> list[dict[str, Any]]:
     """Return the bars beside the headline: the tokens of each baseline, and then the tokens of the tree."""
     entries = figures.forecast["baselines"]
     decisive = figures.forecast["gain"]["baseline"]
-    computed = next(entry["tokens_computed"] for entry in entries if entry["baseline"] == decisive)
+    chosen = next(entry for entry in entries if entry["baseline"] == decisive)
+    computed, capacity = chosen["tokens_computed"], chosen["capacity"]
     most = max([computed, *(entry["tokens_flat"] for entry in entries)])
     bars = [
         {
@@ -126,7 +125,8 @@ def _baselines(figures: ReportFigures) -> list[dict[str, Any]]:
         }
         for entry in sorted(entries, key=lambda entry: (entry["baseline"] != decisive, entry["tokens_flat"]))
     ]
-    bars.append({"what": "the tree, in rows", "tokens": computed, "gain": "", "kind": "tree"})
+    rows = "the tree, in rows" + ("" if capacity is None else f" of {capacity:,} tokens")
+    bars.append({"what": rows, "tokens": computed, "gain": "", "kind": "tree"})
     return [bar | {"value": f"{bar['tokens']:,}", "share": f"{100 * bar['tokens'] / most:.2f}"} for bar in bars]
 
 

@@ -1,6 +1,7 @@
 """The data that the explorer of a page reads: columns of the forest, names and texts, compressed, as base64.
 
-    Trie, ReportFigures, PageContents --payload--> {name: base64 of gzip}
+    Trie, ExplorerParts, PageContents --payload--> {name: base64 of gzip}
+    the same --explorer_settings--> {name: JSON value}, which the explorer reads first
 
 Little-endian arrays: per node its length and its parent as the distance back to it, 0 at a root; per trajectory its end
 node as the distance from the previous one, its rollout, turn, part, reward and advantage, NaN if unknown; per segment
@@ -20,16 +21,16 @@ from numpy.typing import NDArray
 
 from treepack.columns import list_values
 from treepack.report.contents import PageContents
-from treepack.report.figures import ReportFigures
 from treepack.report.parts import SharedParts, rewards_of
-from treepack.report.rollouts import PartOutcomes
+from treepack.report.roles import ROLES
+from treepack.report.rollouts import ExplorerParts, PartOutcomes
 from treepack.trajectory import Float64
 from treepack.trie.trie import Trie
 
 
-def payload(trie: Trie, figures: ReportFigures, contents: PageContents) -> dict[str, str]:
+def payload(trie: Trie, lists: ExplorerParts, contents: PageContents) -> dict[str, str]:
     """Return the blocks of the page: `forest-*`, `segment-*`, `sample-*`, `groups-*`, `trees-*`, `text-0`, ..."""
-    each, rollouts, segments = np.arange(trie.num_nodes), figures.rollouts, contents.segments
+    each, rollouts, segments = np.arange(trie.num_nodes), lists.rollouts, contents.segments
     # Distances are small numbers, which compress well: parents [-1, 0, 1, 1] -> up [0, 1, 1, 2]
     blocks = {
         "forest-size": _array(trie.node_length, "<u4"),
@@ -45,12 +46,28 @@ def payload(trie: Trie, figures: ReportFigures, contents: PageContents) -> dict[
         "sample-ids": _json(trie.trajectories["trajectory_id"].to_pylist()),
         "rollout-labels": _json(rollouts.labels),
     }
-    pairs = (("groups", figures.groups, figures.group_outcomes), ("trees", figures.trees, figures.tree_outcomes))
+    pairs = (("groups", lists.groups, lists.group_outcomes), ("trees", lists.trees, lists.tree_outcomes))
     for name, parts, outcomes in pairs:
         blocks |= {f"{name}-{key}": block for key, block in _parts(parts, outcomes).items()}
     if contents.texts is not None:
-        blocks |= {f"text-{i}": _compress(chunk) for i, chunk in enumerate(contents.texts.chunks)}
+        blocks |= {f"text-{i}": compress(chunk) for i, chunk in enumerate(contents.texts.chunks)}
     return blocks
+
+
+def explorer_settings(lists: ExplorerParts, contents: PageContents) -> dict[str, Any]:
+    """Return the settings of the explorer's scripts: JSON values."""
+    texts = contents.texts
+    return {
+        "text": "none" if texts is None else "text" if contents.decoded else "ids",
+        "firstNode": [] if texts is None else texts.first_node,
+        # Longest first, because the page joins them into one pattern, which takes the first match.
+        "special": sorted(contents.special, key=lambda token: (-len(token), token)),
+        "kept": None if texts is None else texts.kept,
+        "roles": list(ROLES) if contents.headers else [],
+        "headers": [header.text.rstrip() for header in contents.headers],
+        "group": lists.opened_group,
+        "samplesAreRollouts": len(lists.rollouts.names) == len(lists.rollouts.of),
+    }
 
 
 def mean_advantages(trie: Trie) -> Float64:
@@ -78,14 +95,15 @@ def _parts(parts: SharedParts, outcomes: PartOutcomes) -> dict[str, str]:
 
 
 def _array(values: NDArray[Any], kind: str) -> str:
-    return _compress(np.ascontiguousarray(values.astype(kind)).tobytes())
+    return compress(np.ascontiguousarray(values.astype(kind)).tobytes())
 
 
 def _json(value: Any) -> str:
     # "replace": a lone surrogate, which JSON of rollouts may contain, has no UTF-8.
-    return _compress(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"))
+    return compress(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"))
 
 
-def _compress(content: bytes) -> str:
+def compress(content: bytes, level: int = 6) -> str:
+    """Return gzip in base64."""
     # mtime=0: without a time stamp, equal content gives equal bytes.
-    return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")
+    return base64.b64encode(gzip.compress(content, level, mtime=0)).decode("ascii")

@@ -52,14 +52,20 @@ def write_pictures(
     Raises:
         TreepackError: vl-convert-python is not installed, or a file cannot be written.
     """
-    draw, colours = renderer(), light_colours()
-    scale = 72 / _PIXELS_PER_INCH  # vl-convert takes 72 pixels of a chart for an inch
-    written: list[AnyPath] = []
-    for chart in charts(figures):
-        picture = draw.vegalite_to_png(printed_spec(chart, colours), scale=scale, ppi=_DPI)
-        written.append(_write(picture, directory / _FILES[chart.name], overwrite=overwrite))
-    picture = draw.svg_to_png(tree_svg(subject, figures, contents, colours), ppi=_DPI)
+    written = [write_chart(chart, directory / _FILES[chart.name], overwrite=overwrite) for chart in charts(figures)]
+    picture = renderer().svg_to_png(tree_svg(subject, figures, contents, light_colours()), ppi=_DPI)
     return [*written, _write(picture, directory / _TREE, overwrite=overwrite)]
+
+
+def write_chart(chart: ReportChart, path: AnyPath, *, overwrite: bool = False) -> AnyPath:
+    """Write a chart as a PNG file, and return its path.
+
+    Raises:
+        TreepackError: vl-convert-python is not installed, or the file cannot be written.
+    """
+    scale = 72 / _PIXELS_PER_INCH  # vl-convert takes 72 pixels of a chart for an inch
+    picture = renderer().vegalite_to_png(printed_spec(chart, light_colours()), scale=scale, ppi=_DPI)
+    return _write(picture, path, overwrite=overwrite)
 
 
 def _write(picture: bytes, path: AnyPath, *, overwrite: bool) -> AnyPath:

@@ -1,6 +1,7 @@
 """The rollouts that the trajectories of a trie are samples of, their short names, and the outcomes of each group.
 
     Trie --sorted_rollouts--> SortedRollouts      SharedParts, SortedRollouts --outcomes_of--> PartOutcomes
+    Trie --explorer_parts--> ExplorerParts        all lists of the explorer
 
 The names `<rollout>/turn-<k>` and `<rollout>/part-<k>` mark the samples of one rollout. Rewards belong to rollouts, so
 a rollout with many turns counts once, like one with few.
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from treepack.analysis.lost_sharing import CALL
 from treepack.files.metadata import parse_metadata
-from treepack.report.parts import SharedParts, mean_by, rewards_of
+from treepack.report.parts import SharedParts, groups_of, mean_by, rewards_of, trees_of
 from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie
 
@@ -60,6 +61,28 @@ class PartOutcomes:
     def most_mixed(self, overlap: Float64) -> int:
         """Return the part with the largest spread; of several, the one with the largest overlap."""
         return int(np.lexsort((-overlap, -np.round(self.spread, 9)))[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ExplorerParts:
+    """The lists of the explorer: rollouts, and groups and trees with their outcomes."""
+
+    rollouts: SortedRollouts
+    groups: SharedParts
+    group_outcomes: PartOutcomes
+    trees: SharedParts
+    tree_outcomes: PartOutcomes
+
+    @property
+    def opened_group(self) -> int:
+        """The group with the largest spread of rewards, which the page opens and the picture of a tree shows."""
+        return self.group_outcomes.most_mixed(self.groups.overlap)
+
+
+def explorer_parts(trie: Trie) -> ExplorerParts:
+    """Return the lists of the explorer of `trie`."""
+    rollouts, groups, trees = sorted_rollouts(trie), groups_of(trie), trees_of(trie)
+    return ExplorerParts(rollouts, groups, outcomes_of(groups, rollouts), trees, outcomes_of(trees, rollouts))
 
 
 def sorted_rollouts(trie: Trie) -> SortedRollouts:

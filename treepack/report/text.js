@@ -35,11 +35,9 @@ function messagesOf(nodes, selected) {
   return messages.filter((message) => message.runs.length);
 }
 
-// Tags and special tokens in the text of all runs: a tag may be cut by the end of a run.
-const everyMark = new RegExp([TAGS.source, ...(special ? [special.source] : [])].join("|"), "g");
-
 // Runs without tags and special tokens, and without blanks at both ends; `quiet` runs are reasoning.
 function readable(runs) {
+  // In the text of all runs: a tag may be cut by the end of a run.
   const joined = runs.map((run) => run.text ?? "").join("");
   const marks = [...joined.matchAll(everyMark)].map((match) => ({ text: match[0], start: match.index }));
   const result = [];

@@ -34,6 +34,7 @@ WIDE_PROMPT, FOLDED = 0.2, 0.12  # shares of the width: a longer common prompt i
 INSET = 0.18  # share of the height of a branch in a line that is left free above and below it
 GAP = 0.04  # rows between lines
 MAX_LINES = 60  # rollouts drawn; more would be thinner than a pixel of print
+HALO = "#ffffff"
 TAG = re.compile(r"</?(?:think|tool_call|tool_response)>")
 MAX_TEXTS = 4  # nodes of a block whose text is read: a chunk of texts is parsed for each
 MAX_NAME = 22  # letters of a rollout's name
@@ -64,7 +65,7 @@ class PictureScale:
 
 def tree_svg(subject: ReportSubject, figures: ReportFigures, contents: PageContents, colours: dict[str, str]) -> str:
     """Draw the tree of the group with the largest spread of rewards, in the page's `colours` by their names."""
-    part, rollouts = figures.opened_group, figures.rollouts
+    part, rollouts = figures.explorer.opened_group, figures.rollouts
     members = np.flatnonzero(figures.groups.of == part)
     lines = np.unique(rollouts.of[members])[:MAX_LINES]
     blocks = outline(subject.trie, members[np.isin(rollouts.of[members], lines)], rollouts)
@@ -100,6 +101,19 @@ def _add(parent: Element, tag: str, text: str = "", /, **attributes: float | str
     element = ElementTree.SubElement(parent, tag, shown)
     element.text = printable(text)
     return element
+
+
+def _add_haloed(svg: Element, text: str, **attributes: float | str) -> None:
+    """Append a text over a pale outline of its letters, so that it can be read over the lines of a hatch."""
+    halo: dict[str, float | str] = {
+        "fill": "none",
+        "stroke": HALO,
+        "stroke_width": 1.8,
+        "stroke_linejoin": "round",
+        "opacity": 0.85,
+    }
+    _add(svg, "text", text, **{**attributes, **halo})
+    _add(svg, "text", text, **attributes)
 
 
 def _add_hatch(svg: Element, colour: str) -> None:
@@ -190,10 +204,10 @@ def _write_words(svg: Element, block: NodeBlock, contents: PageContents, scale: 
         return
     words = wrap(_text(block, contents), letters - 1, max_lines=max(1, lines), placeholder="...") if lines else []
     x, y = left + 2, scale.y(block.row + _inset(block)) + 7
-    _add(svg, "text", f"{block.size:,}", x=x, y=y, font_size=6, font_weight="bold", fill=colour)
+    _add_haloed(svg, f"{block.size:,}", x=x, y=y, font_size=6, font_weight="bold", fill=colour)
     if letters > 9:
         for number, line in enumerate(words, 1):
-            _add(svg, "text", line, x=x, y=y + 1 + 6 * number, font_size=5, font_family="monospace", fill=colour)
+            _add_haloed(svg, line, x=x, y=y + 1 + 6 * number, font_size=5, font_family="monospace", fill=colour)
 
 
 def _text(block: NodeBlock, contents: PageContents) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from treepack.analysis.summary import quantity
+from treepack.analysis.verdict import gain_headline
 from treepack.report.causes import LostSharing
 from treepack.report.figures import ReportFigures, ReportSubject
 from treepack.trajectory import Int64
@@ -48,10 +49,8 @@ def lost_sentence(sharing: LostSharing, tokens_tree: int) -> str:
 
 
 def headline(figures: ReportFigures) -> str:
-    """Return the gain against the baseline of the verdict as a sentence."""
-    if not figures.forecast["pays"]:
-        return "Tree training does not pay here."
-    return f"Tree training pays {figures.forecast['gain']['speedup']:.1f}x."
+    """Return the gain against the baseline of the verdict as a sentence, the same as that of `stats`."""
+    return f"{gain_headline(figures.forecast['gain'])}."
 
 
 def gain(figures: ReportFigures) -> str:
@@ -109,11 +108,10 @@ def _packing(subject: ReportSubject, figures: ReportFigures) -> str:
 
 
 def _carrying(figures: ReportFigures) -> list[str]:
-    forecast, carry = figures.forecast, figures.forecast["carry"]
+    carry = figures.forecast["carry"]
     if carry is None:
         return []
-    estimate = "" if carry["obstacle"] else f" (an estimate for {forecast['model']} on one {forecast['device']})"
-    return [f"Long rows: {carry['verdict']}{estimate}."]
+    return [f"Memory: {carry['verdict']}{'' if carry['obstacle'] else ' (an estimate)'}."]
 
 
 def _groups(figures: ReportFigures) -> str:

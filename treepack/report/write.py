@@ -22,7 +22,7 @@ from treepack.files import schema
 from treepack.files.directory import finished_file, refuse_existing
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest
-from treepack.files.remote.address import AnyPath, as_output
+from treepack.files.remote.address import AnyPath, Paths, as_output
 from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
 from treepack.ingest.tokenization import fingerprint, read_tokenizer
@@ -65,7 +65,7 @@ class ReportSummary:
 
 @naming_addresses()
 def write_report(
-    paths: Sequence[str | Path],
+    paths: Paths,
     *,
     page: str | AnyPath | None = None,
     pictures: str | AnyPath | None = None,
@@ -77,7 +77,7 @@ def write_report(
     """Write a page about the sharing of rollouts, or pictures of its charts, or both.
 
     Args:
-        paths: one trie directory, one packed directory, or raw rollouts as for `build_trie_directory`.
+        paths: a trie directory, a packed directory, or raw rollouts as for `build_trie_directory`.
         page: HTML file to write.
         pictures: directory to write PNG files into.
         options: plans, forecast and text of the report, and how raw rollouts are read.
@@ -97,7 +97,7 @@ def write_report(
         files += [(pictures / name, "--png") for name in PICTURES]
     paths = local_paths(paths)
     for file, option in files:
-        refuse_existing(file, overwrite=overwrite, inputs=paths, is_own_file=_is_report, option=option)
+        refuse_existing(file, overwrite=overwrite, inputs=paths, is_own_file=is_report, option=option)
     renderer()  # refuses a missing package now, rather than after minutes of planning
     with ExitStack() as stack:
         for output, option in ((page, "--out"), (pictures, "--png")):
@@ -117,7 +117,7 @@ def write_report(
             memory=memory,
             progress=progress,
         )
-        template, limit = options.build.template_file(), options.text_limit if options.text else None
+        template, limit = options.build.template_file(), None if options.no_text else options.text_limit
         contents = read_contents(subject.trie, tokenizer, limit=limit, template=template.text if template else None)
         size = 0
         if page is not None:
@@ -131,7 +131,7 @@ def write_report(
         return ReportSummary(page, pictures, contents.decoded, texts is not None, left_out, size)
 
 
-def _is_report(path: Path) -> bool:
+def is_report(path: Path) -> bool:
     """Return whether an earlier report wrote the file; an empty one counts too."""
     with path.open("rb") as file:
         head = file.read(1024)  # the mark of a page is in its first lines
@@ -139,7 +139,7 @@ def _is_report(path: Path) -> bool:
 
 
 def _read(
-    paths: Sequence[str | Path], options: ReportOptions, progress: ReportProgress | None, note: Callable[[str], None]
+    paths: Sequence[str], options: ReportOptions, progress: ReportProgress | None, note: Callable[[str], None]
 ) -> tuple[ReportSubject, Any]:
     """Return the subject, and its tokenizer or None."""
     directory, manifest, name = Path(paths[0]), manifest_of(paths), options.build.tokenizer

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
+from treepack.rollout.options import Sampling
 from treepack.trajectory import Float32, Int32
 
 STOP, LENGTH, ABORT = "stop", "length", "abort"
@@ -27,34 +28,6 @@ class EngineError(TreepackError):
 
 class TemporaryError(EngineError):
     """A failure of the engine that may be over at the next attempt: a lost connection, an overloaded server."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Settings of the distribution that an engine samples from; one for a whole run.
-
-    `temperature` must be positive. `top_p` and `top_k` cut the distribution off; 1 and 0 leave it whole.
-    `stop_token_ids` end a continuation; the stop token is its last token.
-
-    Raises:
-        TreepackError: a value that makes no sense, by its name.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse values that make no sense, naming the field."""
-        if not 0 < self.temperature <= 100:
-            raise TreepackError(f"temperature is {self.temperature}; expected a positive number of at most 100")
-        if not 0 < self.top_p <= 1:
-            raise TreepackError(f"top_p is {self.top_p}; expected a share above 0 and at most 1, where 1 keeps all")
-        if self.top_k < 0:
-            raise TreepackError(f"top_k is {self.top_k}; expected a number of tokens, where 0 keeps all")
-        if any(token < 0 for token in self.stop_token_ids):
-            raise TreepackError(f"stop_token_ids are {list(self.stop_token_ids)}; expected token ids, which are >= 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
-"""Options of a tree sampler. This file imports no numerical library, because the command line reads its options."""
+"""Options of rollouts: the shape of trees, the distribution, the limits of a run.
+
+This file imports no numerical library, because the command line reads its options.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from treepack.errors import TreepackError
 from treepack.option_fields import check_options, option
@@ -86,3 +89,58 @@ def independent(*, width: int, max_tokens: int, depth: int | None = None, max_re
         fallback="none",
         max_repeats=max_repeats,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Settings of the distribution that an engine samples from; one for a whole run.
+
+    `temperature` must be positive. `top_p` and `top_k` cut the distribution off; 1 and 0 leave it whole.
+    `stop_token_ids` end a continuation; the stop token is its last token.
+
+    Raises:
+        TreepackError: a value that makes no sense, by its name.
+    """
+
+    temperature: float = option(1.0, "Temperature of the sampling.")
+    top_p: float = option(1.0, "Share of probability that is kept; 1 for all.")
+    top_k: int = option(0, "Tokens kept; 0 for all.")
+    stop_token_ids: tuple[int, ...] = option(
+        (), "Token that ends a turn; may be repeated. Default: the ends of sequence of the model."
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no sense, naming the field."""
+        if not 0 < self.temperature <= 100:
+            raise TreepackError(f"temperature is {self.temperature}; expected a positive number of at most 100")
+        if not 0 < self.top_p <= 1:
+            raise TreepackError(f"top_p is {self.top_p}; expected a share above 0 and at most 1, where 1 keeps all")
+        if self.top_k < 0:
+            raise TreepackError(f"top_k is {self.top_k}; expected a number of tokens, where 0 keeps all")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise TreepackError(f"stop_token_ids are {list(self.stop_token_ids)}; expected token ids, which are >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOptions:
+    """Options of a run besides the shape of its trees.
+
+    Raises:
+        TreepackError: a value that makes no sense, by its name.
+    """
+
+    seed: int = option(0, "Seed of all choices.", minimum=0, maximum=2**63 - 1)
+    concurrency: int = option(64, "Maximum requests to the engine at a time.", minimum=1)
+    max_queries: int = option(32, "Maximum queries in work at a time.", minimum=1)
+    timeout: float = option(600.0, "Seconds that an attempt of a request may take.")
+    attempts: int = option(5, "Attempts of a request that fails for now.", minimum=1)
+    resume: bool = option(False, "Continue an existing --out: its finished trees are not sampled again.")
+    # Names and JSON values of everything else on which the samples depend, such as the engine's model and the reward
+    # function. A run is resumed only with the same ones.
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no sense, naming the option."""
+        check_options(self)
+        if not self.timeout > 0:
+            raise TreepackError(f"timeout is {self.timeout}; expected a positive number of seconds")

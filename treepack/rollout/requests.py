@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from treepack.rollout.engine import ABORT, Engine, EngineError, Sampling, Segment, TemporaryError
+from treepack.rollout.engine import ABORT, Engine, EngineError, Segment, TemporaryError
+from treepack.rollout.options import Sampling
 from treepack.trajectory import Int32
 
 FIRST_PAUSE = 0.5  # seconds before the second attempt; doubled before each further one

@@ -1,13 +1,16 @@
 """The reward of a single response: a user's function as the episode of a sampler.
 
 single_turn(score, query, tokenizer)  ->  SingleTurn, which calls score("4", {"answer": 4}, ids=[23, 2])
+as_reward(score)                      ->  the same for TRL's score(completions=["4"], answer=[4], **more)  ->  [1.0]
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +44,49 @@ def single_turn(function: RewardFunction | None, query: Query, tokenizer: Any = 
         return checked_reward(value, f"{query.where}: {name_of_code(function)}")
 
     return SingleTurn(score)
+
+
+def as_reward(function: Callable[..., Any]) -> RewardFunction:
+    """Return a reward function of either shape as one for `single_turn`, before anything is sampled.
+
+    A function with an argument `completions` has TRL's shape: it gets lists of length 1, namely `completions`,
+    `prompts`, `completion_ids` and every field of the prompt's record, as far as it names them or takes **kwargs. If
+    the record has messages, prompt and completion are lists of messages, as in TRL.
+
+    Raises:
+        TreepackError: it takes other arguments.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function in C
+        return function
+    parameters = signature.parameters.values()
+    if "completions" not in signature.parameters:
+        try:
+            signature.bind("", {}, ids=[])
+        except TypeError as error:
+            raise TreepackError(
+                f"{name_of_code(function)}: takes {signature}; write score(text, fields, *, ids), or TRL's "
+                "score(completions, **kwargs)"
+            ) from error
+        return function
+    takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters)
+
+    async def score(text: str | None, fields: dict[str, Any], *, ids: list[int]) -> Any:
+        messages = fields.get("messages", fields.get("prompt"))
+        is_chat = isinstance(messages, list)
+        given = {name: [value] for name, value in fields.items()} | {
+            "prompts": [messages],
+            "completions": [[{"role": "assistant", "content": text}] if is_chat else text],
+            "completion_ids": [ids],
+        }
+        chosen = {name: value for name, value in given.items() if takes_all or name in signature.parameters}
+        result = await call(function, where="a reward in TRL's shape", **chosen)
+        if not isinstance(result, Sequence | np.ndarray) or len(result) != 1:
+            raise TreepackError(f"{name_of_code(function)} returned {result!r}; expected a list with one reward")
+        return result[0]
+
+    return functools.update_wrapper(score, function)
 
 
 def checked_reward(value: Any, where: str) -> float | None:

@@ -9,18 +9,18 @@ interrupt, a failure of a different query or a killed process loses no finished 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.files.remote.address import AnyPath
 from treepack.processes import Progress, ReportProgress
-from treepack.rollout.engine import Engine, Sampling, Segment
+from treepack.rollout.engine import Engine, Segment
 from treepack.rollout.episode import Episode, SingleTurn
-from treepack.rollout.options import TreeOptions
+from treepack.rollout.options import RolloutOptions, Sampling, TreeOptions
 from treepack.rollout.output import RolloutFile, open_output, waiting_queries
 from treepack.rollout.query import Query
 from treepack.rollout.records import tree_lines
@@ -32,40 +32,13 @@ from treepack.trajectory import Int32
 StartEpisode = Callable[[Query], Awaitable[tuple[Int32, Episode]]]
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutOptions:
-    """Options of a run besides the shape of its trees.
-
-    Raises:
-        TreepackError: a value that makes no sense, by its name.
-    """
-
-    seed: int = 0  # seed of all random choices and of all requests
-    concurrency: int = 64  # maximum number of requests at a time
-    max_queries: int = 32  # maximum number of trees that grow at a time
-    timeout: float = 600.0  # seconds that an attempt of a request may take
-    attempts: int = 5  # attempts of a request; only temporary failures are repeated
-    resume: bool = False  # continue a file that exists
-    # Names and JSON values of everything else on which the samples depend, such as the engine's model and the reward
-    # function. A run is resumed only with the same ones.
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Refuse values that make no sense, naming the option."""
-        for name in ("concurrency", "max_queries", "attempts"):
-            if getattr(self, name) < 1:
-                raise TreepackError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if not self.timeout > 0:
-            raise TreepackError(f"timeout is {self.timeout}; expected a positive number of seconds")
-
-
 async def sample_rollouts(
     queries: Sequence[Query],
     engine: Engine,
     options: TreeOptions,
     *,
     out: str | AnyPath,
-    run: RolloutOptions = RolloutOptions(),
+    run: RolloutOptions = RolloutOptions(),  # noqa: B008 (immutable)
     start: StartEpisode | None = None,
     progress: ReportProgress | None = None,
 ) -> RolloutSummary:

@@ -13,7 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from treepack.rollout.engine import LENGTH, STOP, Sampling, Segment
+from treepack.rollout.engine import LENGTH, STOP, Segment
+from treepack.rollout.options import Sampling
 from treepack.trajectory import Float64, Int32
 
 

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.rollout.engine import Sampling, Segment
+from treepack.rollout.engine import Segment
 from treepack.rollout.episode import Episode
+from treepack.rollout.options import Sampling
 from treepack.rollout.query import Query
 from treepack.trajectory import Float32, Float64, Int32
 

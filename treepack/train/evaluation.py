@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from treepack.model.objectives.losses import step_means
+from treepack.objectives.losses import step_means
 from treepack.train.run import TrainingRun
 from treepack.train.step import forward_rows
 

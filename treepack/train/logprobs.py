@@ -35,9 +35,10 @@ from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.token_loss import filled_temperature
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.temperature import refuse_temperatures, temperature_of_terms
+from treepack.objectives.temperature import refuse_temperatures, temperature_of_terms
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
+from treepack.train.input_checks import check_terms
 from treepack.train.scoring_options import ScoreOptions
 from treepack.train.setup.compute import ComputeSetting, choose_compute
 from treepack.train.setup.run_memory import spare_memory
@@ -56,7 +57,7 @@ _SMALLER = "--dtype bf16, a smaller --loss-chunk, or rows packed with a smaller 
 class Scoring:
     """Rows, model and options that fit together; `notes` are for the user.
 
-    `temperature` is that of all terms, or a phrase, see `model.objectives.temperature.temperature_of_terms`. `memory`
+    `temperature` is that of all terms, or a phrase, see `objectives.temperature.temperature_of_terms`. `memory`
     is the budget of carried tensors of rows in pieces, on a GPU.
     """
 
@@ -75,11 +76,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
         TreepackError: the data has no terms or is damaged, the device is missing, or the model does not fit the data.
     """
     compute, dataset = choose_compute(options), PackedDataset(packed)
-    if "term_token" not in dataset.term_columns:
-        raise TreepackError(
-            f"{packed}: its rows have no terms to write log-probabilities for; give the rollouts rewards or "
-            "advantages and pack them again"
-        )
+    check_terms(dataset)
     if not options.ignore_temperature:
         refuse_temperatures([dataset], options.temperature)
     temperature = 1.0 if options.ignore_temperature else temperature_of_terms(dataset, options.temperature)

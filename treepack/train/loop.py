@@ -5,7 +5,7 @@
 
 The loss of an optimiser step is the sum over its rows of weight * nll, divided by the sum of all their weights. It is
 one global mean: it does not depend on how trajectories are packed into rows, on the ranks that compute the rows, or on
-the order of accumulation. The losses of reinforcement learning and preferences are in `model.objectives.losses` and
+the order of accumulation. The losses of reinforcement learning and preferences are in `objectives.losses` and
 follow the same rule. Rows are shuffled by seed and epoch. Rows of one training step (the `step` column) stay together,
 these steps keep their order, and an optimiser step never mixes two of them.
 
@@ -41,14 +41,8 @@ from treepack.train.saving.checkpoint import Checkpoints, SavedCheckpoint, lates
 from treepack.train.saving.checkpoint_files import CHECKPOINTS
 from treepack.train.saving.checkpoint_upload import CheckpointUpload
 from treepack.train.saving.place import METRICS, Place, open_place
-from treepack.train.saving.run_directory import (
-    begin,
-    extend_run,
-    finish_run,
-    is_complete,
-    is_finished,
-    record_plan,
-)
+from treepack.train.saving.run_directory import begin, extend_run, finish_run, is_complete, record_plan
+from treepack.train.saving.run_record import is_finished
 from treepack.train.sharding import whole_state
 from treepack.train.step import StepMetrics, step_memory_errors
 from treepack.train.watch.metrics import MetricsLog

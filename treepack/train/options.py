@@ -14,7 +14,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
-from treepack.model.objectives.objective import Objective
+from treepack.objectives.objective import Objective
 from treepack.option_fields import check_options, option
 
 CHANGEABLE_ON_RESUME = frozenset(
@@ -180,6 +180,8 @@ class TrainOptions:
         """Return the options as JSON values."""
         record = asdict(self)
         del record["objective"]["preset"]  # a name for values that the record has anyway
+        if self.objective.importance_mask is not None:
+            record["objective"]["importance_mask"] = list(self.objective.importance_mask)
         if not self.objective.has_values:
             del record["objective"]["value_coef"], record["objective"]["value_clip"]
         if self.blocks in (None, 1):

@@ -9,7 +9,6 @@ summed by gloo, tensors on GPUs by NCCL.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from treepack.errors import TreepackError
+from treepack.train.input_checks import check_device_name
 
 T = TypeVar("T")
 
@@ -116,16 +116,6 @@ def num_machines(size: int) -> int | None:
     return size // int(local) if local.isdecimal() and int(local) > 0 and size % int(local) == 0 else None
 
 
-def refuse_ranks(command: str) -> None:
-    """Refuse to run `command`, which runs in one process, in several.
-
-    Raises:
-        TreepackError: torchrun started more than one process.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise TreepackError(f"{command} runs in one process; start it without torchrun")
-
-
 def leave_ranks() -> None:
     """Leave the group that `join_ranks` joined, if any."""
     if distributed.is_available() and distributed.is_initialized():
@@ -153,9 +143,7 @@ def find_device(name: str) -> torch.device:
         if count == 0 and name == "auto":
             return torch.device("cpu")
         name = "cuda" if local is None else f"cuda:{local}"
-    match = re.fullmatch(r"cpu|cuda(?::([0-9]{1,4}))?", name)
-    if match is None:
-        raise TreepackError(f"device is {name!r}; expected cpu, cuda or cuda:N")
+    match = check_device_name(name)
     if name != "cpu" and int(match[1] or 0) >= count:
         raise TreepackError(f"device is {name!r} and torch sees {count} GPUs; expected one of these GPUs, or cpu")
     return torch.device(name)

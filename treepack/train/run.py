@@ -17,7 +17,7 @@ from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.model.experts.active import num_active_weights
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.denominators import TrajectoryTable, step_factors, trainable_rows
+from treepack.objectives.denominators import TrajectoryTable, step_factors, trainable_rows
 from treepack.train.division import Division
 from treepack.train.options import TrainOptions
 from treepack.train.passes import Joining, Pass, deal

@@ -20,7 +20,7 @@ from torch import Tensor
 from treepack.data.batch import Batch, TermTensors
 from treepack.data.prefetch import read_pass
 from treepack.model.head.token_loss import filled_temperature
-from treepack.model.objectives.row_numbers import ScoreRequest
+from treepack.objectives.row_numbers import ScoreRequest
 from treepack.train.pieces import has_long_rows, row_runner
 from treepack.train.run import TrainingRun
 from treepack.train.sharding import whole_weights

@@ -19,7 +19,8 @@ import numpy as np
 from treepack.data.epochs import block_of_rows, epoch_order
 from treepack.data.mixture import AnyDataset, mixed_blocks, mixed_rows, source_of_rows, sources_of
 from treepack.errors import TreepackError
-from treepack.model.objectives.denominators import TrajectoryTable, trainable_rows
+from treepack.objectives.denominators import TrajectoryTable, trainable_rows
+from treepack.train.input_checks import check_mix
 from treepack.train.options import TrainOptions
 from treepack.trajectory import Int64
 
@@ -67,8 +68,7 @@ def _mixture(dataset: AnyDataset, trained: Int64, options: TrainOptions) -> Iter
     """
     sources = sources_of(dataset)
     assert options.mix is not None
-    if len(options.mix) != len(sources):
-        raise TreepackError(f"mix has {len(options.mix)} shares for {len(sources)} directories; give one for each")
+    check_mix(options.mix, len(sources))
     if any(step is not None for step in dataset.steps):
         raise TreepackError(
             f"{dataset.path}: rows of training steps keep the order of these steps and cannot be taken in shares; "

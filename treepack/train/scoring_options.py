@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from treepack.errors import TreepackError
-from treepack.model.objectives.objective import GREEDY
+from treepack.objectives.objective import GREEDY
 from treepack.option_fields import check_options, option
 from treepack.train.options import ATTENTION, CHUNK, DTYPES, MAX_SEED, ROUTES, check_tokens
 

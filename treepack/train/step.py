@@ -26,8 +26,8 @@ from treepack.memory.shortage import memory_errors
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import hidden_states, prepare_batch
-from treepack.model.objectives.losses import step_means, sum_names
-from treepack.model.objectives.row_numbers import LossPart, RowResult
+from treepack.objectives.losses import step_means, sum_names
+from treepack.objectives.row_numbers import LossPart, RowResult
 from treepack.train.optimiser import prepare_states
 from treepack.train.passes import Pass
 from treepack.train.pieces import has_long_rows, lower_precision, row_runner

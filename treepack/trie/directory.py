@@ -8,14 +8,13 @@ The directory appears when it is complete. Memory is bounded: see `out_of_core`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import Manifest, Provenance
-from treepack.files.remote.address import AnyPath, as_output
+from treepack.files.remote.address import AnyPath, Paths, as_output, path_names
 from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
@@ -60,7 +59,7 @@ class TrieSummary:
 
 @naming_addresses()
 def build_trie_directory(
-    inputs: Sequence[str | Path],
+    inputs: Paths,
     out: str | AnyPath,
     options: BuildOptions = BuildOptions(),  # noqa: B008 (immutable)
     *,
@@ -71,7 +70,7 @@ def build_trie_directory(
     """Read rollouts and write their prefix tries to the directory `out`, which appears when it is complete.
 
     Args:
-        inputs: files, folders, globs, or "-" for standard input; addresses too.
+        inputs: a file, a folder, a glob or an address, or several of them; "-" is standard input.
         out: the directory to write, or an address.
         options: how to read, tokenise and share.
         overwrite: replace `out` if treepack wrote it.
@@ -82,7 +81,7 @@ def build_trie_directory(
     Raises:
         TreepackError: bad input, no trajectory at all, text without a tokenizer, or `out` cannot be written.
     """
-    out, names = as_output(out), [str(path) for path in inputs]
+    out, names = as_output(out), path_names(inputs)
     refuse_existing(out, overwrite=overwrite, inputs=names)
     log, digest, start = ReadLog(), InputHash(), time.perf_counter()
     with finished_directory(out, overwrite=overwrite) as temporary:
@@ -111,7 +110,7 @@ def build_trie_directory(
 
 @naming_addresses()
 def read_to_trie(
-    inputs: Sequence[str | Path],
+    inputs: Paths,
     options: BuildOptions = BuildOptions(),  # noqa: B008 (immutable)
     *,
     tokenizer: Any = None,
@@ -127,7 +126,7 @@ def read_to_trie(
         TreepackError: bad input, no trajectory at all, or text without a tokenizer.
     """
     log, digest = ReadLog(), InputHash()
-    names = [str(path) for path in inputs]
+    names = path_names(inputs)
     with TrieBuilder(names, options, tokenizer=tokenizer, input_hash=digest, memory=memory) as builder:
         trie = builder.mapped(builder.read(log, progress))
     return trie, log

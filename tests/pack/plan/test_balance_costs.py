@@ -86,7 +86,7 @@ def test_the_command_records_the_number_and_the_wait(treepack: Run, tmp_path: Pa
     trie, packed, plain = (tmp_path / name for name in ("trie", "packed", "plain"))
     assert treepack("build-trie", rollouts, "--out", trie).status == 0
     options = ("--capacity", 40, "--balance", 2)
-    result = treepack("pack", trie, "--out", packed, *options, "--balance-model", "qwen3.5-4b")
+    result = treepack("pack", trie, "--out", packed, *options, "--model", "qwen3.5-4b")
     assert result.status == 0
     assert "group_cost_max_over_mean" in result.out
     assert read_manifest(packed)["options"]["token_pairs"] == pairs_of_token(read_shape("qwen3.5-4b"))
@@ -94,12 +94,11 @@ def test_the_command_records_the_number_and_the_wait(treepack: Run, tmp_path: Pa
     assert "token_pairs" not in read_manifest(plain)["options"]
 
 
-def test_a_model_without_a_balance_is_refused(treepack: Run, tmp_path: Path) -> None:
-    result = treepack("pack", tmp_path, "--out", tmp_path / "out", "--balance-model", "qwen3-8b")
-    assert result.status == 2
-    assert "give --balance too" in result.err
-    unknown = treepack("pack", tmp_path, "--out", tmp_path / "out", "--balance", 2, "--balance-model", "qwen3-7b")
+def test_wrong_models_and_costs_are_refused(treepack: Run, tmp_path: Path) -> None:
+    unknown = treepack("pack", tmp_path, "--out", tmp_path / "out", "--balance", 2, "--model", "qwen3-7b")
     assert unknown.status == 1
     assert "qwen3-7b: no such config.json" in unknown.err
+    with pytest.raises(TreepackError, match="give --balance too"):
+        PackOptions(token_pairs=10)
     with pytest.raises(TreepackError, match="token_pairs is -1; expected 0 to"):
         PackOptions(balance=2, token_pairs=-1)

@@ -47,7 +47,7 @@ def write_trie(treepack: Command, path: Path, records: list[dict[str, Any]]) -> 
     file = path.with_suffix(".jsonl")
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     done = treepack("build-trie", file, "--out", path)
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.notes) == (0, "")
     return path
 
 
@@ -62,14 +62,14 @@ def test_fitting_ranks_prompts_that_were_held_out_and_serves_allocate_and_stats(
     config, out, file = tiny_config(tmp_path / "config.json"), tmp_path / "values", tmp_path / "values.jsonl"
     options = ("--prefix-share", 0.1, "--epochs", 12)
     done = treepack("values", "fit", seen, "--model", config, "--out", out, *FAST, *options)
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.notes) == (0, "")
     assert re.search(r"^prompts +150$", done.out, re.MULTILINE)
     assert re.search(r"^prefixes +17$", done.out, re.MULTILINE)  # a tenth of all
     metrics = read_metrics(out / "metrics.jsonl")
     assert metrics["loss"][-1] < 0.7 * metrics["loss"][0]
 
     done = treepack("values", "predict", unseen, "--values", out, "--out", file, "--device", "cpu")
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.notes) == (0, "")
     predictions = read_predictions(file)
     assert len(predictions.group_ids) == 40
     assert len(predictions.prefix_value) == 160  # 40 groups of 4 rollouts, each with one prefix, after its first turn
@@ -79,7 +79,7 @@ def test_fitting_ranks_prompts_that_were_held_out_and_serves_allocate_and_stats(
     done = treepack("stats", unseen, "--predictions", file, "--json")
     assert done.json["spearman"]["root"]["rho"] > 0.5  # type: ignore[index]
     roots = treepack("allocate", "roots", file, "--budget", 80, "--out", tmp_path / "roots.jsonl")
-    assert (roots.status, roots.err) == (0, "")
+    assert (roots.status, roots.notes) == (0, "")
     allocate_options = ("--predictions", file, "--expand", 1, "--out", tmp_path / "prefixes.jsonl")
     assert treepack("allocate", "prefixes", unseen, *allocate_options).status == 0
 
@@ -90,7 +90,7 @@ def small_fit(treepack: Command, tmp_path: Path, *options: object) -> tuple[Path
         write_trie(treepack, trie, rollout_records(range(4)))
     config = tiny_config(tmp_path / "config.json")
     done = treepack("values", "fit", trie, "--model", config, "--out", out, *FAST, *options)
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.notes) == (0, "")
     return trie, out
 
 
@@ -121,7 +121,7 @@ def test_a_fit_can_start_from_the_head_of_an_earlier_one(treepack: Command, tmp_
     trie, out = small_fit(treepack, tmp_path, "--epochs", 8)
     again = tmp_path / "again"
     done = treepack("values", "fit", trie, "--model", out, "--out", again, *FAST)
-    assert (done.status, done.err) == (0, f"note: the head of {out} is used and fitted further\n")
+    assert (done.status, done.notes) == (0, f"note: the head of {out} is used and fitted further\n")
     # Its first loss is the last state of the first fit, so the head was loaded too.
     first = read_metrics(again / "metrics.jsonl")["loss"][0]
     assert first == pytest.approx(_loss(out, trie), rel=1e-4)
@@ -157,7 +157,7 @@ def test_what_cannot_be_fitted_is_one_sentence_and_leaves_nothing(treepack: Comm
         (records, small, (), "and the vocabulary ends at 29; use the model whose tokenizer made the data"),
         (records, config, ("--capacity", 9), "has 10 tokens and rows hold 9; give --capacity 10 or more"),
         (records, config, ("--segment", "recorded"), "no trajectory has 'segments' in its metadata"),
-        (records, tmp_path / "nowhere.json", (), "nowhere.json: transformers cannot load it"),
+        (records, tmp_path / "nowhere.json", (), "nowhere.json: no such file or folder; give the folder of a model"),
     ]
     for number, (rollouts, model, options, message) in enumerate(cases):
         trie, place = write_trie(treepack, tmp_path / f"trie{number}", rollouts), tmp_path / f"place{number}"

@@ -176,7 +176,7 @@ def test_the_command_writes_text_if_it_has_the_tokenizer_of_the_trie(treepack: R
     command = ("augment", tmp_path / "trie", "--signals", signals, "--out")
     done = treepack(*command, tmp_path / "text.jsonl", "--tokenizer", name)
     assert done.status == 0
-    assert done.err == f"note: 1 records of {signals} name rollouts that {tmp_path / 'trie'} lacks\n"
+    assert done.notes == f"note: 1 records of {signals} name rollouts that {tmp_path / 'trie'} lacks\n"
     assert done.out.splitlines()[:3] == [
         "trajectories                    2",
         "rollouts cut                    1",

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
 from treepack.research.pros import pass_rates, polya_gamma
-from treepack.research.pros.pass_rates import GibbsLength, OddsPrior, conditional, estimate
+from treepack.research.pros.options import GibbsLength, OddsPrior
+from treepack.research.pros.pass_rates import conditional, estimate
 from treepack.trajectory import Float64, Int64
 
 Family = tuple[list[int], list[float], list[float]]

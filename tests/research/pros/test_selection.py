@@ -23,7 +23,8 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_directory
 from treepack.research.pros import selection
-from treepack.research.pros.pass_rates import OddsPrior, conditional
+from treepack.research.pros.options import OddsPrior
+from treepack.research.pros.pass_rates import conditional
 from treepack.research.pros.selection import empty_state, forget_and_add, nearest, read_state, with_queries, write_state
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
@@ -214,7 +215,7 @@ def test_the_command_keeps_counts_and_selects_what_is_neither_easy_nor_hard(tree
     assert unknown.err.startswith(f"treepack: {trie}: the group e")
     assert not state.exists()
     done = treepack(*update, "--queries", added, "--rollouts", trie)
-    assert (done.status, done.err) == (0, f"note: {state} is new\n")
+    assert (done.status, done.notes) == (0, f"note: {state} is new\n")
     assert done.out == (
         "queries                    3\nqueries added              3\nrollouts                   12\n"
         "rollouts successful        10\nrollouts without a reward  1\nqueries tried              2\n"
@@ -228,7 +229,7 @@ def test_the_command_keeps_counts_and_selects_what_is_neither_easy_nor_hard(tree
     assert pq.read_table(state)["tried"].to_pylist() == [12, 0, 6]
 
     chosen = treepack("select", state, "--k", 3)
-    assert (chosen.status, chosen.err) == (0, "")
+    assert (chosen.status, chosen.notes) == (0, "")
     lines = [json.loads(line) for line in chosen.out.splitlines()]
     assert lines[0]["query_id"] == "even"
     assert {line["query_id"]: line["parent_id"] for line in lines} == {"even": None, "easy": None, "easy~1": "easy"}
@@ -313,10 +314,10 @@ def test_an_update_of_a_training_step_is_counted_once(treepack: Run, tmp_path: P
         saved(build_trie(made), tmp_path / f"trie-{step}")
     update = ("select", "update", state, "--rollouts", tmp_path / "trie-3", *arguments)
     first = treepack(*update, 3)
-    assert (first.status, first.err) == (0, f"note: {state} is new\n")
+    assert (first.status, first.notes) == (0, f"note: {state} is new\n")
     before = state.read_bytes()
     again = treepack(*update, 3)
-    assert (again.status, again.err) == (
+    assert (again.status, again.notes) == (
         0,
         f"note: {state} has counted the training step 3 already, so it does not change\n",
     )

@@ -18,7 +18,8 @@ from support.paths import ROOT
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.research.trace.allocation import allocate_prefixes, allocate_roots
-from treepack.research.trace.simulation import ARMS, BudgetExperiment, ExperimentArm, interval, simulate
+from treepack.research.trace.options import BudgetExperiment
+from treepack.research.trace.simulation import ARMS, ExperimentArm, interval, simulate
 from treepack.research.trace.worlds import MarkovWorld, World, recorded_world
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
@@ -239,7 +240,7 @@ def test_recorded_worlds_need_binary_rewards_and_a_persistence_that_is_not_negat
 def test_the_command_prints_every_arm_with_intervals(treepack: Run, tmp_path: Path) -> None:
     command = ("simulate", "allocation", "--candidates", 60, "--budget", 120, "--steps", 20)
     shown = treepack(*command)
-    assert (shown.status, shown.err) == (0, "")
+    assert (shown.status, shown.notes) == (0, "")
     lines = shown.out.splitlines()
     assert [line.split()[:2] for line in lines[-4:]] == [
         ["uniform", "uniform"],

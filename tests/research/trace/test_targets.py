@@ -177,7 +177,7 @@ def test_constant_values_have_no_rank_correlation() -> None:
 
 def test_without_scipy_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
-    with pytest.raises(TreepackError, match=r"need scipy; run pip install '\.\[stats\]' in treepack's folder"):
+    with pytest.raises(TreepackError, match=r"need scipy; run pip install 'treepack\[stats\]'"):
         spearman(np.arange(5.0), np.arange(5.0))
 
 
@@ -221,7 +221,7 @@ def test_stats_shows_effective_ratios_and_how_well_predictions_rank(treepack: Ru
     assert treepack("build-trie", tmp_path / "rollouts.jsonl", "--out", tmp_path / "trie").status == 0
     command = ("stats", tmp_path / "trie", "--predictions", tmp_path / "predictions.jsonl")
     shown = treepack(*command)
-    assert (shown.status, shown.err) == (0, "")
+    assert (shown.status, shown.notes) == (0, "")
     assert STATS in shown.out
     report = treepack(*command, "--json").json
     assert report["effective_ratio"] == treepack("stats", tmp_path / "trie", "--effective-ratio", "--json").json.get(

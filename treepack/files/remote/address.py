@@ -14,8 +14,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 from treepack.errors import TreepackError
@@ -70,19 +72,38 @@ class RemotePath:
 
 
 AnyPath = Path | RemotePath
+OnePath = str | os.PathLike[str] | RemotePath
+Paths = OnePath | Sequence[OnePath]  # one path, or several
 
 
-def as_path(value: str | Path | RemotePath) -> Path | RemotePath:
+def path_names(paths: Paths) -> list[str]:
+    """Return one path or address, or each of several, as text.
+
+    Raises:
+        TreepackError: something else is among them.
+    """
+    several = isinstance(paths, Iterable) and not isinstance(paths, str | os.PathLike)
+    given: Iterable[Any] = paths if several else [paths]  # type: ignore[assignment]
+    return [str(path) if isinstance(path, RemotePath) else _text(path) for path in given]
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise TreepackError(f"{value!r} is of type {type(value).__name__}; expected a path or an address")
+    return str(os.fspath(value))
+
+
+def as_path(value: OnePath) -> Path | RemotePath:
     """Return the path or the address that `value` names; `file://` is a local path.
 
     Raises:
-        TreepackError: a scheme that is not accepted, or an address without a bucket.
+        TreepackError: a scheme that is not accepted, an address without a bucket, or no path at all.
     """
     if isinstance(value, RemotePath):
         return value
-    match = None if isinstance(value, Path) else _SCHEME.fullmatch(value)
+    match = None if isinstance(value, Path) else _SCHEME.fullmatch(_text(value))
     if match is None:
-        return _local(Path(value))
+        return _local(Path(_text(value)))
     scheme, rest = match[1].lower(), match[2]
     if scheme == "file":
         # file:///data and file://localhost/data are /data; any other host is another machine.
@@ -110,7 +131,7 @@ def is_address(value: str) -> bool:
     return _SCHEME.fullmatch(value) is not None
 
 
-def as_output(value: str | Path | RemotePath, *, option: str = "--out") -> Path | RemotePath:
+def as_output(value: OnePath, *, option: str = "--out") -> Path | RemotePath:
     """Return the path or the address of an output.
 
     Args:

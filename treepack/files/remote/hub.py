@@ -74,19 +74,31 @@ def _cached_snapshot(name: str) -> Path | None:
         return None
 
 
+def refuse_missing(name: str, *, kind: str, files: tuple[str, ...]) -> None:
+    """Refuse a name that is a path of this machine without a `kind` ("model", "tokenizer"); asks no hub.
+
+    Raises:
+        TreepackError: there is no such path, or it is a folder without any of `files`.
+    """
+    path = Path(name)
+    if path.is_dir() and not any((path / file).exists() for file in files):
+        raise TreepackError(f"{name}: contains no {kind}; give a folder with {' or '.join(files[:2])}, or a hub name")
+    if not path.exists() and _is_path(name):
+        raise TreepackError(f"{name}: no such file or folder; give the folder of a {kind}, or its name on the hub")
+
+
 def load_fault(name: str, error: Exception, *, kind: str, files: tuple[str, ...]) -> TreepackError:
     """Return the error for a `kind` ("model", "tokenizer") that could not be loaded from `name`.
 
     A folder of this kind contains at least one of `files`.
     """
-    path = Path(name)
     reason = shorten(str(error), _MAX_REASON, placeholder=" ...") or type(error).__name__
-    if path.is_dir() and not any((path / file).exists() for file in files):
-        return TreepackError(f"{name}: contains no {kind}; give a folder with {' or '.join(files[:2])}, or a hub name")
-    if path.exists():
+    try:
+        refuse_missing(name, kind=kind, files=files)
+    except TreepackError as fault:
+        return fault
+    if Path(name).exists():
         return TreepackError(f"{name}: its {kind} cannot be loaded ({reason}); save it again with transformers")
-    if _is_path(name):
-        return TreepackError(f"{name}: no such file or folder; give the folder of a {kind}, or its name on the hub")
     if is_offline(name):
         return TreepackError(
             f"{name}: is no folder here, and the Hugging Face hub cannot be reached for a {kind} of this name; check "

@@ -16,6 +16,7 @@ from torch import nn
 from treepack.attention.indexed import index_top_k
 from treepack.errors import TreepackError
 from treepack.model.accept.saved_tokenizer import saved_tokenizer
+from treepack.model.accept.vocabulary import check_vocabulary
 from treepack.model.foreign_errors import REMEDY
 from treepack.recurrent.entry import model_obstacle as recurrent_obstacle
 
@@ -133,11 +134,7 @@ def check_fits(loaded: LoadedModel, *, max_token_id: int, tokenizer: TokenizerEn
     """
     source, model = loaded.source, loaded.causal
     vocabulary = min(len(model.get_input_embeddings().weight), len(model.get_output_embeddings().weight))
-    if max_token_id >= vocabulary:
-        raise TreepackError(
-            f"{source}: the data holds the token id {max_token_id} and the vocabulary ends at "
-            f"{vocabulary - 1}; use the model whose tokenizer made the data"
-        )
+    check_vocabulary(source, max_token_id, vocabulary)
     _check_tokenizer(source, tokenizer)
     limit = position_limit(model)
     if limit is not None and max_position >= limit[0]:

@@ -117,6 +117,28 @@ def sums_of_rows(values: Tensor, edges: Sequence[int]) -> Tensor:
     return torch.stack([values[begin:end].sum() for begin, end in pairwise(edges)])
 
 
+@torch.no_grad()
+def target_metrics(
+    hidden: Tensor, layer: OutputLayer, targets: tuple[Tensor, Tensor, Tensor], *, chunk: int = CHUNK
+) -> Tensor:
+    """Return the sums of loss_weight * entropy and of loss_weight * [the target has the largest logit], float64 [2].
+
+    Arguments are as in `nll_of_rows`. The logits are computed again, without gradients.
+    """
+    input_ids, parent, loss_weight = targets
+    tokens = loss_weight.nonzero().squeeze(-1)
+    sums = torch.zeros(2, dtype=torch.float64, device=hidden.device)
+    for part in torch.split(tokens, chunk):
+        states = hidden.index_select(0, sent(parent.index_select(0, part), hidden.device))
+        logits = layer.logits(states)
+        logprobs = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        is_first = logits.argmax(-1) == input_ids.index_select(0, sent(part, hidden.device))
+        weights = sent(loss_weight.index_select(0, part), hidden.device).double()
+        sums += torch.stack([(weights * entropies).sum(), (weights * is_first).sum()])
+    return sums
+
+
 def priced_terms(
     hidden: Tensor,
     layer: OutputLayer,

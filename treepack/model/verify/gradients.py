@@ -37,10 +37,10 @@ from treepack.model.forward import RowRunner, WholeRows
 from treepack.model.head.token_loss import CHUNK
 from treepack.model.layers import find_layers
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.row_numbers import LossPart
 from treepack.model.verify.verify_alone import PlainModel, losses_alone
 from treepack.model.verify.verify_memory import LOGITS_CHUNK, MemoryPlan
+from treepack.objectives.objective import Objective
+from treepack.objectives.row_numbers import LossPart
 
 _log = logging.getLogger("treepack")
 

@@ -22,9 +22,9 @@ from treepack.model.experts.replay import use_routes
 from treepack.model.head.logit_map import OutputLayer
 from treepack.model.head.output_head import head_replaced
 from treepack.model.head.value_head import value_head_of
-from treepack.model.objectives.losses import objective_loss
-from treepack.model.objectives.objective import Objective
-from treepack.model.objectives.row_numbers import ScoreRequest, TokenScores
+from treepack.objectives.losses import objective_loss
+from treepack.objectives.objective import Objective
+from treepack.objectives.row_numbers import ScoreRequest, TokenScores
 
 
 @dataclass(frozen=True)

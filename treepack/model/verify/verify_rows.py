@@ -20,10 +20,10 @@ from treepack.errors import TreepackError
 from treepack.memory.device_memory import free_memory
 from treepack.memory.shortage import is_memory_error
 from treepack.model.loaded import LoadedModel
-from treepack.model.objectives.objective import Objective
 from treepack.model.verify.gradients import GradientReport, RunnerMaker, verify_gradients
 from treepack.model.verify.verify_memory import MAX_OPERATIONS, MemoryPlan, model_sizes, plan_memory
 from treepack.model.verify.verify_subset import choose_part, restrict_row
+from treepack.objectives.objective import Objective
 
 _log = logging.getLogger("treepack")
 

@@ -32,7 +32,6 @@ from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.head.value_head import ValueHead
 from treepack.model.layers import adapt_layers, find_decoder
 from treepack.research.predictor.model import (
-    METRICS,
     ValueModel,
     check_rows,
     end_states,
@@ -41,6 +40,7 @@ from treepack.research.predictor.model import (
     start_values,
     values_of_states,
 )
+from treepack.research.predictor.record import METRICS
 from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, draw_nodes, tokens_alone
 from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.rl.leaf_weights import leaf_weights

@@ -41,6 +41,7 @@ from treepack.model.head.value_head import ValueHead
 from treepack.model.load import hide_progress_bars, load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.source import local_source
+from treepack.research.predictor.record import FORMAT, HEAD, METRICS, RECORD, VERSION, read_values_record
 from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone
 from treepack.research.trace.predictions import group_ids
 from treepack.research.trace.targets import TurnPrefixes, anchors
@@ -48,9 +49,6 @@ from treepack.train.ranks import find_device
 from treepack.trajectory import Float64
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
-
-FORMAT, VERSION = "treepack-values", 1
-RECORD, HEAD, METRICS = "values.json", "head.safetensors", "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -167,34 +165,6 @@ def load_values(
         raise TreepackError(f"{path / HEAD}: does not fit the model in the same directory; fit the predictor again")
     head.load_state_dict(tensors)
     return ValueModel(loaded, head, record)
-
-
-def read_values_record(directory: Path) -> dict[str, Any]:
-    """Return the content of values.json.
-
-    Raises:
-        TreepackError: the file is missing or damaged, or has another format or version.
-    """
-    path = directory / RECORD
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        version = record["format"], record["version"]
-        # Every entry that is used later is read here once, so that a record without it is refused in one place.
-        entries = [(entry["name"], entry["bytes"], entry["sha256"]) for entry in record["files"]]
-        tokenizer = record["tokenizer"] is None or str(record["tokenizer"]["sha256"])
-        options = str(record["options"]["segment"]), int(record["options"]["capacity"])
-        complete = bool(tokenizer and all(options) and HEAD in {name for name, *_ in entries})
-    except OSError as error:
-        raise TreepackError(
-            f"{path}: cannot be read ({error.strerror}); expected a directory that treepack values fit wrote"
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TreepackError(f"{path}: is damaged ({error}); fit the predictor again") from error
-    if version != (FORMAT, VERSION):
-        raise TreepackError(f"{path}: holds {version[0]} version {version[1]}; expected {FORMAT} version {VERSION}")
-    if not complete:
-        raise TreepackError(f"{path}: is damaged (an entry is missing); fit the predictor again")
-    return dict(record)
 
 
 def _tensors(head: ValueHead) -> dict[str, Tensor]:

@@ -25,63 +25,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.errors import TreepackError
 from treepack.research.pros import polya_gamma
+from treepack.research.pros.options import GibbsLength, OddsPrior
 from treepack.trajectory import Float64, Int64
 
 # Queries that are sampled together with one random stream. The result depends on it, and not on the number of threads.
 # A million queries are 31 blocks, which is enough work to share.
 BLOCK = 1 << 15
-
-
-@dataclass(frozen=True)
-class OddsPrior:
-    """The constants of the model: mean and deviation of original log-odds, and deviation of derived ones around them.
-
-    With the default tau, the pass rate of a query without rollouts is almost uniform in (0, 1).
-    """
-
-    # The paper gives no values.
-    mu: float = 0.0
-    tau: float = 1.6
-    sigma: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check every value and name the option that is wrong.
-
-        Raises:
-            TreepackError: a value outside its range.
-        """
-        # Log-odds of 30 are a pass rate of 1 - 10^-13; a larger mean is a mistake.
-        if not abs(self.mu) <= 30:
-            raise TreepackError(f"mu is {self.mu}; expected log-odds between -30 and 30")
-        for name in ("tau", "sigma"):
-            if not 1e-3 <= getattr(self, name) <= 1e3:
-                raise TreepackError(f"{name} is {getattr(self, name)}; expected a deviation between 0.001 and 1000")
-
-
-@dataclass(frozen=True)
-class GibbsLength:
-    """Length of the Gibbs sampler: `burn_in` sweeps that are discarded, then `sweeps` that are averaged.
-
-    The result depends on `seed`, but not on `workers`, the number of threads.
-    """
-
-    # With these, means of the families in the tests are within a fifth of a posterior deviation of the integrals.
-    sweeps: int = 200
-    burn_in: int = 50
-    seed: int = 0
-    workers: int = 1
-
-    def __post_init__(self) -> None:
-        """Check every value and name the option that is wrong.
-
-        Raises:
-            TreepackError: a value below its minimum.
-        """
-        for name, minimum in (("sweeps", 1), ("burn_in", 0), ("seed", 0), ("workers", 1)):
-            if getattr(self, name) < minimum:
-                raise TreepackError(f"{name} is {getattr(self, name)}; expected {minimum} or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +68,8 @@ def estimate(
     passed: Float64,
     tried: Float64,
     *,
-    prior: OddsPrior = OddsPrior(),
-    sampling: GibbsLength = GibbsLength(),
+    prior: OddsPrior = OddsPrior(),  # noqa: B008 (immutable)
+    sampling: GibbsLength = GibbsLength(),  # noqa: B008 (immutable)
 ) -> LogOdds:
     """Estimate the posterior log-odds of n queries that passed `passed` of `tried` times, 0 <= passed <= tried.
 

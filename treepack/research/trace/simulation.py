@@ -19,62 +19,14 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from treepack.errors import TreepackError
 from treepack.research.trace.allocation import allocate_prefixes, allocate_roots
+from treepack.research.trace.options import BudgetExperiment
 from treepack.research.trace.worlds import SimulatedRollouts, World
 from treepack.trajectory import Float64, Int64
 
 NORMAL_95_PERCENT = 1.959964  # standard errors on either side that include 95 % of a normal distribution
-MAX_COUNT = 10**6  # prompts, rollouts or steps: keeps time and memory within a laptop's
 # Range of the true chances before noise is added: log-odds of 0 and 1 are infinite, and no noise would move them.
 PREDICTED_RANGE = (0.01, 0.99)
-
-
-@dataclass(frozen=True, slots=True)
-class BudgetExperiment:
-    """A budget, and the simulated steps that spend it.
-
-    Of `candidates` prompts, uniform allocation rolls out `selected` at random (None: half of them, or as many as can
-    have two rollouts each). `budget` is M and `expand` is N. A prediction is the true chance of success, limited to
-    0.01 .. 0.99, with normal noise on its log-odds. The noise has the standard deviation `root_noise` or
-    `prefix_noise`, and each prompt and prefix has its own draw.
-    """
-
-    candidates: int = 512
-    budget: int = 1024
-    expand: int = 2
-    selected: int | None = None
-    root_noise: float = 3.0
-    prefix_noise: float = 1.5
-    steps: int = 100
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check that the budget can be spent.
-
-        Raises:
-            TreepackError: a value outside its range, or a budget below two rollouts per selected prompt.
-        """
-        for name, minimum in (("candidates", 1), ("budget", 2), ("expand", 1), ("steps", 2), ("seed", 0)):
-            if not minimum <= getattr(self, name) <= MAX_COUNT:
-                raise TreepackError(f"{name} is {getattr(self, name)}; expected {minimum} .. {MAX_COUNT:,}")
-        for name in ("root_noise", "prefix_noise"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise TreepackError(f"{name} is {getattr(self, name)}; expected 0 or a positive number")
-        if not 1 <= self.num_selected <= self.candidates:
-            raise TreepackError(f"selected is {self.selected}; expected 1 .. {self.candidates}, the candidates")
-        if 2 * self.num_selected > self.budget:
-            raise TreepackError(
-                f"a budget of {self.budget} is too small for groups of two rollouts of {self.num_selected} selected "
-                "prompts; raise it or select fewer"
-            )
-
-    @property
-    def num_selected(self) -> int:
-        if self.selected is not None:
-            return self.selected
-        # Half of the candidates, rounded up, but two rollouts for each: a single one cannot have both outcomes.
-        return min(-(-self.candidates // 2), self.budget // 2)
 
 
 @dataclass(frozen=True, slots=True)

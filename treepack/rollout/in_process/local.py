@@ -23,10 +23,11 @@ import numpy as np
 import torch
 
 from treepack.errors import TreepackError
-from treepack.rollout.engine import LENGTH, STOP, EngineError, Sampling, Segment
+from treepack.rollout.engine import LENGTH, STOP, EngineError, Segment
 from treepack.rollout.in_process.local_model import LocalOptions as LocalOptions
 from treepack.rollout.in_process.local_model import check_transformers, failure, manager_settings, twin
 from treepack.rollout.in_process.local_sampling import SampledContinuation, TokenChoice
+from treepack.rollout.options import Sampling
 from treepack.trajectory import Int32
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from typing import Any
 
 import torch
@@ -123,8 +124,14 @@ def _known_settings() -> set[str]:
     return {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
 
 
+def _is_of_use(record: logging.LogRecord) -> bool:
+    # Without psutil the manager does not know the free memory of a CPU; `manager_settings` limits its cache anyway.
+    return "psutil" not in record.getMessage()
+
+
 def manager_settings(options: LocalOptions, device_type: str) -> Any:
     """Return the manager's settings: step by step and without graphs, because `Choice` is Python code in each step."""
+    logging.getLogger("ContinuousBatchingLogger").addFilter(_is_of_use)
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     known = _known_settings()

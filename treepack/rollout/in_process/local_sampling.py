@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 
-from treepack.rollout.engine import Sampling
+from treepack.rollout.options import Sampling
 
 
 class SampledContinuation:

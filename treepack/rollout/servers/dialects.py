@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from treepack.rollout.engine import ABORT, EngineError, Sampling, Segment
+from treepack.rollout.engine import ABORT, EngineError, Segment
+from treepack.rollout.options import Sampling
 from treepack.trajectory import Int32
 
 Json = dict[str, Any]

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from treepack.rollout.engine import ABORT, EngineError, Sampling, Segment, TemporaryError
+from treepack.rollout.engine import ABORT, EngineError, Segment, TemporaryError
+from treepack.rollout.options import Sampling
 from treepack.rollout.servers.dialects import (
     DIALECTS,
     UNREADABLE,

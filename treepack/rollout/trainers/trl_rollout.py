@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.rollout.engine import Engine, Sampling
+from treepack.rollout.engine import Engine
 from treepack.rollout.environment import EnvironmentFactory
-from treepack.rollout.options import TreeOptions
+from treepack.rollout.options import Sampling, TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.requests import LimitedEngine, all_or_none
 from treepack.rollout.trainers.sampled_leaves import SampledLeaf, TrainerWorld, check_width, read_leaves, sample_query

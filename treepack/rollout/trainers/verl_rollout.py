@@ -32,8 +32,8 @@ from verl.utils.fs import copy_to_local
 from verl.utils.model import get_generation_config
 
 from treepack.errors import TreepackError
-from treepack.rollout.engine import ABORT, LENGTH, STOP, Sampling, Segment, derived_seed
-from treepack.rollout.options import TreeOptions
+from treepack.rollout.engine import ABORT, LENGTH, STOP, Segment, derived_seed
+from treepack.rollout.options import Sampling, TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.requests import LimitedEngine, all_or_none
 from treepack.rollout.trainers.sampled_leaves import SampledLeaf, TrainerWorld, check_width, read_leaves, sample_query

@@ -15,11 +15,10 @@ is removed, after the last checkpoint is read and before the first new step.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,44 +27,35 @@ from torch import Tensor
 
 from treepack import __version__
 from treepack.errors import TreepackError, first_line
-from treepack.files.directory import RUN, finished_file, refuse_existing
+from treepack.files.directory import RUN, finished_file
 from treepack.files.remote import object_store
 from treepack.files.remote.address import AnyPath, as_path
 from treepack.files.remote.object_store import ExistsError
 from treepack.files.remote.retries import patiently
-from treepack.files.remote.stored_files import clear_folder, is_stored, read_stored, remove_stored
+from treepack.files.remote.stored_files import clear_folder, is_stored, remove_stored
 from treepack.model.weights.writing import SavedWeights
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.run import Packed, TrainingRun
 from treepack.train.saving.choices import ENTRY, chosen_values
 from treepack.train.saving.place import Place
+from treepack.train.saving.run_record import (
+    FINISHED,
+    FORMAT,
+    VERSION,
+    check_out,
+    files_sha256,
+    num_finished,
+    read_run_record,
+    refuse_differences,
+    text_sha256,
+)
 from treepack.train.saving.saved_model import save_model
 from treepack.train.schedule import learning_rate, plan_steps
 
 _log = logging.getLogger("treepack")
 
-FORMAT = "treepack-train"
-VERSION = 2
-FINISHED = "train.json"
-_COMPARED = ("format", "version", "packed_sha256", "config_sha256")
 # Entries of a model's configuration that depend on its folder and its version of transformers, not on its architecture.
 _INCIDENTAL = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
-
-
-def check_out(out: AnyPath, *, inputs: Iterable[str | AnyPath], overwrite: bool, resume: bool) -> None:
-    """Refuse an `out` that a run with these `inputs` must not write to; to be called before anything is loaded.
-
-    Raises:
-        TreepackError: `out` contains an unfinished run, a finished run, other files, or an input.
-    """
-    started = is_stored(out / RUN)
-    if resume and started:
-        return  # `begin` compares the runs when the model is loaded
-    if not overwrite and started and not is_finished(out):
-        raise TreepackError(
-            f"{out} contains a run that is not complete; continue it with --resume or replace it with --overwrite"
-        )
-    refuse_existing(out, overwrite=overwrite, inputs=inputs)
 
 
 def begin(run: TrainingRun, out: AnyPath, *, overwrite: bool, resume: bool) -> None:
@@ -76,7 +66,7 @@ def begin(run: TrainingRun, out: AnyPath, *, overwrite: bool, resume: bool) -> N
     """
     check_out(out, inputs=[*run.paths, run.loaded.source], overwrite=overwrite, resume=resume)
     if resume and is_stored(out / RUN):
-        _check_same(run, out)
+        refuse_differences(out, _identity(run))
         num_steps = num_finished(out) or 0
         if num_steps > len(run.schedule):
             raise TreepackError(
@@ -93,23 +83,6 @@ def begin(run: TrainingRun, out: AnyPath, *, overwrite: bool, resume: bool) -> N
         raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
 
 
-def is_finished(out: AnyPath) -> bool:
-    """Return true if the model in `out` is complete."""
-    return is_stored(out / FINISHED)
-
-
-def num_finished(out: AnyPath) -> int | None:
-    """Return the number of steps of the complete model in `out`, None if there is none.
-
-    Raises:
-        TreepackError: train.json is damaged.
-    """
-    if not is_finished(out):
-        return None
-    record = _read(out / FINISHED)
-    return int(record["num_steps"])
-
-
 def is_complete(out: AnyPath, options: TrainOptions, num_steps: int) -> bool:
     """Return true if the model in `out` is complete, and a run of `num_steps` steps has nothing to add to it.
 
@@ -118,7 +91,7 @@ def is_complete(out: AnyPath, options: TrainOptions, num_steps: int) -> bool:
     """
     if num_finished(out) != num_steps:
         return False
-    record = _read(out / FINISHED)
+    record = read_run_record(out / FINISHED)
     # A run that ended early because of its patience continues if its patience changes.
     ended_early = record.get("last_step", num_steps) < num_steps
     return not ended_early or record["options"]["patience"] == options.patience
@@ -131,7 +104,7 @@ def is_same_finished_run(out: AnyPath, packed: Packed, model: str, options: Trai
     """
     if not is_complete(out, options, num_steps):
         return False
-    record = _read(out / FINISHED)
+    record = read_run_record(out / FINISHED)
     fixed = json.loads(json.dumps(options.fixed_options))
     names = fixed.keys() - LENGTH_OPTIONS
     same = {name: record["options"].get(name) for name in names} == {name: fixed[name] for name in names}
@@ -147,7 +120,7 @@ def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:
     Raises:
         TreepackError: the disk fails.
     """
-    before = _read(out / RUN)
+    before = read_run_record(out / RUN)
     lengths = {name: before["options"][name] for name in LENGTH_OPTIONS}
     old, new = len(plan_steps(run.dataset, replace(run.options, **lengths), run.table)), len(run.schedule)
     if run.ranks.leads:
@@ -178,7 +151,7 @@ def record_plan(run: TrainingRun, out: AnyPath) -> None:
     """
     if run.ranks.leads:
         try:
-            _write(out / RUN, {**_read(out / RUN), **chosen_values(run.options, run.choices)})
+            _write(out / RUN, {**read_run_record(out / RUN), **chosen_values(run.options, run.choices)})
         except OSError as error:
             raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error
 
@@ -246,10 +219,10 @@ def _identity(run: TrainingRun) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "packed": str(run.dataset.path),
-        "packed_sha256": _parts_sha256(run),
+        "packed_sha256": files_sha256(run.dataset.manifest["files"]),
         "model": run.loaded.source,
-        "config_sha256": _sha256(json.dumps(config, sort_keys=True, default=str)),
-        **({} if run.held_out is None else {"eval_sha256": _parts_sha256(run.held_out)}),
+        "config_sha256": text_sha256(json.dumps(config, sort_keys=True, default=str)),
+        **({} if run.held_out is None else {"eval_sha256": files_sha256(run.held_out.dataset.manifest["files"])}),
         "options": run.options.fixed_options,
     }
 
@@ -262,52 +235,6 @@ def _run_record(run: TrainingRun) -> dict[str, Any]:
 def _values(record: dict[str, Any]) -> dict[str, Any]:
     """Return the values that a run has chosen, without the reasons, which only the process that measured knows."""
     return {name: value for name, value in record.get(ENTRY, {}).items() if name != "why"}
-
-
-def _parts_sha256(run: TrainingRun) -> str:
-    # The manifest has the hash of every part, so the hash of these hashes identifies the data without reading it.
-    return _sha256("".join(entry["sha256"] for entry in run.dataset.manifest["files"]))
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _check_same(run: TrainingRun, out: AnyPath) -> None:
-    """Refuse to resume in `out` a run that differs from the one that started there.
-
-    Raises:
-        TreepackError: run.json is damaged, or data, configuration or options differ.
-    """
-    path, now = out / RUN, _identity(run)
-    try:
-        before = _read(path)
-        old_options = before["options"]
-        # Both sides must have JSON types, in which a tuple is a list: (0.9, 0.95) -> [0.9, 0.95].
-        new_options = json.loads(json.dumps(now["options"]))
-        old_options, new_options = ({"blocks": 1, **options} for options in (old_options, new_options))
-        pairs = [(name, before[name], now[name]) for name in _COMPARED]
-        pairs.append(("eval_sha256", before.get("eval_sha256"), now.get("eval_sha256")))  # absent without held-out rows
-        names = sorted({*old_options, *new_options} - LENGTH_OPTIONS)
-        pairs += [(name, old_options.get(name), new_options.get(name)) for name in names]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise TreepackError(f"{path}: is damaged ({error}); remove {out} and start again") from error
-    for name, old, new in pairs:
-        if old != new:
-            raise TreepackError(
-                f"{out}: cannot resume: {name} was {old!r} when the run started and is {new!r} now; restore it, or "
-                "start a new --out"
-            )
-
-
-def _read(path: AnyPath) -> dict[str, Any]:
-    try:
-        record = json.loads(read_stored(path) or b"")
-    except (OSError, ValueError, RecursionError) as error:
-        raise TreepackError(f"{path}: is damaged ({error}); remove {path.parent} and start again") from error
-    if not isinstance(record, dict):
-        raise TreepackError(f"{path}: is damaged (no object); remove {path.parent} and start again")
-    return record
 
 
 def _write(path: AnyPath, record: dict[str, Any], *, is_new: bool = False) -> None:

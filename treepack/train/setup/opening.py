@@ -33,7 +33,8 @@ from treepack.train.options import CHUNK, TrainOptions
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.run import Packed, TrainingRun
 from treepack.train.saving.choices import with_recorded
-from treepack.train.saving.run_directory import is_finished, is_same_finished_run
+from treepack.train.saving.run_directory import is_same_finished_run
+from treepack.train.saving.run_record import is_finished
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.run_data import open_data, open_held_out

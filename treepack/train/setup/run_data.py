@@ -14,7 +14,7 @@ import numpy as np
 
 from treepack.data.mixture import AnyDataset, open_packed
 from treepack.errors import TreepackError
-from treepack.model.objectives.denominators import TrajectoryTable, check_columns, trainable_rows, trajectory_table
+from treepack.objectives.denominators import TrajectoryTable, check_columns, trainable_rows, trajectory_table
 from treepack.train.division import Division, choose_blocks, divide_rows
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks

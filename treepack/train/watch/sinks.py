@@ -1,8 +1,9 @@
-"""Trackers of other projects, which get the numbers of metrics.jsonl: TensorBoard, Weights & Biases, trackio.
+"""Trackers that show the numbers of metrics.jsonl: TensorBoard, Weights & Biases, trackio, and treepack's own page.
 
     StepMetrics.as_record() --Sinks.write--> tensorboard    OUT/tensorboard/
                                              wandb          OUT/wandb/ and the server that wandb is logged in to
                                              trackio        the local database of trackio (TRACKIO_DIR)
+                                             page           a web server on this machine, until the run ends
 
     {"step": 7, "loss": 2.31, "eval_loss": 2.5, "skipped_rows": []}  ->  train/loss 2.31 and eval/loss 2.5 at step 7
 
@@ -16,20 +17,27 @@ from __future__ import annotations
 import io
 import json
 import secrets
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from treepack.errors import TreepackError, install_hint
 from treepack.files.directory import finished_file
 from treepack.files.remote.stored_files import read_stored
-from treepack.train.saving.place import Place
 from treepack.train.watch.metrics import TensorBoardLog, scalars
 
+if TYPE_CHECKING:
+    from treepack.train.saving.place import Place  # imports torch, and a check of names must not
+
 TRACKER = "tracker.json"
+PACKAGES = {"page": ("vl-convert", "report")}  # package and extra of trackers that are not named like them
+PAGE_SECONDS = 5  # for the page to show the last step
 
 
 class Sink(Protocol):
@@ -47,7 +55,8 @@ class SinkRun:
     """Description of a run for its trackers.
 
     `project` and `name` group and name runs there. `run_id` is unique and the same for all processes of one run.
-    `config` are JSON values. `done` is the number of steps that were done before this process, 0 for a new run.
+    `config` are JSON values. `done` is the number of steps that were done before this process, 0 for a new run. `note`
+    is called with sentences for the user.
     """
 
     folder: Path
@@ -56,6 +65,7 @@ class SinkRun:
     run_id: str
     config: dict[str, Any] = field(default_factory=dict)
     done: int = 0
+    note: Callable[[str], None] = lambda _: None
 
 
 class Sinks:
@@ -137,8 +147,9 @@ def check_sinks(names: Sequence[str]) -> None:
     for name in names:
         if name not in SINKS:
             raise TreepackError(f"report_to is {name!r}; expected one of {', '.join(SINKS)}")
-        if find_spec(name) is None:
-            raise TreepackError(f"--report-to {name} needs {name}, which is not installed; {install_hint(name)}")
+        package, extra = PACKAGES.get(name, (name, name))
+        if find_spec(package.replace("-", "_")) is None:
+            raise TreepackError(f"--report-to {name} needs {package}, which is not installed; {install_hint(extra)}")
 
 
 def _open_tensorboard(run: SinkRun) -> Sink:
@@ -188,9 +199,44 @@ class _Trackio:
             trackio.finish()  # not `Run.finish`, after which trackio would finish the run again when the process ends
 
 
+class _Page:
+    """The page of `treepack report --watch`, in a process of its own that reads the files of the run.
+
+    A server inside this process would compete with training for the interpreter. The process ends when its stdin ends:
+    with `close`, or with this process.
+    """
+
+    def __init__(self, run: SinkRun) -> None:
+        # -P: a folder named treepack in the current directory is not imported.
+        command = [sys.executable, "-P", "-m", "treepack.report.live", str(run.folder)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # Its first line comes after a second of imports, for which no step waits.
+        self._announcing = threading.Thread(target=self._announce, args=(run.note,), daemon=True)
+        self._announcing.start()
+
+    def _announce(self, note: Callable[[str], None]) -> None:
+        assert self._process.stdout is not None
+        if address := self._process.stdout.readline().strip():
+            note(f"the page of this run is {address}")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if self._process.poll() is not None:
+            raise TreepackError(f"its process ended with status {self._process.returncode}")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(PAGE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
 SINKS: dict[str, Callable[[SinkRun], Sink]] = {
     "tensorboard": _open_tensorboard,
     "wandb": _Wandb,
     "trackio": _Trackio,
+    "page": _Page,
 }
-"""The trackers by the name of their package, which is also the name of their extra."""
+"""The trackers by the name of their package, which is also the name of their extra; see `PACKAGES` for others."""

@@ -1,0 +1,71 @@
+"""Words of the command line: guesses for wrong ones, two spellings, the options that every command has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import version
+
+import click
+import pytest
+
+from support.command_line import Run
+
+
+def leaves(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
+    """Yield the commands that have no subcommands."""
+    if not isinstance(command, click.Group):
+        yield name, command
+        return
+    context = click.Context(command)
+    for each in command.list_commands(context):
+        inner = command.get_command(context, each)
+        assert inner is not None
+        yield from leaves(inner, f"{name} {each}")
+
+
+COMMANDS = dict(leaves(import_module("treepack_cli").commands, "treepack"))
+
+
+def test_every_command_has_quiet() -> None:
+    assert len(COMMANDS) >= 20
+    without = [name for name, each in COMMANDS.items() if "--quiet" not in [o for p in each.params for o in p.opts]]
+    assert without == []
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("stat x", "No such command 'stat'. Did you mean 'stats'?"),
+        ("build_trie x", "No such command 'build_trie'. Did you mean 'build-trie'?"),
+        ("zzzz x", "No such command 'zzzz'."),
+        ("train x --model y --loss grop", "'sft', 'ppo', 'grpo', "),
+        ("train x --model y --loss grop", "Did you mean 'grpo'?"),
+    ],
+)
+def test_a_wrong_word_is_answered_by_the_nearest_one(treepack: Run, command: str, sentence: str) -> None:
+    result = treepack(*command.split())
+    assert result.status == 2
+    assert sentence in result.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("train", "loss"), ("advantages", "estimator"), ("prepare", "advantages")]
+)
+def test_a_hyphen_and_an_underscore_are_the_same_in_a_value(command: str, option: str) -> None:
+    (parameter,) = (each for each in COMMANDS[f"treepack {command}"].params if f"--{option}" in each.opts)
+    one, other = (parameter.type.convert(word, parameter, None) for word in ("dr_grpo", "dr-grpo"))
+    assert one == other
+
+
+def test_the_version_names_the_packages_of_a_report(treepack: Run) -> None:
+    lines = treepack("--version").out.splitlines()
+    assert lines[1:2] == [f"torch {version('torch')}"]
+    assert [line.split()[0] for line in lines] == ["treepack", "torch", "triton", "transformers", "loops"]
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "treepack", "stat"], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Did you mean 'stats'?" in done.stderr) == (2, True)

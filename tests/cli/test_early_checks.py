@@ -1,0 +1,111 @@
+"""Wrong input is refused before torch is imported, and a missing torch is one sentence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+from support.wrong_inputs import WRONG_INPUTS, write_inputs
+
+# Runs commands in one process: with "absent" torch is not installed, else it can be found and fails when imported.
+PROGRAM = """
+import importlib.abc, importlib.machinery, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+
+commands, mode = json.loads(sys.argv[1]), sys.argv[2]
+
+class Found(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == "torch" else None
+    def exec_module(self, module):
+        raise AssertionError("torch was imported")
+
+if mode == "absent":
+    sys.modules["torch"] = None
+else:
+    sys.meta_path.insert(0, Found())
+
+import treepack_cli
+
+answers = []
+for command in commands:
+    sys.argv, err = ["treepack", *command.split()], StringIO()
+    with redirect_stderr(err), redirect_stdout(StringIO()):
+        try:
+            treepack_cli.main()
+        except SystemExit as stop:
+            answers.append([stop.code, err.getvalue()])
+print(json.dumps(answers))
+"""
+
+
+def run(commands: list[str], mode: str, folder: Path) -> dict[str, tuple[int, str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(commands), mode],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    answers = json.loads(done.stdout)
+    assert len(answers) == len(commands)
+    return {command: (status, err) for command, (status, err) in zip(commands, answers, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("wrong"))
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, tuple[int, str]]:
+    return run([*WRONG_INPUTS], "found", folder)
+
+
+@pytest.mark.parametrize("command", WRONG_INPUTS)
+def test_wrong_input_is_refused_before_torch_is_imported(
+    answers: dict[str, tuple[int, str]], folder: Path, command: str
+) -> None:
+    status, err = answers[command]
+    expected = WRONG_INPUTS[command].replace("{folder}", str(folder))
+    assert (status, err.splitlines()[-1]) == (1, f"treepack: {expected}")
+
+
+RIGHT = [
+    "train data --model m.json --out x",
+    "train data --model m.json --verify",
+    "logprobs data --model m.json --out x",
+    "critic data --model m.json --out x",
+    "values fit data --model m.json --out x",
+    "rollout rollouts.jsonl --engine m.json --sampler independent --out x.jsonl",
+]
+REMEDY = (
+    "needs torch, which is not installed; install torch for this machine first (https://pytorch.org), then run pip "
+    "install 'treepack[train]'"
+)
+
+
+@pytest.fixture(scope="module")
+def without_torch(folder: Path) -> dict[str, tuple[int, str]]:
+    return run(RIGHT, "absent", folder)
+
+
+@pytest.mark.parametrize("command", RIGHT)
+def test_a_missing_torch_is_one_sentence(without_torch: dict[str, tuple[int, str]], command: str) -> None:
+    status, err = without_torch[command]
+    words = command.split()
+    name = "a model in this process" if words[0] == "rollout" else "treepack " + " ".join(words[: 1 + ("fit" in words)])
+    assert (status, err.splitlines()[-1]) == (1, f"treepack: {name} {REMEDY}")
+    assert "importing torch" not in err
+
+
+def test_a_public_name_says_that_torch_is_missing() -> None:
+    program = "import sys; sys.modules['torch'] = None; import treepack\ntreepack.load_model"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == f"treepack.errors.TreepackError: treepack.load_model {REMEDY}"

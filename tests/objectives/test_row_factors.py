@@ -1,0 +1,163 @@
+"""The factors of rows in memory equal the factors of the same rows in a packed directory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.packed_objectives import as_trajectories, opened, rollouts
+from support.strategies import make
+from support.trie_files import saved
+from treepack.data.dataset import PackedDataset
+from treepack.errors import TreepackError
+from treepack.files.manifest import Provenance
+from treepack.objectives.denominators import check_columns, step_factors, trajectory_table
+from treepack.objectives.objective import choose_objective
+from treepack.objectives.row_factors import row_factors
+from treepack.pack.directory import pack_trie
+from treepack.pack.files import read_rows, write_packed
+from treepack.pack.options import PackOptions
+from treepack.pack.packing import plan_packing
+from treepack.pack.row import Row
+from treepack.trajectory import Trajectory
+from treepack.trie.builders.in_memory import build_trie
+
+SAMPLES = rollouts()
+
+
+@pytest.mark.parametrize("denominator", ["token", "trajectory", "group", "global"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_factors_equal_those_of_a_directory(denominator: str, seed: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"response_length": 7} if denominator == "global" else {}
+    objective = choose_objective("grpo", denominator=denominator, **options)
+    in_row = np.random.default_rng(seed).integers(0, 4, len(SAMPLES))
+    dataset = opened(tmp_path / "packed", SAMPLES, in_row.tolist())
+    every = list(range(len(dataset)))
+    expected = step_factors(trajectory_table(dataset, objective), every, objective)
+    rows = list(read_rows(tmp_path / "packed"))
+    assert [each.tolist() for each in row_factors(rows, objective)] == [each.tolist() for each in expected]
+    # In any order of the rows, because factors belong to the whole step; their weights add up in a different order.
+    for one, other in zip(row_factors(rows[::-1], objective)[::-1], expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-14)
+
+
+def test_a_group_of_another_step_is_another_group() -> None:
+    halves = [[replace(each, step=step) for each in as_trajectories(SAMPLES)] for step in (1, 2)]
+    objective = choose_objective("grpo", denominator="group")
+    rows = [list(plan_packing(build_trie(half), PackOptions(capacity=4096))) for half in halves]
+    alone = [float(each.sum()) for each in row_factors(rows[0], objective)]
+    both = [float(each.sum()) for each in row_factors([*rows[0], *rows[1]], objective)]
+    assert both == pytest.approx([value / 2 for value in alone * 2], rel=1e-15)
+
+
+def shares(rows: list[Row], denominator: str) -> list[float]:
+    """The share of the loss that each of the trajectories B, C, D, ... has, if all of its tokens have the loss 1."""
+    options: dict[str, Any] = {"response_length": 1} if denominator == "global" else {}
+    found: dict[str, float] = {}
+    for row, factors in zip(
+        rows, row_factors(rows, choose_objective("grpo", denominator=denominator, **options)), strict=True
+    ):
+        assert row.terms is not None
+        sums = np.bincount(row.terms.trajectory, row.terms.weight * factors.numpy()[row.terms.trajectory])
+        found |= dict(zip(row.trajectory_ids, sums.tolist(), strict=True))
+    return [found[name] for name in sorted(found)]
+
+
+def forked(**options: Any) -> list[Trajectory]:
+    """B ends early; C and D share a fork. They train 2, 3 and 3 tokens, with the leaf weights 1/2, 1/4, 1/4."""
+    ids = {"B": [7, 1, 1], "C": [7, 2, 3, 3], "D": [7, 2, 4, 4]}
+    return [
+        make(name, tokens, advantage=1.0, metadata={"leaf_weight": 0.5 if name == "B" else 0.25}, **options)
+        for name, tokens in ids.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("denominator", "expected"),
+    [
+        ("token", [0.4, 0.3, 0.3]),
+        ("trajectory", [0.5, 0.25, 0.25]),
+        ("group", [0.4, 0.3, 0.3]),
+        ("global", [1.0, 0.75, 0.75]),
+    ],
+)
+@pytest.mark.parametrize("capacity", [4, 64])
+def test_a_trajectory_counts_its_leaf_weight(denominator: str, expected: list[float], capacity: int) -> None:
+    options = PackOptions(capacity=capacity, leaf_weights=True)
+    assert shares([*plan_packing(build_trie(forked()), options)], denominator) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_trajectory_counts_the_weight_of_its_record() -> None:
+    made = [replace(one, weight=weight) for one, weight in zip(forked(), (3.0, 1.0, 0.0), strict=True)]
+    rows = [*plan_packing(build_trie(made), PackOptions(capacity=64))]
+    assert shares(rows, "trajectory") == pytest.approx([0.75, 0.25, 0], rel=1e-12)
+    assert shares(rows, "global") == pytest.approx([1.5, 0.75, 0], rel=1e-12)  # 3 * 2 and 1 * 3 of 4
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.1, 3.0])
+def test_equal_weights_divide_each_trajectory_by_its_own_sum_and_the_number_of_all(weight: float) -> None:
+    made = [replace(one, weight=weight) for one in as_trajectories(SAMPLES)]
+    rows = [*plan_packing(build_trie(made), PackOptions(capacity=64))]
+    for row, factors in zip(rows, row_factors(rows, choose_objective("grpo")), strict=True):
+        assert row.terms is not None
+        sums = np.bincount(row.terms.trajectory, row.terms.weight)
+        assert factors.tolist() == (1 / (sums * len(made))).tolist()  # equal bits
+
+
+def test_leaves_of_a_fallback_do_not_change_the_share_of_a_tree(tmp_path: Path) -> None:
+    # The second tree has 2 leaves of 4 from before a fallback. It counts as 4 rollouts in `global`, as the first does.
+    made = []
+    for tree, before in (("q0", [0.25, 0.25, 0.25, 0.25]), ("q1", [0.5, 0.5, 0.0, 0.0])):
+        for i, weight in enumerate(before):
+            metadata = {"leaf_weight": 0.25, "leaf_weight_before_fallback": weight}
+            made.append(make(f"{tree}/{i}", [7, i, 1], group=tree, advantage=1.0, metadata=metadata))
+    rows = [*plan_packing(build_trie(made), PackOptions(capacity=64, leaf_weights=True))]
+    for denominator, of_tree in (("global", 1.0), ("trajectory", 0.5)):
+        found = shares(rows, denominator)
+        assert [sum(found[:4]), sum(found[4:])] == pytest.approx([of_tree, of_tree], rel=1e-12)
+
+
+def test_leaf_weights_of_a_directory_are_those_of_memory(tmp_path: Path) -> None:
+    options, objective = PackOptions(capacity=8, leaf_weights=True), choose_objective("gspo")
+    trie = build_trie(forked())
+    pack_trie(saved(trie, tmp_path / "trie"), tmp_path / "packed", options)
+    dataset = PackedDataset(tmp_path / "packed", terms=True)
+    check_columns(dataset, objective)
+    table = trajectory_table(dataset, objective)
+    factors = step_factors(table, list(range(len(dataset))), objective)
+    in_memory = row_factors([*plan_packing(trie, options)], objective)
+    assert [each.tolist() for each in factors] == [each.tolist() for each in in_memory]
+    assert sorted(table.own.tolist()) == [0.75, 0.75, 1.5]
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "dr_grpo"])
+def test_leaf_weights_of_an_older_treepack_are_refused(loss: str, tmp_path: Path) -> None:
+    rows = plan_packing(build_trie(forked()), PackOptions(capacity=8, leaf_weights=True))
+    without = []
+    for row in rows:
+        assert row.terms is not None
+        without.append(replace(row, terms=replace(row.terms, trajectory_weights=None)))
+    (tmp_path / "packed").mkdir()
+    write_packed(without, tmp_path / "packed", capacity=8, provenance=Provenance(options={"leaf_weights": True}))
+    dataset = PackedDataset(tmp_path / "packed", terms=True)
+    with pytest.raises(TreepackError, match="--leaf-weights by an older treepack, whose rows lack the trajectory_weig"):
+        check_columns(dataset, choose_objective(loss))
+    check_columns(dataset, choose_objective("ppo"))
+
+
+def test_a_trajectory_without_an_advantage_is_refused() -> None:
+    trajectories = as_trajectories(SAMPLES, without=["advantages"])
+    trajectories = [replace(each, advantage=None if i == 3 else 0.5) for i, each in enumerate(trajectories)]
+    rows = list(plan_packing(build_trie(trajectories), PackOptions(capacity=4096)))
+    with pytest.raises(TreepackError, match="row 0 has no term_advantage for some trajectories, which the loss grpo"):
+        row_factors(rows, choose_objective("grpo"))
+
+
+@pytest.mark.parametrize("loss", ["sft", "dpo"])
+def test_losses_without_factors_are_refused(loss: str) -> None:
+    with pytest.raises(TreepackError, match=f"the loss {loss} has no factors of trajectories"):
+        row_factors([], choose_objective(loss))

@@ -1,0 +1,135 @@
+"""Wrong inputs of commands that would import torch, each with the sentence that answers it before that.
+
+python tests/support/wrong_inputs.py      runs each in a process, and prints its seconds of processor time
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from treepack.data.packed_header import read_header
+from treepack.files.directory import RUN
+from treepack.ingest.options import BuildOptions
+from treepack.objectives.objective import choose_objective
+from treepack.pack.directory import pack_trie
+from treepack.pack.options import PackOptions
+from treepack.train.options import TrainOptions
+from treepack.train.saving.run_record import FORMAT, VERSION, files_sha256
+from treepack.trie.directory import build_trie_directory
+
+if not __package__:  # run as a program
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.written_rollouts import write_rollouts
+
+MISSING = "none: no such directory; check the path"
+NO_MODEL = "./none: no such file or folder; give the folder of a model, or its name on the hub"
+NO_DEVICE = "device is 'gpu'; expected cpu, cuda or cuda:N"
+EXISTS = "data/trie exists; choose another --out or give --overwrite"
+IS_TRIE = "data/trie: is a trie; pack it first with: treepack pack data/trie --out PACKED"
+SMALL = "small.json: the data holds the token id 7 and the vocabulary ends at 3; use the model whose tokenizer "
+SMALL += "made the data"
+
+WRONG_INPUTS = {
+    "train none --model m.json --out x": MISSING,
+    "train data/trie --model m.json --out x": IS_TRIE,
+    "train rollouts.jsonl --model m.json --out x": "rollouts.jsonl: is no packed directory; make a trie of rollouts "
+    "with: treepack build-trie rollouts.jsonl --out TRIE, and pack it with: treepack pack TRIE --out PACKED",
+    "train torn --model m.json --out x": "torn/part-00000.parquet: is missing; write torn again",
+    "train data --model m.json --out data/trie": EXISTS,
+    "train data --model m.json --out data/packed": "data/packed exists; choose another --out or give --overwrite",
+    "train data --model m.json --out m.json/x": "{folder}/m.json/x: cannot be written (Not a directory); "
+    "choose another --out",
+    "train data --model ./none --out x": NO_MODEL,
+    "train data --model data/trie --out x": "data/trie: contains no model; give a folder with config.json or "
+    "adapter_config.json, or a hub name",
+    "train data --model small.json --out x": SMALL,
+    "train data --model m.json --out x --eval none": MISSING,
+    "train data --model m.json --out x --device gpu": NO_DEVICE,
+    "train data --model m.json --out x --mix 1,1": "mix has 2 shares for 1 directories; give one for each",
+    "train data --model m.json --out x --init-from ./none": NO_MODEL,
+    "train data --model m.json --out x --loss grpo": "data/packed: has no term_advantage, which the loss grpo needs; "
+    "compute them with `treepack advantages`, or give every rollout an advantage, and pack again",
+    "train data --model m.json --out run": "run contains a run that is not complete; continue it with --resume or "
+    "replace it with --overwrite",
+    "train data --model m.json --out run --resume --rows-per-step 3 --eval data": "run: cannot resume: --eval was not "
+    "given when the run started and is given now; --lr was 0.5 when the run started and is 1e-05 now; --rows-per-step "
+    "was 8 when the run started and is 3 now; restore them, or start a new --out",
+    "train none --model m.json --verify": MISSING,
+    "logprobs none --model m.json --out x": MISSING,
+    "logprobs data/trie --model m.json --out x": IS_TRIE,
+    "logprobs data --model m.json --out data/trie": EXISTS,
+    "logprobs data --model ./none --out x": NO_MODEL,
+    "logprobs data --model small.json --out x": SMALL,
+    "logprobs data --model m.json --out x --device gpu": NO_DEVICE,
+    "critic none --model m.json --out x": MISSING,
+    "critic data/packed --model m.json --out x": "data/packed: is packed already; give the trie that it was packed "
+    "from, {folder}/data/trie",
+    "critic data --model m.json --out data/trie": EXISTS,
+    "critic data --model ./none --out x": NO_MODEL,
+    "critic data --model small.json --out x": SMALL,
+    "values fit none --model m.json --out x": MISSING,
+    "values fit data --model m.json --out data/trie": EXISTS,
+    "values fit data --model ./none --out x": NO_MODEL,
+    "values fit data --model small.json --out x": SMALL,
+    "values predict data --values none --out x.jsonl": "none/values.json: cannot be read (No such file or directory); "
+    "expected a directory that treepack values fit wrote",
+    "rollout none.jsonl --engine m.json --sampler independent --out x.jsonl": "none.jsonl: cannot be read "
+    "(No such file or "
+    "directory); restore the file or its permissions",
+    "rollout rollouts.jsonl --engine ./none --sampler independent --out x.jsonl": NO_MODEL,
+}
+"""The arguments of `treepack` in the folder of `write_inputs`, and the sentence, which has {folder} for its path."""
+
+
+def write_inputs(folder: Path) -> Path:
+    """Write rollouts, their trie and rows, configurations of models, and an unfinished run into `folder`."""
+    rollouts = write_rollouts(folder / "rollouts.jsonl")
+    data = folder / "data"
+    build_trie_directory([str(rollouts)], data / "trie", BuildOptions())
+    pack_trie(data / "trie", data / "packed", PackOptions(capacity=64))
+    shutil.copytree(data / "packed", folder / "torn")
+    (folder / "torn" / "part-00000.parquet").unlink()
+    for name, size in (("m.json", 100), ("small.json", 4)):
+        (folder / name).write_text(json.dumps({"model_type": "qwen3", "vocab_size": size}))
+    (folder / "run").mkdir()
+    options = replace(TrainOptions(), lr=0.5, dtype="fp32", objective=choose_objective("sft"))
+    record = {
+        "format": FORMAT,
+        "version": VERSION,
+        "packed_sha256": files_sha256(read_header(data / "packed").manifest["files"]),
+        "config_sha256": "0",
+        "options": options.fixed_options,
+    }
+    (folder / "run" / RUN).write_text(json.dumps(record))
+    return folder
+
+
+def main() -> None:
+    """Print the seconds of processor time of each wrong input."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_inputs(Path(name))
+        for command in WRONG_INPUTS:
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            done = subprocess.run(
+                [Path(sys.executable).with_name("treepack"), *command.split()],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            print(f"{seconds:5.2f} s  rc {done.returncode}  treepack {command}")
+            print(f"             {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ''}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The directories inside an output of `treepack prepare`, which stand for it where one of them is meant.
+
+out/trie/  out/packed/  [out/advantages/]
+
+out, "packed" --prepared_part--> out/packed                 a directory without a manifest of its own
+out, "advantages", "trie"        out/advantages, or without one out/trie
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from treepack.files.directory import MANIFEST
+
+PARTS = ("trie", "packed", "advantages")
+
+
+def prepared_part(path: Path, *names: str, alone: bool = False) -> Path | None:
+    """Return the first directory of these names inside the output `path` of `treepack prepare`; None if it is none.
+
+    With `alone`, `path` contains nothing but such directories: for a command that reads folders of rollouts too, which
+    may have a trie beside them.
+    """
+    try:
+        inside = {each.name for each in path.iterdir() if not each.name.startswith(".")}
+    except OSError:  # no directory that can be read; the reader of the path gives the error
+        return None
+    if MANIFEST in inside or (alone and not inside <= {*PARTS}):
+        return None
+    return next((path / name for name in names if name in inside and (path / name / MANIFEST).is_file()), None)

@@ -1,0 +1,73 @@
+"""The vocabulary of a model, compared with the token ids of data; needs no torch.
+
+"models/qwen" | "config.json" | "Qwen/Qwen3-8B" --find_config--> fields of its config.json, if this machine has it
+fields --vocabulary_size--> 151936
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from treepack.costs.model_cost import language_model
+from treepack.errors import TreepackError
+from treepack.files.remote.address import is_address
+from treepack.files.remote.hub import refuse_missing, snapshot
+
+CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
+
+
+def check_vocabulary(source: str, max_token_id: int, size: int) -> None:
+    """Refuse data with a token id that a model with `size` tokens does not have.
+
+    Raises:
+        TreepackError: naming the id and the last one of the vocabulary.
+    """
+    if max_token_id >= size:
+        raise TreepackError(
+            f"{source}: the data holds the token id {max_token_id} and the vocabulary ends at {size - 1}; use the "
+            "model whose tokenizer made the data"
+        )
+
+
+def find_config(source: str) -> dict[str, Any] | None:
+    """Return the fields of a model's config.json, or None if it is not on this machine or cannot be read.
+
+    Nothing is downloaded: of a model of the hub only a cached copy is read. Of an adapter this is the base model.
+
+    Raises:
+        TreepackError: `source` is a path of this machine without a model.
+    """
+    path = _find(source)
+    base = {} if path is None else _read_fields(path / ADAPTER_FILE)
+    if path is not None and isinstance(name := base.get("base_model_name_or_path"), str):
+        path = _find(name)
+    return None if path is None else _read_fields(path / CONFIG_FILE if path.is_dir() else path) or None
+
+
+def vocabulary_size(config: dict[str, Any]) -> int | None:
+    """Return the number of tokens that the fields of a config.json give, None if they give none."""
+    size = language_model(config).get("vocab_size")
+    return size if type(size) is int else None
+
+
+def _find(source: str) -> Path | None:
+    """Return the folder or the config file of a model, None if this machine has none.
+
+    Raises:
+        TreepackError: `source` is a path of this machine without a model.
+    """
+    if is_address(source):
+        return None
+    refuse_missing(source, kind="model", files=(CONFIG_FILE, ADAPTER_FILE))
+    return Path(source) if source.endswith(".json") else snapshot(source, (), download=False)
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty without a readable one, of which loading the model gives the error."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}

@@ -1,0 +1,93 @@
+"""Loss and slopes of an objective of single tokens, chunk by chunk of the tokens.
+
+    terms of a row --prices_of_terms--> the price for `loss.priced_terms`: statistics of a chunk -> slopes
+
+The terms of a chunk are gathered when its log-probabilities are there; no column is sorted as a whole. The gradient by
+the log-probabilities is that of `policy_terms.term_sums`, computed by autograd on tensors of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from treepack.data.batch import PER_TERM, TermTensors
+from treepack.model.head.head_chunks import invert
+from treepack.model.head.head_gradients import TargetPrices
+from treepack.model.head.logit_map import TargetSlopes, TargetStatistics
+from treepack.objectives.objective import Objective
+from treepack.objectives.policy_terms import TERM_MEANS, term_sums
+from treepack.objectives.term_slices import TERM_CHUNK, term_slices
+
+
+def prices_of_terms(
+    terms: TermTensors,
+    factors: Tensor,
+    objective: Objective,
+    order: Tensor,
+    *,
+    chunk: int,
+    term_chunk: int = TERM_CHUNK,
+    edges: Sequence[int] | None = None,
+) -> TargetPrices:
+    """Return the price of the terms of a row or of joined rows. Waits for the GPU.
+
+    Its sums are the result of `policy_terms.term_sums`, then the part of each row of the loss.
+
+    Args:
+        terms: the terms of the tokens, as `objectives.weigh_terms` returns them.
+        factors: float64 [K], f of the trajectories.
+        objective: with `is_tokenwise`.
+        order: int64 [n], the number of each token in the order of the chunks.
+        chunk: tokens of a chunk.
+        term_chunk: terms whose values are in memory at a time.
+        edges: n + 1 numbers; row i has the terms edges[i] .. edges[i + 1] - 1. None for one row.
+    """
+    assert objective.is_tokenwise, "the slopes of this loss depend on other tokens"
+    # order [2 0 1], index [0 0 1 2] -> places [1 1 2 0], terms sorted by place [3 0 1 2]
+    rank = invert(order)
+    places = rank.index_select(0, terms.index)
+    by_place = places.argsort(stable=True)
+    places = places.index_select(0, by_place)
+    # Sorted places [0 1 1 2], chunk 2 -> starts [0 2 4], cuts [0 3 4]: chunk 0 has the first three terms
+    starts = torch.arange(0, len(order) + chunk, chunk, device=places.device)
+    cuts = torch.searchsorted(places, starts).tolist()
+
+    def slopes(number: int, statistics: TargetStatistics) -> TargetSlopes:
+        logprobs = statistics.logprobs.detach().requires_grad_()
+        entropies = statistics.entropies.detach().requires_grad_(objective.entropy > 0)
+        read = [logprobs, entropies] if objective.entropy else [logprobs]
+        totals = [torch.zeros_like(each) for each in read]
+        for begin in range(cuts[number], cuts[number + 1], term_chunk):
+            span = slice(begin, min(begin + term_chunk, cuts[number + 1]))
+            part = replace(_select(terms, by_place[span]), index=places[span] - number * chunk)
+            with torch.enable_grad():
+                loss, _ = term_sums(logprobs, entropies, part, factors, None, objective)
+            for total, slope in zip(totals, torch.autograd.grad(loss, read), strict=True):
+                total += slope
+        return TargetSlopes(totals[0], totals[1] if objective.entropy else None)
+
+    def value(logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+        # In the order of the terms, so that the size of a chunk changes no bit.
+        logprobs, entropies = logprobs.index_select(0, rank), entropies.index_select(0, rank)
+        bounds = (0, len(terms.index)) if edges is None else edges
+        losses = logprobs.new_zeros(len(bounds) - 1, dtype=torch.float64)
+        sums = logprobs.new_zeros(len(TERM_MEANS), dtype=torch.float64)
+        for i, (begin, end) in enumerate(pairwise(bounds)):
+            for part in term_slices(terms, term_chunk, begin=begin, end=end):
+                part_loss, part_sums = term_sums(logprobs, entropies, part, factors, None, objective)
+                losses[i] += part_loss
+                sums = sums + part_sums
+        return losses.sum(), torch.cat([sums, losses])
+
+    return TargetPrices(slopes, value)
+
+
+def _select(terms: TermTensors, numbers: Tensor) -> TermTensors:
+    """Return some of the terms; columns about tokens and trajectories stay."""
+    columns = {name: getattr(terms, name) for name in PER_TERM}
+    return replace(terms, **{name: each.index_select(0, numbers) for name, each in columns.items() if each is not None})

@@ -1,1 +1,0 @@
-"""Losses over terms, their denominators, and the columns that they need."""

@@ -1,0 +1,163 @@
+"""Objectives over terms from the states of a row, joined rows or a piece, through the output layer.
+
+    states [T, D], terms --TermObjective.loss--> RowResult: the loss, that of each row, sums for the step's means
+    states [T, D], tokens --score--> TokenScores: log-probabilities, entropies, values of the tokens
+
+`forward` runs whole rows and `carry.backward` pieces of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treepack.data.batch import RowEdges, TermTensors
+from treepack.data.joined import terms_of_row
+from treepack.data.transfers import sent
+from treepack.errors import TreepackError
+from treepack.model.head.head_gradients import is_float16
+from treepack.model.head.logit_map import OutputLayer
+from treepack.model.head.term_prices import prices_of_terms
+from treepack.model.head.token_loss import filled_temperature, priced_terms, tree_logprobs
+from treepack.model.head.value_head import ValueHead
+from treepack.model.loaded import LoadedModel
+from treepack.objectives.losses import name_sums, objective_loss, weigh_terms
+from treepack.objectives.objective import Objective
+from treepack.objectives.policy_terms import TERM_MEANS
+from treepack.objectives.row_numbers import RowResult, ScoreRequest, TokenScores
+from treepack.objectives.value_loss import value_loss
+
+
+def score(
+    loaded: LoadedModel,
+    reads: ScoreRequest,
+    states: Tensor,
+    layer: OutputLayer,
+    targets: tuple[Tensor, Tensor, Tensor],
+    *,
+    temperature: Tensor | float,
+    chunk: int,
+) -> TokenScores:
+    """Return the requested numbers about tokens, from the states [T, D] of a row or piece; see `loss.tree_logprobs`.
+
+    Raises:
+        TreepackError: the model has no value head and values are read.
+    """
+    tokens, _, parent = targets
+    logprobs = entropies = values = None
+    if reads.logprobs:
+        logprobs, entropies = tree_logprobs(
+            states, layer, targets, temperature=temperature, with_entropies=reads.entropies, chunk=chunk
+        )
+        entropies = entropies if reads.entropies else None  # they would be NaN
+    if reads.values:
+        # The value before a token is that of the state after its parent.
+        values = require_value_head(loaded)(states, sent(parent.index_select(0, tokens), states.device))
+    return TokenScores(logprobs, entropies, values)
+
+
+@dataclass(frozen=True)
+class TermObjective:
+    """An objective over the terms of a row, joined rows or a piece.
+
+    Attributes:
+        objective: any but sft.
+        terms: the terms, about the tokens in `targets`.
+        factors: float64 [num_trajectories], from `denominators.step_factors`.
+        targets: int64 tokens [n], input_ids [T] and parent [T], see `loss.tree_logprobs`.
+        temperature: one for all tokens, or one for each.
+        chunk: tokens whose logits are in memory at a time.
+        edges: of joined rows.
+    """
+
+    objective: Objective
+    terms: TermTensors
+    factors: Tensor
+    targets: tuple[Tensor, Tensor, Tensor]
+    temperature: Tensor | float
+    chunk: int
+    edges: RowEdges | None = None
+
+    def loss(self, loaded: LoadedModel, states: Tensor, layer: OutputLayer) -> RowResult:
+        """Return loss and sums, see `objectives.objective_loss`, from the states [T, D] of the rows or the piece.
+
+        An objective with `is_tokenwise` computes its gradients through the output layer here, except in float16. So
+        only one backward pass may go through the loss.
+
+        Raises:
+            TreepackError: the model has no value head and values are read, or a column is missing.
+        """
+        is_priced = self.objective.is_tokenwise and len(self.targets[0]) > 0 and torch.is_grad_enabled()
+        # A loss scale acts after the loss: too late for the slopes here, of 1 / tokens of a step, if they are float16.
+        if not is_priced or is_float16(states):
+            reads, divisor = ScoreRequest.of(self.objective), self.temperature
+            scores = score(loaded, reads, states, layer, self.targets, temperature=divisor, chunk=self.chunk)
+            return self._by_row(self.terms, scores, self._objective_loss)
+        terms = weigh_terms(self.terms, self.objective)
+        edges = None if self.edges is None else self.edges.terms
+        total, numbers = priced_terms(
+            states,
+            layer,
+            self.targets,
+            lambda order: prices_of_terms(terms, self.factors, self.objective, order, chunk=self.chunk, edges=edges),
+            temperature=self.temperature,
+            chunk=self.chunk,
+        )
+        of_terms, rows = numbers[: len(TERM_MEANS)], numbers[len(TERM_MEANS) :]
+        loss = RowResult(total, rows.detach(), name_sums(terms, of_terms, self.objective))
+        if not self.objective.has_values:
+            return loss
+        tokens, _, parent = self.targets
+        values = require_value_head(loaded)(states, sent(parent.index_select(0, tokens), states.device))
+        more = self._by_row(terms, TokenScores(None, None, values), self._value_loss)
+        coefficient = self.objective.value_coef
+        return RowResult(total + coefficient * more.loss, rows + coefficient * more.rows, {**loss.sums, **more.sums})
+
+    def _by_row(
+        self, terms: TermTensors, scores: TokenScores, compute: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    ) -> RowResult:
+        """Return the sums over the rows of compute(terms of a row, its scores, its factors)."""
+        if self.edges is None:
+            total, sums = compute(terms, scores, self.factors)
+            return RowResult(total, total.detach()[None], sums)
+        losses, sums = [], {}
+        for i in range(len(self.edges.row_ids)):
+            scored, owners = (slice(each[i], each[i + 1]) for each in (self.edges.scored, self.edges.trajectories))
+            own = TokenScores(*(None if each is None else each[scored] for each in scores))
+            loss, part = compute(terms_of_row(terms, self.edges, i), own, self.factors[owners])
+            losses.append(loss)
+            sums = {name: value + sums[name] if sums else value for name, value in part.items()}
+        rows = torch.stack(losses)
+        return RowResult(rows.sum(), rows.detach(), sums)
+
+    def _objective_loss(
+        self, terms: TermTensors, scores: TokenScores, factors: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return objective_loss(scores.logprobs, scores.entropies, terms, factors, self.objective, values=scores.values)
+
+    def _value_loss(self, terms: TermTensors, scores: TokenScores, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        assert scores.values is not None
+        return value_loss(scores.values, terms, factors, clip=self.objective.value_clip)
+
+
+def loss_temperature(terms: TermTensors, objective: Objective) -> Tensor | float:
+    """Return the temperature of each of `terms.tokens`, or one for all: 1 for a loss that is not about the sampler."""
+    return filled_temperature(terms.temperature, objective.temperature) if objective.is_policy else 1.0
+
+
+def require_value_head(loaded: LoadedModel) -> ValueHead:
+    """Return the value head of a model.
+
+    Raises:
+        TreepackError: it has none.
+    """
+    head = loaded.value_head
+    if head is None:
+        raise TreepackError(
+            f"{loaded.source}: has no value head; load it with load_model(..., value_head=True), or train one with "
+            "`treepack train --loss value`"
+        )
+    return head

@@ -1,0 +1,288 @@
+"""The denominators of an optimiser step's terms, computed before the first row of the step is loaded.
+
+    packed/ --trajectory_table--> one entry per trajectory: row, group, weight of its terms, own weight, reward
+    table, rows of a step --step_factors--> f of every trajectory of these rows (see `objectives`)
+
+The trajectories of a group may be in several rows, and the rows of a step may come in any order. All sums are over the
+whole step, so the loss depends neither on the packing of trajectories nor on the accumulation of rows. `check_columns`
+refuses data that lacks a column of the objective, before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import compute
+
+from treepack.data.dataset import PackedDataset
+from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
+from treepack.errors import TreepackError
+from treepack.files.column_remedies import REMEDIES
+from treepack.objectives.needed_columns import check_needed_columns, optional_columns
+from treepack.objectives.objective import Objective
+from treepack.objectives.preferences import preference_pairs
+from treepack.objectives.temperature import check_term_temperatures
+from treepack.rl.rollout_parts import LOST_PARTS
+from treepack.trajectory import Float64, Int64
+
+# `treepack advantages --rejected zero` keeps trajectories without these columns.
+_CREDIT = ("term_edge_factor", "term_return", "term_old_value")
+_REMAINING = "leave out groups that cannot be used (`treepack advantages --rejected drop`), and pack again"
+
+
+@dataclass(frozen=True)
+class TrajectoryTable:
+    """The K trajectories of a packed directory, in the order of its rows.
+
+    Attributes:
+        first: int64 [num_rows + 1]; the trajectories of row r are first[r] .. first[r + 1] - 1.
+        group: int64 [K], equal for trajectories of the same training step and group.
+        weight: float64 [K], the sum of the weights of a trajectory's terms; for the denominator edge, the weights are
+            multiplied by the factors of edges.
+        own: float64 [K], the weight v of each trajectory, a factor of the weights of its terms.
+        pairs: int64 [num_rows], the number of pairs that dpo compares within each row; None for other losses.
+    """
+
+    first: Int64
+    group: Int64
+    weight: Float64
+    own: Float64
+    pairs: Int64 | None
+
+
+def check_columns(dataset: AnyDataset, objective: Objective) -> None:
+    """Refuse a dataset that lacks a column of the objective or has it for some trajectories only.
+
+    Raises:
+        TreepackError: as `needed_columns.check_needed_columns`; or a column is incomplete, or the loss cannot be
+            computed at the temperatures of the data.
+    """
+    sources = sources_of(dataset)
+    check_needed_columns(sources, objective)
+    if objective.loss == "sft":
+        return
+    for source in sources:
+        _check_complete(source, objective)
+    check_term_temperatures(sources, objective)
+
+
+def _check_complete(dataset: PackedDataset, objective: Objective) -> None:
+    """Refuse a column of the objective that has no value for some trajectories.
+
+    Raises:
+        TreepackError: naming a row and the column.
+    """
+    # Without old log-probabilities every ratio is 1. If only some terms had them, the other ratios would be NaN.
+    # Without old values nothing is clipped.
+    optional = [column for column in optional_columns(objective) if column in dataset.term_columns]
+    for column in (*objective.columns, *optional):
+        incomplete = dataset.once_per_machine(f"incomplete-{column}", functools.partial(_incomplete, dataset, column))
+        if incomplete.num_rows:
+            raise TreepackError(
+                f"{dataset.path}: row {incomplete['row_id'][0]} has no {column} for some trajectories, which the loss "
+                f"{objective.name} needs; {_REMAINING if column in _CREDIT else REMEDIES[column]}"
+            )
+
+
+def _incomplete(dataset: PackedDataset, column: str) -> pa.Table:
+    """Return the `row_id` of the first row that lacks a value of the column; none if all have all values."""
+    first: list[int] = []
+    for table in dataset.tables(["row_id", column]):
+        # A cell is a list with one value per term or trajectory: null values in lists, and null lists.
+        if compute.list_flatten(table[column]).null_count or table[column].null_count:
+            cells = zip(*table.to_pydict().values(), strict=True)
+            first = [row for row, cell in cells if cell is None or None in cell][:1]
+            break
+    return pa.table({"row_id": pa.array(first, pa.int64())})
+
+
+def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTable:
+    """Read the trajectory table of a directory; O(terms) in time, O(trajectories) in memory.
+
+    Raises:
+        TreepackError: for dpo, if there is no pair, or if the trajectories of a pair are in two rows.
+    """
+    reads_rewards, reads_edges = objective.loss == "dpo", objective.denominator == "edge"
+    name = "trajectories-rewards" if reads_rewards else "trajectories-edges" if reads_edges else "trajectories"
+    read = functools.partial(_trajectories, reads_rewards=reads_rewards, reads_edges=reads_edges)
+    tables = [source.once_per_machine(name, functools.partial(read, source)) for source in sources_of(dataset)]
+    counts = [np.bincount(table["row"], minlength=len(s)) for table, s in zip(tables, sources_of(dataset), strict=True)]
+    # counts [2, 1, 3] -> first [0, 2, 3, 6] -> row of each trajectory [0, 0, 1, 2, 2, 2]
+    first = np.cumsum(np.concatenate([[0], *counts]))
+    row = np.repeat(np.arange(len(dataset)), np.diff(first))
+    names = [name for table in tables for name in table["group"].to_pylist()]
+    # A group name may come back in another training step or directory; it is then another group.
+    source = source_of_rows(dataset).tolist()
+    keys = [(source[r], dataset.steps[r], name) for r, name in zip(row.tolist(), names, strict=True)]
+    codes = {key: code for code, key in enumerate(dict.fromkeys(keys))}
+    group = np.array([codes[key] for key in keys], np.int64)
+    weight: Float64 = np.concatenate([table["weight"].to_numpy() for table in tables])
+    own: Float64 = np.concatenate([table["own"].to_numpy() for table in tables])
+    pairs = None
+    if reads_rewards:
+        reward = np.concatenate([table["reward"].to_numpy() for table in tables])
+        rollout = np.concatenate([table["rollout"].to_numpy() for table in tables])
+        _refuse_parts(dataset, row, rollout, np.where(weight > 0, first[row] + rollout, -1), reward)
+        pairs = _count_pairs(first, group, weight, reward, rollout)
+        # A trajectory without weight is in no pair, so its reward must not split one.
+        _refuse_split_pairs(dataset, row, [name for _, _, name in keys], group, np.where(weight > 0, reward, np.nan))
+        if not pairs.any():
+            raise TreepackError(
+                f"{dataset.path}: no two trajectories of a group have different rewards, so dpo has no pair; "
+                "give rollouts of one prompt the same group and their rewards"
+            )
+    return TrajectoryTable(first, group, weight, own, pairs)
+
+
+def _trajectories(source: PackedDataset, *, reads_rewards: bool, reads_edges: bool) -> pa.Table:
+    """Return the columns `row`, `group`, `weight` and `own` (`TrajectoryTable`) of the trajectories of all rows, and
+    with `reads_rewards` `reward` and `rollout` (`TermTensors.rollout`).
+
+    With `reads_edges`, the weights of terms are multiplied by their factors of edges.
+    """
+    columns = ["trajectory_groups", "term_trajectory", "term_weight"]
+    columns += ["trajectory_rewards"] * reads_rewards + ["term_edge_factor"] * reads_edges
+    has_rollouts = reads_rewards and "trajectory_rollouts" in source.term_columns
+    columns += ["trajectory_rollouts"] * has_rollouts
+    has_own = "trajectory_weights" in source.term_columns
+    columns += ["trajectory_weights"] * has_own
+    counts, names, weights, rewards = [np.zeros(0, np.int64)], [], [np.zeros(0)], [np.zeros(0)]
+    own_weights = [np.zeros(0)]
+    rollouts = [np.zeros(0, np.int64)]
+    for table in source.tables(columns):
+        sizes = _list_lengths(table["trajectory_groups"])  # trajectories of each row of the row group
+        # term_trajectory counts within its row; owner counts within the row group. Rows of 2 and 1 trajectories with
+        # the terms [0, 1, 1] and [0]: repeat([0, 2], [3, 1]) + [0, 1, 1, 0] = [0, 1, 1, 2]
+        owner = np.repeat(np.cumsum(sizes) - sizes, _list_lengths(table["term_trajectory"])) + _list_values(
+            table["term_trajectory"]
+        )
+        counts.append(sizes)
+        of_terms = _list_values(table["term_weight"])
+        if reads_edges:
+            of_terms = of_terms * _list_values(table["term_edge_factor"])
+        weights.append(np.bincount(owner, of_terms, sizes.sum()).astype(np.float64))
+        own_weights.append(_list_values(table["trajectory_weights"]) if has_own else np.ones(sizes.sum()))
+        names += compute.list_flatten(table["trajectory_groups"]).to_pylist()
+        if reads_rewards:
+            rewards.append(_list_values(table["trajectory_rewards"]))
+            # Sizes [2, 3] -> [0 1 0 1 2]: each trajectory of a row is a rollout of its own.
+            own = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+            rollouts.append(_list_values(table["trajectory_rollouts"]).astype(np.int64) if has_rollouts else own)
+    rows = np.repeat(np.arange(len(source)), np.concatenate(counts))
+    values = {"row": rows, "group": pa.array(names, pa.large_string()), "weight": np.concatenate(weights)}
+    values["own"] = np.concatenate(own_weights)
+    of_pairs = {"reward": np.concatenate(rewards), "rollout": np.concatenate(rollouts)}
+    return pa.table(values | (of_pairs if reads_rewards else {}))
+
+
+def _list_lengths(column: pa.ChunkedArray) -> Int64:
+    sizes: Int64 = compute.list_value_length(column).to_numpy().astype(np.int64)
+    return sizes
+
+
+def _list_values(column: pa.ChunkedArray) -> Float64:
+    values: Float64 = compute.list_flatten(column).to_numpy()
+    return values
+
+
+def _count_pairs(first: Int64, group: Int64, weight: Float64, reward: Float64, rollout: Int64) -> Int64:
+    """Return the number of pairs of dpo within each row, int64 [num_rows]."""
+    counts = []
+    for start, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
+        columns = (torch.from_numpy(values[start:end]) for values in (group, reward, weight > 0, rollout))
+        counts.append(len(preference_pairs(*columns)[0]))
+    return np.array(counts, np.int64)
+
+
+def _refuse_parts(dataset: AnyDataset, row: Int64, rollout: Int64, own: Int64, reward: Float64) -> None:
+    """Refuse rollouts that cannot be compared as wholes.
+
+    `own` int64 [num_trajectories] is the first trajectory of each one's rollout over all rows, -1 without weight.
+
+    Raises:
+        TreepackError: turns of several paths, trajectories of one rollout with other rewards, or rollouts of which pack
+            has dropped a trajectory.
+    """
+    shared = np.flatnonzero(rollout < 0)
+    if len(shared):
+        raise TreepackError(
+            f"{dataset.path}: row {dataset.row_ids[row[shared[0]]]} has turns that several paths of a search tree "
+            "share, and dpo compares rollouts; build the trie without --expand turns, or with --per-path"
+        )
+    known = np.flatnonzero(own >= 0)
+    differ = known[~((reward[known] == reward[own[known]]) | (np.isnan(reward[known]) & np.isnan(reward[own[known]])))]
+    if len(differ):
+        raise TreepackError(
+            f"{dataset.path}: row {dataset.row_ids[row[differ[0]]]} has trajectories of one rollout with different "
+            "rewards, and dpo compares rollouts; give a rollout one reward"
+        )
+    for source in sources_of(dataset):
+        if (count := source.manifest["counts"].get(LOST_PARTS)) is not None:
+            raise TreepackError(
+                f"{source.path}: pack has dropped trajectories of {count:,} rollouts of several, and dpo compares "
+                "whole rollouts; pack with a larger --capacity"
+            )
+
+
+def _refuse_split_pairs(dataset: AnyDataset, row: Int64, names: list[str], group: Int64, reward: Float64) -> None:
+    """Refuse a group in several rows, unless all of its rewards are equal and it has no pair.
+
+    Raises:
+        TreepackError: if such a group exists; the message names two of its rows.
+    """
+    # Trajectories sorted by group, then row: group [1, 0, 1, 0], row [0, 0, 1, 2] -> order [1, 3, 0, 2], whose parts
+    # start at 0 and 2. The first and last entry of a part are in different rows if the group is split.
+    order = np.lexsort((row, group))
+    order = order[~np.isnan(reward[order])]
+    starts = np.flatnonzero(np.diff(group[order], prepend=-1))
+    for part in np.split(order, starts[1:]):
+        if len(part) and row[part[0]] != row[part[-1]] and reward[part].min() < reward[part].max():
+            ids = dataset.row_ids[[row[part[0]], row[part[-1]]]]
+            raise TreepackError(
+                f"{dataset.path}: rows {ids[0]} and {ids[1]} share the group {names[part[0]]}, whose pairs dpo "
+                "compares within a row; pack with --method groups"
+            )
+
+
+def trainable_rows(dataset: AnyDataset, table: TrajectoryTable | None) -> Int64:
+    """Return the indices of the rows with a loss: rows with weight or, for dpo, rows with a pair."""
+    rows: Int64 = np.flatnonzero(dataset.total_weight if table is None or table.pairs is None else table.pairs)
+    return rows
+
+
+def step_factors(table: TrajectoryTable, rows: list[int], objective: Objective) -> list[Float64]:
+    """Return the factors f of an optimiser step, one float64 [trajectories of the row] array per row.
+
+    Trajectories without weight are ignored, also in the number of groups. The denominators trajectory and global count
+    each trajectory as its own weight v, so that leaf weights and weights of records do not cancel. For dpo, f is 1 /
+    the number of pairs of the step; the denominator option has no effect.
+    """
+    # first [0, 2, 3, 6], rows [2, 0] -> members [3, 4, 5] and [0, 1]
+    members = [np.arange(table.first[row], table.first[row + 1]) for row in rows]
+    if objective.loss == "dpo":
+        assert table.pairs is not None
+        factor = 1 / max(1, int(table.pairs[rows].sum()))
+        return [np.full(len(indices), factor) for indices in members]
+    every = np.concatenate(members)
+    weight = table.weight[every]
+    own = np.where(weight > 0, table.own[every], 0.0)
+    if objective.denominator in ("token", "edge"):
+        sums = np.full(len(every), weight.sum())
+    elif objective.denominator == "trajectory":
+        # f_i = v_i / (W_i sum v). Relative to the largest v, equal weights give 1 / (W_i N) without rounding:
+        # v [3, 3] -> [1, 1]; v [3/2, 3/4, 3/4] -> [1, 1/2, 1/2], so W is multiplied by 2, 4, 4.
+        share = own / own.max(initial=0) if own.any() else own
+        sums = weight * np.divide(share.sum(), share, out=np.zeros(len(every)), where=share > 0)
+    elif objective.denominator == "group":
+        # group [7, 3, 7] -> code [1, 0, 1]: dense, for bincount
+        _, code = np.unique(table.group[every], return_inverse=True)
+        per_group = np.bincount(code, weights=weight)
+        sums = per_group[code] * max(1, int((per_group > 0).sum()))
+    else:  # global
+        sums = np.full(len(every), own.sum() * objective.response_length)
+    factors = np.divide(1.0, sums, out=np.zeros(len(every)), where=sums > 0)
+    return np.split(factors, np.cumsum([len(indices) for indices in members])[:-1])

@@ -1,0 +1,212 @@
+r"""Objectives over terms: losses for which one weight per token is not enough.
+
+A term is one (trajectory, trained token) pair. Log-probabilities are computed once per token of the tree. The terms of
+all trajectories through the token gather its value, each with its own advantage, old log-probability and weight:
+
+    0 - 1 - 2      tokens   1  2  3          a and b share token 1, which is
+         \         a        1  2             computed once and has two terms
+           3       b        1     3
+
+The loss of an optimiser step is a sum over its terms t. Term t belongs to trajectory i(t) and has weight w_t (column
+term_weight):
+
+    L = sum_t f_i(t) w_t l_t        f from the denominator, over all trajectories i of the step together:
+
+    token        f_i = 1 / sum_t w_t                              every trained token counts the same
+    trajectory   f_i = v_i / (V W_i)   W_i = sum_(t of i) w_t     each trajectory counts v_i of V = sum_i v_i
+    group        f_i = 1 / (G W_g)     W_g = sum_(i of g) W_i     each of the G groups counts the same
+    global       f_i = 1 / (V response_length)                    a constant per trajectory, as in Dr. GRPO
+    edge         as token, with e_t w_t in place of w_t           each edge of a sampled tree counts the same: TreeRPO
+                 (e_t: column term_edge_factor)                   (TRACE, 2606.11119, eq. 47; `rl.advantages.edges`)
+
+v_i is the weight of the trajectory (column trajectory_weights), which is a factor of its w_t: 1, the weight of its
+record, or its leaf weight in a sampled tree. W_i / v_i is the sum of its span weights. With v_i = 1, V is the number of
+trajectories.
+
+With r_t = exp(logp_t - old_t), A_t the advantage, sg() no gradient, and clip(r) = min(max(r, 1 - low), 1 + high):
+
+    ppo     -min(r_t A_t, clip(r_t) A_t)                            Schulman et al. 2017 (1707.06347), eq. 7
+            if A_t < 0, at most -dual_clip A_t                      Ye et al. 2020 (1912.09729)
+    grpo    the same, one mean per trajectory, plus kl              Shao et al. 2024 (2402.03300), eq. 3
+    dapo    grpo with clip_high 0.28 and one mean over tokens       Yu et al. 2025 (2503.14476), eq. 8
+            (of the step, as in its code; the equation has a mean over each group: denominator group)
+    dr_grpo grpo without the division by lengths: global            Liu et al. 2025 (2503.20783), sec. 3.2
+    gspo    the same with s_t = sg(s_i) exp(logp_t - sg(logp_t)),   Zheng et al. 2025 (2507.18071), eq. 7 and 13
+            s_i = exp(mean over i's tokens of logp - old)           (with one advantage per trajectory: eq. 5)
+    cispo   -sg(clip(r_t)) A_t logp_t                               MiniMax 2025 (2506.13585), eq. 4
+    luspo   gspo with a sum over tokens in place of a mean: global  Liu et al. 2026 (2602.05261)
+    gmpo    -A_t times the geometric mean over i's tokens of r      Zhao et al. 2025 (2507.20673)
+            with log r clipped to -low .. high, as in ppo
+    sapo    -(4 / tau) sigmoid(tau (r_t - 1)) A_t                   SAPO 2025 (2511.20347)
+            tau 1 if A_t > 0, else 1.05
+    vespo   -sg(phi(w_i)) A_t logp_t, w_i = product over i of r     VESPO 2026 (2602.10693)
+            phi(w) = w^k exp(lambda (1 - w)); k, lambda 2, 3
+            if A_t >= 0, else 3, 2
+    dppo    -sg(min(r_t, dual_clip)) A_t logp_t, without the terms  DPPO 2026 (2602.04879)
+            that have moved in the direction of A_t by more than
+            low or high: |p - old p| (dppo_tv), or the KL
+            divergence of token against rest (dppo_kl)
+    dro     -(A_t logp_t - beta / 2 (logp_t - old_t)^2)             Richemond et al. 2024 (2405.19107)
+    reinforce  -A_t logp_t                                          Williams 1992
+    dpo     -log sigmoid(beta (h_c - h_r)),                         Rafailov et al. 2023 (2305.18290), eq. 7
+            h_i = sum over i's tokens of logp - ref
+    value   the clipped value loss of a critic alone                `value_loss`
+
+plus kl * k_t - entropy * H_t, with x = ref_t - logp_t and k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (Schulman 2020,
+http://joschu.net/blog/kl-approx.html) and H_t the entropy of the distribution of the token, softmax(logits / T) at the
+sampler's temperature T. With `value_coef`, one model learns policy and values: the loss is that of the policy plus
+value_coef times the value loss.
+
+Sampler and trainer may disagree. With m_t = exp(old_t - sampling_t), or its product or geometric mean over the
+trajectory (`importance_level`), the term before kl and entropy is multiplied by
+
+    sg(min(m, importance_cap))                   truncated importance weights (Yao et al. 2025,
+                                                 https://fengyao.notion.site/off-policy-rl)
+    1 if low <= m <= high, else 0                `importance_mask`: rejection of tokens or sequences
+    0 if A_t < 0 and the mean over i's tokens of `sequence_mask`: stale sequences with a negative advantage
+    sampling - logp is larger, else 1            (DeepSeek-V3.2, 2512.02556, eq. 9)
+
+vespo has min(m_t, importance_cap) of each token in w_i, and no weight besides.
+
+The pairs of DPO are all pairs of trajectories of one group with different rewards; the one with the higher reward is
+the chosen one. The loss is the mean over the pairs of the step. Without old log-probabilities, old is sg(logp): the
+update is on-policy and every ratio is 1.
+
+This file needs neither a model nor files: tensors in, a scalar out. `denominators` computes f and refuses unsuitable
+data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from treepack.data.batch import TermTensors
+from treepack.errors import TreepackError
+from treepack.files.column_remedies import REMEDIES
+from treepack.objectives.objective import Objective
+from treepack.objectives.policy_terms import TERM_MEANS, term_sums
+from treepack.objectives.preferences import PAIR_MEANS, dpo_loss
+from treepack.objectives.term_slices import TERM_CHUNK, term_slices
+from treepack.objectives.trajectory_ratios import trajectory_ratios
+from treepack.objectives.value_loss import VALUE_SUMS, explain_variance, value_loss
+from treepack.pack.row import term_field
+
+
+def objective_loss(
+    logprobs: Tensor | None,
+    entropies: Tensor | None,
+    terms: TermTensors,
+    factors: Tensor,
+    objective: Objective,
+    *,
+    values: Tensor | None = None,
+    chunk: int = TERM_CHUNK,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return one row's part of an optimiser step's loss, and its part of the sums for the step's means.
+
+    Terms are processed in chunks of `chunk` under checkpointing, so that a row with many more terms than tokens needs
+    no memory for them besides their columns. Sums run in float64.
+
+    Args:
+        logprobs: [n], of `terms.tokens`; None for the loss value, which does not read them.
+        entropies: [n], nats; None for the losses dpo and value.
+        terms: the row's terms.
+        factors: float64 [K], f of the row's trajectories; see `denominators.step_factors`.
+        objective: any but sft.
+        values: [n], of the state before each of `terms.tokens`; only for an objective with `has_values`.
+        chunk: terms whose values are in memory at a time.
+
+    Returns:
+        the loss, a float64 scalar attached to `logprobs` or `values` and already divided by the step's denominator; and
+        a dict of float64 scalars: `weight`, and sums for `step_means` after they are added up over the step.
+
+    Raises:
+        TreepackError: if the terms lack a column of the objective.
+    """
+    assert objective.loss != "sft", "sft is loss.weighted_nll"
+    terms = weigh_terms(terms, objective)
+    if objective.loss == "value":
+        assert values is not None, "the loss value needs values"
+        loss, sums = value_loss(values, terms, factors, clip=objective.value_clip, chunk=chunk)
+        return loss, {"weight": terms.weight.sum(), **sums}
+    assert logprobs is not None, "every loss but sft and value reads log-probabilities"
+    if objective.loss == "dpo":
+        return dpo_loss(logprobs, terms, factors, beta=objective.beta, chunk=chunk)
+    assert entropies is not None
+    total, sums = _policy_loss(logprobs, entropies, terms, factors, objective, chunk)
+    if objective.has_values:
+        assert values is not None, "value_coef needs values"
+        loss, more = value_loss(values, terms, factors, clip=objective.value_clip, chunk=chunk)
+        total, sums = total + objective.value_coef * loss, {**sums, **more}
+    return total, sums
+
+
+def step_means(sums: dict[str, float]) -> dict[str, float]:
+    """Return the means of a step from the summed sums of `objective_loss` of its rows; empty without any."""
+    weight = sums.get("weight", 1.0)  # total weight of the terms, or pairs
+    means = explain_variance({name: value / weight for name, value in sums.items() if name != "weight"})
+    square = means.pop("importance_square", None)
+    if square is None:
+        return means
+    # (sum w m)^2 / (sum w sum w m^2): the share of the terms that would count as much with equal weights
+    return {**means, "effective_sample_size": means["importance"] ** 2 / square if square else 0.0}
+
+
+def _policy_loss(
+    logprobs: Tensor, entropies: Tensor, terms: TermTensors, factors: Tensor, objective: Objective, chunk: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the part of a policy loss that reads log-probabilities; arguments as in `objective_loss`."""
+    whole = trajectory_ratios(logprobs, terms, len(factors), objective, chunk)
+    total = logprobs.sum(dtype=torch.float64) * 0  # depends on `logprobs` even for a row of padding, which has no term
+    sums = torch.zeros(len(TERM_MEANS), dtype=torch.float64, device=logprobs.device)
+    for part in term_slices(terms, chunk):
+        loss, part_sums = checkpoint(
+            term_sums, logprobs, entropies, part, factors, whole, objective, use_reentrant=False
+        )
+        total, sums = total + loss, sums + part_sums
+    return total, name_sums(terms, sums, objective)
+
+
+def name_sums(terms: TermTensors, sums: Tensor, objective: Objective) -> dict[str, Tensor]:
+    """Return the sums of `objective_loss` of a policy loss, from the sums of `term_sums`."""
+    sum_of = dict(zip(TERM_MEANS, sums.unbind(), strict=True))
+    return {"weight": terms.weight.sum(), **{name: sum_of[name] for name in _policy_means(objective)}}
+
+
+def weigh_terms(terms: TermTensors, objective: Objective) -> TermTensors:
+    """Return the terms with the weights that the objective gives them.
+
+    A row of padding has no terms, and needs no columns.
+
+    Raises:
+        TreepackError: a column of the objective is missing; the message names it.
+    """
+    for column in objective.columns:
+        name = "reward" if column == "trajectory_rewards" else term_field(column)
+        if len(terms.index) and getattr(terms, name) is None:
+            raise TreepackError(f"the rows have no {column}, which the loss {objective.name} needs; {REMEDIES[column]}")
+    if objective.denominator == "edge" and terms.edge_factor is not None:
+        return replace(terms, weight=terms.weight * terms.edge_factor)
+    return terms
+
+
+def sum_names(objective: Objective) -> tuple[str, ...]:
+    """Return the names of the sums of `objective_loss`, "weight" first; empty for sft."""
+    if objective.loss == "sft":
+        return ()
+    if objective.loss == "dpo":
+        return ("weight", *PAIR_MEANS)
+    policy = _policy_means(objective) if objective.is_policy else ()
+    return ("weight", *policy, *(VALUE_SUMS if objective.has_values else ()))
+
+
+def _policy_means(objective: Objective) -> tuple[str, ...]:
+    absent = set() if objective.kl else {"kl"}
+    absent |= set() if objective.corrects_sampler else {"importance", "importance_square", "sampler_kl"}
+    absent |= set() if objective.importance_cap is not None else {"truncated"}
+    absent |= set() if objective.importance_mask or objective.sequence_mask is not None else {"masked"}
+    return tuple(name for name in TERM_MEANS if name not in absent)

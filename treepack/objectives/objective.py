@@ -1,0 +1,215 @@
+"""A loss with its options: the names, the usual values of each loss, and the columns that it needs.
+
+    name | preset, options --choose_objective--> Objective
+
+`objectives` has the formulas, the papers and the losses themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.option_fields import check_options, option
+
+# Losses of a policy whose slope by a log-probability depends on this token alone, and the others.
+TOKEN_LOSSES = ("ppo", "grpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "reinforce")
+SEQUENCE_LOSSES = ("gspo", "gmpo", "vespo")
+POLICY_LOSSES = (*TOKEN_LOSSES, *SEQUENCE_LOSSES)
+LOSSES = ("sft", *POLICY_LOSSES, "dpo", "value")
+DENOMINATORS = ("token", "trajectory", "group", "global", "edge")
+ESTIMATORS = ("k1", "k2", "k3")
+LEVELS = ("token", "sequence", "geometric")
+
+GREEDY = ", because ratios need the probabilities of a sampler, and greedy sampling has none"
+
+# Usual values of each loss; `objectives` names the papers.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "denominator": "token"},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2, "denominator": "trajectory"},
+    "dapo": {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.28, "denominator": "token"},
+    "bnpo": {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.2, "denominator": "token"},
+    "dr_grpo": {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.2, "denominator": "global"},
+    # The ratio of a sequence is a mean over its tokens and varies much less than the ratio of one token.
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "denominator": "trajectory"},
+    # The sum over a sequence in place of its mean: gspo times the number of its tokens.
+    "luspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "denominator": "global"},
+    "gmpo": {"clip_low": 0.4, "clip_high": 0.4, "denominator": "trajectory"},
+    # 1 - clip_low = 0: no lower bound, because a ratio is positive.
+    "cispo": {"clip_low": 1.0, "clip_high": 0.2, "denominator": "token"},
+    "sapo": {"denominator": "trajectory"},
+    "vespo": {"denominator": "token"},
+    "dppo_tv": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 20.0, "denominator": "token"},
+    "dppo_kl": {"clip_low": 0.05, "clip_high": 0.05, "dual_clip": 20.0, "denominator": "token"},
+    "dro": {"denominator": "token"},
+    "reinforce": {"denominator": "token"},
+    "dpo": {},
+    "value": {"denominator": "token"},
+}
+PRESETS = tuple(_PRESETS)
+
+_CLIPS = {"clip_low", "clip_high"}
+_POLICY = set(
+    "denominator response_length kl kl_estimator entropy importance_cap importance_mask importance_level "
+    "sequence_mask temperature value_coef value_clip".split()
+)
+# Options of each loss; `choose_objective` refuses all others.
+_OPTIONS: dict[str, set[str]] = {
+    **dict.fromkeys(("ppo", "grpo", "gspo", "dppo_tv", "dppo_kl"), _POLICY | _CLIPS | {"dual_clip"}),
+    **dict.fromkeys(("cispo", "gmpo"), _POLICY | _CLIPS),
+    **dict.fromkeys(("sapo", "vespo", "reinforce"), _POLICY),
+    "dro": _POLICY | {"beta"},
+    "dpo": {"beta"},
+    "sft": set(),
+    "value": {"denominator", "response_length", "value_clip"},
+}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss with its options; `choose_objective` fills in the usual values of a loss."""
+
+    # One of `LOSSES`; sft is `token_loss.weighted_nll` and has no options. A command also takes `PRESETS`.
+    loss: str = option(
+        "sft",
+        "Loss to minimise: weighted cross-entropy (sft), an objective over terms, or the value loss of a critic alone "
+        "(value).",
+        choices=LOSSES,
+    )
+    clip_low: float = option(0.2, "Clip ratios below 1 minus this.", minimum=0)
+    clip_high: float = option(0.2, "Clip ratios above 1 plus this.", minimum=0)
+    # A bound below 1 would bound the loss at ratio 1 already, without a gradient if the advantage is negative.
+    dual_clip: float | None = option(None, "Maximum ratio if the advantage is negative.", minimum=1)
+    denominator: str = option(
+        "token",
+        "Unit that has equal weight in a step; global divides by trajectories times --response-length, and edge is the "
+        "objective of TreeRPO, for advantages with --edges.",
+        choices=DENOMINATORS,
+    )
+    response_length: int = option(
+        1, "Constant of --denominator global, the maximum length of Dr. GRPO; 1 if it is not given.", minimum=1
+    )
+    kl: float = option(0.0, "Coefficient of the KL divergence from the reference.", minimum=0)
+    kl_estimator: str = option("k3", "Estimator of the KL divergence.", choices=ESTIMATORS)
+    entropy: float = option(0.0, "Coefficient of the entropy bonus.", minimum=0)
+    importance_cap: float | None = option(
+        None, "Weight terms by old / sampling probability, with this maximum.", minimum=0
+    )
+    importance_mask: tuple[float, float] | None = option(
+        None, "Leave out terms whose old / sampling probability is outside of LOW,HIGH."
+    )
+    importance_level: str = option(
+        "token",
+        "Compute old / sampling probability for each token, as the product over a trajectory (sequence), or as its "
+        "geometric mean.",
+        choices=LEVELS,
+    )
+    sequence_mask: float | None = option(
+        None,
+        "Leave out terms with a negative advantage if the mean of log sampling / current probability over their "
+        "trajectory is larger than this.",
+        minimum=0,
+    )
+    beta: float = option(0.1, "Inverse temperature of dpo, or weight of the squared log ratio of dro.", minimum=0)
+    # For terms that have none; 1 if None. sft and dpo always compute at 1.
+    temperature: float | None = option(
+        None, "The sampler's temperature, if the data does not have it; it is an error if the data has another one."
+    )
+    value_coef: float = option(
+        0.0, "Coefficient of the value loss beside a policy loss; one model then learns policy and values.", minimum=0
+    )
+    value_clip: float = option(
+        0.2,
+        "Maximum distance of a value from its old value in the value loss, 0.2 by default; 0 clips nothing.",
+        minimum=0,
+    )
+    preset: str | None = field(default=None, compare=False)  # the name that `choose_objective` got, for messages
+
+    def __post_init__(self) -> None:
+        """Refuse values outside the range of an option.
+
+        Raises:
+            TreepackError: if a value is none of the choices, not finite or too small; the message names the option.
+        """
+        check_options(self)
+        if self.importance_mask is not None:
+            low, high = self.importance_mask
+            if not 0 <= low <= high or low == math.inf:
+                raise TreepackError(f"importance_mask is {low:g},{high:g}; expected 0 <= LOW <= HIGH")
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
+
+    @property
+    def name(self) -> str:
+        """The name of the loss in messages: the preset if there is one, else `loss`."""
+        return self.preset or self.loss
+
+    @property
+    def is_policy(self) -> bool:
+        """True if the loss is about the sampled distribution: it reads advantages, and old log-probabilities if any."""
+        return self.loss in POLICY_LOSSES
+
+    @property
+    def is_tokenwise(self) -> bool:
+        """True if the slope of the loss by a log-probability depends on that log-probability and its entropy alone."""
+        return self.loss in TOKEN_LOSSES and not self.reads_trajectories
+
+    @property
+    def reads_trajectories(self) -> bool:
+        """True if the loss of a term depends on log-probabilities of other tokens of its trajectory."""
+        by_sequence = self.importance_level != "token" and self.corrects_sampler
+        return self.loss in (*SEQUENCE_LOSSES, "dpo") or by_sequence or self.sequence_mask is not None
+
+    @property
+    def corrects_sampler(self) -> bool:
+        """True if terms are weighted or left out by old / sampling probability."""
+        return self.importance_cap is not None or self.importance_mask is not None
+
+    @property
+    def has_values(self) -> bool:
+        """True if the loss reads values, so that the model has a value head."""
+        return self.loss == "value" or self.value_coef > 0
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of `schema.TERMS` that the loss requires."""
+        if self.loss == "sft":
+            return ()
+        if self.loss == "dpo":
+            return ("term_ref_logprob", "trajectory_rewards")
+        required = {
+            "term_advantage": self.is_policy,
+            "term_ref_logprob": self.is_policy and self.kl > 0,
+            "term_sampling_logprob": self.corrects_sampler or self.sequence_mask is not None,
+            "term_return": self.has_values,
+            "term_edge_factor": self.denominator == "edge",
+        }
+        return tuple(name for name, is_required in required.items() if is_required)
+
+
+def choose_objective(name: str, **options: Any) -> Objective:
+    """Return the objective called `name`, a loss or a preset (bnpo, dapo, dr_grpo, luspo).
+
+    An option that is missing or None gets the usual value of the loss.
+
+    Raises:
+        TreepackError: if the name is unknown, the loss lacks an option, or a value is out of range.
+    """
+    if name not in _PRESETS:
+        raise TreepackError(f"loss is {name!r}; expected one of {', '.join(PRESETS)}")
+    usual = {"loss": name, **_PRESETS[name]}
+    changes = {option: value for option, value in options.items() if value is not None}
+    unknown = sorted(changes.keys() - _OPTIONS[usual["loss"]])
+    if unknown:
+        available = sorted(_OPTIONS[usual["loss"]])
+        remedy = f"it has {', '.join(available)}" if available else "it has no options"
+        raise TreepackError(f"{unknown[0]} is not an option of the loss {name}; {remedy}")
+    if "value_clip" in changes and usual["loss"] != "value" and not changes.get("value_coef"):
+        raise TreepackError("value_clip is about the value loss, which has no weight; give value_coef too, or neither")
+    objective = Objective(**{**usual, **changes}, preset=name)
+    if objective.has_values and objective.denominator == "edge":
+        raise TreepackError("no estimator writes edges beside the returns of values; choose another denominator")
+    return objective

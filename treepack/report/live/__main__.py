@@ -1,0 +1,48 @@
+"""The page of a run as a process of its own: `python -m treepack.report.live RUN`.
+
+It writes the address of the page as its first line to stdout, and ends when its stdin ends: with the process that
+started it, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from treepack.analysis.options import ReportOptions
+from treepack.errors import TreepackError
+from treepack.report.live.run_state import RunFolder
+from treepack.report.live.server import RunServer
+from treepack.report.live.watch import RunWatch
+
+
+def main() -> int:
+    """Serve the page of the run that is the first argument."""
+    # Ctrl-C in a terminal goes to all its processes: the trainer ends in order, and this process after it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(10)  # the trainer goes first
+    ended = threading.Event()
+    try:
+        folder = RunFolder(Path(sys.argv[1]), is_alive=lambda: not ended.is_set())
+        server = RunServer(RunWatch(folder, text_limit=ReportOptions().text_limit))
+        print(server.url, flush=True)
+        threading.Thread(target=_stop_after_stdin, args=(server, ended), daemon=True).start()
+        server.serve()
+    except TreepackError as error:
+        print(f"treepack: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _stop_after_stdin(server: RunServer, ended: threading.Event) -> None:
+    while sys.stdin.buffer.read(1 << 16):
+        pass
+    ended.set()
+    server.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

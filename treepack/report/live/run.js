@@ -1,0 +1,187 @@
+// The start of the page of a run: facts, curves and rollouts, from the events of a server or from the page itself.
+//
+//   snapshot or reset {facts, charts, data}   charts anew       steps {facts, data}   the points are appended
+
+const views = new Map(); // the view of Vega of each chart, by its name
+let shownCharts = ""; // titles and specifications of the charts on the page
+let pending = null; // points that are not drawn yet
+let drawing = false;
+let lastShown = 0; // the last step in the explorer
+let reading = false; // while rollouts are on their way
+
+const pristine = byId("explorer").cloneNode(true);
+
+// Facts: every text is set as text.
+
+const cells = (line) => line.map((text, k) => make(k ? "td" : "th", k ? {} : { scope: "row" }, text));
+
+function showFacts(facts) {
+  byId("state").textContent = facts.state;
+  byId("dot").className = `dot ${facts.kind}`;
+  byId("progress").textContent = facts.progress;
+  byId("track").hidden = facts.share === null;
+  byId("done").style.width = `${(100 * (facts.share ?? 0)).toFixed(2)}%`;
+  byId("track").setAttribute("aria-valuenow", Math.round(100 * (facts.share ?? 0)));
+  byId("tiles").replaceChildren(...facts.tiles.map(([name, value]) =>
+    make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+  byId("notes").replaceChildren(...facts.notes.map((note) => make("li", {}, note)));
+  byId("plan-rows").replaceChildren(...facts.plan.map((line) => make("tr", {}, ...cells(line))));
+  byId("metrics").replaceChildren(...facts.metrics.map((line) => make("tr", {}, ...cells(line))));
+  showSlowest(facts.slowest);
+  document.title = `${facts.progress.split(",")[0]}: treepack run`;
+  if (page.live && page.hasRollouts) {
+    byId("newest").hidden = !(lastShown && facts.last_step > lastShown);
+    if (!lastShown && facts.last_step) showRollouts(null);
+  }
+}
+
+// Each step has a button that shows its rollouts, if the page has them or can get them.
+function showSlowest(lines) {
+  byId("slowest").replaceChildren(...lines.map(([step, ...others]) => {
+    const number = Number(step);
+    const known = page.hasRollouts && (page.live || (number >= page.first && number <= page.last));
+    const name = known
+      ? make("button", { type: "button", title: "Show its rollouts", onclick: () => showRollouts(number) }, count(number))
+      : count(number);
+    return make("tr", {}, make("th", { scope: "row" }, name), ...others.map((text) => make("td", {}, text)));
+  }));
+}
+
+// Curves.
+
+const rowsOf = (lines) => Object.entries(lines).flatMap(([line, [steps, values]]) =>
+  steps.map((step, k) => ({ line, step, value: values[k] })));
+
+const rowsOfChart = (data, name) => ({
+  points: rowsOf(data[name].points), mean: rowsOf(data[name].mean), skipped: data.skipped.map((step) => ({ step })),
+});
+
+async function showCharts(charts, data) {
+  const wanted = JSON.stringify(charts);
+  if (wanted !== shownCharts) {
+    for (const view of views.values()) view.finalize();
+    views.clear();
+    byId("charts").replaceChildren(...charts.map(({ name, title }) =>
+      make("figure", { class: "card", "aria-labelledby": `title-${name}` },
+        make("h3", { id: `title-${name}` }, title), make("div", { class: "chart", id: `chart-${name}` }))));
+    for (const { name, spec } of charts) views.set(name, await drawChart(name, { ...spec, datasets: rowsOfChart(data, name) }));
+    shownCharts = wanted;
+    return;
+  }
+  for (const [name, view] of views) {
+    for (const [kind, rows] of Object.entries(rowsOfChart(data, name))) view.data(kind, rows);
+    await view.runAsync();
+  }
+}
+
+async function appendPoints(data) {
+  for (const [name, view] of views) {
+    for (const [kind, rows] of Object.entries(rowsOfChart(data, name))) view.insert(kind, rows);
+    await view.runAsync();
+  }
+}
+
+function joined(before, after) {
+  if (!before) return after;
+  for (const [name, kinds] of Object.entries(after)) {
+    if (name === "skipped") before.skipped.push(...kinds);
+    else
+      for (const [kind, lines] of Object.entries(kinds))
+        for (const [line, columns] of Object.entries(lines))
+          columns.forEach((column, k) => before[name][kind][line][k].push(...column));
+  }
+  return before;
+}
+
+// At most one drawing a second, and none while nobody looks: points that come meanwhile are drawn together.
+async function draw() {
+  if (drawing || document.hidden || !pending) return;
+  drawing = true;
+  const { charts, data } = pending;
+  pending = null;
+  try {
+    if (charts) await showCharts(charts, data);
+    else await appendPoints(data);
+  } finally {
+    document.documentElement.dataset.charts = "ready";
+    setTimeout(() => ((drawing = false), draw()), page.live ? 1000 : 0);
+  }
+}
+
+function showSnapshot({ facts, charts, data }) {
+  showFacts(facts);
+  if (facts.last_step) pending = { charts, data };
+  draw();
+}
+
+function showSteps({ facts, data }) {
+  showFacts(facts);
+  if (Object.keys(data).length) pending = { charts: pending?.charts ?? null, data: joined(pending?.data, data) };
+  draw();
+}
+
+// Rollouts: the explorer of the page about sharing, started again with other steps.
+
+async function openExplorer(about) {
+  byId("explorer").replaceWith(pristine.cloneNode(true));
+  byId("rollouts").hidden = false;
+  byId("rollouts-about").textContent = about;
+  await startExplorer();
+  document.documentElement.dataset.explorer = "ready";
+}
+
+async function fetchRollouts(step) {
+  lastShown ||= 1; // asked once
+  byId("rollouts-about").textContent = "Reading the rollouts.";
+  byId("newest").hidden = true;
+  const answer = await (await fetch(step ? `rollouts?step=${step}` : "rollouts")).json();
+  if (answer.error) {
+    byId("rollouts").hidden = false;
+    byId("rollouts-about").textContent = `Rollouts are not shown: ${answer.error}`;
+    return false;
+  }
+  lastShown = answer.last;
+  usePage(answer.settings, answer.blocks);
+  await openExplorer(answer.about);
+  return true;
+}
+
+async function showRollouts(step) {
+  if (reading) return;
+  if (page.live) {
+    reading = true;
+    try {
+      if (!(await fetchRollouts(step))) return;
+    } finally {
+      reading = false;
+    }
+  }
+  if (!step) return;
+  byId("search").value = `(step ${step})`;
+  list.search();
+  byId("rollouts").scrollIntoView();
+}
+
+function listen() {
+  const source = new EventSource("events");
+  const parsed = (show) => (event) => show(JSON.parse(event.data));
+  for (const name of ["snapshot", "reset"]) source.addEventListener(name, parsed(showSnapshot));
+  source.addEventListener("steps", parsed(showSteps));
+  source.addEventListener("end", () => source.close());
+  source.addEventListener("error", () => {
+    if (source.readyState !== EventSource.CLOSED) byId("state").textContent = "the page has lost its connection, and tries again";
+  });
+  document.addEventListener("visibilitychange", draw);
+  byId("newest").addEventListener("click", () => showRollouts(null));
+}
+
+startTheme();
+redrawOnResize();
+if (page.live) {
+  await loadVega("vega.js");
+  listen();
+} else {
+  await loadVega();
+  showSnapshot(JSON.parse(inText(await block("run"))));
+  if (page.hasRollouts) await openExplorer(page.about);
+}

@@ -1,0 +1,109 @@
+"""Refusals of wrong input that need no torch, so that a command makes them before it imports torch.
+
+    packed, model, options --check_training--> paths, manifests, columns, shares, vocabulary
+    packed, options, out   --check_resumed-->  everything that may not differ, without the model
+    packed | trie, model   --check_scoring, check_trie_model-->  the same for other commands
+
+Each check is the function that opening a run calls again, or a part of it: what is wrong here would be wrong there. A
+large model takes minutes to load, and importing torch takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from treepack.data.packed_header import PackedHeader, join_manifests, read_header
+from treepack.files import schema
+from treepack.files.directory import RUN
+from treepack.files.manifest import read_manifest
+from treepack.files.remote.address import AnyPath, is_address
+from treepack.files.remote.hub import refuse_missing
+from treepack.files.remote.stored_files import is_stored
+from treepack.model.accept.vocabulary import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    check_vocabulary,
+    find_config,
+    vocabulary_size,
+)
+from treepack.objectives.needed_columns import check_needed_columns
+from treepack.train.input_checks import check_device_name, check_mix, check_terms
+from treepack.train.options import TrainOptions
+from treepack.train.saving.run_record import FORMAT, VERSION, files_sha256, refuse_differences
+
+
+def check_training(
+    packed: Sequence[str | AnyPath], model: str, options: TrainOptions, *, held_out: Sequence[str | AnyPath] = ()
+) -> tuple[list[PackedHeader], list[PackedHeader]]:
+    """Refuse data, a model and options that cannot be trained; return the headers of both data sets.
+
+    Raises:
+        TreepackError: a path, manifest, part, column or share is missing or wrong, or the model lacks a token id.
+    """
+    check_device_name(options.device)
+    check_mix(options.mix, len(packed))
+    headers, others = _read_headers(packed), _read_headers(held_out)
+    for each in (headers, others):
+        check_needed_columns(each, options.objective)
+    if options.init_from is not None and not is_address(options.init_from):
+        refuse_missing(options.init_from, kind="model", files=(CONFIG_FILE, RUN, "checkpoint.json", ADAPTER_FILE))
+    _check_model(model, max(each.manifest["max_token_id"] for each in (*headers, *others)))
+    return headers, others
+
+
+def check_resumed(
+    headers: Sequence[PackedHeader], held_out: Sequence[PackedHeader], options: TrainOptions, out: AnyPath
+) -> None:
+    """Refuse to continue the run in `out`, if there is one, with different rows or options; the model is not compared.
+
+    Raises:
+        TreepackError: as `run_record.refuse_differences`.
+    """
+    if not is_stored(out / RUN):
+        return
+    now: dict[str, Any] = {"format": FORMAT, "version": VERSION, "options": options.fixed_options}
+    for name, each in (("packed_sha256", headers), ("eval_sha256", held_out)):
+        if each:
+            now[name] = files_sha256(entry for header in each for entry in header.manifest["files"])
+    unknown = {"config_sha256"}
+    unknown |= {"dtype"} if options.dtype == "auto" else set()
+    unknown |= {"blocks"} if options.blocks is None else set()
+    refuse_differences(out, now, unknown=unknown)
+
+
+def check_scoring(packed: str | AnyPath, model: str, *, device: str) -> None:
+    """Refuse rows and a model whose log-probabilities cannot be computed.
+
+    Raises:
+        TreepackError: a path or manifest is wrong, the rows have no terms, or the model lacks a token id.
+    """
+    check_device_name(device)
+    header = read_header(packed)
+    check_terms(header)
+    _check_model(model, header.manifest["max_token_id"])
+
+
+def check_trie_model(trie: str | AnyPath, model: str, *, device: str) -> None:
+    """Refuse a trie and a model that do not fit together.
+
+    Raises:
+        TreepackError: a path or manifest is wrong, or the model lacks a token id.
+    """
+    check_device_name(device)
+    _check_model(model, read_manifest(trie, schema.TRIE_FORMAT)["max_token_id"])
+
+
+def _read_headers(paths: Sequence[str | AnyPath]) -> list[PackedHeader]:
+    headers = [read_header(path) for path in paths]
+    if len(headers) > 1:
+        join_manifests(headers)
+    return headers
+
+
+def _check_model(model: str, max_token_id: int) -> None:
+    """Refuse a path without a model, and a vocabulary without `max_token_id`, as far as this machine has the config."""
+    config = find_config(model)
+    size = None if config is None else vocabulary_size(config)
+    if size is not None:
+        check_vocabulary(model, max_token_id, size)

@@ -1,0 +1,76 @@
+"""Refusals of single values, without torch: the device, the shares of a mixture, rows without terms, the launcher.
+
+`early_checks` makes them before torch is imported, and the code that uses a value makes them again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from treepack.data.packed_header import PackedSource
+from treepack.errors import TreepackError, torch_hint
+
+DEVICE = re.compile(r"auto|cpu|cuda(?::([0-9]{1,4}))?")
+
+
+def require_torch(command: str) -> None:
+    """Refuse a command or function if torch is not installed; imports nothing.
+
+    Raises:
+        TreepackError: naming `command` and what to install.
+    """
+    if find_spec("torch") is None:
+        raise TreepackError(f"{command} needs torch, which is not installed; {torch_hint()}")
+
+
+def refuse_ranks(command: str) -> None:
+    """Refuse to run `command`, which runs in one process, in several.
+
+    Raises:
+        TreepackError: torchrun started more than one process.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise TreepackError(f"{command} runs in one process; start it without torchrun")
+
+
+def check_device_name(name: str) -> re.Match[str]:
+    """Return the match of `DEVICE`, whose group is the number of a GPU.
+
+    Raises:
+        TreepackError: no device has this name.
+    """
+    match = DEVICE.fullmatch(name)
+    if match is None:
+        raise TreepackError(f"device is {name!r}; expected cpu, cuda or cuda:N")
+    return match
+
+
+def check_mix(mix: Sequence[float] | None, num_directories: int) -> None:
+    """Refuse shares that are not one for each directory.
+
+    Raises:
+        TreepackError: with both numbers.
+    """
+    if mix is not None and len(mix) != num_directories:
+        raise TreepackError(f"mix has {len(mix)} shares for {num_directories} directories; give one for each")
+
+
+def check_terms(source: PackedSource) -> None:
+    """Refuse rows that have no terms to write log-probabilities for.
+
+    Raises:
+        TreepackError: naming the directory.
+    """
+    if "term_token" not in source.term_columns:
+        raise TreepackError(
+            f"{source.path}: its rows have no terms to write log-probabilities for; give the rollouts rewards or "
+            "advantages and pack them again"
+        )
+
+
+def is_first_process() -> bool:
+    """Return True without torchrun, and in the first of its processes."""
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,150 @@
+"""run.json and train.json of a run as they are read: the refusals that need no torch, before a run is opened.
+
+    out --check_out--> refuses an output that exists, unless it is replaced or resumed
+    run.json, record of the new run --refuse_differences--> one sentence with every option that differs
+
+`run_directory` writes both files; its header describes the directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.files.directory import RUN, refuse_existing
+from treepack.files.manifest import FileEntry
+from treepack.files.remote.address import AnyPath
+from treepack.files.remote.stored_files import is_stored, read_stored
+from treepack.model.adapters.lora_options import LoraOptions
+from treepack.train.options import LENGTH_OPTIONS
+
+FORMAT = "treepack-train"
+VERSION = 2
+FINISHED = "train.json"
+
+# Entries that must be equal, with the names that a user has for them.
+_ENTRIES = {
+    "format": "the format",
+    "version": "the version of run.json",
+    "packed_sha256": "PACKED",
+    "eval_sha256": "--eval",
+    "config_sha256": "the config of --model",
+}
+
+
+def check_out(out: AnyPath, *, inputs: Iterable[str | AnyPath], overwrite: bool, resume: bool) -> None:
+    """Refuse an `out` that a run with these `inputs` must not write to; to be called before anything is loaded.
+
+    Raises:
+        TreepackError: `out` contains an unfinished run, a finished run, other files, or an input.
+    """
+    started = is_stored(out / RUN)
+    if resume and started:
+        return  # `refuse_differences` compares the runs
+    if not overwrite and started and not is_finished(out):
+        raise TreepackError(
+            f"{out} contains a run that is not complete; continue it with --resume or replace it with --overwrite"
+        )
+    refuse_existing(out, overwrite=overwrite, inputs=inputs)
+
+
+def is_finished(out: AnyPath) -> bool:
+    """Return true if the model in `out` is complete."""
+    return is_stored(out / FINISHED)
+
+
+def num_finished(out: AnyPath) -> int | None:
+    """Return the number of steps of the complete model in `out`, None if there is none.
+
+    Raises:
+        TreepackError: train.json is damaged.
+    """
+    if not is_finished(out):
+        return None
+    record = read_run_record(out / FINISHED)
+    return int(record["num_steps"])
+
+
+def refuse_differences(out: AnyPath, now: Mapping[str, Any], *, unknown: Collection[str] = ()) -> None:
+    """Refuse to resume in `out` a run that differs from the one that started there, naming all differences.
+
+    Args:
+        out: the directory, with a run.json.
+        now: the record of the new run.
+        unknown: names of entries and of options that are not compared, because the new run has not chosen them yet.
+
+    Raises:
+        TreepackError: run.json is damaged, or data, configuration or options differ.
+    """
+    path = out / RUN
+    before = read_run_record(path)
+    try:
+        # Without held-out rows, eval_sha256 is absent. All others must be there.
+        before.setdefault("eval_sha256", None)
+        pairs = [(name, before[name], now.get(name)) for name in _ENTRIES if name not in unknown]
+        different = [_changed_entry(*pair) for pair in pairs if pair[1] != pair[2]]
+        # Both sides must have JSON types, in which a tuple is a list: (0.9, 0.95) -> [0.9, 0.95].
+        old, new = _flat_options(before["options"]), _flat_options(json.loads(json.dumps(now["options"])))
+        for name in sorted({*old, *new} - LENGTH_OPTIONS - set(unknown)):
+            if old.get(name) != new.get(name):
+                different.append(_changed_option(name, old.get(name), new.get(name)))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise TreepackError(f"{path}: is damaged ({error}); remove {out} and start again") from error
+    if different:
+        raise TreepackError(
+            f"{out}: cannot resume: {'; '.join(different)}; restore {'it' if len(different) == 1 else 'them'}, or "
+            "start a new --out"
+        )
+
+
+def _changed_entry(name: str, old: Any, new: Any) -> str:
+    """Return a phrase for an entry of `_ENTRIES` that differs."""
+    if name == "eval_sha256" and None in (old, new):
+        before, now = ("not given" if value is None else "given" for value in (old, new))
+        return f"{_ENTRIES[name]} was {before} when the run started and is {now} now"
+    if name.endswith("_sha256"):
+        return f"{_ENTRIES[name]} has a different content than when the run started"
+    return f"{_ENTRIES[name]} was {old!r} when the run started and is {new!r} now"
+
+
+def _flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by the names of the command line: {"lora": {"rank": 8}, ...} -> {"lora_rank": 8, ...}."""
+    lora = asdict(LoraOptions()) | (options.get("lora") or {})
+    named = {name if name in ("quantize", "merge") else f"lora_{name}": value for name, value in lora.items()}
+    plain = {name: value for name, value in options.items() if name not in ("lora", "objective")}
+    return {"blocks": 1, **plain, **options["objective"], **named}
+
+
+def _changed_option(name: str, old: Any, new: Any) -> str:
+    option = name if name == "betas" else f"--{name.replace('_', '-')}"  # which is no option of the command
+    before, now = ("not given" if value is None else repr(value) for value in (old, new))
+    return f"{option} was {before} when the run started and is {now} now"
+
+
+def files_sha256(entries: Iterable[FileEntry]) -> str:
+    """Return a hash of the parts in a manifest, which has the hash of each: it identifies rows without reading them."""
+    return text_sha256("".join(entry["sha256"] for entry in entries))
+
+
+def text_sha256(text: str) -> str:
+    """Return the sha256 of a text in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_run_record(path: AnyPath) -> dict[str, Any]:
+    """Return the object in run.json or train.json.
+
+    Raises:
+        TreepackError: it is damaged.
+    """
+    try:
+        record = json.loads(read_stored(path) or b"")
+    except (OSError, ValueError, RecursionError) as error:
+        raise TreepackError(f"{path}: is damaged ({error}); remove {path.parent} and start again") from error
+    if not isinstance(record, dict):
+        raise TreepackError(f"{path}: is damaged (no object); remove {path.parent} and start again")
+    return record
