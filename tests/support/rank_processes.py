@@ -17,6 +17,7 @@ import torch
 from torch import distributed, multiprocessing
 
 from support.fresh_processes import PROCESSES
+from support.simulated_device import ScriptedMemory
 from treepack.objectives.objective import Objective, choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
@@ -42,6 +43,7 @@ class Case:
     until: int | None = None
     held_out: Path | None = None
     value_coef: float | None = None
+    memory: ScriptedMemory | None = None  # to plan with, as on GPUs
 
 
 def train_over(size: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
@@ -98,7 +100,12 @@ def _train(ranks: Ranks, case: Case, out: Path) -> None:
         torch.compiler.reset()  # forgets what earlier tests of this process compiled, which would not be traced again
     with counted_graphs() as graphs:
         run = open_run(
-            case.packed, case.model, replace(CPU, objective=objective, **case.changes), ranks, held_out=case.held_out
+            case.packed,
+            case.model,
+            replace(CPU, objective=objective, **case.changes),
+            ranks,
+            held_out=case.held_out,
+            meter=None if case.memory is None else case.memory.meter(ranks.rank),
         )
         records: list[dict[str, Any]] = []
         remarks: list[str] = []

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 
 from treepack.memory.device_memory import MemoryMeter
 from treepack.model.layers import adapted_layers
+from treepack.train.setup.model_probe import LENGTHS
 
 
 @dataclass
@@ -64,6 +66,28 @@ class SimulatedDevice:
 
     def _reset(self) -> None:
         self._peak = 0
+
+
+@dataclass(frozen=True)
+class ScriptedMemory:
+    """Bytes of a token in the passes of `probe_model`, whose order is known, and `free` bytes of each rank.
+
+    Nothing is attached to the model, so the processes of several ranks can use it.
+    """
+
+    free: tuple[int, ...]
+    kept: float
+    recomputed: float
+
+    def meter(self, rank: int) -> MemoryMeter:
+        """Return the meter of a rank; every pass takes a millisecond."""
+        peaks, times = count(), count()
+
+        def peak() -> int:
+            number = next(peaks)  # of each length two passes with every layer recomputed, and two with none
+            return int(LENGTHS[number // 4] * (self.recomputed if number % 4 < 2 else self.kept))
+
+        return MemoryMeter(lambda: 0, peak, lambda: None, lambda: self.free[rank], 0, lambda: next(times) / 1000)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config
 from support.rank_processes import Case, train_over
+from support.simulated_device import ScriptedMemory
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.model.layers import adapted_layers
@@ -148,14 +149,24 @@ def test_pages_of_the_host_are_those_that_a_row_takes(packed: Path, config: Path
 
 
 @pytest.mark.slow
-def test_sharded_layers_are_offloaded_as_in_one_process(packed: Path, config: Path) -> None:
+def test_sharded_layers_are_offloaded_and_planned_as_in_one_process(packed: Path, config: Path) -> None:
     offloaded = {"epochs": 1, "offload_checkpoints": True}
+    # A row of 128 tokens keeps the activations of all layers on the first rank, and of two layers on the second one.
+    memory = ScriptedMemory((200_000_000, 90_000_000), kept=1e6, recomputed=1e5)
+    auto = {"epochs": 1, "compile": False, "carry": None, "loss_chunk": 64}
     cases = [
         Case("plain", packed, config, {"epochs": 1}),
         Case("offloaded", packed, config, offloaded),
         Case("some", packed, config, {**offloaded, "checkpoint_layers": 2, "compile": True}),
+        Case("planned", packed, config, auto, memory=memory),
     ]
     results = train_over(2, packed.parent, cases)
     for name, value in results["plain"]["gradients"].items():
         assert torch.equal(results["offloaded"]["gradients"][name], value)
-        torch.testing.assert_close(results["some"]["gradients"][name], value, rtol=1e-4, atol=1e-6)
+        for other in ("some", "planned"):
+            torch.testing.assert_close(results[other]["gradients"][name], value, rtol=1e-4, atol=1e-6)
+    (line,) = (note for note in results["planned"]["notes"] if note.startswith("checkpoint-layers"))
+    assert line.startswith("checkpoint-layers 1 of 3: a token needs 977 KiB if layers keep")
+    record = json.loads((results["planned"]["out"] / "run.json").read_text())["chosen"]
+    assert (record["checkpoint_layers"], record["carry"], record["compile"]) == (1, None, False)
+    assert line in record["why"]
