@@ -195,5 +195,7 @@ def test_what_cannot_be_drawn_is_refused_and_the_older_picture_stays(tmp_path: P
 
 def test_without_vl_convert_one_sentence_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)  # makes its import fail
-    with pytest.raises(TreepackError, match=r"^curves cannot be drawn \(.*\); run pip install 'treepack\[report\]'$"):
+    with pytest.raises(
+        TreepackError, match=r"^curves cannot be drawn \(.*\); run pip install .*'vl-convert-python>=[\d.]+'$"
+    ):
         draw_curves(write_log(tmp_path / "m", record(1)), tmp_path / "m.png")
