@@ -10,8 +10,22 @@ class TreepackError(Exception):
 
 
 def install_hint(extra: str) -> str:
-    """Return the remedy for a missing package: the command that installs the optional dependencies `extra`."""
-    return f"run pip install 'treepack[{extra}]'"
+    """Return the remedy for a missing package: the command that installs the optional dependencies `extra`.
+
+    It names the packages with their bounds, as the metadata of the installed treepack has them.
+    """
+    import sys
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        needed = requires("treepack") or []
+    except PackageNotFoundError:  # a folder on the path that was never installed
+        return f"install the packages of the extra {extra} in treepack's pyproject.toml"
+    # 'triton>=3.6; sys_platform == "linux" and extra == "train"' -> "'triton>=3.6'" on Linux
+    pairs = [each.replace("'", '"').partition(";")[::2] for each in needed]
+    wanted = [name for name, marker in pairs if f'extra == "{extra}"' in marker]
+    other = {name for name, marker in pairs if "sys_platform" in marker and f'"{sys.platform}"' not in marker}
+    return f"run pip install {' '.join(repr(name.strip()) for name in wanted if name not in other)}"
 
 
 def torch_hint() -> str:

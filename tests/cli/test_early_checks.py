@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from support.paths import ROOT
 from support.wrong_inputs import WRONG_INPUTS, write_inputs
+from treepack.errors import install_hint, torch_hint
 
 # Runs commands in one process: with "absent" torch is not installed, else it can be found and fails when imported.
 PROGRAM = """
@@ -85,10 +87,7 @@ RIGHT = [
     "values fit data --model m.json --out x",
     "rollout rollouts.jsonl --engine m.json --sampler independent --out x.jsonl",
 ]
-REMEDY = (
-    "needs torch, which is not installed; install torch for this machine first (https://pytorch.org), then run pip "
-    "install 'treepack[train]'"
-)
+REMEDY = f"needs torch, which is not installed; {torch_hint()}"
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +108,9 @@ def test_a_public_name_says_that_torch_is_missing() -> None:
     program = "import sys; sys.modules['torch'] = None; import treepack\ntreepack.load_model"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1] == f"treepack.errors.TreepackError: treepack.load_model {REMEDY}"
+
+
+def test_a_remedy_names_the_packages_of_an_extra_with_their_bounds() -> None:
+    assert re.fullmatch(r"run pip install 'torch>=[\d.]+'.*", install_hint("train"))
+    assert re.fullmatch(r"run pip install 'flash-linear-attention==[\d.]+'", install_hint("fla"))
+    assert "https://pytorch.org" in torch_hint()

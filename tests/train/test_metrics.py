@@ -189,7 +189,7 @@ def test_without_tensorboard_one_sentence_names_the_extra(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(
         TreepackError,
-        match=r"^TensorBoard cannot be used \(.*\); run pip install 'treepack\[tensorboard\]'$",
+        match=r"^TensorBoard cannot be used \(.*\); run pip install 'tensorboard>=[\d.]+'$",
     ):
         TensorBoardLog(tmp_path, keep_until=None)
 

@@ -1,4 +1,4 @@
-"""The directories inside an output of `treepack prepare`, which stand for it where one of them is meant.
+"""The directories inside an output of `treepack prepare`: a command that needs one of them takes the output too.
 
 out/trie/  out/packed/  [out/advantages/]
 
@@ -18,7 +18,7 @@ PARTS = ("trie", "packed", "advantages")
 def prepared_part(path: Path, *names: str, alone: bool = False) -> Path | None:
     """Return the first directory of these names inside the output `path` of `treepack prepare`; None if it is none.
 
-    With `alone`, `path` contains nothing but such directories: for a command that reads folders of rollouts too, which
+    With `alone`, `path` must contain nothing but such directories, because a folder of rollouts that a command reads
     may have a trie beside them.
     """
     try:

@@ -80,7 +80,7 @@ def test_roots_writes_the_counts_of_every_prompt_by_id(treepack: Run, tmp_path: 
     predictions = lines(tmp_path / "predictions.jsonl", [*reversed(EXAMPLE_ROOTS), *EXAMPLE_PREFIXES])
     out = tmp_path / f"roots{suffix}"
     done = treepack("allocate", "roots", predictions, "--budget", 4, "--out", out)
-    assert (done.status, done.err, done.out) == (0, "", ROOTS)
+    assert (done.status, done.notes, done.out) == (0, "", ROOTS)
     table = rows(out)
     assert [(row["group_id"], row["num_rollouts"]) for row in table] == [("A", 2), ("B", 0), ("C", 2)]
     assert [row["utility"] for row in table] == pytest.approx([0.5, 0.0, 0.48])
@@ -111,7 +111,7 @@ def test_prefixes_writes_what_to_continue_from_where(treepack: Run, tmp_path: Pa
     pl.DataFrame(EXAMPLE_PREFIXES).write_parquet(predictions)
     command = ("allocate", "prefixes", tmp_path / "trie", "--predictions", predictions, "--expand", 2, "--out")
     done = treepack(*command, tmp_path / "prefixes.jsonl")
-    assert (done.status, done.err, done.out) == (0, "", PREFIXES)
+    assert (done.status, done.notes, done.out) == (0, "", PREFIXES)
     table = rows(tmp_path / "prefixes.jsonl")
     assert [tuple(row.values())[:5] for row in table] == [
         ("A", None, "a", 1, 3),
@@ -141,6 +141,12 @@ def test_predictions_of_another_trie_are_refused(tmp_path: Path, records: list[d
     path = lines(tmp_path / "p.jsonl", records)
     with pytest.raises(TreepackError, match=f"^{re.escape(str(path))}: .*{re.escape(message)}"):
         prefix_table(example(), read_predictions(path), expand=1)
+
+
+@pytest.mark.parametrize("name", ["group_id", "uid", "task_id"])
+def test_a_prompt_is_named_by_any_field_that_names_a_group(tmp_path: Path, name: str) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({name: "A", "value": 0.5}) + "\n")
+    assert read_predictions(tmp_path / "p.jsonl").group_ids == ["A"]
 
 
 def test_turns_may_be_floats_as_pandas_writes_columns_with_missing_integers(tmp_path: Path) -> None:

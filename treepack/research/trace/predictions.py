@@ -19,6 +19,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.files.remote.address import AnyPath
+from treepack.ingest.readers.fields.rollout_facts import GROUPS
 from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.files.records import Record
 from treepack.research.trace.targets import RankCorrelation, TurnPrefixes, recursive_targets, spearman
@@ -59,7 +60,7 @@ def read_predictions(path: str | AnyPath) -> ValuePredictions:
             "predict writes"
         )
     for record in read_records(str(path)):
-        group, value = _text(record, "group_id"), _value(record)
+        group, value = _text(record, _group_name(record)), _value(record)
         turn = record.value.get("turn")
         if isinstance(turn, float) and math.isnan(turn):  # some Parquet writers store a missing integer as NaN
             record.value["turn"] = turn = None
@@ -81,6 +82,11 @@ def read_predictions(path: str | AnyPath) -> ValuePredictions:
         prefixes,
         groups,
     )
+
+
+def _group_name(record: Record) -> str:
+    """Return the field with the group: `group_id`, or another of the names that rollouts have for it."""
+    return next((name for name in ("group_id", *GROUPS) if record.value.get(name) is not None), "group_id")
 
 
 def _text(record: Record, name: str) -> str:
