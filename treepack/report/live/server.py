@@ -68,10 +68,6 @@ class RunServer:
             raise TreepackError(f"127.0.0.1: no port can be opened ({error.strerror or error})") from error
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/{self.token}/"
 
-    @property
-    def is_stopped(self) -> bool:
-        return self._stopped.is_set()
-
     def serve(self) -> None:
         """Answer viewers until `stop` is called from another thread or by a signal; then send them the last news.
 
@@ -192,7 +188,7 @@ def _handler(run: RunServer) -> type[BaseHTTPRequestHandler]:
                 place = message.place
                 head = f"id: {run.token}-{place.view}-{place.num_steps}\nevent: {message.event}\ndata: "
                 self.wfile.write(head.encode() + message.content + b"\n\n")
-                if run.is_stopped:
+                if message.is_last:
                     self.wfile.write(b"event: end\ndata: {}\n\n")
                     return
 

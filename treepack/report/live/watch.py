@@ -44,11 +44,12 @@ class ViewerPlace:
 
 @dataclass(frozen=True, slots=True)
 class ViewerMessage:
-    """A message for a viewer, as JSON, and its place afterwards."""
+    """A message for a viewer, as JSON, its place afterwards, and whether no other message follows."""
 
     event: str
     content: bytes
     place: ViewerPlace
+    is_last: bool
 
 
 class RunWatch:
@@ -69,6 +70,7 @@ class RunWatch:
         self._tail, self.series = MetricsTail(folder.metrics), RunSeries()
         self._changed, self._reading = threading.Condition(), threading.Lock()
         self._state, self._resumes = RunState("waiting"), list[str]()
+        self._closed = False
         self._cached: OrderedDict[int, bytes] = OrderedDict()
         self.rows: ScheduledRows | None = None
         self.texts: RolloutTexts | None = None
@@ -140,9 +142,9 @@ class RunWatch:
             missed = now.num_steps - place.num_steps
             if place.view != now.view or not 0 <= missed <= 2 * MAX_NEW:
                 event = "reset" if self._is_reset and place.view else "snapshot"
-                return ViewerMessage(event, as_bytes(self.snapshot()), now)
+                return ViewerMessage(event, as_bytes(self.snapshot()), now, self._closed)
             new = self.view.new_data(self.series, place.num_steps) if missed else {}
-            return ViewerMessage("steps", as_bytes({"facts": facts, "data": new}), now)
+            return ViewerMessage("steps", as_bytes({"facts": facts, "data": new}), now, self._closed)
 
     def snapshot(self) -> dict[str, Any]:
         """Return everything that a page shows except the explorer, as JSON values."""
@@ -171,8 +173,9 @@ class RunWatch:
             return self._cached[step]
 
     def close(self) -> None:
-        """Wake all viewers, and close the files."""
+        """Wake all viewers for the last message, and close the files."""
         with self._changed:
+            self._closed = True
             self._version += 1
             self._changed.notify_all()
             self._tail.close()
