@@ -13,7 +13,7 @@ from .output import percent, say, show_figures, show_notes, show_table, text
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
 CARRY_NOTES = (
-    "rows: maximum tokens, or whole trees; without --carry, but with --checkpoint-layers auto",
+    "rows: maximum tokens, or whole trees; without --carry, with as few layers recomputed as the device demands",
     "path: GiB of the longest carried path",
 )
 CONTRASTS = {

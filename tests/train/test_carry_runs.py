@@ -198,14 +198,14 @@ def test_recorded_values_are_compared_in_pieces_too(packed: Path, config: Path) 
     assert pieces.num_terms == whole.num_terms > 0
 
 
-def test_a_lack_of_memory_in_pieces_names_a_smaller_piece(packed: Path, config: Path, tmp_path: Path) -> None:
+def test_a_lack_of_memory_in_pieces_names_the_smallest_plan(packed: Path, config: Path, tmp_path: Path) -> None:
     run = open_run(packed, config, replace(OPTIONS, carry=5))
 
     def fails(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     run.loaded.model.base_model.layers[1].register_forward_hook(fails)
-    with pytest.raises(TreepackError, match=r"out of memory in row \d+ of \d+ tokens.* in pieces of 5; train with --c"):
+    with pytest.raises(TreepackError, match=r"out of memory in row \d+ of \d+ tokens.* in pieces of 5 with the smallest plan"):
         go(run, tmp_path / "out")
 
 

@@ -2,7 +2,7 @@
 
     RowsToCarry, ... --carried_report--> {"lines": [{"capacity": 65536, "hours_rows": ..., "hours_carry": ...}], ...}
 
-Without --carry, as few layers are recomputed as the device demands, as with --checkpoint-layers auto. With it, the
+Without --carry, as few layers are recomputed as the device demands, as a run chooses them. With it, the
 size of a piece is the largest of `PIECES` that fits the device. If the carried path leaves room only for pieces below
 `MIN_PIECE_WITH_PATH`, the path waits in host memory, except for two layers. Hours include the operations that run
 twice, at the rate of rows with checkpointing. They leave out waiting for copies.

@@ -20,7 +20,7 @@ SEMANTICS = ("branch", "once")
 NORMALIZE = ("token", "trajectory", "group")
 
 # The end of the sentences that refuse trajectories longer than the capacity.
-ANY_LENGTH = "train --carry auto trains rows of any length, so memory is not a reason to drop or truncate trajectories"
+ANY_LENGTH = "train runs rows of any length in pieces, so memory is not a reason to drop or truncate trajectories"
 
 MAX_CAPACITY = 2**31 - 1  # columns count the tokens of a row in 32 bits
 MAX_BUDGET = 10**18  # a sum of nine budgets still fits int64
@@ -80,7 +80,7 @@ class PackOptions:
     too_long: str = option(
         "error",
         "How to treat a trajectory longer than the capacity. Memory is no reason to drop or truncate it: raise the "
-        "capacity, and train with --carry auto.",
+        "capacity, and train runs long rows in pieces.",
         choices=TOO_LONG,
     )
     semantics: str = option("branch", "A shared trained token counts for every trajectory, or once.", choices=SEMANTICS)

@@ -100,10 +100,14 @@ class FittingRun:
                 result = attempt()
                 break
             except TreepackError as error:
-                smaller = smaller_run(self.run) if is_memory_error(error.__cause__ or error) else None
-                if smaller is None:
+                if not is_memory_error(error.__cause__ or error) or self.run.loaded.root is not None:
                     raise
-                place = str(error).partition(";")[0]
+                place, smaller = str(error).partition(";")[0], smaller_run(self.run)
+                if smaller is None:
+                    raise TreepackError(
+                        f"{place} with the smallest plan ({plan_in_words(_plan_of(self.run))}); pack with a smaller "
+                        "--capacity, or train with --lora-rank, --optimizer adamw-8bit or on more GPUs"
+                    ) from error
             # Here the error is gone, whose frames keep the tensors of the pass.
             self.close()
             self._optimiser.zero_grad(set_to_none=True)
@@ -124,8 +128,6 @@ class FittingRun:
 def smaller_run(run: TrainingRun) -> TrainingRun | None:
     """Return the run with the next smaller plan, which its model follows from now on; None if there is none."""
     loaded, runs = run.loaded, [run, *([] if run.held_out is None else [run.held_out])]
-    if loaded.root is not None:
-        return None
     adapted = adapted_layers(loaded.causal)
     plan = smaller_plan(
         _plan_of(run),

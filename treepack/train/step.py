@@ -309,7 +309,7 @@ def step_memory_errors(batch: Batch | None = None, *, carry: int | str | None = 
     if batch.edges is not None:
         shorter = f"train with --pass-tokens {_half(batch.num_tokens)}, {others}"
         return memory_errors(f"{place}, which are one pass", shorter)
-    return memory_errors(place, f"pack with --capacity {_half(batch.num_tokens)}, or train with --carry auto, {others}")
+    return memory_errors(place, f"pack with --capacity {_half(batch.num_tokens)}, or train with {others}")
 
 
 def _half(tokens: int) -> int:

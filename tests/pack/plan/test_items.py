@@ -65,8 +65,8 @@ def test_trajectories_over_a_limit_are_counted_over_all_tries() -> None:
         ExcessTrajectories("loss terms", 99, "c", 1),
     ]
     sentence = (
-        "trajectory b has 20 tokens, capacity is 10 (3 such in total); raise the capacity: train --carry auto trains "
-        "rows of any length, so memory is not a reason to drop or truncate trajectories"
+        "trajectory b has 20 tokens, capacity is 10 (3 such in total); raise the capacity: train runs rows "
+        "of any length in pieces, so memory is not a reason to drop or truncate trajectories"
     )
     with pytest.raises(TreepackError) as error:
         refuse_excesses(parts, RowLimits(10, terms=5))
