@@ -122,7 +122,7 @@ def packings(samples: Sequence[Rollout], objective: Objective) -> list[list[int]
 
 
 @pytest.mark.parametrize("case", [*CASES, *SMOOTH_CASES], ids=lambda case: "-".join(map(str, case.values())))
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind: str, case: dict[str, Any]) -> None:
     objective = choose_objective(**case)
     samples = rollouts(kind)
@@ -142,7 +142,7 @@ def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind
         assert 0 < means.get("masked", 0.5) < 1
 
 
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("sft", "value")])
 def test_loss_and_gradients_agree_on_any_tree(tmp_path: Path, name: str, seed: int) -> None:
     objective = choose_objective(name)
