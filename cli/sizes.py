@@ -68,7 +68,7 @@ class LayerCount(click.ParamType[Any]):
         if value in ("all", "auto"):
             return str(value)
         if not re.fullmatch("[0-9]+", str(value)):
-            self.fail(f"{value!r} is neither a number of layers, nor all or auto", param, ctx)
+            self.fail(f"{value!r} is not a number of layers, all or auto", param, ctx)
         return int(value)
 
 

@@ -37,5 +37,5 @@ def test_sizes_of_pieces_and_numbers_of_layers_have_words() -> None:
 def test_other_words_are_wrong_usage_that_names_the_known_ones(text: str) -> None:
     with pytest.raises(click.BadParameter, match="a number of tokens such as 8192 or 8k, nor auto or off"):
         sizes.KINDS["carry"].convert(text, None, None)
-    with pytest.raises(click.BadParameter, match="neither a number of layers nor auto"):
+    with pytest.raises(click.BadParameter, match="is not a number of layers, all or auto"):
         sizes.KINDS["checkpoint_layers"].convert(text, None, None)

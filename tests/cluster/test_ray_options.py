@@ -69,7 +69,7 @@ def test_without_ray_the_command_says_how_to_install_it(
     rollouts = SAMPLE_DATA / "chat.jsonl"
     result = treepack("build-trie", rollouts, "--out", tmp_path / "trie", "--ray", "auto")
     assert result.status == 1
-    assert "--ray needs Ray, which is not installed; run pip install '.[ray]'" in result.err
+    assert "--ray needs Ray, which is not installed; run pip install 'ray[client,data]>=" in result.err
     assert not (tmp_path / "trie").exists()
 
 

@@ -351,7 +351,5 @@ def test_a_missing_package_is_one_sentence_with_its_command(
     base: Path, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
 ) -> None:
     monkeypatch.setattr("treepack.model.adapters.adapter.find_spec", lambda name: None if name == package else object())
-    with pytest.raises(
-        TreepackError, match=rf"needs {package}, which is not installed; run pip install '\.\[{extra}\]"
-    ):
+    with pytest.raises(TreepackError, match=rf"needs {package}, which is not installed; run pip install '{package}>="):
         load_model(base, lora=LoraOptions(rank=2, quantize="nf4"))

@@ -205,7 +205,9 @@ def test_a_lack_of_memory_in_pieces_names_the_smallest_plan(packed: Path, config
         raise torch.OutOfMemoryError("no memory")
 
     run.loaded.model.base_model.layers[1].register_forward_hook(fails)
-    with pytest.raises(TreepackError, match=r"out of memory in row \d+ of \d+ tokens.* in pieces of 5 with the smallest plan"):
+    with pytest.raises(
+        TreepackError, match=r"out of memory in row \d+ of \d+ tokens.* in pieces of 5 with the smallest plan"
+    ):
         go(run, tmp_path / "out")
 
 

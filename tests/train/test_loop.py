@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -236,7 +237,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_and_name_the_rows(
     assert set(named.split(", ")) == {str(run.dataset.row_ids[row]) for row in bad}
 
 
-def test_out_of_memory_names_the_row_and_a_capacity(packed: Path, config: Path, tmp_path: Path) -> None:
+def test_out_of_memory_names_the_row_and_a_remedy(packed: Path, config: Path, tmp_path: Path) -> None:
     run = open_run(packed, config, replace(CPU, pass_tokens=1))
 
     def fails(*_: Any) -> None:
@@ -245,23 +246,28 @@ def test_out_of_memory_names_the_row_and_a_capacity(packed: Path, config: Path, 
     run.loaded.model.base_model.layers[1].register_forward_hook(fails)
     # The row with most tokens is computed first, so it is the row of the error.
     row = max(run.schedule[0].rows, key=lambda row: int(run.dataset.num_tokens[row]))
-    expected = (
-        f"out of memory in row {run.dataset.row_ids[row]} of {run.dataset.num_tokens[row]} tokens; pack with --cap"
-    )
+    place = f"out of memory in row {run.dataset.row_ids[row]} of {run.dataset.num_tokens[row]} tokens"
+    expected = rf"{place} with the smallest plan \(.*\); pack with a smaller --capacity"
     with pytest.raises(TreepackError, match=expected):
         list(train(run, tmp_path / "out"))
 
 
-def test_out_of_memory_in_joined_rows_names_them_and_a_shorter_pass(packed: Path, config: Path, tmp_path: Path) -> None:
+def test_out_of_memory_in_joined_rows_names_them_and_makes_shorter_passes(
+    packed: Path, config: Path, tmp_path: Path
+) -> None:
     run = open_run(packed, config, replace(CPU, pass_tokens=4096))
 
     def fails(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     run.loaded.model.base_model.layers[1].register_forward_hook(fails)
-    expected = r"out of memory in rows \d.* and \d+ of [\d,]+ tokens, which are one pass; train with --pass-tokens \d+"
-    with pytest.raises(TreepackError, match=expected):
-        list(train(run, tmp_path / "out"))
+    notes: list[str] = []
+    with pytest.raises(TreepackError, match=r"^out of memory in row \d+ of \d+ tokens with the smallest plan"):
+        list(train(run, tmp_path / "out", note=notes.append))
+    expected = (
+        r"out of memory in rows \d.* and \d+ of [\d,]+ tokens, which are one pass; it runs again .* of 2,048 tokens"
+    )
+    assert re.match(expected, notes[0])
 
 
 def test_out_of_memory_in_the_update_is_one_sentence(packed: Path, config: Path, tmp_path: Path) -> None:
@@ -269,7 +275,7 @@ def test_out_of_memory_in_the_update_is_one_sentence(packed: Path, config: Path,
         raise torch.OutOfMemoryError("no memory")
 
     handle = register_optimizer_step_pre_hook(fails)
-    with pytest.raises(TreepackError, match="out of memory in the update of the weights; train on more GPUs"):
+    with pytest.raises(TreepackError, match="out of memory in the update of the weights with the smallest plan"):
         list(train(open_run(packed, config, CPU), tmp_path / "out"))
     handle.remove()
 

@@ -247,7 +247,7 @@ def test_rollouts_without_any_routes_are_counted(treepack: Run, tmp_path: Path) 
     done = treepack("build-trie", path, "--out", tmp_path / "trie", "--keep-routes")
     text = " ".join(done.out.split())
     assert "recorded for 4 tokens, " in text
-    assert ", and for no token of 2 samples, which share no token with others;" in text
+    assert ", and for no token of 2 trajectories, which share no token with others;" in text
     path.write_text(json.dumps(lines[2]) + "\n")
     done = treepack("build-trie", path, "--out", tmp_path / "none", "--keep-routes")
     assert (done.status, "no rollout has recorded routes" in done.err) == (1, True)

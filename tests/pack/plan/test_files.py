@@ -160,7 +160,7 @@ def test_budgets_and_ranks_are_kept_and_recorded(treepack: Run, trie: Path, tmp_
     assert isinstance(report["row_pairs"], dict)
     assert (report["num_rows"], report["row_pairs"]["max"]) == (3, 24)
     assert report["pairs_max_over_mean"] == report["group_pairs_max_over_mean"] == 1
-    assert treepack("stats", tmp_path / "p")[1].count("pairs_budget") == 1
+    assert treepack("stats", tmp_path / "p", "--verbose")[1].count("pairs_budget") == 1
 
 
 def test_too_few_trajectories_for_the_ranks_is_one_sentence(treepack: Run, trie: Path, tmp_path: Path) -> None:

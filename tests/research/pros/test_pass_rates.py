@@ -234,7 +234,7 @@ def test_estimates_depend_on_the_seed_and_not_on_threads(monkeypatch: pytest.Mon
         (lambda: OddsPrior(mu=float("nan")), "mu is nan; expected log-odds between -30 and 30"),
         (lambda: OddsPrior(tau=0.0), "tau is 0.0; expected a deviation between 0.001 and 1000"),
         (lambda: OddsPrior(sigma=-1.0), "sigma is -1.0; expected a deviation"),
-        (lambda: GibbsLength(sweeps=0), "sweeps is 0; expected 1 or more"),
+        (lambda: GibbsLength(sweeps=0), "sweeps is 0; expected at least 1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(call: Any, message: str) -> None:
