@@ -267,7 +267,7 @@ def test_out_of_memory_in_joined_rows_names_them_and_makes_shorter_passes(
     expected = (
         r"out of memory in rows \d.* and \d+ of [\d,]+ tokens, which are one pass; it runs again .* of 2,048 tokens"
     )
-    assert re.match(expected, notes[0])
+    assert any(re.match(expected, note) for note in notes)
 
 
 def test_out_of_memory_in_the_update_is_one_sentence(packed: Path, config: Path, tmp_path: Path) -> None:
