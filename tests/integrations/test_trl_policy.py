@@ -161,7 +161,6 @@ def test_the_auxiliary_loss_of_experts_is_refused(refused: Callable[..., Any]) -
         refused(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)))
 
 
-@pytest.mark.slow
 def test_rollouts_with_tools_train_as_they_do_without_treepack(runs: Any, model: str, tmp_path: Path) -> None:
     settings = {"more": runs.with_tools(), "max_completion_length": 200}
     tree, flat = runs.train_both(model, tmp_path, base=runs.CannedTools, **settings)
