@@ -111,7 +111,7 @@ def test_the_api_of_a_server_is_found(servers: VllmServers) -> None:
 
 
 def test_raw_log_probabilities_are_refused_at_temperature_0_7(servers: VllmServers) -> None:
-    with pytest.raises(EngineError, match=r"not of 0\.7; start it with --logprobs-mode processed_logprobs"):
+    with pytest.raises(EngineError, match=r"not to 0\.7; start it with --logprobs-mode processed_logprobs"):
         use(servers.default, tree_of)
 
 
