@@ -342,7 +342,7 @@ def smaller_plan(plan: RunPlan, longest: int, num_layers: int, *, can_carry: boo
         return replace(plan, pass_tokens=max(1, tokens // 2))
     size = smaller_piece(min(longest, plan.carry or longest))
     if can_carry and size >= SMALLEST_PIECE:
-        return replace(plan, carry=size, pieces=None)
+        return replace(plan, carry=size, pass_tokens=min(tokens, size), pieces=None)  # a pass is no longer than a piece
     if plan.loss_chunk > SMALLEST_CHUNK:
         return replace(plan, loss_chunk=max(SMALLEST_CHUNK, plan.loss_chunk // 2))
     return None
