@@ -157,20 +157,25 @@ def train_model(
 
 
 def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_options: RunOptions) -> None:
-    """Print what a new run chooses, and write nothing.
+    """Print the choices of a new run, without its steps and its output.
 
     Raises:
         TreepackError: an option, the data or the model cannot be used, or no plan fits into memory.
     """
+    from treepack.train.early_checks import check_training
+
+    held_out = run_options.held_out
+    check_training(packed, model, options, held_out=() if held_out is None else (held_out,))
     import_torch()
     from treepack.train.ranks import find_device, join_ranks, leave_ranks
     from treepack.train.saving.choices import NAMES
     from treepack.train.setup.opening import open_run
 
+    keep_compiled_code()  # compiled code that is there decides whether compilation pays
     ranks = join_ranks(find_device(options.device))
     try:
         with stage_lines(shown=ranks.leads):
-            run = open_run(packed, model, options, ranks, held_out=run_options.held_out)
+            run = open_run(packed, model, options, ranks, held_out=held_out)
         for note in run.notes:
             _note(ranks, note)
         if ranks.leads:
@@ -298,7 +303,7 @@ def _step_values(metrics: StepMetrics) -> dict[str, str]:
     """Return the values of a step for its line."""
     held_out = metrics.evaluation.get("eval_loss")
     return {
-        "loss": f"{metrics.loss:.4f}",
+        "loss": f"{metrics.loss:z.4f}",
         **{name: f"{value:.3g}" for name, value in _named_means(metrics).items()},
         **({} if held_out is None else {"held-out loss": f"{held_out:.4f}"}),
         "lr": f"{metrics.lr:.3g}",
