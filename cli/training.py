@@ -24,8 +24,9 @@ import click
 from treepack.files.remote.address import AnyPath
 
 from .output import lock_until_end, quoted, show, show_end
-from .progress import is_quiet, short, step_progress
+from .progress import is_quiet, step_progress
 from .run_options import RunOptions
+from .run_summary import run_summary, step_values
 from .streams import printable
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def _train_in(
         _note(ranks, note)
     with _catch_sigterm() as stop:
         steps = _run_steps(run, place, stop, run_options, overwrite=overwrite)
-    return _summary(run, place.out, steps)
+    return run_summary(run, place.out, steps)
 
 
 def _run_steps(
@@ -282,7 +283,7 @@ def _run_steps(
             if run.ranks.leads:
                 # The time left is estimated without the first step, which compiles.
                 report = report or stack.enter_context(step_progress("training", len(run.schedule), first=metrics.step))
-                report(metrics.step, _step_values(metrics))
+                report(metrics.step, step_values(metrics))
             if metrics.skipped_rows:  # above the bar, at the time it happens
                 _note(run.ranks, f"step {metrics.step} was skipped: not finite in rows {metrics.skipped_rows}")
     return steps
@@ -297,41 +298,6 @@ def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, *, done
     note = partial(_note, run.ranks)
     described = SinkRun(place.folder, run_options.project, name, tracker_id(place), config, done, note)
     return Sinks(run_options.sinks, described, note)
-
-
-def _step_values(metrics: StepMetrics) -> dict[str, str]:
-    """Return the values of a step for its line."""
-    held_out = metrics.evaluation.get("eval_loss")
-    return {
-        "loss": f"{metrics.loss:z.4f}",
-        **{name: f"{value:.3g}" for name, value in _named_means(metrics).items()},
-        **({} if held_out is None else {"held-out loss": f"{held_out:.4f}"}),
-        "lr": f"{metrics.lr:.3g}",
-        "grad norm": f"{metrics.grad_norm:.3g}",
-        "tok/s": short(metrics.tokens_per_second),
-        "flat tok/s": short(metrics.tokens_flat_per_second),
-    }
-
-
-def _named_means(metrics: StepMetrics) -> dict[str, float]:
-    """Return the means of a step that are watched in reinforcement learning and with preferences, by their names."""
-    means = metrics.means
-    named: dict[str, float] = {name: means[name] for name in ("reward", "accuracy", "margin") if name in means}
-    if "clip_fraction_low" in means:
-        # kl is that to the reference, with --kl; old_kl is that to the policy that the old log-probabilities are of.
-        named |= {"KL": means["kl"]} if "kl" in means else {"KL to the old policy": means["old_kl"]}
-        named |= {"entropy": means["entropy"]}
-        named |= {"clip share": means["clip_fraction_low"] + means["clip_fraction_high"]}
-    return named
-
-
-def _outcome(steps: list[StepMetrics]) -> dict[str, Any]:
-    """Return the lines of the summary about the first and the last step: the loss, or the means that say more."""
-    first, last = (_named_means(steps[place]) for place in (0, -1))
-    # The loss of a policy is about 0 in every step, whatever it learns.
-    losses = {} if "clip_fraction_low" in steps[0].means else {"first loss": steps[0].loss, "last loss": steps[-1].loss}
-    names = [name for name in first if name in last]
-    return losses | {f"{name}, first and last": f"{first[name]:.4g}, {last[name]:.4g}" for name in names}
 
 
 def _require_extras(run_options: RunOptions) -> None:
@@ -360,60 +326,3 @@ def _catch_sigterm() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(received)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dict[str, Any]:
-    """Return the lines of the summary."""
-    from treepack.train.saving.run_record import is_finished
-
-    record: dict[str, Any] = {"steps": len(steps), "attention": run.loaded.attention}
-    if run.ranks.grouped:
-        record["ranks"] = run.ranks.size
-    if steps:  # none if the run was already complete
-        seconds = sum(metrics.seconds for metrics in steps)
-        tokens, flat = (sum(getattr(metrics, name) for metrics in steps) for name in ("tokens", "tokens_flat"))
-        record |= {
-            **_outcome(steps),
-            "tokens computed": tokens,
-            "tokens if each trajectory is computed alone": flat,
-            "tokens per second": tokens / seconds,
-            "flat-equivalent tokens per second": flat / seconds,
-            "time spent waiting for rows": f"{sum(metrics.wait_seconds for metrics in steps) / seconds:.1%}",
-        }
-        record |= _passes(run, steps) | _peaks(run)
-        evaluations = [(each.evaluation["eval_loss"], each.step) for each in steps if each.evaluation]
-        if evaluations:
-            loss, step = min(evaluations)
-            record |= {"last held-out loss": evaluations[-1][0], "lowest held-out loss": f"{loss:.4f} at step {step}"}
-        skipped = sum(bool(metrics.skipped_rows) for metrics in steps)
-        record |= {"skipped steps": skipped} if skipped else {}
-    # Only SIGTERM ends a run early without an error, and only after a step: `steps` has at least one.
-    if is_finished(out):
-        record["saved"] = str(out)
-    else:
-        record["stopped"] = f"after step {steps[-1].step} of {len(run.schedule)}; continue with --resume"
-    return record
-
-
-def _passes(run: TrainingRun, steps: list[StepMetrics]) -> dict[str, Any]:
-    """Return the lines about rows in pieces; none for a run without --carry."""
-    if run.options.carry is None:
-        return {}
-    forward, backward = (sum(each.passes[name] for each in steps) for name in ("tokens_forward", "tokens_backward"))
-    return {"tokens of a piece": run.options.carry, "tokens forward": forward, "tokens backward": backward}
-
-
-def _peaks(run: TrainingRun) -> dict[str, int]:
-    """Return the lines about memory on the GPU of this rank; none for a run that keeps all its tensors there."""
-    import torch
-
-    from treepack.model.layers import adapted_layers
-
-    options, adapted = run.options, adapted_layers(run.loaded.causal)
-    if run.loaded.device.type != "cuda" or (options.carry is None and not options.offload_checkpoints):
-        return {}
-    pinned = 0 if run.carry_memory is None else run.carry_memory.num_bytes
-    if adapted is not None and adapted.offload is not None:
-        pinned += adapted.offload.pages.num_bytes
-    peak = torch.cuda.max_memory_allocated(run.loaded.device)
-    return {"peak of GPU memory in bytes": peak, "pinned host memory in bytes": pinned}

@@ -7,7 +7,7 @@ from typing import Any
 
 from treepack.train.step import StepMetrics
 
-training = import_module("treepack_cli.training")
+summary = import_module("treepack_cli.run_summary")
 
 MEANS = {"ratio": 1.0, "clip_fraction_low": 0.25, "clip_fraction_high": 0.125, "old_kl": 0.5, "entropy": 2.0}
 
@@ -19,18 +19,18 @@ def metrics(loss: float, **means: float) -> StepMetrics:
 
 
 def test_a_step_of_a_policy_shows_reward_divergence_entropy_and_clip_share() -> None:
-    values = training._step_values(metrics(0.0, reward=0.5, **MEANS))
+    values = summary.step_values(metrics(0.0, reward=0.5, **MEANS))
     chosen = {name: values[name] for name in ("reward", "KL to the old policy", "entropy", "clip share")}
     assert chosen == {"reward": "0.5", "KL to the old policy": "0.5", "entropy": "2", "clip share": "0.375"}
-    with_reference = training._step_values(metrics(0.0, kl=0.75, **MEANS))
+    with_reference = summary.step_values(metrics(0.0, kl=0.75, **MEANS))
     assert (with_reference["KL"], "KL to the old policy" in with_reference) == ("0.75", False)
 
 
 def test_the_summary_of_a_policy_has_its_means_and_that_of_others_the_loss() -> None:
     steps = [metrics(0.0, reward=0.5, **MEANS), metrics(0.0, reward=0.75, **MEANS)]
-    shown = training._outcome(steps)
+    shown = summary._outcome(steps)
     assert shown["reward, first and last"] == "0.5, 0.75"
     assert "first loss" not in shown
-    assert training._outcome([metrics(2.0), metrics(1.0)]) == {"first loss": 2.0, "last loss": 1.0}
-    pairs = training._outcome([metrics(0.7, accuracy=0.5, margin=0.0)])
+    assert summary._outcome([metrics(2.0), metrics(1.0)]) == {"first loss": 2.0, "last loss": 1.0}
+    pairs = summary._outcome([metrics(0.7, accuracy=0.5, margin=0.0)])
     assert pairs["accuracy, first and last"] == "0.5, 0.5"
