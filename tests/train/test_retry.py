@@ -95,15 +95,14 @@ def test_a_step_that_fails_runs_again_with_more_recomputed_layers(
     assert_equal_runs((steps, saved(run, tmp_path / "out.pt")), undisturbed)
     (note,) = notes
     assert note.startswith("out of memory in row")
-    assert "it runs again with a smaller plan: 1 layers recomputed, whole rows" in note
+    assert "it runs again with a smaller plan: 1 layer recomputed, whole rows" in note
     adapted = adapted_layers(run.loaded.causal)
     assert adapted is not None
     assert adapted.recomputed == 1
     record = json.loads((tmp_path / "out" / "run.json").read_text())["chosen"]
     assert record["checkpoint_layers"] == 1
     assert record["why"] == [
-        "a smaller plan, because memory ran out: 1 layers recomputed, whole rows, passes of 1 tokens, logits of 2,048 "
-        "targets"
+        "a smaller plan, because memory ran out: 1 layer recomputed, whole rows, not joined, logits of 2,048 targets"
     ]
     assert json.loads((tmp_path / "out" / "train.json").read_text())["options"]["checkpoint_layers"] == 1
 
@@ -189,7 +188,7 @@ def test_a_run_ends_if_no_smaller_plan_is_left(opened: Callable[..., TrainingRun
     in_forward(run, Failing(3, last=10**6))
     with pytest.raises(TreepackError, match=r"^out of memory in row \d+ of \d+ tokens.* with the smallest plan \("):
         go(run, tmp_path / "out", notes)
-    assert notes[-1].endswith("2 layers recomputed, whole rows, passes of 1 tokens, logits of 64 targets")
+    assert notes[-1].endswith("2 layers recomputed, whole rows, not joined, logits of 64 targets")
 
 
 def test_other_errors_are_not_tried_again(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:

@@ -354,13 +354,12 @@ def smaller_piece(tokens: int) -> int:
 
 
 def plan_in_words(plan: RunPlan) -> str:
-    """Return the plan in words: "8 layers recomputed, whole rows, passes of 4,096 tokens, chunks of 512 logits"."""
+    """Return the plan in words: "1 layer recomputed, whole rows, passes of 4,096 tokens, logits of 512 targets"."""
+    layers = "1 layer" if plan.checkpoint_layers == 1 else f"{plan.checkpoint_layers} layers"
     rows = "whole rows" if plan.carry is None else f"pieces of {plan.carry:,} tokens"
     where = " in host memory" if plan.offload_checkpoints else ""
-    return (
-        f"{plan.checkpoint_layers} layers recomputed{where}, {rows}, passes of {plan.pass_tokens:,} tokens, logits of "
-        f"{plan.loss_chunk:,} targets"
-    )
+    passes = "not joined" if plan.pass_tokens == 1 else f"passes of {plan.pass_tokens:,} tokens"
+    return f"{layers} recomputed{where}, {rows}, {passes}, logits of {plan.loss_chunk:,} targets"
 
 
 def gib(num_bytes: float) -> str:
