@@ -88,7 +88,7 @@ from treepack.data.batch import TermTensors
 from treepack.errors import TreepackError
 from treepack.files.column_remedies import REMEDIES
 from treepack.objectives.objective import Objective
-from treepack.objectives.policy_terms import TERM_MEANS, term_sums
+from treepack.objectives.policy_terms import SAMPLER_KL, SAMPLER_WEIGHT, TERM_MEANS, term_sums
 from treepack.objectives.preferences import PAIR_MEANS, dpo_loss
 from treepack.objectives.term_slices import TERM_CHUNK, term_slices
 from treepack.objectives.trajectory_ratios import trajectory_ratios
@@ -149,11 +149,23 @@ def step_means(sums: dict[str, float]) -> dict[str, float]:
     """Return the means of a step from the summed sums of `objective_loss` of its rows; empty without any."""
     weight = sums.get("weight", 1.0)  # total weight of the terms, or pairs
     means = explain_variance({name: value / weight for name, value in sums.items() if name != "weight"})
+    means = _sampler_means(means)
     square = means.pop("importance_square", None)
     if square is None:
         return means
     # (sum w m)^2 / (sum w sum w m^2): the share of the terms that would count as much with equal weights
     return {**means, "effective_sample_size": means["importance"] ** 2 / square if square else 0.0}
+
+
+def _sampler_means(means: dict[str, float]) -> dict[str, float]:
+    """Return the means with the divergence from the sampler: over all known terms, and by their positions."""
+    others = dict(means)
+    divergences = [others.pop(name, 0.0) for name in SAMPLER_KL]
+    weights = [others.pop(name, 0.0) for name in SAMPLER_WEIGHT]
+    if not sum(weights):
+        return others
+    parts = {name: kl / w for name, kl, w in zip(SAMPLER_KL, divergences, weights, strict=True) if w}
+    return {**others, "sampler_kl": sum(divergences) / sum(weights), **(parts if len(parts) > 1 else {})}
 
 
 def _policy_loss(
@@ -206,7 +218,7 @@ def sum_names(objective: Objective) -> tuple[str, ...]:
 
 def _policy_means(objective: Objective) -> tuple[str, ...]:
     absent = set() if objective.kl else {"kl"}
-    absent |= set() if objective.corrects_sampler else {"importance", "importance_square", "sampler_kl"}
+    absent |= set() if objective.corrects_sampler else {"importance", "importance_square"}
     absent |= set() if objective.importance_cap is not None else {"truncated"}
     absent |= set() if objective.importance_mask or objective.sequence_mask is not None else {"masked"}
     return tuple(name for name in TERM_MEANS if name not in absent)

@@ -182,6 +182,7 @@ class TrainOptions:
         del record["objective"]["preset"]  # a name for values that the record has anyway
         if self.objective.importance_mask is not None:
             record["objective"]["importance_mask"] = list(self.objective.importance_mask)
+        record["objective"]["loss_constants"] = dict(self.objective.loss_constants)
         if not self.objective.has_values:
             del record["objective"]["value_coef"], record["objective"]["value_clip"]
         if self.blocks in (None, 1):
