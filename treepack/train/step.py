@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Iterable
@@ -25,12 +24,11 @@ from treepack.data.transfers import sent
 from treepack.memory.shortage import memory_errors
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.experts.weights import cast_once
-from treepack.model.forward import hidden_states, prepare_batch
 from treepack.objectives.losses import step_means, sum_names
 from treepack.objectives.row_numbers import LossPart, RowResult
 from treepack.train.optimiser import prepare_states
 from treepack.train.passes import Pass
-from treepack.train.pieces import has_long_rows, lower_precision, row_runner
+from treepack.train.pieces import has_long_rows, row_runner
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import learning_rate
 from treepack.train.sharding import summing_gradients, whole_weights
@@ -275,9 +273,8 @@ def _count_routes(run: TrainingRun, balance: RouterBalance, batches: list[Batch]
     """Count the routes of all rows of a step by a forward pass; return the auxiliary loss and the seconds it took."""
     start, loaded = time.perf_counter(), run.loaded
     for batch in batches:
-        row = prepare_batch(loaded, batch)
-        with torch.no_grad(), lower_precision(run), balance.counting(row.scale), step_memory_errors(batch):
-            loaded.compute(functools.partial(hidden_states, loaded, row))
+        with balance.counting(batch.scale.to(loaded.device)), step_memory_errors(batch, carry=run.options.carry):
+            row_runner(run, batch).forward(batch)
     if loaded.root is not None:
         loaded.root.reshard()  # a forward without a backward leaves the root gathered
     loss = balance.finish(run.ranks.sum(balance.sums()))
