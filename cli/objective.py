@@ -19,7 +19,7 @@ _NAMES = (
 
 
 class _LossChoice(WordChoice):
-    """The presets; a name of another trainer is refused with the name or the reason."""
+    """The presets; names that only other trainers have are refused with the name here, or a reason."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         other = OTHER_LOSSES.get(str(value).replace("-", "_"))

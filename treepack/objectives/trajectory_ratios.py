@@ -27,7 +27,7 @@ class TrajectoryRatios(NamedTuple):
     drift: Tensor  # mean of logp - old
     clipped: Tensor  # the same of the log ratios that gmpo clips
     total: Tensor  # sum of logp - old, with old - sampling if the sampler is corrected, within bounds
-    mismatch: Tensor  # log of old / sampling: sum or mean, by `importance_level`
+    mismatch: Tensor  # log(old / sampling): sum or mean, see `importance_level`
     lag: Tensor  # mean of sampling - logp
 
 

@@ -47,7 +47,7 @@ class AdvantageEstimates:
     order]; the other is None. `rejected` counts the rejected groups by reason, `num_groups` the compared groups, and
     `num_rollouts` their rollouts. `tree` is None if the estimator needs no tree. `columns` are further ones of
     `schema.CREDIT`, float64 like `per_token`. `num_truncated` counts the rollouts whose value after the end was used,
-    and `num_overlong` those that lost reward because of their length. `notes` are sentences for the user.
+    and `num_overlong` the rollouts that lost reward because of their length. `notes` are sentences for the user.
     """
 
     kept: Int64
