@@ -224,7 +224,7 @@ def _compute_rows(
     with whole_weights(run.loaded) if in_pieces else nullcontext(), cast_once(keep=in_pieces or not sharded):
         if run.balance is not None:
             batches = list(batches)
-            balancing = _count_routes(run, run.balance, batches)
+            balancing = _count_routes(run, run.balance, batches, reshard=sharded and not in_pieces)
         for own, batch in zip(share, batches, strict=True):
             if not own and in_pieces:
                 continue  # no rank waits for another one
@@ -269,13 +269,13 @@ def factors_of(rows: Pass, factors: dict[int, Tensor | None]) -> Tensor | None:
     return torch.cat(known) if known else None
 
 
-def _count_routes(run: TrainingRun, balance: RouterBalance, batches: list[Batch]) -> dict[str, float]:
+def _count_routes(run: TrainingRun, balance: RouterBalance, batches: list[Batch], *, reshard: bool) -> dict[str, float]:
     """Count the routes of all rows of a step by a forward pass; return the auxiliary loss and the seconds it took."""
     start, loaded = time.perf_counter(), run.loaded
     for batch in batches:
         with balance.counting(batch.scale.to(loaded.device)), step_memory_errors(batch, carry=run.options.carry):
             row_runner(run, batch).forward(batch)
-    if loaded.root is not None:
+    if reshard and loaded.root is not None:
         loaded.root.reshard()  # a forward without a backward leaves the root gathered
     loss = balance.finish(run.ranks.sum(balance.sums()))
     return {"router_aux": loss, "router_aux_seconds": time.perf_counter() - start}
