@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from treepack.data.batch import TermTensors
-from treepack.objectives.losses import objective_loss
 from treepack.objectives.objective import Objective, choose_objective
+from treepack.online import sequence_loss
 
 pytestmark = pytest.mark.integrations
 
@@ -39,29 +38,17 @@ class Numbers:
 
 
 def our_loss(numbers: Numbers, objective: Objective, *, has_old: bool = True) -> Tensor:
-    """Return the loss of one step of the sequences, each a trajectory of its own."""
-    trajectory, position = numbers.mask.nonzero().unbind(1)
-    lengths = numbers.mask.sum(1)
-    shares = {
-        "token": torch.full_like(lengths, 1 / float(lengths.sum())),
-        "trajectory": 1 / (SEQUENCES * lengths),
-        "global": torch.full_like(lengths, 1 / (SEQUENCES * objective.response_length)),
-    }
-    terms = TermTensors(
-        tokens=torch.arange(len(trajectory)),
-        index=torch.arange(len(trajectory)).int(),
-        trajectory=trajectory.int(),
-        weight=torch.ones(len(trajectory), dtype=torch.float64),
-        advantage=numbers.advantages[trajectory],
-        sampling_logprob=numbers.sampling[trajectory, position],
-        old_logprob=numbers.old[trajectory, position] if has_old else None,
-        ref_logprob=numbers.reference[trajectory, position],
-        group=torch.zeros(SEQUENCES, dtype=torch.int32),
-        reward=None,
-        temperature=None,
-    )
-    logprobs = numbers.current[trajectory, position]
-    return objective_loss(logprobs, torch.zeros_like(logprobs), terms, shares[objective.denominator], objective)[0]
+    """Return the loss of one step of the sequences."""
+    return sequence_loss(
+        numbers.current,
+        None,
+        numbers.mask.bool(),
+        objective,
+        advantages=numbers.advantages,
+        old_logprobs=numbers.old if has_old else None,
+        sampling_logprobs=numbers.sampling,
+        ref_logprobs=numbers.reference,
+    )[0]
 
 
 def assert_same(numbers: Numbers, ours: Tensor, theirs: Tensor) -> None:
