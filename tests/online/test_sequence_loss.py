@@ -45,10 +45,10 @@ def test_the_loss_is_that_of_packed_rows_and_micro_batches_add_up(
     columns = {f"{each}_logprobs": padded(each) for each in ("old", "ref", "sampling")}
     columns["advantages"] = padded("advantages")
     whole, sums = sequence_loss(logprobs, entropies, scored, objective, **columns)
-    totals = {"step_tokens": float(scored.sum()), "step_sequences": float(len(scored))}
+    totals: dict[str, Any] = {"step_tokens": float(scored.sum()), "step_sequences": float(len(scored))}
     parts = 0.0
     for part in (slice(0, 3), slice(3, None)):
-        own = {column: values[part] for column, values in columns.items()}
+        own: dict[str, Any] = {column: values[part] for column, values in columns.items()}
         loss, _ = sequence_loss(logprobs[part], entropies[part], scored[part], objective, **own, **totals)
         parts += loss.item()
     assert parts == pytest.approx(whole.item(), rel=1e-12)
