@@ -42,7 +42,7 @@ def test_the_loss_is_that_of_packed_rows_and_micro_batches_add_up(
     ids = padded("tokens").long()
     mask = torch.arange(ids.shape[1]) < torch.tensor([[len(one.tokens)] for one in rollouts()])
     logprobs, entropies = batch_statistics(loaded.model, plan_batch(ids, mask, scored))
-    columns = {f"{each}_logprobs": padded(each) for each in ("old", "ref", "sampling")}
+    columns: dict[str, Any] = {f"{each}_logprobs": padded(each) for each in ("old", "ref", "sampling")}
     columns["advantages"] = padded("advantages")
     whole, sums = sequence_loss(logprobs, entropies, scored, objective, **columns)
     totals: dict[str, Any] = {"step_tokens": float(scored.sum()), "step_sequences": float(len(scored))}
