@@ -18,6 +18,7 @@ from treepack.files.manifest import read_manifest
 from treepack.files.schema import PACKED_FORMAT
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.tokens.kept_fields import CUT_NOTE
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
@@ -112,6 +113,20 @@ def test_a_number_of_kept_tokens_is_no_set() -> None:
     item = read({"kept_tokens": 512})
     assert isinstance(item.content, Tokens)
     assert item.content.kept_ids is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "noted"),
+    [
+        ({"top_p": 0.9}, True),
+        ({"sampling_params": {"top_k": 50}}, True),
+        ({"sampling_args": {"min_p": 0.05, "top_p": 1.0}}, True),
+        ({"top_p": 1, "top_k": -1, "min_p": None}, False),
+        ({"top_p": 0.9, "kept_ids": SETS}, False),
+    ],
+)
+def test_settings_that_cut_the_law_without_sets_are_noted(fields: dict[str, Any], noted: bool) -> None:
+    assert (CUT_NOTE in read(fields).notes) == noted
 
 
 def slime() -> dict[str, Any]:

@@ -28,6 +28,9 @@ from treepack.ragged import RaggedArray
 _SIZES = {"rollout_top_p_token_ids": "rollout_top_p_token_offsets", "sampling_mask_token_ids": "sampling_mask_sizes"}
 NAMES = ("kept_ids", "sampling_mask", "kept_tokens", *_SIZES)
 KEPT_FIELDS = frozenset({*NAMES, *_SIZES.values()})
+_SETTINGS = ("sampling_params", "sampling_args", "sampling")
+_USUAL = {"top_p": 1, "top_k": 0, "min_p": 0}  # a top-k of -1 is none, too
+CUT_NOTE = "sampled with top_p, top_k or min_p without kept sets, so ratios are biased"
 _FORMS = "expected a list of ids for each token, or an object with ids and counts, or with token_ids and offsets"
 
 
@@ -37,6 +40,18 @@ def set_fields(value: dict[str, Any]) -> dict[str, Any]:
     found = {name: value[name] for name in NAMES if isinstance(value.get(name), list | dict | np.ndarray)}
     found = {name: each for name, each in found.items() if len(each)}
     return found | {size: value[size] for name, size in _SIZES.items() if name in found and size in value}
+
+
+def cut_note(value: dict[str, Any]) -> tuple[str, ...]:
+    """Return a note about a record without kept sets if its settings have top-p, top-k or min-p."""
+    holders = [value, *(value[name] for name in _SETTINGS if isinstance(value.get(name), dict))]
+    for settings in holders:
+        top_p, top_k, min_p = (
+            number if isinstance(number := settings.get(name), int | float) else usual for name, usual in _USUAL.items()
+        )
+        if top_p < 1 or top_k > 0 or min_p > 0:
+            return (CUT_NOTE,)
+    return ()
 
 
 def read_sets(fields: dict[str, Any], source: str) -> tuple[str, RaggedArray] | None:

@@ -25,7 +25,7 @@ from treepack.ingest.readers.fields.rollout_facts import UNTRAINED_PREFIX, descr
 from treepack.ingest.readers.fields.unread import ANSWER, danger
 from treepack.ingest.readers.fields.values import as_number, shown
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.tokens.kept_fields import read_sets, set_fields
+from treepack.ingest.readers.tokens.kept_fields import cut_note, read_sets, set_fields
 from treepack.ingest.readers.tokens.route_fields import kept_routes, read_routes
 from treepack.ingest.readers.tokens.token_layout import (
     FieldLayout,
@@ -96,6 +96,7 @@ def read_tokens(record: Record, options: ReadOptions) -> Iterator[Trajectory | S
         kept_ids=_kept_sets(sets, ids, mask, layout, vocab_size=options.vocab_size),
         routes=_routes(routes, layout, int(starts[0])),
     )
+    notes += cut_note(record.value) if content.kept_ids is None else ()
     # The text of the ids, under the names of answers, is not used, which is noted as for every field.
     texts = [name for name, value in record.value.items() if danger(name, value) == ANSWER]
     used = [*(name for names in fields.values() for name in names), *routes, *sets, *texts]
