@@ -276,7 +276,7 @@ class _Planner:
     def _can_carry(self) -> bool:
         """Return True if rows can run in pieces; then the routers of a mixture are followed from now on."""
         given, loaded = self.given, self.given.loaded
-        if given.options.router_aux or self.rows.longest_of_all <= 1024:
+        if self.rows.longest_of_all <= 1024:
             return False
         if loaded.root is not None:
             # Every rank gathers the whole weights, and keeps whole gradients.
