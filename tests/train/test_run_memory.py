@@ -133,7 +133,10 @@ def test_options_with_values_measure_nothing(plan: Plan) -> None:
     assert adapted.recomputed == 4
 
 
-def test_compilation_that_pays_is_tried_and_measured(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_that_pays_is_tried_and_measured(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     short, given = plan(device_for(0), compile="auto", carry=None)
     assert not has_compiled_layers(given.loaded.causal)
@@ -151,6 +154,12 @@ def test_compilation_that_pays_is_tried_and_measured(plan: Plan, monkeypatch: py
     assert fused.plan.compile
     assert has_compiled_layers(given.loaded.causal)
     assert any(line.startswith("compile on: 50.0 us for a token instead of 100.0, after ") for line in fused.lines)
+    # With the record of this machine, layers without compilation are not measured again.
+    before = device.passes
+    again, _ = plan(device, compile="auto", carry=None)
+    assert "compile on: 50.0 us for a token instead of 100.0 in an earlier run" in again.lines
+    assert device.passes - before < before
+    assert again.plan.options == fused.plan.options
 
 
 def test_layers_are_as_before_if_the_compiler_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +173,7 @@ def test_layers_are_as_before_if_the_compiler_fails(plan: Plan, monkeypatch: pyt
 
     monkeypatch.setattr(torch, "compile", fails)
     monkeypatch.setattr(run_memory, "pays", lambda *_: True)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     choices, given = plan(device_for(0), compile="auto", carry=None)
     assert not choices.plan.compile
     assert not has_compiled_layers(given.loaded.causal)
