@@ -21,6 +21,7 @@ CASES = (
     "LoRA",
     "ratio of sequences",
     "cispo",
+    "rollout correction",
     "one temperature",
     "fixed micro-batches",
     "more micro-batches on one rank",

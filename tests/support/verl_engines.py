@@ -74,6 +74,12 @@ class Case:
     steps: int = 1
 
 
+# verl computes these weights and masks inside its loss, from the log-probabilities of the engine.
+CORRECTION = {
+    **{"loss_type": "reinforce", "rollout_is": "sequence", "rollout_is_threshold": 2.0},
+    **{"rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_1.4"},
+}
+
 CASES: dict[str, Case] = {
     **{
         mode: Case(actor={"loss_agg_mode": mode})
@@ -84,6 +90,9 @@ CASES: dict[str, Case] = {
     "LoRA": Case(lora_rank=4, steps=STEPS),
     "ratio of sequences": Case(actor={"policy_loss": {"loss_mode": "gspo"}}),
     "cispo": Case(actor={"policy_loss": {"loss_mode": "cispo"}}),
+    "rollout correction": Case(
+        actor={"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": CORRECTION}},
+    ),
     "one temperature": Case(batch={"temperature": 0.7}),
     "fixed micro-batches": Case(batch={"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4}),
     "more micro-batches on one rank": Case(batch={"max_token_len_per_gpu": 90}, siblings=(15, 1)),
