@@ -39,6 +39,7 @@ def with_terms(batch: Batch, seed: int) -> Batch:
         reward=torch.randn(trajectories, generator=generator, dtype=torch.float64),
         temperature=torch.rand(len(trained), generator=generator),
         kept=RaggedTensor(torch.arange(len(trained) * 2, dtype=torch.int32), torch.arange(len(trained) + 1) * 2),
+        position=torch.arange(len(index), dtype=torch.int32),
         rollout=torch.arange(trajectories, dtype=torch.int32) - (torch.arange(trajectories) == 1).int() * 2,
         **columns,
     )

@@ -15,7 +15,7 @@ from support.command_line import Run
 from support.kept import as_lists, token_sets
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
-from treepack.files.schema import PACKED_FORMAT
+from treepack.files.schema import PACKED_FORMAT, TRIE_FORMAT
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.tokens.kept_fields import CUT_NOTE
@@ -208,6 +208,7 @@ def test_formats_keep_the_sets(tmp_path: Path, name: str) -> None:
     items = list(trajectories_of(read_trie(tmp_path / "trie")))
     assert len(items) == (2 if name == "prime_rl" else 1)
     assert [token_sets(item) for item in items] == [EXPECTED] * len(items)
+    assert not [note for note in read_manifest(tmp_path / "trie", TRIE_FORMAT)["counts"] if "kept" in note]
     assert not any("sampling_mask" in item.metadata for item in items)
 
 

@@ -22,12 +22,12 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import with_notes, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.token_fields import mask_values, number_values
+from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, mask_values, number_values
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, ARRAY
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.tokens.kept_fields import KEPT_FIELDS, read_sets, set_fields
+from treepack.ingest.readers.tokens.kept_fields import read_sets, set_fields
 from treepack.ingest.readers.tokens.packed_rows import lengths_of, num_padding, read_packed
 from treepack.ingest.readers.tokens.route_fields import kept_routes, rows_of_all
 from treepack.ingest.readers.tokens.token_records import read_tokens

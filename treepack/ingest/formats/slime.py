@@ -23,13 +23,12 @@ from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.chat_records import read_chat
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.token_fields import KINDS, NUMBERS
+from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, KINDS, NUMBERS
 from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, ARRAY, LIST, Fields, each, no
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.tokens.kept_fields import KEPT_FIELDS
 from treepack.ingest.readers.tokens.route_fields import kept_routes
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory

@@ -5,8 +5,8 @@
 
 A target with a kept set reads the words of its set alone. The gradient kernel leaves such targets out, and writes zeros
 without reading if a state has no others. Before it, one program per target with a set sums the gradients of all targets
-of its state at the words of its set; after it, another one writes them to x. Two sets of one state that share a word
-write the same number there.
+of its state at the words of its set, which torch writes to x after it. Two sets of one state that share a word give the
+same number there.
 
 Running values of a target, with m the largest z so far and d = z - m <= 0:
 
@@ -253,20 +253,6 @@ def _kept_gradient_kernel(
 
 
 @triton.jit
-def _write_kernel(x, rows, kept, offsets, gradients, stride, BLOCK: tl.constexpr):
-    i_target = tl.program_id(0)
-    p_row = x + tl.load(rows + i_target).to(tl.int64) * stride
-    o_set = tl.load(offsets + i_target)
-    num_kept = tl.load(offsets + i_target + 1) - o_set
-    for start in range(0, num_kept, BLOCK):
-        o_kept = start + tl.arange(0, BLOCK)
-        m_kept = o_kept < num_kept
-        b_word = tl.load(kept + o_set + o_kept, mask=m_kept, other=0)
-        b_grad = tl.load(gradients + o_set + o_kept, mask=m_kept, other=0.0)
-        tl.store(p_row + b_word, b_grad.to(x.dtype.element_ty), mask=m_kept)
-
-
-@triton.jit
 def _gradient_kernel(
     x,
     first,
@@ -356,7 +342,7 @@ def fused_statistics(x: Tensor, targets: ChunkTargets, logit_map: LogitMap) -> T
 def fused_gradients(
     x: Tensor, targets: ChunkTargets, logit_map: LogitMap, statistics: TargetStatistics, slopes: TargetSlopes
 ) -> None:
-    """Compute `token_statistics.turn_into_gradients` in one kernel, and in two small ones if targets have sets."""
+    """Compute `token_statistics.turn_into_gradients` in one kernel, and in a small one if targets have sets."""
     assert x.stride(1) == 1
     num_states, num_words = x.shape
     block = min(GRADIENT_BLOCK, triton.next_power_of_2(num_words))
@@ -368,7 +354,7 @@ def fused_gradients(
         totals if logprobs is None else logprobs,
         totals if entropies is None else entropies,
     )
-    own = totals if temperatures is None else temperatures
+    of_states = targets.first, targets.labels, totals if temperatures is None else temperatures
     change = x.stride(0), float(logit_map.scale), float(logit_map.cap or 0)
     switches: dict[str, Any] = {
         "HAS_TEMPERATURE": temperatures is not None,
@@ -377,19 +363,23 @@ def fused_gradients(
         "HAS_ENTROPY_SLOPE": entropies is not None,
     }
     if kept is not None:
-        sets = kept.values, kept.offsets
         gradients = x.new_empty(len(kept.values), dtype=torch.float32)
-        targets_of = targets.rows, targets.first, targets.labels, own
-        num_steps = num_words.bit_length()  # of a binary search
-        grid = (len(targets.labels),)
-        _kept_gradient_kernel[grid](
-            x, *targets_of, *sets, *of_targets, gradients, num_steps, *change, **switches, BLOCK=KEPT_BLOCK
+        _kept_gradient_kernel[(len(targets.labels),)](
+            x,
+            targets.rows,
+            *of_states,
+            kept.values,
+            kept.offsets,
+            *of_targets,
+            gradients,
+            num_words.bit_length(),  # steps of a binary search
+            *change,
+            **switches,
+            BLOCK=KEPT_BLOCK,
         )
     _gradient_kernel[(num_states, triton.cdiv(num_words, block))](
         x,
-        targets.first,
-        targets.labels,
-        own,
+        *of_states,
         targets.first if kept is None else kept.offsets,
         *of_targets,
         num_words,
@@ -400,7 +390,7 @@ def fused_gradients(
         num_warps=NUM_WARPS,
     )
     if kept is not None:
-        _write_kernel[grid](x, targets.rows, *sets, gradients, x.stride(0), BLOCK=KEPT_BLOCK)
+        x.index_put_((targets.rows[kept.owners], kept.values), gradients.to(x.dtype))
 
 
 def _floats(values: Tensor | None) -> Tensor | None:

@@ -52,6 +52,13 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 KINDS = {name: kind for kind, names in NAMES.items() for name in names}
 TOKEN_IDS = frozenset({IDS, PROMPT, RESPONSE})
+# Fields with kept sets (`tokens.kept_fields`), and the field with the sizes or offsets of some.
+SIZES_OF_SETS = {
+    "rollout_top_p_token_ids": "rollout_top_p_token_offsets",
+    "sampling_mask_token_ids": "sampling_mask_sizes",
+}
+KEPT_SETS = ("kept_ids", "sampling_mask", "kept_tokens", *SIZES_OF_SETS)
+KEPT_FIELDS = frozenset({*KEPT_SETS, *SIZES_OF_SETS.values()})
 # Names of lists with one number per token, which may be arrays.
 NUMBERS = tuple(name for kind, names in NAMES.items() if kind not in (RESPONSE_LENGTH, LENGTHS) for name in names)
 LISTS = frozenset(NAMES) - {RESPONSE_LENGTH, ADVANTAGE, RETURN}  # an advantage may be one number for all tokens

@@ -15,7 +15,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.rewards import REWARDS, is_equal
 from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, SAMPLING_DICTS, STEPS
-from treepack.ingest.readers.fields.token_fields import KINDS, LENGTHS, RETURN
+from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, KINDS, LENGTHS, RETURN
 from treepack.ingest.readers.fields.unread import Declared, TrajectoryTexts, named, unread, unsaid
 from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped, Tokens, Trajectory
@@ -140,6 +140,8 @@ def is_fact(path: str, value: Any, facts: Facts) -> bool:
         return True
     if TOKENS in facts and KINDS.get(path) not in (None, RETURN, LENGTHS):
         return not _is_text(value)
+    if TOKENS in facts and top in KEPT_FIELDS:
+        return not isinstance(value, int | float | str)
     if top in SAMPLING_DICTS:
         return True
     if path in (*IDS, *GROUPS, *STEPS, "temperature", "trial", "task.key", "task.hash"):

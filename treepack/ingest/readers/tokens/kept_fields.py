@@ -20,15 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.fields.rollout_facts import SAMPLING_DICTS
+from treepack.ingest.readers.fields.token_fields import KEPT_SETS, SIZES_OF_SETS
 from treepack.ingest.readers.fields.values import shown
 from treepack.kept_sets import joined_ids
 from treepack.ragged import RaggedArray
 
-# The field with the sizes or the offsets of the sets in another field.
-_SIZES = {"rollout_top_p_token_ids": "rollout_top_p_token_offsets", "sampling_mask_token_ids": "sampling_mask_sizes"}
-NAMES = ("kept_ids", "sampling_mask", "kept_tokens", *_SIZES)
-KEPT_FIELDS = frozenset({*NAMES, *_SIZES.values()})
-_SETTINGS = ("sampling_params", "sampling_args", "sampling")
 _USUAL = {"top_p": 1, "top_k": 0, "min_p": 0}  # a top-k of -1 is none, too
 CUT_NOTE = "sampled with top_p, top_k or min_p without kept sets, so ratios are biased"
 _FORMS = "expected a list of ids for each token, or an object with ids and counts, or with token_ids and offsets"
@@ -37,14 +34,14 @@ _FORMS = "expected a list of ids for each token, or an object with ids and count
 def set_fields(value: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a record that contain kept sets, with their sizes."""
     # `kept_tokens` is also a usual name of a number of tokens.
-    found = {name: value[name] for name in NAMES if isinstance(value.get(name), list | dict | np.ndarray)}
+    found = {name: value[name] for name in KEPT_SETS if isinstance(value.get(name), list | dict | np.ndarray)}
     found = {name: each for name, each in found.items() if len(each)}
-    return found | {size: value[size] for name, size in _SIZES.items() if name in found and size in value}
+    return found | {size: value[size] for name, size in SIZES_OF_SETS.items() if name in found and size in value}
 
 
 def cut_note(value: dict[str, Any]) -> tuple[str, ...]:
     """Return a note about a record without kept sets if its settings have top-p, top-k or min-p."""
-    holders = [value, *(value[name] for name in _SETTINGS if isinstance(value.get(name), dict))]
+    holders = [value, *(value[name] for name in SAMPLING_DICTS if isinstance(value.get(name), dict))]
     for settings in holders:
         top_p, top_k, min_p = (
             number if isinstance(number := settings.get(name), int | float) else usual for name, usual in _USUAL.items()
@@ -60,12 +57,12 @@ def read_sets(fields: dict[str, Any], source: str) -> tuple[str, RaggedArray] | 
     Raises:
         TreepackError: another form, or sizes that do not fit the ids.
     """
-    name = next((name for name in NAMES if name in fields), None)
+    name = next((name for name in KEPT_SETS if name in fields), None)
     if name is None:
         return None
     value = fields[name]
-    if name in _SIZES:
-        return name, _sized(value, fields.get(_SIZES[name]), source, name)
+    if name in SIZES_OF_SETS:
+        return name, _sized(value, fields.get(SIZES_OF_SETS[name]), source, name)
     if isinstance(value, dict):
         ids = value.get("ids", value.get("token_ids"))
         if "counts" not in value and "offsets" not in value and isinstance(ids, list | np.ndarray):
