@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -30,18 +30,48 @@ class Ranks:
     """The place of this process among the `size` processes of the run; `grouped` if there is a process group.
 
     `machines` is the number of machines, which have equally many ranks, numbered machine by machine; None if the
-    launcher has not set it.
+    launcher has not set it. `sequence` ranks compute the same rows together, each a part of their tokens.
     """
 
     rank: int = 0
     size: int = 1
     grouped: bool = False
     machines: int | None = None
+    sequence: int = 1
 
     @property
     def leads(self) -> bool:
         """True for the one process that writes files and prints."""
         return self.rank == 0
+
+    @property
+    def row_share(self) -> tuple[int, int]:
+        """The number of this rank's share of the rows, and the number of shares: 5 of 8 ranks, 2 a row -> 2 of 4."""
+        return self.rank // self.sequence, self.size // self.sequence
+
+    @property
+    def counts_rows(self) -> bool:
+        """True for one of the ranks that compute the same rows: the one that counts them in sums over all ranks."""
+        return self.rank % self.sequence == 0
+
+    def sharing(self, sequence: int) -> Ranks:
+        """Return the same ranks with every row computed by `sequence` of them.
+
+        Raises:
+            TreepackError: their number is not a multiple of it.
+        """
+        if sequence > 1 and not self.grouped:
+            raise TreepackError(
+                f"--sequence-ranks is {sequence} and this process is alone; start the ranks with torchrun "
+                f"--nproc-per-node {sequence} --no-python treepack train ..."
+            )
+        if self.size % sequence:
+            raise TreepackError(
+                f"--sequence-ranks is {sequence} and the run has {self.size} ranks; start a multiple of {sequence}"
+            )
+        # If the ranks of a row are on several machines, no machine has rows of its own.
+        divided = self.machines is None or self.size // sequence % self.machines == 0
+        return replace(self, sequence=sequence, machines=self.machines if divided else 1)
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of the `values` of all ranks, which have equal shapes; the same bits on every rank."""

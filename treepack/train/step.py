@@ -192,7 +192,9 @@ class Report:
         self.counts = {"tokens_flat": 0, "tokens_forward": 0, "tokens_backward": 0}
 
     def add(self, rows: Pass, batch: Batch, result: RowResult) -> None:
-        """Add the numbers of a pass."""
+        """Add the numbers of a pass, once if several ranks compute it together."""
+        if not self.ranks.counts_rows:
+            return
         places = sent(torch.tensor([self.places[row] for row in rows]), self.device)
         self.losses.index_add_(0, places, result.rows.detach())
         numbers = (batch.tokens_flat, result.tokens_forward, result.tokens_backward)
@@ -248,7 +250,7 @@ def _accumulate(
     report: Report,
 ) -> None:
     """Run forward and backward of one pass; `rows` is empty for padding, which every layer still computes."""
-    attached = nullcontext() if run.balance is None else run.balance.attached(batch.scale.to(run.loaded.device))
+    attached = nullcontext() if run.balance is None else run.balance.attached(_own_scale(run, batch))
     with attached:
         # For padding too, whose loss is 0: FSDP gathers weights and sums gradients in the backward pass of all ranks.
         result = row_runner(run, batch).backward(batch, _part(run, rows, denominator, factors))
@@ -276,12 +278,18 @@ def _count_routes(run: TrainingRun, balance: RouterBalance, batches: list[Batch]
     start, loaded = time.perf_counter(), run.loaded
     for batch in batches:
         row = prepare_batch(loaded, batch)
-        with torch.no_grad(), lower_precision(run), balance.counting(row.scale), step_memory_errors(batch):
+        with torch.no_grad(), lower_precision(run), balance.counting(_own_scale(run, row)), step_memory_errors(batch):
             loaded.compute(functools.partial(hidden_states, loaded, row))
     if loaded.root is not None:
         loaded.root.reshard()  # a forward without a backward leaves the root gathered
     loss = balance.finish(run.ranks.sum(balance.sums()))
     return {"router_aux": loss, "router_aux_seconds": time.perf_counter() - start}
+
+
+def _own_scale(run: TrainingRun, batch: Batch) -> Tensor:
+    """Return the scale of the tokens whose routers run on this rank, on its device."""
+    scale, sequence = batch.scale.to(run.loaded.device), run.loaded.sequence
+    return scale if sequence is None else sequence.share(len(scale)).weights(scale)
 
 
 def _clip(run: TrainingRun) -> float:

@@ -65,7 +65,7 @@ def open_run(
         TreepackError: the device is missing, the data is damaged, the model is not supported, the data does not fit the
             model, or memory is too small.
     """
-    ranks, compute = ranks or Ranks(), choose_compute(options)
+    ranks, compute = (ranks or Ranks()).sharing(options.sequence_ranks), choose_compute(options)
     if options.lora is not None:
         check_trainable(model, options.lora, sharded=ranks.grouped)
     check_optimizer(options, ranks)

@@ -1,0 +1,136 @@
+"""The program of four ranks that share rows: losses, gradients and scores against the same rank alone.
+
+    run_over_ranks(folder, checks) -> {(check, 2 or 4): worst error, or the refusal of the model}
+
+Every rank computes each check twice, alone and with the other ranks of a group of two or four, in float64.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, multiprocessing
+
+from support.fresh_processes import PROCESSES
+from support.oracle_model import Sample, gradients, make_row, worst_error
+from support.tiny_families import KeepFloat64, family_config, spread_weights
+from treepack.carry.backward import CarryOptions, RowsInPieces
+from treepack.data.batch import Batch, make_batch
+from treepack.errors import TreepackError
+from treepack.model.forward import RowRunner, WholeRows
+from treepack.model.layers import adapt_layers
+from treepack.model.load import load_model
+from treepack.model.loaded import LoadedModel
+from treepack.model.sequence.share import share_rows
+from treepack.objectives.row_numbers import LossPart
+
+SIZES = (2, 4)
+TRUNK = tuple(range(1, 7))
+PATHS = (
+    (*TRUNK, 7, 8, 9, 10, 11, 12),
+    (*TRUNK, 40, 41, 42, 43, 44),
+    (*TRUNK, 40, 41, 7, 8),
+    (*TRUNK, 7, 8, 9),  # ends inside another trajectory
+    (20, 21, 22, 23, 24, 25, 26),  # a tree of its own
+)
+ROW = make_batch(make_row([Sample(path, (0.0, *[1.0] * (len(path) - 1))) for path in PATHS]), multiple=8)
+SHORT = make_batch(make_row([Sample((1, 2, 3), (0.0, 1.0, 0.5)), Sample((1, 4), (0.0, 2.0))]))  # four tokens
+LONE = make_batch(make_row([Sample((1, 2), (0.0, 1.0))]))  # fewer tokens than ranks
+
+
+@dataclass(frozen=True)
+class Check:
+    """One model and what is compared: `name` says it.
+
+    Attributes:
+        name: of the check.
+        config: a config file.
+        batches: rows, with parts of a loss or sft.
+        limit: tokens of a piece; None for whole rows.
+        recomputed: True if layers are computed again in the backward pass.
+        options: of `load_model`.
+    """
+
+    name: str
+    config: Path
+    batches: tuple[tuple[Batch, LossPart], ...] = ((ROW, LossPart()), (SHORT, LossPart()), (LONE, LossPart()))
+    limit: int | None = None
+    recomputed: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def write_config(folder: Path, kind: str, **fields: Any) -> Path:
+    """Write the configuration of a tiny model into `folder`; return its path."""
+    path = folder / f"{kind}-{len(list(folder.glob('*.json')))}.json"
+    path.write_text(json.dumps(family_config(kind, **fields).to_dict(), default=str))
+    return path
+
+
+def run_over_ranks(folder: Path, checks: list[Check]) -> dict[tuple[str, int], float | str]:
+    """Run the checks on four ranks; return the worst relative error of each, or the sentence of its refusal."""
+    multiprocessing.start_processes(  # type: ignore[attr-defined,no-untyped-call]
+        _process, (folder, checks, dict(os.environ)), nprocs=4, start_method=PROCESSES.get_start_method()
+    )
+    found: list[dict[tuple[str, int], float | str]] = [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
+    return {key: _worse([each[key] for each in found]) for key in found[0]}
+
+
+def _worse(results: list[float | str]) -> float | str:
+    refusals = [each for each in results if isinstance(each, str)]
+    return refusals[0] if refusals else max(each for each in results if not isinstance(each, str))
+
+
+def _process(rank: int, folder: Path, checks: list[Check], environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # a forkserver has that of its own start
+    torch.set_num_threads(1)
+    store = distributed.FileStore(str(folder / "meeting"), 4)  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    pairs = [distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    groups = {2: pairs[rank // 2], 4: distributed.group.WORLD}
+    found: dict[tuple[str, int], float | str] = {}
+    for check in checks:
+        loaded = _loaded(check)
+        with KeepFloat64():
+            expected = _outcome(loaded, check, None)
+            for size, group in groups.items():
+                try:
+                    share_rows(loaded.causal, group)
+                    found[check.name, size] = worst_error(_outcome(loaded, check, group), expected)
+                except TreepackError as error:
+                    found[check.name, size] = str(error)
+                share_rows(loaded.causal, None)
+    torch.save(found, folder / f"rank{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def _loaded(check: Check) -> LoadedModel:
+    loaded = load_model(check.config, dtype=torch.float64, **check.options)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        spread_weights(loaded.model)
+    if check.recomputed:
+        adapt_layers(loaded.causal, checkpointing=True, compiled=False)
+    return loaded
+
+
+def _outcome(loaded: LoadedModel, check: Check, group: Any) -> dict[str, Tensor]:
+    """Return losses, sums and the gradient of each parameter, summed over the ranks of the group."""
+    whole: RowRunner = WholeRows(loaded, chunk=3)
+    loaded.model.zero_grad()
+    outcome: dict[str, Tensor] = {}
+    for number, (batch, part) in enumerate(check.batches):
+        pieces = check.limit is not None and batch.num_tokens > check.limit
+        runner = RowsInPieces(loaded, CarryOptions(check.limit, chunk=3)) if pieces and check.limit else whole
+        result = runner.backward(batch, part)
+        outcome |= {f"{number} loss": result.loss, f"{number} rows": result.rows}
+        outcome |= {f"{number} {name}": value.double() for name, value in result.sums.items()}
+    for name, gradient in gradients(loaded.model).items():
+        if group is not None:
+            distributed.all_reduce(gradient, group=group)
+        outcome[f"gradient of {name}"] = gradient
+    return outcome
