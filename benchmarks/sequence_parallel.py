@@ -33,7 +33,6 @@ from typing import Any
 import torch
 from measure import commit, device_name, seconds_of
 from torch import distributed
-from train_step import DRY_RUN_MODEL, POSITIONS
 from training_rows import tree_rows
 from workloads import agent_tree, chains
 
@@ -48,6 +47,10 @@ from treepack.train.options import TrainOptions
 from treepack.train.ranks import find_device, join_ranks, leave_ranks
 from treepack.train.sharding import load_sharded
 
+DRY_RUN_MODEL: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
 LIMIT = 280  # seconds of one size; a rank that waits for another one for ever is stopped
 CHECK_TOKENS = 6144
 BOUND = 1e-2  # relative difference of losses and norms of gradients in bfloat16; 1e-4 in float32
@@ -96,7 +99,7 @@ def write_model(arguments: argparse.Namespace) -> None:
     else:
         config = PRESETS.get(arguments.model) or json.loads(Path(arguments.model).read_text(encoding="utf-8"))
         config = {**config, "num_hidden_layers": arguments.layers or fitting_layers(config, arguments)}
-    (arguments.folder / "model.json").write_text(json.dumps({**config, **POSITIONS}))
+    (arguments.folder / "model.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 20}))
     print(f"{arguments.model} with {config['num_hidden_layers']} layers", flush=True)
 
 
