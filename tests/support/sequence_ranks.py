@@ -29,11 +29,13 @@ from treepack.model.forward import RowRunner, WholeRows
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.sequence.share import share_rows
+from treepack.model.verify.gradients import verify_gradients
 from treepack.objectives.denominators import step_factors, trajectory_table
 from treepack.objectives.objective import choose_objective
 from treepack.objectives.row_numbers import LossPart, ScoreRequest
+from treepack.online import OnlineOptions, batch_statistics, plan_batch
 
-SIZES = (2, 4)
+ONLINE = OnlineOptions(capacity=16)
 TRUNK = tuple(range(1, 7))
 PATHS = (
     (*TRUNK, 7, 8, 9, 10, 11, 12),
@@ -49,7 +51,7 @@ LONE = make_batch(make_row([Sample((1, 2), (0.0, 1.0))]))  # fewer tokens than r
 
 @dataclass(frozen=True)
 class Check:
-    """One model and what is compared: `name` says it.
+    """A comparison of one model.
 
     Attributes:
         name: of the check.
@@ -109,6 +111,8 @@ def _process(rank: int, folder: Path, environment: dict[str, str]) -> None:
                 except TreepackError as error:
                     found[check.name, size] = str(error)
                 share_rows(loaded.causal, None)
+    share_rows(loaded.causal, groups[4])
+    found["verified", 4] = verify_gradients(loaded, [ROW]).worst[1]
     torch.save(found, folder / f"rank{rank}.pt")
     distributed.destroy_process_group()
 
@@ -164,7 +168,16 @@ def _collated(loaded: LoadedModel, check: Check) -> dict[str, Tensor]:
     logprobs, entropies = batch_logprobs(loaded.model, inputs, temperature=0.7, chunk=3)
     factors = torch.arange(1.0, len(logprobs) + 1, dtype=torch.float64)
     torch.autograd.backward(((logprobs + 2 * entropies) * factors).sum())
-    return {"loss": loss.detach(), "metrics": metrics, "logprobs": logprobs.detach(), "entropies": entropies.detach()}
+    online = plan_batch([torch.tensor(path) for path in PATHS], options=ONLINE, temperature=0.5)
+    statistics = [torch.cat(each) for each in batch_statistics(loaded.model, online, ONLINE)]
+    torch.autograd.backward(torch.stack([(each.double() ** 2).sum() for each in statistics]).sum())
+    scores = {f"online {number}": each.detach() for number, each in enumerate(statistics)}
+    return scores | {
+        "loss": loss.detach(),
+        "metrics": metrics,
+        "logprobs": logprobs.detach(),
+        "entropies": entropies.detach(),
+    }
 
 
 def objective_checks(folder: Path, config: Path, cases: list[dict[str, Any]]) -> list[Check]:

@@ -142,6 +142,21 @@ def join_ranks(device: torch.device) -> Ranks:
     return Ranks(distributed.get_rank(), size, grouped=True, machines=num_machines(size))
 
 
+def join_row_ranks(device: torch.device, sequence: int, command: str) -> Ranks:
+    """Join the ranks of a command that computes every row on all of them, `sequence` ranks; 1 for a single process.
+
+    Raises:
+        TreepackError: torchrun started another number of processes.
+    """
+    ranks = join_ranks(device).sharing(sequence)
+    if ranks.size != sequence:
+        raise TreepackError(
+            f"{command} computes every row on all ranks; give --sequence-ranks {ranks.size}, or start it without "
+            "torchrun"
+        )
+    return ranks
+
+
 def num_machines(size: int) -> int | None:
     """Return the number of machines on which torchrun started `size` processes, None if their numbers differ."""
     # 4 processes with LOCAL_WORLD_SIZE 2: 2 machines. Other launchers may not set it.

@@ -8,11 +8,11 @@
     share.own_targets, whole, total    around the output layer: values about targets belong to the rank of their parent
 
 Norms, projections, experts and the output layer compute the own tokens only. Attention, recurrences and convolutions
-compute whole rows, of fewer heads or channels, so they know nothing of the other ranks. All ranks have the columns of
+compute whole rows, of fewer heads or channels, and so need no change. All ranks have the columns of
 the whole row, and compute the same loss. Their gradients are parts, whose sum over the ranks is the gradient.
 
 A rank of a row with fewer tokens than ranks may have no token. The model then computes one token for it, whose results
-nobody uses, because many models cannot run a row of length 0.
+are dropped, because many models cannot run a row of length 0.
 """
 
 from __future__ import annotations
@@ -43,6 +43,16 @@ class SequenceGroup:
     def share(self, num_tokens: int, num_rows: int = 1) -> TokenShare:
         """Return the share of this rank in `num_rows` rows of `num_tokens` tokens each, padding included."""
         return TokenShare(self, split_evenly(num_tokens, self.size), num_rows)
+
+    def smallest(self, number: float) -> float:
+        """Return the smallest `number` of all ranks."""
+        numbers: list[Any] = [None] * self.size
+        distributed.all_gather_object(numbers, number, group=self.group)
+        return float(min(numbers))
+
+    def add_up(self, gradient: Tensor) -> None:
+        """Replace the part of a gradient that this rank has by the sum over the ranks."""
+        distributed.all_reduce(gradient, group=self.group)
 
 
 def share_rows(causal: Any, group: Any) -> None:
@@ -192,7 +202,7 @@ class TokenShare:
 
         Returns:
             int64 [m], on the device of the tokens; and the tokens [m], input_ids, and for each entry of parent its
-            index among the own tokens, which is wrong for a token of another rank.
+            index among the own tokens, which has no meaning for a token of a different rank.
         """
         tokens, input_ids, parent = targets
         length, own = self.edges[-1], max(self.end - self.begin, 1)
