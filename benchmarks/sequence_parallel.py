@@ -11,9 +11,9 @@ and gradients must agree. Then it times steps (forward, backward, with --update 
 tree    a tree of agent turns of 131,072 tokens
 path    one path of 200,000 tokens, nothing shared
 
-Without --layers, the model has as many layers as fit on one GPU of this kind by a rough estimate. Seconds are medians
-of the repeats after one step that compiles; peaks are GPU memory of tensors, the largest of all ranks, with weights
-and gradients. A row that does not fit is shown as out of memory.
+Without --layers, the model has as many layers as fit on one GPU of this kind by a rough estimate, at most 6. Seconds
+are medians of the repeats after one step that compiles; peaks are GPU memory of tensors, the largest of all ranks, with
+weights and gradients. A row that does not fit is shown as out of memory.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ DRY_RUN_MODEL: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
 LIMIT = 280  # seconds of one size; a rank that waits for another one for ever is stopped
+MOST_LAYERS = 6  # a step of more layers takes too long on one GPU
 CHECK_TOKENS = 6144
 BOUND = 1e-2  # relative difference of losses and norms of gradients in bfloat16; 1e-4 in float32
 
@@ -113,7 +114,7 @@ def fitting_layers(config: dict[str, Any], arguments: argparse.Namespace) -> int
     # The layer that runs again: measured 250 KB a token for widths of 4,096 and 12,288, two thirds of it if compiled.
     working = (4 * width + 4 * inner) * (4 if arguments.no_compile else 3)
     room -= state * 2 * config["vocab_size"] * width + tokens * working
-    return max(1, int(room / (state * layer + tokens * (4 * width + 2 * heads))))
+    return min(MOST_LAYERS, max(1, int(room / (state * layer + tokens * (4 * width + 2 * heads)))))
 
 
 def longest(arguments: argparse.Namespace) -> int:

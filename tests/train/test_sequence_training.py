@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,26 @@ def test_ranks_that_share_rows_train_as_one_process_does(tmp_path: Path) -> None
     plain = tiny_config(tmp_path / "plain.json", tie_word_embeddings=True)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     mixture = tiny_config(tmp_path / "mixture.json", "qwen3", **experts, model_type="qwen3_moe")
-    steps = {"steps": 2, "rows_per_step": 3}
+    steps = {"steps": 2, "rows_per_step": 3, "sequence_ranks": 2}
     cases = [
-        Case("whole", packed, plain, {**steps, "eval_every": 1, "sequence_ranks": 2}, held_out=held_out),
-        Case("joined", packed, plain, {**steps, "pass_tokens": 80, "sequence_ranks": 4}, "grpo"),
-        Case("gspo", packed, plain, {**steps, "sequence_ranks": 2}, "gspo"),
-        Case("pieces", packed, plain, {**steps, "carry": 7, "sequence_ranks": 2}, "gspo", held_out=held_out),
-        Case("recomputed", packed, plain, {**steps, "checkpoint_layers": "all", "compile": True, "sequence_ranks": 4}),
-        Case("balanced", packed, mixture, {**steps, "router_aux": 0.1, "sequence_ranks": 2}),
+        Case("whole", packed, plain, {**steps, "eval_every": 1, "checkpoint_layers": "all"}, held_out=held_out),
+        Case("joined", packed, plain, {**steps, "pass_tokens": 80, "compile": True}, "grpo"),
+        Case("pieces", packed, plain, {**steps, "carry": 7}, "gspo"),
+        Case("balanced", packed, mixture, {**steps, "router_aux": 0.1}),
     ]
-    results = train_over(4, tmp_path, cases)
-    alone = [Case(**{**vars(case), "changes": {**case.changes, "sequence_ranks": 1}}) for case in cases]
-    expected = train_over(0, tmp_path, alone)
+    stopped = Case("stopped", packed, plain, steps, out=tmp_path / "stopped", until=1)
+    results = train_over(2, tmp_path, [*cases, stopped])
+    alone = [replace(case, changes={**case.changes, "sequence_ranks": 1}) for case in [*cases, stopped]]
+    others = [
+        *alone[:-1],
+        replace(alone[-1], name="resumed", until=None),
+        Case("all", packed, plain, {**steps, "sequence_ranks": 1}),
+    ]
+    expected = train_over(0, tmp_path, others)
     for case in cases:
         assert_same(results[case.name], expected[case.name])
+    resumed = {**expected["resumed"], "records": results["stopped"]["records"] + expected["resumed"]["records"]}
+    assert_same(resumed, expected["all"])
 
 
 def test_ranks_that_cannot_share_rows_are_refused() -> None:
