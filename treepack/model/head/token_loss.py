@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from treepack.data.ragged_tensor import RaggedTensor
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
 from treepack.model.head.head_chunks import ChunkTargets, invert, split_targets
@@ -150,6 +151,7 @@ def priced_terms(
     prices: Callable[[Tensor], TargetPrices],
     *,
     temperature: Tensor | float = 1.0,
+    kept: RaggedTensor | None = None,
     with_entropies: bool = True,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
@@ -162,6 +164,7 @@ def priced_terms(
             parents are on the CPU, nothing waits for a GPU.
         prices: gets the numbers of the tokens in the order of the chunks, int64 [n], and returns their price.
         temperature: as in `tree_logprobs`.
+        kept: as in `tree_logprobs`.
         with_entropies: False if the price reads no entropies.
         chunk: tokens of a chunk.
 
@@ -170,11 +173,11 @@ def priced_terms(
     """
     share, divisors = layer.share, _divisors(hidden, len(targets[0]), temperature)
     if share is None:
-        order, chunks = _split(targets, divisors, chunk)
+        order, chunks = _split(targets, divisors, chunk, kept)
         options = HeadOptions(chunks, layer.logit_map, with_entropies)
         return priced_loss(hidden, layer.weight, layer.bias, options, prices(order))
-    places, targets, divisors = _own(share, targets, divisors, hidden.device)
-    order, chunks = _split(targets, divisors, chunk)
+    places, targets, divisors, kept = _own(share, targets, divisors, kept, hidden.device)
+    order, chunks = _split(targets, divisors, chunk, kept)
     price = prices(places.index_select(0, order))
     if chunks:
         options = HeadOptions(chunks, layer.logit_map, with_entropies)
@@ -192,13 +195,15 @@ def tree_logprobs(
     targets: tuple[Tensor, Tensor, Tensor],
     *,
     temperature: Tensor | float = 1.0,
+    kept: RaggedTensor | None = None,
     with_entropies: bool = True,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each chosen token given its path, and the entropy of its distribution.
 
-    The distribution is softmax(logits / temperature). Each is computed once, even if many trajectories share the token.
-    Both are differentiable. They are float64 for float64 hidden states and float32 for all others.
+    The distribution is softmax(logits / temperature), over the kept ids if there are some. Each is computed once, even
+    if many trajectories share the token. Both are differentiable. They are float64 for float64 hidden states and
+    float32 for all others.
 
     Args:
         hidden: [T, D], after the model's final norm.
@@ -206,6 +211,7 @@ def tree_logprobs(
         targets: int64 tokens [n], input_ids [T] and parent [T]. The tokens are row indices without roots, and one may
             occur several times. If tokens and parents are on the CPU, nothing waits for a GPU.
         temperature: one for all, or float [n], one for each of the tokens; all above 0.
+        kept: n lists of token ids, see `ChunkTargets`; on the device of the labels, which it waits for.
         with_entropies: if False, the entropies are not computed, and NaN takes their place.
         chunk: tokens whose logits are in memory at a time.
 
@@ -217,8 +223,8 @@ def tree_logprobs(
         return empty, empty
     share, count, divisors = layer.share, len(targets[0]), _divisors(hidden, len(targets[0]), temperature)
     if share is not None:
-        places, targets, divisors = _own(share, targets, divisors, hidden.device)
-    order, chunks = _split(targets, divisors, chunk)
+        places, targets, divisors, kept = _own(share, targets, divisors, kept, hidden.device)
+    order, chunks = _split(targets, divisors, chunk, kept)
     options = HeadOptions(chunks, layer.logit_map, with_entropies)
     if chunks:
         logprobs, entropies = token_scores(hidden, layer.weight, layer.bias, options)
@@ -238,21 +244,26 @@ def _no_logits(hidden: Tensor, layer: OutputLayer) -> Tensor:
 
 
 def _own(
-    share: Any, targets: tuple[Tensor, Tensor, Tensor], divisors: Tensor | None, device: torch.device
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """Return the numbers of the targets that this rank's states predict, on `device`, and the targets themselves."""
+    share: Any,
+    targets: tuple[Tensor, Tensor, Tensor],
+    divisors: Tensor | None,
+    kept: RaggedTensor | None,
+    device: torch.device,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor | None, RaggedTensor | None]:
+    """Return the numbers of the targets that this rank's states predict, on `device`, and what belongs to them."""
     places, targets = share.own_targets(targets)
     places = sent(places, device)
-    return places, targets, None if divisors is None else divisors.index_select(0, places)
+    divisors = None if divisors is None else divisors.index_select(0, places)
+    return places, targets, divisors, None if kept is None else kept[places]
 
 
 def _split(
-    targets: tuple[Tensor, Tensor, Tensor], divisors: Tensor | None, chunk: int
+    targets: tuple[Tensor, Tensor, Tensor], divisors: Tensor | None, chunk: int, kept: RaggedTensor | None
 ) -> tuple[Tensor, list[ChunkTargets]]:
     """Return `split_targets` of tokens of a row."""
     tokens, input_ids, parent = targets
     labels = input_ids.index_select(0, sent(tokens, input_ids.device))
-    return split_targets(parent.index_select(0, tokens), labels, divisors, chunk)
+    return split_targets(parent.index_select(0, tokens), labels, divisors, chunk, kept)
 
 
 def _divisors(hidden: Tensor, count: int, temperature: Tensor | float) -> Tensor | None:
