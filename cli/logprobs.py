@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import click
@@ -12,10 +13,11 @@ from .option_groups import field_options, option_group
 from .output import quoted, reserve_directory, show, show_end
 from .paths import PACKED, WRITE
 from .progress import progress, quiet_option
-from .training import import_torch, stage_lines
+from .training import import_torch, row_ranks, stage_lines
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
+    from treepack.train.logprobs import Scoring
 
 
 _score_options = option_group(
@@ -47,19 +49,33 @@ def logprobs(packed: AnyPath, model: str, out: AnyPath, options: ScoreOptions, o
     Every prefix is computed once, also with --carry. treepack train --loss reads the columns: old for the ratios of
     grpo and similar losses, ref for their KL divergence and for dpo.
     """
-    from treepack.files.directory import finished_directory
-    from treepack.pack.files import write_packed
     from treepack.train.early_checks import check_scoring
-    from treepack.train.input_checks import refuse_ranks
+    from treepack.train.input_checks import is_first_process, refuse_ranks
 
-    refuse_ranks("treepack logprobs")
-    reserve_directory(out, [packed, model], overwrite=overwrite)
+    if options.sequence_ranks == 1:
+        refuse_ranks("treepack logprobs")
+    if is_first_process():
+        reserve_directory(out, [packed, model], overwrite=overwrite)
     check_scoring(packed, model, device=options.device)
     import_torch()
-    from treepack.train.logprobs import open_scoring, scored_provenance, scored_rows
+    from treepack.train.logprobs import open_scoring, scored_rows
 
-    with stage_lines():
-        scoring = open_scoring(str(packed), model, options)
+    with row_ranks(options, "treepack logprobs") as ranks:
+        with stage_lines(shown=ranks.leads):
+            scoring = open_scoring(str(packed), model, options)
+        if ranks.leads:
+            _write(scoring, out, overwrite=overwrite)
+        else:
+            deque(scored_rows(scoring), maxlen=0)  # with the first rank, which writes them
+
+
+def _write(scoring: Scoring, out: AnyPath, *, overwrite: bool) -> None:
+    """Score the rows, write them, and print a summary."""
+    from treepack.files.directory import finished_directory
+    from treepack.pack.files import write_packed
+    from treepack.train.logprobs import scored_provenance, scored_rows
+
+    options = scoring.options
     for note in scoring.notes:
         click.echo(f"note: {note}", err=True)
     # Lazy: each row is scored when it is written.

@@ -19,12 +19,14 @@ from .paths import PACKED_TEXT, WRITE
 from .progress import quiet_option
 from .run_options import RunOptions, run_options
 from .sections import SectionedCommand
-from .training import import_torch, show_plan, stage_lines, train_model, use_cache
+from .training import import_torch, row_ranks, show_plan, stage_lines, train_model, use_cache
 
 if TYPE_CHECKING:
     from treepack.data.batch import Batch
     from treepack.model.adapters.lora_options import LoraOptions
+    from treepack.model.verify.verify_rows import RowsReport
     from treepack.objectives.objective import Objective
+    from treepack.train.run import TrainingRun
 
 
 def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...] | None:
@@ -49,7 +51,7 @@ _SECTIONS = {
     "Metrics": "report-to tensorboard project run-name quiet",
     "Override what the run chooses": "dtype compile attention checkpoint-layers offload-checkpoints carry pass-tokens "
     "loss-chunk",
-    "Devices": "device gather-dtype cpu-offload",
+    "Devices": "device sequence-ranks gather-dtype cpu-offload",
     "Verification": "verify verify-rows help",
 }
 
@@ -166,16 +168,25 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     from treepack.train.early_checks import check_training
     from treepack.train.input_checks import refuse_ranks
 
-    refuse_ranks("--verify")
+    if options.sequence_ranks == 1:
+        refuse_ranks("--verify")
     check_training(packed, model, options)
     import_torch()
-    from treepack.carry.verify import in_pieces
-    from treepack.errors import TreepackError
-    from treepack.model.verify.verify_rows import verify_rows
     from treepack.train.setup.opening import open_verification
 
-    with stage_lines():
-        run = open_verification(packed, model, options)
+    with row_ranks(options, "--verify") as ranks:
+        with stage_lines(shown=ranks.leads):
+            run = open_verification(packed, model, options)
+        rows, batches, result = _compare(run, num_rows, shown=ranks.leads)
+    if ranks.leads:
+        _show_comparison(model, run, rows, batches, result)
+
+
+def _compare(run: TrainingRun, num_rows: int, *, shown: bool) -> tuple[list[int], list[Batch], RowsReport]:
+    """Compare the shortest rows; return their numbers, the rows and the result."""
+    from treepack.carry.verify import in_pieces
+    from treepack.model.verify.verify_rows import verify_rows
+
     limit = None if run.options.carry is None else int(run.options.carry)
     # The shortest rows, because every trajectory of a row is computed alone too, in float64 if possible; with --carry
     # the shortest ones that are cut.
@@ -183,14 +194,28 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     rows = sorted(run.trainable_rows, key=lambda row: (lengths[row] <= (limit or 0), lengths[row]))[:num_rows]
     batches = [run.dataset[row] for row in rows]
     _count_cut(batches, limit)  # refuses before the long comparison
-    with stage_lines():
+    with stage_lines(shown=shown):
         result = verify_rows(
             run.loaded,
             batches,
-            objective=options.objective,
+            objective=run.options.objective,
             factors=run.factors(rows),
             backward=None if limit is None else in_pieces(limit),
         )
+    return rows, batches, result
+
+
+def _show_comparison(
+    model: str, run: TrainingRun, rows: list[int], batches: Sequence[Batch], result: RowsReport
+) -> None:
+    """Print the result of a comparison.
+
+    Raises:
+        TreepackError: the gradients differ by more than the tolerance.
+    """
+    from treepack.errors import TreepackError
+
+    limit = None if run.options.carry is None else int(run.options.carry)
     report, cut = result.gradients, _count_cut(result.batches, limit)
     name, error = report.worst
     show(
@@ -200,6 +225,7 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
             "tokens": _part(*(sum(batch.num_tokens for batch in each) for each in (result.batches, batches))),
             "attention": f"{report.attention} in {report.dtype}",
             "layers": "computed again in the backward pass" if result.plan.recompute else "computed once",
+            **({} if run.options.sequence_ranks == 1 else {"ranks of a row": run.options.sequence_ranks}),
             **({} if limit is None else {"pieces": f"of at most {limit:,} tokens, in {cut} of {len(rows)} rows"}),
             "loss of the rows": report.loss_packed,
             "loss one by one": report.loss_alone,

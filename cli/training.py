@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from treepack.train.ranks import Ranks
     from treepack.train.run import TrainingRun
     from treepack.train.saving.place import Place
+    from treepack.train.scoring_options import ScoreOptions
     from treepack.train.step import StepMetrics
     from treepack.train.watch.sinks import Sinks
 
@@ -107,6 +108,21 @@ def keep_compiled_code() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+@contextmanager
+def row_ranks(options: TrainOptions | ScoreOptions, command: str) -> Iterator[Ranks]:
+    """Join the ranks that compute every row together, `options.sequence_ranks`, during the block.
+
+    Raises:
+        TreepackError: torchrun started another number of processes.
+    """
+    from treepack.train.ranks import find_device, join_row_ranks, leave_ranks
+
+    try:
+        yield join_row_ranks(find_device(options.device), options.sequence_ranks, command)
+    finally:
+        leave_ranks()
 
 
 def use_cache(folder: Path | None, size: str | None) -> None:

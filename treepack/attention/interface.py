@@ -192,7 +192,11 @@ def attention_forward(
     if options.get("record") is not None:
         options["record"].append(AttentionCall(module, layer, query.dtype))
     tree_pass = options.get("tree_pass") or TreePass()
-    carry, first = tree_pass.carry, 0
+    carry, share, first = tree_pass.carry, tree_pass.share, 0
+    if share is not None:
+        # From own tokens of all heads to all tokens of this rank's heads
+        query, key, value = share.attend(query, key, value)
+        sinks = share.part_of_heads(sinks)
     joined: AbstractContextManager[tuple[Tensor, Tensor]] = nullcontext((key, value))
     if carry is not None:
         # The keys and values of the path, then of the piece; its first query is token `first` of them.
@@ -213,7 +217,8 @@ def attention_forward(
             softcap=softcap,
             first=first,
         )
-    return out.transpose(1, 2).contiguous(), None
+    out = out.transpose(1, 2)
+    return (out if share is None else share.tokens_of(out)).contiguous(), None
 
 
 def _in_autocast_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

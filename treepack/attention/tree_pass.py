@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class TreePass:
-    """The tensors that attention keeps or carries during a pass.
+    """The tensors that attention keeps or carries during a pass, and the tokens that this rank has.
 
     A model passes it through its layers as one argument. torch.compile makes another version of a layer for each set
     of arguments and for each type among them, so the object is there in every pass, even if all fields are None. For
@@ -23,8 +23,10 @@ class TreePass:
         carry: the `carry.stack.CarriedStack` of a row that runs in pieces; None for a whole row.
         packed: schedules for attention inside the graph of a compiled layer; None if a compiled layer breaks its graph
             at attention.
+        share: the `model.sequence.share.TokenShare` of a row that several ranks compute together; None for one rank.
     """
 
     kept: KeptOutputs | None = None
     carry: Any = None
     packed: PackedSchedules | None = None
+    share: Any = None

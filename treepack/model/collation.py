@@ -13,12 +13,13 @@ the output layer are whole, in chunks (`head`). The results are sums, and the tr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from treepack.attention import IMPLEMENTATIONS, BatchSchedules
+from treepack.attention import IMPLEMENTATIONS, BatchSchedules, TreePass
 from treepack.data.batch import Batch, TermTensors, empty_batch
 from treepack.data.joined import concatenate_routes, concatenate_terms
 from treepack.errors import TreepackError
@@ -28,6 +29,7 @@ from treepack.model.experts.replay import check_routes, use_routes
 from treepack.model.head.logit_map import OutputLayer
 from treepack.model.head.output_head import check_sets, head_replaced
 from treepack.model.head.token_loss import CHUNK, filled_temperature, target_metrics, tree_logprobs, weighted_nll
+from treepack.model.sequence.share import sequence_of
 
 _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight")
 
@@ -163,6 +165,11 @@ def _run(model: Any, inputs: dict[str, Any], compute: Callable[[Tensor, OutputLa
     causal = _find_causal_model(model)
     check_dropout(model)
     columns = {name: inputs[name] for name in ("input_ids", "position_ids", "subtree_end")}
+    sequence, share, routes = sequence_of(causal), None, inputs.get("routes")
+    if sequence is not None:
+        share = sequence.share(inputs["input_ids"].shape[1], len(inputs["input_ids"]))
+        columns |= {name: share.cut(columns[name], 1) for name in ("input_ids", "position_ids")}
+        columns["tree_pass"] = TreePass(share=share)
     # Layers make their schedules in it when they need them, once for all layers of a kind.
     columns["schedule"] = BatchSchedules(inputs["subtree_end"])
     source = f"{type(causal).__name__} (model type {causal.config.get_text_config().model_type})"
@@ -170,19 +177,18 @@ def _run(model: Any, inputs: dict[str, Any], compute: Callable[[Tensor, OutputLa
     check_first_batch(
         model, causal, inputs["position_ids"], lambda record: model(**columns, use_cache=False, record=record)
     )
-    routes = inputs.get("routes")
     if routes is not None:
         check_routes(causal, source, routes)
-        use_routes(causal, source, routes)
+        use_routes(causal, source, routes if share is None else share.cut_flat(routes))
 
     def whole(states: Tensor, layer: OutputLayer) -> Any:
-        if len(states) != inputs["input_ids"].numel():
+        if len(states) != columns["input_ids"].numel():
             raise TreepackError(
                 f"{type(model).__name__}: the model computed {len(states)} tokens for a batch of "
-                f"{inputs['input_ids'].numel()}; it must run the batch as it is, so use neither DataParallel nor "
+                f"{columns['input_ids'].numel()}; it must run the batch as it is, so use neither DataParallel nor "
                 "virtual tokens"
             )
-        return compute(states, layer)
+        return compute(states, layer if share is None else replace(layer, share=share))
 
     # Inside the forward pass of the wrappers, because they gather weights and choose the precision there.
     with head_replaced(causal, whole) as call:

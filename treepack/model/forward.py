@@ -40,7 +40,15 @@ from treepack.model.head.output_head import check_sets, head_replaced
 from treepack.model.head.token_loss import CHUNK, nll_of_rows
 from treepack.model.layers import find_decoder, recomputes, takes_packed
 from treepack.model.loaded import LoadedModel
-from treepack.model.term_objective import TermObjective, loss_sets, loss_temperature, require_value_head, score
+from treepack.model.sequence.share import TokenShare
+from treepack.model.term_objective import (
+    TermObjective,
+    loss_sets,
+    loss_temperature,
+    require_value_head,
+    score,
+    values_before,
+)
 from treepack.model.text_half import check_text
 from treepack.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
 from treepack.option_fields import expect_type
@@ -67,13 +75,13 @@ def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
         kind.reach: schedules.of(loaded.attention, kind.reach, varlen=loaded.varlen and kind.is_plain)[1]
         for kind in sorted(set(loaded.kinds), key=str)
     }
-    if takes_packed(loaded.causal):
+    if takes_packed(loaded.causal) and loaded.sequence is None:
         schedules.pack(made)
     return replace(batch.to(loaded.device), schedule=schedules)
 
 
 def hidden_states(loaded: LoadedModel, batch: Batch, **options: Any) -> Tensor:
-    """Return the hidden states [T, D] of a packed row, after the final norm.
+    """Return the hidden states [T, D] of a packed row, after the final norm; of the own tokens, if ranks share them.
 
     A batch without a schedule is prepared first. `options` are further arguments of the model.
 
@@ -102,19 +110,26 @@ def _call(loaded: LoadedModel, batch: Batch, module: Any, options: dict[str, Any
     check_dropout(loaded.model)
     if batch.schedule is None:
         batch = prepare_batch(loaded, batch)
-    use_routes(loaded.causal, loaded.source, batch.routes)
+    share, columns, routes = _share_of(loaded, batch), [batch.input_ids, batch.position_ids], batch.routes
+    if share is not None:
+        columns = [share.cut(column) for column in columns]
+        routes = None if routes is None else share.cut(routes)
+    use_routes(loaded.causal, loaded.source, routes)
     inside = isinstance(batch.schedule, BatchSchedules) and takes_packed(loaded.causal)
     packed = batch.schedule.packed if inside else None
     kept = KeptOutputs() if packed is None and recomputes(loaded.causal) else None
+    tree_pass = options.pop("tree_pass", None) or TreePass(kept, packed=packed)
+    tree_pass.share = share
     try:
         # [None]: transformers expects a batch dimension, [T] -> [1, T]
         return module(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
+            input_ids=columns[0][None],
+            position_ids=columns[1][None],
             subtree_end=batch.subtree_end[None],
             schedule=batch.schedule,
             use_cache=False,
-            **{"tree_pass": TreePass(kept, packed=packed), **options},
+            tree_pass=tree_pass,
+            **options,
         )
     except IndexError as error:  # position_limit finds most tables beforehand; this is one that it did not recognise
         raise TreepackError(
@@ -126,13 +141,22 @@ def _call(loaded: LoadedModel, batch: Batch, module: Any, options: dict[str, Any
 def run_with_head(loaded: LoadedModel, batch: Batch, compute: Callable[[Tensor, OutputLayer], T], **options: Any) -> T:
     """Return compute(states [T, D], output layer) of a packed row; `options` are further arguments of the model.
 
+    If ranks share the row, the states are those of the own tokens, and the layer has its `share`.
+
     Raises:
         TreepackError: as `hidden_states`.
     """
-    with head_replaced(loaded.causal, compute) as call:
+    share = _share_of(loaded, batch)
+    own = compute if share is None else lambda states, layer: compute(states, replace(layer, share=share))
+    with head_replaced(loaded.causal, own) as call:
         _call(loaded, batch, loaded.model, options)
     result: T = call.result
     return result
+
+
+def _share_of(loaded: LoadedModel, batch: Batch) -> TokenShare | None:
+    sequence = loaded.sequence
+    return None if sequence is None else sequence.share(len(batch.input_ids))
 
 
 class RowRunner(Protocol):
@@ -225,9 +249,13 @@ class WholeRows:
         Raises:
             TreepackError: as `hidden_states`, and if the model has no value head.
         """
-        head, tokens = require_value_head(self.loaded), torch.arange(batch.num_tokens, device=self.loaded.device)
-        values: Tensor = self._run(self._prepared(batch), lambda states, _: head(states, tokens))
-        return values
+        require_value_head(self.loaded)
+        # Targets that would be predicted by each of the states
+        after = torch.arange(len(batch.input_ids), device=self.loaded.device)
+        targets = after[: batch.num_tokens], after, after
+        return self._run(
+            self._prepared(batch), lambda states, layer: values_before(self.loaded, states, layer, targets)
+        )
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from treepack.attention.interface import AttentionKind
 from treepack.model.head.value_head import ValueHead, value_head_of
+from treepack.model.sequence.share import SequenceGroup, sequence_of
 
 T = TypeVar("T")
 
@@ -51,6 +52,11 @@ class LoadedModel:
     def value_head(self) -> ValueHead | None:
         """The value head of a critic; None for a model without one."""
         return value_head_of(self.causal)
+
+    @property
+    def sequence(self) -> SequenceGroup | None:
+        """The ranks that compute every row together (`sequence.share.share_rows`); None if there are none."""
+        return sequence_of(self.causal)
 
     @property
     def attention_alone(self) -> str:

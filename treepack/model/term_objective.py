@@ -49,7 +49,6 @@ def score(
     Raises:
         TreepackError: the model has no value head and values are read.
     """
-    tokens, _, parent = targets
     logprobs = entropies = values = None
     if reads.logprobs:
         logprobs, entropies = tree_logprobs(
@@ -57,9 +56,24 @@ def score(
         )
         entropies = entropies if reads.entropies else None  # they would be NaN
     if reads.values:
-        # The value before a token is that of the state after its parent.
-        values = require_value_head(loaded)(states, sent(parent.index_select(0, tokens), states.device))
+        values = values_before(loaded, states, layer, targets)
     return TokenScores(logprobs, entropies, values)
+
+
+def values_before(
+    loaded: LoadedModel, states: Tensor, layer: OutputLayer, targets: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """Return the values [n] before tokens, from the states [T, D] of a row or piece; see `loss.tree_logprobs`.
+
+    Raises:
+        TreepackError: the model has no value head.
+    """
+    head, share, count = require_value_head(loaded), layer.share, len(targets[0])
+    if share is not None:
+        places, targets = share.own_targets(targets)
+    tokens, _, parent = targets
+    values: Tensor = head(states, sent(parent.index_select(0, tokens), states.device))
+    return values if share is None else share.whole(values, places, count)
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,15 @@ class TermObjective:
             states,
             layer,
             self.targets,
-            lambda order: prices_of_terms(terms, self.factors, self.objective, order, chunk=self.chunk, edges=edges),
+            lambda order: prices_of_terms(
+                terms,
+                self.factors,
+                self.objective,
+                order,
+                chunk=self.chunk,
+                edges=edges,
+                num_tokens=None if layer.share is None else len(self.targets[0]),
+            ),
             temperature=self.temperature,
             kept=self.kept,
             chunk=self.chunk,
@@ -117,8 +139,7 @@ class TermObjective:
         loss = RowResult(total, rows.detach(), name_sums(terms, of_terms, self.objective))
         if not self.objective.has_values:
             return loss
-        tokens, _, parent = self.targets
-        values = require_value_head(loaded)(states, sent(parent.index_select(0, tokens), states.device))
+        values = values_before(loaded, states, layer, self.targets)
         more = self._by_row(terms, TokenScores(None, None, values), self._value_loss)
         coefficient = self.objective.value_coef
         return RowResult(total + coefficient * more.loss, rows + coefficient * more.rows, {**loss.sums, **more.sums})

@@ -129,7 +129,7 @@ class _WholeRows(NamedTuple):
 
 
 def _tree_functions(options: dict[str, Any], name: str, values: Tensor) -> Any:
-    """Return the two functions for the rows, of `_WholeRows` or of rows in pieces, and record the call.
+    """Return the two functions for the rows, whole, in pieces or shared by ranks, and record the call.
 
     Raises:
         TreepackError: if a state of a cache is given or asked for, or an option that has no meaning here.
@@ -147,6 +147,11 @@ def _tree_functions(options: dict[str, Any], name: str, values: Tensor) -> Any:
     if options.get("record") is not None:
         options["record"].append(RecurrentCall(name, values.dtype))
     tree_pass = options.get("tree_pass")
+    functions = _functions_of(tree_pass, options)
+    return functions if tree_pass is None or tree_pass.share is None else tree_pass.share.recurrent(functions)
+
+
+def _functions_of(tree_pass: Any, options: dict[str, Any]) -> Any:
     if tree_pass is not None and tree_pass.carry is not None:
         return tree_pass.carry.states
     schedules, end = options.get("schedule"), options["subtree_end"]

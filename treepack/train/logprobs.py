@@ -35,6 +35,7 @@ from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.token_loss import filled_temperature
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
+from treepack.model.sequence.share import share_rows
 from treepack.objectives.temperature import refuse_temperatures, temperature_of_terms
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
@@ -91,6 +92,8 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
             seed=options.seed,
             lora=lora,
         )
+    if options.sequence_ranks > 1:
+        share_rows(loaded.causal, torch.distributed.group.WORLD)
     memory = None
     if options.carry is not None:
         check_carry(loaded)
@@ -129,6 +132,8 @@ def until_it_fits(compute: Callable[[int | None], T], loaded: LoadedModel, piece
             smaller = smaller_piece(min(tokens, piece or tokens))
             if not is_memory_error(error) or smaller < SMALLEST_PIECE or not can_carry(loaded):
                 raise
+            if loaded.sequence is not None:
+                raise  # other ranks wait for this one
         _log.info("out of memory in a row of %d tokens; it runs again in pieces of %d", tokens, smaller)
         piece = smaller
         if loaded.device.type == "cuda":
@@ -173,7 +178,7 @@ def _scores_that_fit(scoring: Scoring, rows: Sequence[Row]) -> list[tuple[Float6
         try:
             return term_scores(loaded, rows, options, memory=scoring.memory)
         except RuntimeError as error:
-            if not is_memory_error(error):
+            if not is_memory_error(error) or loaded.sequence is not None:
                 raise
         return [each for row in rows for each in _scores_that_fit(scoring, [row])]
 

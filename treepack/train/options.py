@@ -19,7 +19,7 @@ from treepack.option_fields import check_options, option
 
 CHANGEABLE_ON_RESUME = frozenset(
     "checkpoint_layers offload_checkpoints compile attention carry pass_tokens loss_chunk "
-    "device gather_dtype cpu_offload checkpoint_every keep max_skipped".split()
+    "device sequence_ranks gather_dtype cpu_offload checkpoint_every keep max_skipped".split()
 )
 # Options that define the number of steps. A resumed run may have more steps than before, or fewer, but not fewer than
 # are done.
@@ -98,6 +98,12 @@ class TrainOptions:
     device: str = option("auto", "cpu, cuda or cuda:N; auto is a GPU if there is one.")
     seed: int = option(0, "Seed of row order and random weights.", minimum=0, maximum=MAX_SEED)
     objective: Objective = field(default_factory=Objective)  # the loss to minimise
+    sequence_ranks: int = option(
+        1,
+        "Ranks that compute each row together, for rows that are too long for one GPU: each has 1/R of the tokens, and "
+        "in attention 1/R of the heads. A divisor of the number of ranks and of heads.",
+        minimum=1,
+    )
     # Sharded weights; both have no effect in one process
     gather_dtype: str = option(
         "fp32",

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
 from treepack.errors import TreepackError
 from treepack.train.input_checks import check_device_name
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -27,18 +30,48 @@ class Ranks:
     """The place of this process among the `size` processes of the run; `grouped` if there is a process group.
 
     `machines` is the number of machines, which have equally many ranks, numbered machine by machine; None if the
-    launcher has not set it.
+    launcher has not set it. `sequence` ranks compute the same rows together, each a part of their tokens.
     """
 
     rank: int = 0
     size: int = 1
     grouped: bool = False
     machines: int | None = None
+    sequence: int = 1
 
     @property
     def leads(self) -> bool:
         """True for the one process that writes files and prints."""
         return self.rank == 0
+
+    @property
+    def row_share(self) -> tuple[int, int]:
+        """The number of this rank's share of the rows, and the number of shares: 5 of 8 ranks, 2 a row -> 2 of 4."""
+        return self.rank // self.sequence, self.size // self.sequence
+
+    @property
+    def counts_rows(self) -> bool:
+        """True for one of the ranks that compute the same rows: the one that counts them in sums over all ranks."""
+        return self.rank % self.sequence == 0
+
+    def sharing(self, sequence: int) -> Ranks:
+        """Return the same ranks with every row computed by `sequence` of them.
+
+        Raises:
+            TreepackError: their number is not a multiple of it.
+        """
+        if sequence > 1 and not self.grouped:
+            raise TreepackError(
+                f"--sequence-ranks is {sequence} and this process is alone; start the ranks with torchrun "
+                f"--nproc-per-node {sequence} --no-python treepack train ..."
+            )
+        if self.size % sequence:
+            raise TreepackError(
+                f"--sequence-ranks is {sequence} and the run has {self.size} ranks; start a multiple of {sequence}"
+            )
+        # If the ranks of a row are on several machines, no machine has rows of its own.
+        divided = self.machines is None or self.size // sequence % self.machines == 0
+        return replace(self, sequence=sequence, machines=self.machines if divided else 1)
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of the `values` of all ranks, which have equal shapes; the same bits on every rank."""
@@ -109,6 +142,21 @@ def join_ranks(device: torch.device) -> Ranks:
     return Ranks(distributed.get_rank(), size, grouped=True, machines=num_machines(size))
 
 
+def join_row_ranks(device: torch.device, sequence: int, command: str) -> Ranks:
+    """Join the ranks of a command that computes every row on all of them, `sequence` ranks; 1 for a single process.
+
+    Raises:
+        TreepackError: torchrun started another number of processes.
+    """
+    ranks = join_ranks(device).sharing(sequence)
+    if ranks.size != sequence:
+        raise TreepackError(
+            f"{command} computes every row on all ranks; give --sequence-ranks {ranks.size}, or start it without "
+            "torchrun"
+        )
+    return ranks
+
+
 def num_machines(size: int) -> int | None:
     """Return the number of machines on which torchrun started `size` processes, None if their numbers differ."""
     # 4 processes with LOCAL_WORLD_SIZE 2: 2 machines. Other launchers may not set it.
@@ -120,6 +168,33 @@ def leave_ranks() -> None:
     """Leave the group that `join_ranks` joined, if any."""
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def make_mesh(device: torch.device, *, sequence: int = 1, expert: int = 1) -> DeviceMesh:
+    """Return the ranks of the process group as a mesh with the dimensions data, expert and sequence.
+
+        8 ranks, sequence 2, expert 2     ranks that share the tokens of a row       (0 1) (2 3) (4 5) (6 7)
+                                          ranks that share the experts of a layer    (0 2) (1 3) (4 6) (5 7)
+
+    Ranks of one sequence are neighbours, so that they are on one machine. Weights are sharded over all ranks. Every
+    rank must call this function, because it makes process groups.
+
+    Args:
+        device: the device on which this rank computes.
+        sequence: ranks that share the tokens of a row.
+        expert: ranks that share the experts of a mixture, and have rows of their own.
+
+    Raises:
+        TreepackError: the number of ranks is not a multiple of sequence * expert.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size, shared = distributed.get_world_size(), sequence * expert
+    if size % shared:
+        names = [f"{name} {n}" for name, n in (("--sequence-ranks", sequence), ("--expert-ranks", expert)) if n > 1]
+        raise TreepackError(f"{size} ranks cannot be divided by {' times '.join(names)}; start a multiple of {shared}")
+    shape = (size // shared, expert, sequence)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("data", "expert", "sequence"))
 
 
 def find_dtype(name: str, device: torch.device) -> str:

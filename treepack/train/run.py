@@ -80,7 +80,8 @@ class TrainingRun:
 
     def passes(self, rows: Sequence[int]) -> list[Pass]:
         """Return the passes that this rank runs of the `rows` of a step; see `passes.deal`."""
-        return deal(rows, self.costs(), self.ranks.size, self._joining(), self.division)[self.ranks.rank]
+        share, shares = self.ranks.row_share
+        return deal(rows, self.costs(), shares, self._joining(), self.division)[share]
 
     def _joining(self) -> Joining:
         options, dataset = self.options, self.dataset

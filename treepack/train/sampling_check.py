@@ -75,7 +75,8 @@ def compare_sampling(run: TrainingRun) -> str | None:
 def measure_gap(run: TrainingRun) -> SamplingGap | None:
     """Compare one row of the first step on every rank; None if it has no recorded values."""
     batch = read_pass(run.dataset, run.passes(run.schedule[0].rows)[0][:1])
-    sums = run.ranks.sum(_sums(run, batch).to(run.loaded.device)).tolist()
+    own = _sums(run, batch).to(run.loaded.device)
+    sums = run.ranks.sum(own * run.ranks.counts_rows).tolist()
     count, gap, mean, larger, different, *rest = sums
     if not count:
         return None

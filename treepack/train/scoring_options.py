@@ -52,6 +52,9 @@ class ScoreOptions:
     loss_chunk: int = option(CHUNK, "Tokens per chunk of logits; a smaller chunk needs less memory.", minimum=1)
     device: str = option("auto", "cpu, cuda or cuda:N; auto is a GPU if there is one.")
     seed: int = option(0, "Seed of random weights.", minimum=0, maximum=MAX_SEED)
+    sequence_ranks: int = option(
+        1, "Processes of torchrun that compute every row together; each has the whole model.", minimum=1
+    )
 
     def __post_init__(self) -> None:
         """Refuse invalid values.

@@ -42,10 +42,12 @@ from treepack.model.load import (
     with_attention,
 )
 from treepack.model.loaded import LoadedModel
+from treepack.model.sequence.share import check_heads, share_rows
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
 from treepack.train.options import TrainOptions
+from treepack.train.ranks import make_mesh
 
 _NO_ROOM_FOR_WHOLE = (
     "while each rank gathered the whole weights for rows in pieces",
@@ -70,7 +72,8 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     Args:
         source: as in `model.load.load_model`. From a config file every rank makes the same random weights, whole, and
             keeps its shard.
-        options: attention, dtype, gather_dtype, cpu_offload, compile, seed and the options of recomputation are used.
+        options: attention, dtype, gather_dtype, cpu_offload, compile, seed, sequence_ranks and the options of
+            recomputation are used.
         device: the device on which this rank computes.
 
     Raises:
@@ -78,6 +81,7 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     """
     base, adapter = base_of(source, options.lora)
     config, notes = read_config(base, options.attention)
+    check_heads(config.get_text_config(), options.sequence_ranks, base)
     files = None if base.endswith(".json") else weight_files(base)
     with translate_load_errors(base), hide_progress_bars():
         if files:
@@ -118,6 +122,8 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     # The probe is a forward without a backward, which leaves the root gathered. An optimiser made now would take the
     # gathered parameters in place of the shards.
     root.reshard()
+    if options.sequence_ranks > 1:
+        share_rows(causal, make_mesh(device, sequence=options.sequence_ranks)["sequence"].get_group())
     return loaded
 
 

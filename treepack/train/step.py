@@ -190,7 +190,9 @@ class Report:
         self.counts = {"tokens_flat": 0, "tokens_forward": 0, "tokens_backward": 0}
 
     def add(self, rows: Pass, batch: Batch, result: RowResult) -> None:
-        """Add the numbers of a pass."""
+        """Add the numbers of a pass, once if several ranks compute it together."""
+        if not self.ranks.counts_rows:
+            return
         places = sent(torch.tensor([self.places[row] for row in rows]), self.device)
         self.losses.index_add_(0, places, result.rows.detach())
         numbers = (batch.tokens_flat, result.tokens_forward, result.tokens_backward)

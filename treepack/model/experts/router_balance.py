@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
 from treepack.errors import TreepackError
+from treepack.model.sequence.share import sequence_of
 
 _BALANCE = "_treepack_router_balance"
 
@@ -53,6 +54,7 @@ class RouterBalance:
         self._scale: Tensor | None = None  # float64 [T] of the current row
         self._places: Tensor | None = None  # int64 [t], the places in the row of the tokens of a piece
         self._attaching = False
+        self._causal = causal
         setattr(causal, _BALANCE, self)
         for router in self.routers:
             router.register_forward_hook(self._observe)
@@ -127,7 +129,9 @@ class RouterBalance:
 
     def _of_tokens(self) -> Tensor:
         assert self._scale is not None
-        return self._scale if self._places is None else self._scale.index_select(0, self._places)
+        scale = self._scale if self._places is None else self._scale.index_select(0, self._places)
+        sequence = sequence_of(self._causal)
+        return scale if sequence is None else sequence.share(len(scale)).weights(scale)
 
     def _count(self, p: Tensor, experts: Tensor) -> None:
         scale = self._of_tokens()

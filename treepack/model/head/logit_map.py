@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.functional import linear
@@ -33,11 +33,15 @@ class LogitMap:
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The whole weights [V, D] and bias [V] of an output layer, and the change that the model makes to its result."""
+    """The whole weights [V, D] and bias [V] of an output layer, and the change that the model makes to its result.
+
+    `share` is the `sequence.share.TokenShare` of the states, if this rank has only a part of a row's states.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     logit_map: LogitMap = LogitMap()
+    share: Any = None
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the model's logits [..., V] of hidden states [..., D]."""

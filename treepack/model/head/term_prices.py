@@ -33,6 +33,7 @@ def prices_of_terms(
     chunk: int,
     term_chunk: int = TERM_CHUNK,
     edges: Sequence[int] | None = None,
+    num_tokens: int | None = None,
 ) -> TargetPrices:
     """Return the price of the terms of a row or of joined rows. Waits for the GPU.
 
@@ -42,15 +43,25 @@ def prices_of_terms(
         terms: the terms of the tokens, as `objectives.weigh_terms` returns them.
         factors: float64 [K], f of the trajectories.
         objective: with `is_tokenwise`.
-        order: int64 [n], the number of each token in the order of the chunks.
+        order: int64 [n], the number of each token in the order of the chunks; terms of tokens without one are left out.
         chunk: tokens of a chunk.
         term_chunk: terms whose values are in memory at a time.
         edges: n + 1 numbers; row i has the terms edges[i] .. edges[i + 1] - 1. None for one row.
+        num_tokens: the number of tokens that the terms are about; None if that is n.
     """
     assert objective.is_tokenwise, "the slopes of this loss depend on other tokens"
     # order [2 0 1], index [0 0 1 2] -> places [1 1 2 0], terms sorted by place [3 0 1 2]
-    rank = invert(order)
-    places = rank.index_select(0, terms.index)
+    if num_tokens is None:
+        rank = invert(order)
+        places = rank.index_select(0, terms.index)
+    else:
+        rank = order.new_full((num_tokens,), -1).scatter_(0, order, torch.arange(len(order), device=order.device))
+        places = rank.index_select(0, terms.index)
+        # Order of the tokens 0 and 2 of 3, index [0 1 1 2] -> places [0 -1 -1 1], kept [0 3]; edges [0 2 4] -> [0 1 2]
+        kept = (places >= 0).nonzero().squeeze(-1)
+        terms, places = _select(terms, kept), places.index_select(0, kept)
+        if edges is not None:
+            edges = torch.searchsorted(kept, torch.tensor(edges, device=kept.device)).tolist()
     by_place = places.argsort(stable=True)
     places = places.index_select(0, by_place)
     # Sorted places [0 1 1 2], chunk 2 -> starts [0 2 4], cuts [0 3 4]: chunk 0 has the first three terms
@@ -73,7 +84,8 @@ def prices_of_terms(
 
     def value(logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
         # In the order of the terms, so that the size of a chunk changes no bit.
-        logprobs, entropies = logprobs.index_select(0, rank), entropies.index_select(0, rank)
+        own = rank.clamp(min=0)  # no term reads a token without a place
+        logprobs, entropies = (_at(each, own) for each in (logprobs, entropies))
         bounds = (0, len(terms.index)) if edges is None else edges
         losses = logprobs.new_zeros(len(bounds) - 1, dtype=torch.float64)
         sums = logprobs.new_zeros(len(TERM_MEANS), dtype=torch.float64)
@@ -85,6 +97,11 @@ def prices_of_terms(
         return losses.sum(), torch.cat([sums, losses])
 
     return TargetPrices(slopes, value)
+
+
+def _at(values: Tensor, places: Tensor) -> Tensor:
+    """Return values[places], zeros if there are no values."""
+    return values.index_select(0, places) if len(values) else values.new_zeros(len(places))
 
 
 def _select(terms: TermTensors, numbers: Tensor) -> TermTensors:

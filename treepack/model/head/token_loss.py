@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,8 +90,7 @@ def nll_of_rows(
     # loss_weight [0, 1, 2, 0, .5] -> tokens [1, 2, 4]; with parent [-1, 0, 1, 0, 3] -> sources [0, 1, 3]
     tokens = loss_weight.nonzero().squeeze(-1)
     if len(tokens) == 0:
-        # [0, D] -> [0, V] -> 0, still attached to `hidden` and the weights: FSDP needs gradients from every rank.
-        nothing = linear(hidden[:0], layer.weight, layer.bias).sum(dtype=torch.float64)
+        nothing = _no_logits(hidden, layer).sum(dtype=torch.float64)
         return nothing, nothing.detach().new_zeros(1 if edges is None else len(edges) - 1)
 
     chosen = sent(loss_weight.index_select(0, tokens), hidden.device)
@@ -102,7 +102,9 @@ def nll_of_rows(
         def value(logprobs: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
             losses = -(logprobs.double() * weights)
             total = losses.sum()
-            return total, total[None] if edges is None else sums_of_rows(losses[invert(order)], edges)
+            if edges is None:
+                return total, total[None]
+            return total, sums_of_rows(losses.new_zeros(len(tokens)).index_copy_(0, order, losses), edges)
 
         # In the dtype of the log-probabilities, into which the subtraction casts the weights.
         return TargetPrices(
@@ -127,7 +129,9 @@ def target_metrics(
     Arguments are as in `nll_of_rows`. The logits are computed again, without gradients.
     """
     input_ids, parent, loss_weight = targets
-    tokens = loss_weight.nonzero().squeeze(-1)
+    share, tokens = layer.share, loss_weight.nonzero().squeeze(-1)
+    if share is not None:
+        _, (tokens, input_ids, parent) = share.own_targets((tokens, input_ids, parent))
     sums = torch.zeros(2, dtype=torch.float64, device=hidden.device)
     for part in torch.split(tokens, chunk):
         states = hidden.index_select(0, sent(parent.index_select(0, part), hidden.device))
@@ -137,7 +141,7 @@ def target_metrics(
         is_first = logits.argmax(-1) == input_ids.index_select(0, sent(part, hidden.device))
         weights = sent(loss_weight.index_select(0, part), hidden.device).double()
         sums += torch.stack([(weights * entropies).sum(), (weights * is_first).sum()])
-    return sums
+    return sums if share is None else share.total(sums)
 
 
 def priced_terms(
@@ -167,9 +171,22 @@ def priced_terms(
     Returns:
         a float64 scalar, attached to `hidden` and the weights, and float64 [k] without a graph.
     """
-    order, chunks = _split(targets, _divisors(hidden, len(targets[0]), temperature), chunk, kept)
-    options = HeadOptions(chunks, layer.logit_map, with_entropies)
-    return priced_loss(hidden, layer.weight, layer.bias, options, prices(order))
+    share, divisors = layer.share, _divisors(hidden, len(targets[0]), temperature)
+    if share is None:
+        order, chunks = _split(targets, divisors, chunk, kept)
+        options = HeadOptions(chunks, layer.logit_map, with_entropies)
+        return priced_loss(hidden, layer.weight, layer.bias, options, prices(order))
+    places, targets, divisors, kept = _own(share, targets, divisors, kept, hidden.device)
+    order, chunks = _split(targets, divisors, chunk, kept)
+    price = prices(places.index_select(0, order))
+    if chunks:
+        options = HeadOptions(chunks, layer.logit_map, with_entropies)
+        loss, numbers = priced_loss(hidden, layer.weight, layer.bias, options, price)
+    else:
+        empty = _no_logits(hidden, layer).sum(-1)
+        loss = empty.sum(dtype=torch.float64)
+        numbers = price.value(empty.detach(), empty.detach())[1]
+    return share.total(loss), share.total(numbers)
 
 
 def tree_logprobs(
@@ -202,15 +219,42 @@ def tree_logprobs(
         log-probabilities [n] and entropies [n], in nats; attached to `hidden` even if n is 0.
     """
     if len(targets[0]) == 0:
-        # [0, D] -> [0, V] -> [0], still attached to `hidden` and the weights: FSDP needs gradients from every rank.
-        empty = linear(hidden[:0], layer.weight, layer.bias).sum(-1)
-        empty = empty if empty.dtype == torch.float64 else empty.float()
+        empty = _no_logits(hidden, layer).sum(-1)
         return empty, empty
-    order, chunks = _split(targets, _divisors(hidden, len(targets[0]), temperature), chunk, kept)
+    share, count, divisors = layer.share, len(targets[0]), _divisors(hidden, len(targets[0]), temperature)
+    if share is not None:
+        places, targets, divisors, kept = _own(share, targets, divisors, kept, hidden.device)
+    order, chunks = _split(targets, divisors, chunk, kept)
     options = HeadOptions(chunks, layer.logit_map, with_entropies)
-    logprobs, entropies = token_scores(hidden, layer.weight, layer.bias, options)
-    places = invert(order)
-    return logprobs.index_select(0, places), entropies.index_select(0, places)
+    if chunks:
+        logprobs, entropies = token_scores(hidden, layer.weight, layer.bias, options)
+    else:
+        logprobs = entropies = _no_logits(hidden, layer).sum(-1)
+    inverse = invert(order)
+    logprobs, entropies = logprobs.index_select(0, inverse), entropies.index_select(0, inverse)
+    if share is None:
+        return logprobs, entropies
+    return share.whole(logprobs, places, count), share.whole(entropies, places, count)
+
+
+def _no_logits(hidden: Tensor, layer: OutputLayer) -> Tensor:
+    """Return logits [0, V], float64 or float32, attached to `hidden` and the weights: FSDP needs every gradient."""
+    logits = linear(hidden[:0], layer.weight, layer.bias)
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _own(
+    share: Any,
+    targets: tuple[Tensor, Tensor, Tensor],
+    divisors: Tensor | None,
+    kept: RaggedTensor | None,
+    device: torch.device,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor | None, RaggedTensor | None]:
+    """Return the numbers of the targets that this rank's states predict, on `device`, and what belongs to them."""
+    places, targets = share.own_targets(targets)
+    places = sent(places, device)
+    divisors = None if divisors is None else divisors.index_select(0, places)
+    return places, targets, divisors, None if kept is None else kept[places]
 
 
 def _split(

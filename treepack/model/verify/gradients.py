@@ -134,6 +134,9 @@ def verify_gradients(
         # Generators: each loss is computed, run backward and dropped before the next, so one graph exists at a time.
         results = (runner.backward(batch, LossPart(objective, factor)) for batch, factor in rows)
         packed = _gradients(model, (result.loss for result in results))
+        if loaded.sequence is not None:
+            for gradient in packed[1].values():
+                loaded.sequence.add_up(gradient)
         if plan is not None and plan.offload:
             packed = packed[0], {name: gradient.cpu() for name, gradient in packed[1].items()}, packed[2]
             if loaded.device.type == "cuda":

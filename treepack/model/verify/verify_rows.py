@@ -77,8 +77,8 @@ def verify_rows(
             )
             return RowsReport(report, tuple(parts), plan)
         except (RuntimeError, MemoryError) as error:
-            if not is_memory_error(error):
-                raise
+            if not is_memory_error(error) or loaded.sequence is not None:
+                raise  # other ranks wait for this one, and would not compute a smaller part
             # The next part would be too small, or this one was as large as the one before.
             if plan.max_tokens < 2 * _MIN_TOKENS or tokens >= tried:
                 raise TreepackError(
@@ -98,9 +98,10 @@ def _first_plan(loaded: LoadedModel, batches: Sequence[Batch], free: float | Non
     longest = max((batch.num_tokens for batch in batches), default=0)
     sizes = model_sizes(loaded.causal, attention=loaded.attention, attention_alone=loaded.attention_alone)
     on_gpu = loaded.device.type == "cuda"
+    free = free_memory(loaded.device) if free is None else free
     return plan_memory(
         sizes,
-        free_memory(loaded.device) if free is None else free,
+        free if loaded.sequence is None else loaded.sequence.smallest(free),
         longest,
         longest_path=max((int(batch.position_ids.max()) + 1 for batch in batches), default=0),
         max_operations=MAX_OPERATIONS if on_gpu else None,

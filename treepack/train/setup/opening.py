@@ -28,6 +28,7 @@ from treepack.model.adapters.adapter import assign, check_trainable, initial_wei
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_model
+from treepack.model.sequence.share import share_rows
 from treepack.train.optimiser import check_optimizer
 from treepack.train.options import CHUNK, TrainOptions
 from treepack.train.ranks import Ranks, find_device
@@ -65,7 +66,7 @@ def open_run(
         TreepackError: the device is missing, the data is damaged, the model is not supported, the data does not fit the
             model, or memory is too small.
     """
-    ranks, compute = ranks or Ranks(), choose_compute(options)
+    ranks, compute = (ranks or Ranks()).sharing(options.sequence_ranks), choose_compute(options)
     if options.lora is not None:
         check_trainable(model, options.lora, sharded=ranks.grouped)
     check_optimizer(options, ranks)
@@ -138,6 +139,8 @@ def resume_run(
 def open_verification(packed: Packed, model: str | Path, options: TrainOptions) -> TrainingRun:
     """Open a run for `verify_gradients`: in float64, or in float32 if a fused kernel has no float64.
 
+    With `sequence_ranks`, all processes of the process group compute every row together; each has the whole model.
+
     Raises:
         TreepackError: as `open_run`.
     """
@@ -162,6 +165,8 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
     if options.lora is not None and options.lora.rank is not None:
         # A new adapter has B = 0, so the gradient of A is 0 and any error of it would pass.
         assign(loaded.model, initial_weights(loaded.model, options.seed, random_b=True), weights)
+    if options.sequence_ranks > 1:
+        share_rows(loaded.causal, torch.distributed.group.WORLD)
     # `verify_rows` recomputes the layers if that is needed.
     adapt_layers(loaded.causal, checkpointing=False, compiled=options.compile is True)
     fit = check_fit(data, loaded, options)

@@ -1,0 +1,89 @@
+"""Ranks that share rows train as one process does: metrics, gradients and weights, also after a resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.oracle_model import packed_directory, tiny_config
+from support.rank_processes import Case, train_over
+from support.strategies import make
+from treepack.errors import TreepackError
+from treepack.train.ranks import Ranks
+from treepack.trajectory import Trajectory
+
+NOT_COMPARED = set("seconds wait_seconds tokens_per_second tokens_flat_per_second graphs eval_seconds".split())
+NOT_COMPARED |= {"router_aux_seconds"}
+
+
+def rollouts(first: int = 0) -> list[Trajectory]:
+    """Return four trees of different sizes."""
+    found = []
+    for tree, (prompt, answers) in enumerate([(6, 1), (8, 3), (20, 2), (9, 5)]):
+        start = [first + tree, *(10 + i % 5 for i in range(prompt - 1))]
+        for answer in range(answers):
+            tokens = [*start, 20 + answer, *(21 + (answer + i) % 4 for i in range(3 + 2 * answer))]
+            spans = [(prompt, len(tokens), 1.0 + answer % 2)]
+            name = f"t{tree}-{answer}"
+            found.append(make(name, tokens, spans=spans, group=f"g{tree}", advantage=answer - 1.0, reward=1.0 * answer))
+    return found
+
+
+def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Check that metrics and the gradients of the last step are equal except for float32 rounding."""
+    assert len(result["records"]) == len(expected["records"]) > 0
+    for actual, reference in zip(result["records"], expected["records"], strict=True):
+        assert actual.keys() == reference.keys()
+        for name in actual.keys() - NOT_COMPARED:
+            assert actual[name] == pytest.approx(reference[name], rel=2e-5, abs=1e-6), name
+    assert result["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_rows_train_as_one_process_does(tmp_path: Path) -> None:
+    packed = packed_directory(tmp_path / "packed", rollouts(), capacity=50)
+    held_out = packed_directory(tmp_path / "held-out", rollouts(30), capacity=40)
+    plain = tiny_config(tmp_path / "plain.json", tie_word_embeddings=True)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    mixture = tiny_config(tmp_path / "mixture.json", "qwen3", **experts, model_type="qwen3_moe")
+    steps = {"steps": 2, "rows_per_step": 3, "sequence_ranks": 2}
+    cases = [
+        Case("whole", packed, plain, {**steps, "eval_every": 1, "checkpoint_layers": "all"}, held_out=held_out),
+        Case("joined", packed, plain, {**steps, "pass_tokens": 80, "compile": True}, "grpo"),
+        Case("pieces", packed, plain, {**steps, "carry": 7}, "gspo"),
+        Case("balanced", packed, mixture, {**steps, "router_aux": 0.1}),
+    ]
+    stopped = Case("stopped", packed, plain, steps, out=tmp_path / "stopped", until=1)
+    results = train_over(2, tmp_path, [*cases, stopped])
+    alone = [replace(case, changes={**case.changes, "sequence_ranks": 1}) for case in [*cases, stopped]]
+    others = [
+        *alone[:-1],
+        replace(alone[-1], name="resumed", until=None),
+        Case("all", packed, plain, {**steps, "sequence_ranks": 1}),
+    ]
+    expected = train_over(0, tmp_path, others)
+    for case in cases:
+        assert_same(results[case.name], expected[case.name])
+    resumed = {**expected["resumed"], "records": results["stopped"]["records"] + expected["resumed"]["records"]}
+    assert_same(resumed, expected["all"])
+
+
+def test_ranks_that_cannot_share_rows_are_refused() -> None:
+    with pytest.raises(TreepackError, match="this process is alone; start the ranks with torchrun"):
+        Ranks().sharing(2)
+    with pytest.raises(TreepackError, match="--sequence-ranks is 4 and the run has 6 ranks; start a multiple of 4"):
+        Ranks(0, 6, grouped=True).sharing(4)
+
+
+def test_ranks_of_one_row_have_one_share_of_the_rows() -> None:
+    ranks = [Ranks(rank, 4, grouped=True, machines=2).sharing(2) for rank in range(4)]
+    assert [each.row_share for each in ranks] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [each.counts_rows for each in ranks] == [True, False, True, False]
+    assert ranks[0].machines == 2
+    assert ranks[0].sharing(4).machines == 1  # both machines read all rows
