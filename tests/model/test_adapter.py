@@ -199,9 +199,9 @@ def test_routers_have_no_adapter_unless_all_linear_layers_have_one(tmp_path: Pat
         loaded = load_model(tiny_config(tmp_path / "tiny.json"))
         for layer in loaded.causal.model.layers:
             layer.router_and_more = Layer()
-        from treepack.model.adapters.adapter_targets import target_names
+        from treepack.model.adapters.adapter_targets import find_targets
 
-        return target_names(loaded.causal, choice, "tiny")
+        return find_targets(loaded.causal, choice, "tiny").modules
 
     both = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert set(targets("auto")) == both
@@ -227,7 +227,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], complaint: 
 @pytest.mark.parametrize(
     ("targets", "complaint"),
     [
-        ("q_proj,query", "no linear layer is named 'query'; its names are down_proj, gate_proj, .*v_proj"),
+        ("q_proj,query", "no linear layer or expert is named 'query'; its names are down_proj, gate_proj, .*v_proj"),
         ("lm_head", "lm_head is the output layer, which must have no adapter"),
     ],
 )

@@ -31,6 +31,7 @@ from treepack.train.step import StepMetrics
 
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, epochs=2, checkpoint_every=2, warmup_steps=1)
 LORA = LoraOptions(rank=3)
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 TIMES = ("seconds", "wait_seconds", "tokens_per_second", "tokens_flat_per_second")
 TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
 
@@ -228,15 +229,17 @@ def test_two_ranks_train_the_adapter_of_one_process(packed: Path, base: Path, tm
         model.peft_config["default"].base_model_name_or_path = str(base)
         model.save_pretrained(tmp_path / name, save_embedding_layers=False)
     uneven = {"epochs": 2, "rows_per_step": 3}  # the second rank runs out of rows
+    lora = {**uneven, "lora": LORA}
     cases = [
         Case("of DoRA", packed, tmp_path / "dora", uneven),
         Case("with an embedding", packed, tmp_path / "embedding", uneven),
-        Case("random base", packed, tiny_config(tmp_path / "tiny.json"), {**uneven, "lora": LORA}),
+        Case("random base", packed, tiny_config(tmp_path / "tiny.json"), lora),
         Case("new", packed, base, {"epochs": 2, "lora": LORA}),
+        Case("experts", packed, tiny_config(tmp_path / "moe.json", model_type="qwen3_moe", **EXPERTS), lora),
         Case("saved", packed, tmp_path / "saved", uneven),
-        Case("offloaded", packed, base, {**uneven, "lora": LORA, "checkpoint_layers": "all", "cpu_offload": True}),
-        Case("compiled", packed, base, {**uneven, "lora": LORA, "compile": True}),
-        Case("grpo", packed, base, {**uneven, "lora": LORA}, "grpo"),
+        Case("offloaded", packed, base, {**lora, "checkpoint_layers": "all", "cpu_offload": True}),
+        Case("compiled", packed, base, {**lora, "compile": True}),
+        Case("grpo", packed, base, lora, "grpo"),
     ]
     results, expected = (train_over(size, tmp_path, cases) for size in (2, 0))
     for case in cases:

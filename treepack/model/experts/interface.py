@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
 from treepack.errors import TreepackError
+from treepack.model.experts.lora import adapter_part, has_adapter
 from treepack.model.experts.products import grouped_linear
 from treepack.model.experts.routing import ExpertRouting, combine_pairs, sort_pairs, sort_slots, spread_tokens
 
@@ -111,7 +112,10 @@ def _expert_outputs(module: Any, x: Tensor, routing: ExpertRouting) -> Tensor:
     dtype = x.dtype
 
     def linear(x: Tensor, name: str) -> Tensor:
-        out = grouped_linear(x.to(dtype), getattr(module, name), routing.ends, transposed=transposed)
+        x = x.to(dtype)
+        out = grouped_linear(x, getattr(module, name), routing.ends, transposed=transposed)
+        part = adapter_part(module, name, x, routing.ends)
+        out = out if part is None else out + part
         return out + _pair_bias(getattr(module, f"{name}_bias"), routing, dtype) if has_bias else out
 
     x = linear(x, "gate_up_proj" if has_gate else "up_proj")
@@ -134,6 +138,8 @@ def takes_kernels(module: Any, hidden: Tensor, dtype: torch.dtype) -> bool:
     from transformers.integrations import moe
 
     if not (hidden.is_cuda and dtype in _KERNEL_DTYPES and torch.cuda.get_device_capability(hidden.device) >= (8, 0)):
+        return False
+    if has_adapter(module):
         return False
     special = "is_transposed has_bias has_post_expert_norm".split()
     if any(getattr(module, name, False) for name in special) or not getattr(module, "has_gate", True):
