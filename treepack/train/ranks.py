@@ -11,13 +11,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
 from treepack.errors import TreepackError
 from treepack.train.input_checks import check_device_name
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -120,6 +123,33 @@ def leave_ranks() -> None:
     """Leave the group that `join_ranks` joined, if any."""
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def make_mesh(device: torch.device, *, sequence: int = 1, expert: int = 1) -> DeviceMesh:
+    """Return the ranks of the process group as a mesh with the dimensions data, expert and sequence.
+
+        8 ranks, sequence 2, expert 2     ranks that share the tokens of a row       (0 1) (2 3) (4 5) (6 7)
+                                          ranks that share the experts of a layer    (0 2) (1 3) (4 6) (5 7)
+
+    Ranks of one sequence are neighbours, so that they are on one machine. Weights are sharded over all ranks. Every
+    rank must call this function, because it makes process groups.
+
+    Args:
+        device: the device on which this rank computes.
+        sequence: ranks that share the tokens of a row.
+        expert: ranks that share the experts of a mixture, and have rows of their own.
+
+    Raises:
+        TreepackError: the number of ranks is not a multiple of sequence * expert.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size, shared = distributed.get_world_size(), sequence * expert
+    if size % shared:
+        names = [f"{name} {n}" for name, n in (("--sequence-ranks", sequence), ("--expert-ranks", expert)) if n > 1]
+        raise TreepackError(f"{size} ranks cannot be divided by {' times '.join(names)}; start a multiple of {shared}")
+    shape = (size // shared, expert, sequence)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("data", "expert", "sequence"))
 
 
 def find_dtype(name: str, device: torch.device) -> str:
