@@ -46,7 +46,7 @@ _SECTIONS = {
     "Metrics": "report-to tensorboard project run-name quiet",
     "Override what the run chooses": "dtype compile attention checkpoint-layers offload-checkpoints carry pass-tokens "
     "loss-chunk",
-    "Devices": "device gather-dtype cpu-offload",
+    "Devices": "device gather-dtype cpu-offload expert-ranks",
     "Verification": "verify verify-rows help",
 }
 

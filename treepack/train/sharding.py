@@ -30,6 +30,8 @@ from treepack.errors import TreepackError
 from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import memory_errors
 from treepack.model.adapters.adapter import assign, base_of, is_adapted, put_adapter
+from treepack.model.experts.active import stacked_experts
+from treepack.model.experts.over_ranks import check_share, share_experts, whole_experts
 from treepack.model.head.value_head import value_head_of, without_value_head
 from treepack.model.layers import adapt_layers, find_layers
 from treepack.model.load import (
@@ -46,6 +48,7 @@ from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
 from treepack.train.options import TrainOptions
+from treepack.train.ranks import Ranks, make_mesh
 
 _NO_ROOM_FOR_WHOLE = (
     "while each rank gathered the whole weights for rows in pieces",
@@ -78,6 +81,8 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     """
     base, adapter = base_of(source, options.lora)
     config, notes = read_config(base, options.attention)
+    if options.expert_ranks > 1:
+        check_share(stacked_experts(config.get_text_config()), options.expert_ranks, base)
     files = None if base.endswith(".json") else weight_files(base)
     with translate_load_errors(base), hide_progress_bars():
         if files:
@@ -148,15 +153,17 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
     Raises:
         TreepackError: the layers are not found.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+    mesh = expert_mesh(device, options)
     lower = torch.bfloat16 if options.gather_dtype == "bf16" else None
     settings: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (torch.distributed.get_world_size(),)),
+        "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False),
         "offload_policy": OffloadPolicy(),
     }
+    if options.expert_ranks > 1:
+        settings["ignored_params"] = share_experts(causal, mesh, str(causal.config.name_or_path))
     if options.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     layers = find_layers(causal)
@@ -173,6 +180,35 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
         module.set_gradient_divide_factor(1.0)  # FSDP's default divides by the number of ranks
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     return root
+
+
+def check_expert_ranks(options: TrainOptions, ranks: Ranks) -> None:
+    """Refuse a number of expert ranks that the ranks of the run are not a multiple of, before anything is loaded.
+
+    Raises:
+        TreepackError: naming both numbers.
+    """
+    if ranks.size % options.expert_ranks:
+        alone = "" if ranks.grouped else ", as --verify always has"
+        raise TreepackError(
+            f"expert_ranks is {options.expert_ranks} and the run has {ranks.size} ranks{alone}; start a multiple of "
+            f"{options.expert_ranks} with torchrun, or leave --expert-ranks out"
+        )
+
+
+def expert_mesh(device: torch.device, options: TrainOptions) -> Any:
+    """Return the mesh of FSDP2, along whose last dimension experts are divided too.
+
+    8 ranks with 8 expert ranks: one dimension of 8. With 4: (replica 2, expert 4), and weights are whole on every 4
+    ranks, because all parameters of one optimiser must have one mesh.
+    """
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    size, expert = torch.distributed.get_world_size(), options.expert_ranks
+    if expert in (1, size):
+        return init_device_mesh(device.type, (size,))
+    ranks = make_mesh(device, expert=expert).mesh.movedim(1, -1).reshape(-1, expert)
+    return DeviceMesh(device.type, ranks, mesh_dim_names=("replica", "expert"))
 
 
 @contextmanager
@@ -197,7 +233,8 @@ def whole_weights(loaded: LoadedModel) -> Iterator[None]:
             module.unshard()
     _keep_whole(root, True)
     try:
-        yield
+        with whole_experts(loaded.causal):
+            yield
     finally:
         _keep_whole(root, False)
         for module in modules:

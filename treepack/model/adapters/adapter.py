@@ -13,6 +13,7 @@ tree attention, as long as it has no dropout (`dropout`). All weights of the mod
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -284,7 +285,8 @@ def base_name(name: str) -> str:
 
     "model.layers.0.mlp.up_proj.base_layer.weight" -> "model.layers.0.mlp.up_proj.weight"
     """
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+    # Experts with two adapters have two wrappers: experts.base_layer.base_layer.down_proj
+    return re.sub(r"(\.base_layer)+\.", ".", name).replace(".original_module.", ".")
 
 
 def adapter_base(model: Any) -> str:

@@ -10,6 +10,8 @@ from treepack.model.layers import find_decoder
 # Names of the number of experts that a token has, in configurations of transformers.
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 
+_STACKED = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
 
 def num_active_weights(causal: Any) -> float:
     """Return the weights of all layers and the embedding of a model of transformers, active experts only.
@@ -34,6 +36,11 @@ def experts_per_token(config: Any) -> int | None:
     """
     value = _value(config)
     return value if isinstance(value, int) and value else None
+
+
+def stacked_experts(config: Any) -> int:
+    """Return the experts of a layer of a model with this text config, 0 if it has none or they are not known."""
+    return next((value for name in _STACKED if isinstance(value := getattr(config, name, None), int)), 0)
 
 
 def _num_chosen(config: Any) -> int:

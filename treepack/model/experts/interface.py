@@ -18,6 +18,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 
 from treepack.errors import TreepackError
 from treepack.model.experts.lora import adapter_part, has_adapter
+from treepack.model.experts.over_ranks import compute_over_ranks, expert_weight, share_of
 from treepack.model.experts.products import grouped_linear
 from treepack.model.experts.routing import ExpertRouting, combine_pairs, sort_pairs, sort_slots, spread_tokens
 
@@ -89,12 +90,25 @@ def compute_experts(experts: nn.Module, hidden: Tensor, top_k_index: Tensor, top
             f"{type(experts).__name__}: its experts are spread over ranks by transformers; load the model without "
             "expert parallelism"
         )
-    routing = sort_pairs(top_k_index, module.num_experts)
+    share = share_of(module)
+    if share is None:
+        return _compute_here(module, hidden, top_k_index, top_k_weights, None)
     dtype = _compute_dtype(hidden, module.down_proj)
+    return compute_over_ranks(module, share, hidden, top_k_index, top_k_weights, _compute_here, dtype)
+
+
+def _compute_here(
+    module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, num_pairs: int | None
+) -> Tensor:
+    """Return the weighted sum of the experts that this rank has; `num_pairs` slots have one, None for all."""
+    down = expert_weight(module, "down_proj")
+    dtype = _compute_dtype(hidden, down)
+    routing = sort_pairs(top_k_index, len(down), num_pairs=num_pairs)
     if takes_kernels(module, hidden, dtype):
         from treepack.model.experts.gated import gated_experts  # imports triton
 
-        return gated_experts(hidden, top_k_weights, module.gate_up_proj, module.down_proj, routing, dtype)
+        gate_up = expert_weight(module, "gate_up_proj")
+        return gated_experts(hidden, top_k_weights, gate_up, down, routing, dtype)
     pairs = _expert_outputs(module, spread_tokens(hidden.to(dtype), routing), routing)
     return combine_pairs(pairs * sort_slots(top_k_weights, routing)[:, None], routing, hidden.dtype)
 
@@ -109,14 +123,14 @@ def _expert_outputs(module: Any, x: Tensor, routing: ExpertRouting) -> Tensor:
     # Versions of transformers before 5.17 lack some of these attributes, and have only gated experts.
     transposed, has_bias = getattr(module, "is_transposed", False), getattr(module, "has_bias", False)
     has_gate = getattr(module, "has_gate", True)
-    dtype = x.dtype
+    dtype, share = x.dtype, share_of(module)
 
     def linear(x: Tensor, name: str) -> Tensor:
         x = x.to(dtype)
-        out = grouped_linear(x, getattr(module, name), routing.ends, transposed=transposed)
-        part = adapter_part(module, name, x, routing.ends)
+        out = grouped_linear(x, expert_weight(module, name), routing.ends, transposed=transposed)
+        part = adapter_part(module, name, x, routing.ends, first=0 if share is None else share.first)
         out = out if part is None else out + part
-        return out + _pair_bias(getattr(module, f"{name}_bias"), routing, dtype) if has_bias else out
+        return out + _pair_bias(expert_weight(module, f"{name}_bias"), routing, dtype) if has_bias else out
 
     x = linear(x, "gate_up_proj" if has_gate else "up_proj")
     x = module._apply_gate(x) if has_gate else module.act_fn(x)

@@ -95,9 +95,11 @@ def adapter_part(experts: Any, name: str, x: Tensor, ends: Tensor, first: int = 
         ends: int32, one past the last row of each expert, from the expert `first` on.
         first: the first expert that has rows here.
     """
-    wrapper = getattr(experts, _WRAPPERS, {}).get(name)
+    wrapper: Any = getattr(experts, _WRAPPERS, {}).get(name)
     total: Tensor | None = None
-    for adapter in [] if wrapper is None else _active(wrapper):
+    if wrapper is None:
+        return total
+    for adapter in _active(wrapper):
         a, b, num = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts
         # [E r, in] -> [E, r, in], and [out, r E] -> [E, out, r]
         a = a.view(num, -1, a.shape[1])[first : first + len(ends)]
