@@ -186,6 +186,8 @@ def main() -> None:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+            if rank == 0 and torch.cuda.memory_allocated() > 1e9:
+                print(f"{torch.cuda.memory_allocated() / 1e9:.1f} GB are not freed", flush=True)
     first, second = results
     for a, b in zip(first.losses, second.losses, strict=True):
         assert abs(a - b) <= 0.01 * abs(a), f"losses differ: {first.losses} and {second.losses}"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config, tiny_model
@@ -228,6 +228,10 @@ def test_two_ranks_train_the_adapter_of_one_process(packed: Path, base: Path, tm
         model = peft.get_peft_model(tiny_model("qwen3", dtype=torch.float32), peft.LoraConfig(**adapter, **changes))
         model.peft_config["default"].base_model_name_or_path = str(base)
         model.save_pretrained(tmp_path / name, save_embedding_layers=False)
+    # bitsandbytes needs widths that are multiples of 64 on some CPUs.
+    wide = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "num_attention_heads": 2}
+    config = json.loads(tiny_config(tmp_path / "wide.json", num_key_value_heads=2, **wide).read_text())
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path / "wide")
     uneven = {"epochs": 2, "rows_per_step": 3}  # the second rank runs out of rows
     lora = {**uneven, "lora": LORA}
     cases = [
@@ -236,6 +240,7 @@ def test_two_ranks_train_the_adapter_of_one_process(packed: Path, base: Path, tm
         Case("random base", packed, tiny_config(tmp_path / "tiny.json"), lora),
         Case("new", packed, base, {"epochs": 2, "lora": LORA}),
         Case("experts", packed, tiny_config(tmp_path / "moe.json", model_type="qwen3_moe", **EXPERTS), lora),
+        Case("4 bits", packed, tmp_path / "wide", {**uneven, "lora": replace(LORA, quantize="nf4")}),
         Case("saved", packed, tmp_path / "saved", uneven),
         Case("offloaded", packed, base, {**lora, "checkpoint_layers": "all", "cpu_offload": True}),
         Case("compiled", packed, base, {**lora, "compile": True}),

@@ -13,7 +13,8 @@ pieces, `whole_weights` keeps everything gathered, because ranks then run differ
 
 Each rank reads its shards from safetensors (`model.weights.reading`), so that no rank holds the whole model. If
 transformers computes with weights when it loads them, each rank loads the whole model on the CPU and keeps its shard,
-and a note is made. Every rank has the whole weights of an adapter on its CPU for a moment, because they are few.
+and a note is made. A base of 4 bits is whole on every rank. Every rank has the whole weights of an adapter on its CPU
+for a moment, because they are few.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from treepack.errors import TreepackError
 from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import memory_errors
 from treepack.model.adapters.adapter import assign, base_of, is_adapted, put_adapter
+from treepack.model.adapters.four_bits import quantization
 from treepack.model.experts.active import stacked_experts
 from treepack.model.experts.over_ranks import check_share, share_experts, whole_experts
 from treepack.model.head.value_head import value_head_of, without_value_head
@@ -83,12 +85,14 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     config, notes = read_config(base, options.attention)
     if options.expert_ranks > 1:
         check_share(stacked_experts(config.get_text_config()), options.expert_ranks, base)
-    files = None if base.endswith(".json") else weight_files(base)
+    half = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+    rounded = quantization(base, half, device) if options.lora is not None and options.lora.quantize else {}
+    files = None if rounded or base.endswith(".json") else weight_files(base)
     with translate_load_errors(base), hide_progress_bars():
         if files:
             causal = build_empty(base, config, torch.float32)
         else:
-            causal = build_model(base, config, torch.float32, options.seed)
+            causal = build_model(base, config, torch.float32, options.seed, **rounded)
         plan = find_plan(causal, files, base) if files else None
     if plan is not None and has_rest(causal, base):
         check_savable(causal, base)
@@ -104,7 +108,7 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
         model.to("meta")  # the parameters of the adapter too
     else:
         assign(model, weights, torch.float32)
-        if not options.cpu_offload:
+        if not (options.cpu_offload or rounded):  # bitsandbytes puts its weights on the device itself
             model.to(device)
     root = _shard(model, causal, options, device)
     if plan is not None:
@@ -117,7 +121,7 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     loaded = LoadedModel(model, str(source), "reference", (*notes, *more), device=device, root=root)
-    loaded = with_attention(loaded, options.attention, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
+    loaded = with_attention(loaded, options.attention, half)
     # After the probe in `with_attention`: compiled for its few tokens, the layers would be compiled again for rows.
     adapt(causal, options, device)
     # The probe is a forward without a backward, which leaves the root gathered. An optimiser made now would take the
@@ -162,8 +166,10 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
         "mp_policy": MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False),
         "offload_policy": OffloadPolicy(),
     }
+    # Weights of 4 bits are whole on every rank: they are few bytes, and their blocks have no rows.
+    settings["ignored_params"] = {each for each in causal.parameters() if hasattr(each, "quant_state")}
     if options.expert_ranks > 1:
-        settings["ignored_params"] = share_experts(causal, mesh, str(causal.config.name_or_path))
+        settings["ignored_params"] |= share_experts(causal, mesh, str(causal.config.name_or_path))
     if options.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     layers = find_layers(causal)
@@ -182,12 +188,16 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
     return root
 
 
-def check_expert_ranks(options: TrainOptions, ranks: Ranks) -> None:
-    """Refuse a number of expert ranks that the ranks of the run are not a multiple of, before anything is loaded.
+def check_sharing(options: TrainOptions, ranks: Ranks) -> None:
+    """Refuse options that the ranks of the run cannot share a model with, before anything is loaded.
 
     Raises:
-        TreepackError: naming both numbers.
+        TreepackError: the ranks are no multiple of the expert ranks, or a base of 4 bits would be divided.
     """
+    if ranks.grouped and options.lora is not None and options.lora.quantize:
+        for name, given in (("cpu_offload", options.cpu_offload), ("expert_ranks", options.expert_ranks > 1)):
+            if given:
+                raise TreepackError(f"quantize keeps the whole base of 4 bits on every rank; leave out {name}")
     if ranks.size % options.expert_ranks:
         alone = "" if ranks.grouped else ", as --verify always has"
         raise TreepackError(

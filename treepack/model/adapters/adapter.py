@@ -253,18 +253,16 @@ def _stored_names(model: Any) -> dict[str, str]:
     return {name: names[id(tensor)] for name, tensor in stored.items()}
 
 
-def check_trainable(source: str | Path, options: LoraOptions, *, sharded: bool) -> None:
+def check_trainable(source: str | Path, options: LoraOptions) -> None:
     """Refuse options of a training run, before its model is loaded.
 
     Raises:
-        TreepackError: a package is missing, there is nothing to train, or a base of 4 bits would be sharded.
+        TreepackError: a package is missing, or there is nothing to train.
     """
     require_packages(quantize=options.quantize is not None)
     _, adapter = base_of(source, options)
     if adapter is None and options.rank is None:
         raise TreepackError(f"{source}: contains no adapter to train; give lora_rank for a new one")
-    if options.quantize and sharded:
-        raise TreepackError(f"{source}: a base of 4 bits cannot be sharded over ranks; train without quantize")
 
 
 def is_adapted(model: Any) -> bool:
