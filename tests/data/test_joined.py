@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from support.oracle_model import Sample, make_row, sample_sets
 from treepack.attention.reference import visible_pairs
 from treepack.data.batch import Batch, TermTensors, make_batch
 from treepack.data.joined import consecutive, join_rows, terms_of_row
+from treepack.data.ragged_tensor import RaggedTensor
 
 
 def with_terms(batch: Batch, seed: int) -> Batch:
@@ -38,6 +38,7 @@ def with_terms(batch: Batch, seed: int) -> Batch:
         group=torch.randint(trajectories, (trajectories,), generator=generator).int(),
         reward=torch.randn(trajectories, generator=generator, dtype=torch.float64),
         temperature=torch.rand(len(trained), generator=generator),
+        kept=RaggedTensor(torch.arange(len(trained) * 2, dtype=torch.int32), torch.arange(len(trained) + 1) * 2),
         rollout=torch.arange(trajectories, dtype=torch.int32) - (torch.arange(trajectories) == 1).int() * 2,
         **columns,
     )
@@ -85,8 +86,10 @@ def test_the_terms_of_each_row_come_out_as_they_went_in(sets: list[list[Sample]]
         own, begin = terms_of_row(joined.terms, joined.edges, number), joined.edges.tokens[number]
         assert batch.terms is not None
         for field in fields(TermTensors):
-            before: Tensor = getattr(batch.terms, field.name)
-            after: Tensor = getattr(own, field.name)
+            before, after = getattr(batch.terms, field.name), getattr(own, field.name)
+            if field.name == "kept":
+                assert torch.equal(after.offsets, before.offsets)
+                before, after = before.values, after.values
             if field.name == "tokens":
                 before = before + begin
             elif field.name == "group":  # other codes, for the same groups

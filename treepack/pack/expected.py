@@ -24,6 +24,7 @@ from treepack.columns import (
     LOGPROBS,
     SpanView,
     list_values,
+    ragged_values,
     temperatures_of,
 )
 from treepack.errors import TreepackError
@@ -31,6 +32,7 @@ from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.pack.row import Row, RowTerms, term_field
 from treepack.pack.weights import stored_times_trained, trajectory_factors
+from treepack.ragged import RaggedArray
 from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
 from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.storage import PageReleaser
@@ -202,6 +204,7 @@ class _RowValues:
             self.values |= {f"term_{name.removesuffix('s')}": list_values(table, name) for name in names}
             self.values["term_advantage"] = [a if b is None else b for a, b in zip(scalar, per_token, strict=True)]
             self.values["term_temperature"] = temperatures_of(table)
+            self.lists = {name: ragged_values(table, name) for name in schema.RAGGED.names}
 
     def is_named(self, order: int) -> bool:
         """Return True if trajectory number `order` has the same step and group in the row."""
@@ -238,6 +241,11 @@ class _RowValues:
             expected = known if has_list else np.broadcast_to(np.nan if known is None else known, len(trained))
             if stored is None or not np.array_equal(stored[mine], expected, equal_nan=True):
                 raise TreepackError(f"{prefix} has another {name} than in the trie; pack the trie again")
+        for name, lists in self.lists.items():
+            stored, known = getattr(terms, name), lists[order]
+            nothing = RaggedArray.empty(len(trained), schema.ragged_dtype(name))
+            if not (nothing if stored is None else stored[mine]).equals(nothing if known is None else known):
+                raise TreepackError(f"{prefix} has another term_{name} than in the trie; pack the trie again")
 
 
 class _RowPaths:

@@ -205,7 +205,9 @@ def term_scores(
         temperature = temperature.to(loaded.device)
     # Without gradients all pieces may share the weights that autocast has cast, so they need no contexts of their own.
     runner = runner_of(loaded, batch, options.piece_size, chunk=options.loss_chunk, memory=memory)
-    scores = runner.scores(batch, tokens, temperature=temperature)
+    kept = None if options.ignore_temperature else terms.kept
+    kept = kept if kept is None else kept.map(lambda each: each.to(loaded.device))
+    scores = runner.scores(batch, tokens, temperature=temperature, kept=kept)
     assert scores.logprobs is not None
     assert scores.entropies is not None
     columns = (scores.logprobs, scores.entropies)
