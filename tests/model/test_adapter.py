@@ -20,8 +20,8 @@ from treepack.model.adapters.adapter import (
     initial_weights,
     save_adapter,
 )
-from treepack.model.adapters.four_bits import num_weights
 from treepack.model.adapters.lora_options import LoraOptions
+from treepack.model.experts.active import num_weights
 from treepack.model.forward import row_logprobs, row_loss
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_merged, load_model

@@ -229,7 +229,7 @@ def test_two_ranks_train_the_adapter_of_one_process(packed: Path, base: Path, tm
         model.peft_config["default"].base_model_name_or_path = str(base)
         model.save_pretrained(tmp_path / name, save_embedding_layers=False)
     # bitsandbytes needs widths that are multiples of 64 on some CPUs.
-    wide = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "num_attention_heads": 2}
+    wide: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "num_attention_heads": 2}
     config = json.loads(tiny_config(tmp_path / "wide.json", num_key_value_heads=2, **wide).read_text())
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path / "wide")
     uneven = {"epochs": 2, "rows_per_step": 3}  # the second rank runs out of rows

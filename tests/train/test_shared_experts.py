@@ -1,4 +1,4 @@
-"""Experts over ranks: losses and gradients are those of one process, and a rank reads only its own experts."""
+"""Experts over ranks: losses and gradients equal one process's, and a rank reads only its own experts."""
 
 from __future__ import annotations
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from treepack.model.adapters.four_bits import num_weights
+from torch import Tensor
+
 from treepack.model.layers import find_decoder
 
 # Names of the number of experts that a token has, in configurations of transformers.
@@ -50,3 +52,10 @@ def _num_chosen(config: Any) -> int:
 
 def _value(config: Any) -> Any:
     return next((value for name in _CHOSEN if (value := getattr(config, name, None))), 0)
+
+
+def num_weights(parameter: Tensor) -> int:
+    """Return the number of weights in a parameter, which may be rounded to 4 bits."""
+    # bitsandbytes packs two weights into a byte and remembers the shape: [16, 16] is uint8 [128, 1]
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)

@@ -23,12 +23,18 @@ from treepack.model.experts.products import grouped_linear
 
 # Attribute of an experts module: PEFT's wrapper of each of its parameters that has an adapter.
 _WRAPPERS = "_treepack_wrappers"
+_OURS = "treepack"  # interface.NAME; that file imports this one
 _ALIGNMENT = 8  # ranks that torch's grouped product can read in 16 bits
 
 
 def takes_adapters(module: nn.Module) -> bool:
     """Return True for experts that run in an implementation of transformers' interface, such as this one."""
     return hasattr(type(module), "_apply_gate") and hasattr(module, "num_experts")
+
+
+def runs_ours(experts: Any) -> bool:
+    """Return True for experts of a model whose implementation of experts is treepack's."""
+    return takes_adapters(experts) and experts.config._experts_implementation == _OURS
 
 
 def stacked_names(causal: nn.Module) -> list[str]:
@@ -66,10 +72,7 @@ def _forward(wrapper: Any, experts: Any) -> Any:
     plain = wrapper.forward
 
     def forward(*arguments: Any, **options: Any) -> Any:
-        from treepack.model.experts.interface import NAME
-
-        is_ours = experts.config._experts_implementation == NAME
-        return (wrapper.base_layer if is_ours else plain)(*arguments, **options)
+        return (wrapper.base_layer if runs_ours(experts) else plain)(*arguments, **options)
 
     return forward
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from treepack.errors import TreepackError
-from treepack.model.experts.lora import takes_adapters
+from treepack.model.experts.lora import runs_ours
 from treepack.model.experts.routers import has_experts
 from treepack.model.experts.routing import combine_pairs, sort_pairs, spread_tokens
 
@@ -111,7 +111,7 @@ def share_experts(causal: nn.Module, mesh: Any, source: str) -> set[nn.Parameter
     shared: set[nn.Parameter] = set()
     for experts in layers:
         check_share(experts.num_experts, size, source)
-        if not takes_adapters(experts) or experts.config._experts_implementation != "treepack":
+        if not runs_ours(experts):
             raise TreepackError(
                 f"{source}: its {type(experts).__name__} cannot run over ranks; leave out --expert-ranks"
             )
