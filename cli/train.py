@@ -51,7 +51,7 @@ _SECTIONS = {
     "Metrics": "report-to tensorboard project run-name quiet",
     "Override what the run chooses": "dtype compile attention checkpoint-layers offload-checkpoints carry pass-tokens "
     "loss-chunk",
-    "Devices": "device sequence-ranks gather-dtype cpu-offload",
+    "Devices": "device sequence-ranks expert-ranks gather-dtype cpu-offload",
     "Verification": "verify verify-rows help",
 }
 

@@ -16,18 +16,20 @@ from treepack import TreepackError
 from treepack.data.batch import Batch, make_batch
 from treepack.model.adapters.adapter import (
     assign,
-    check_trainable,
     find_adapter,
     initial_weights,
     save_adapter,
 )
-from treepack.model.adapters.four_bits import num_weights
 from treepack.model.adapters.lora_options import LoraOptions
+from treepack.model.experts.active import num_weights
 from treepack.model.forward import row_logprobs, row_loss
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_merged, load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import verify_gradients
+from treepack.train.options import TrainOptions
+from treepack.train.ranks import Ranks
+from treepack.train.sharding import check_sharing
 
 SAMPLES = [
     Sample((1, 2, 3, 4, 5), (0, 1, 1, 1, 1)),
@@ -199,9 +201,9 @@ def test_routers_have_no_adapter_unless_all_linear_layers_have_one(tmp_path: Pat
         loaded = load_model(tiny_config(tmp_path / "tiny.json"))
         for layer in loaded.causal.model.layers:
             layer.router_and_more = Layer()
-        from treepack.model.adapters.adapter_targets import target_names
+        from treepack.model.adapters.adapter_targets import find_targets
 
-        return target_names(loaded.causal, choice, "tiny")
+        return find_targets(loaded.causal, choice, "tiny").modules
 
     both = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert set(targets("auto")) == both
@@ -227,7 +229,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], complaint: 
 @pytest.mark.parametrize(
     ("targets", "complaint"),
     [
-        ("q_proj,query", "no linear layer is named 'query'; its names are down_proj, gate_proj, .*v_proj"),
+        ("q_proj,query", "no linear layer or expert is named 'query'; its names are down_proj, gate_proj, .*v_proj"),
         ("lm_head", "lm_head is the output layer, which must have no adapter"),
     ],
 )
@@ -333,9 +335,13 @@ def test_an_adapter_over_4_bits_is_read_again_over_4_bits(base: Path, tmp_path: 
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_a_base_of_4_bits_is_not_sharded(base: Path) -> None:
-    with pytest.raises(TreepackError, match="a base of 4 bits cannot be sharded over ranks; train without quantize"):
-        check_trainable(base, LoraOptions(rank=2, quantize="nf4"), sharded=True)
+@pytest.mark.parametrize("option", [{"cpu_offload": True}, {"expert_ranks": 2}])
+def test_a_base_of_4_bits_is_not_divided(option: dict[str, Any]) -> None:
+    options = TrainOptions(lora=LoraOptions(rank=2, quantize="nf4"), **option)
+    with pytest.raises(
+        TreepackError, match=f"keeps the whole base of 4 bits on every rank; leave out {next(iter(option))}"
+    ):
+        check_sharing(options, Ranks(0, 2, grouped=True))
 
 
 def test_random_weights_and_float64_have_no_4_bits(base: Path, tmp_path: Path) -> None:

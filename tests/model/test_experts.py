@@ -111,10 +111,17 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("needed", [(0, 1, 2, 3), (0, 1)], ids=["all", "frozen experts"])
-def test_the_kernels_agree_with_the_experts_one_by_one(needed: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("needed", "absent"),
+    [((0, 1, 2, 3), None), ((0, 1), None), ((0, 1, 2, 3), 2)],
+    ids=["all", "frozen experts", "an expert on another rank"],
+)
+def test_the_kernels_agree_with_the_experts_one_by_one(needed: tuple[int, ...], absent: int | None) -> None:
     module = Tiny()
     hidden, index, weights, grad = routed(150)
+    if absent is not None:
+        index = index.masked_fill(index == absent, module.num_experts)
+    num_pairs = None if absent is None else int((index < 4).sum())
     stacked = module.gate_up_proj, module.down_proj
     inputs = [hidden, weights, *stacked]
     for i, tensor in enumerate(inputs):
@@ -122,7 +129,9 @@ def test_the_kernels_agree_with_the_experts_one_by_one(needed: tuple[int, ...]) 
     chosen = [inputs[i] for i in needed]
     expected = exact(module, hidden.double(), index, weights.double())
     with poisoned():
-        out = gated_experts(hidden, weights, *stacked, routing=sort_pairs(index, 4), dtype=torch.float32)
+        out = gated_experts(
+            hidden, weights, *stacked, routing=sort_pairs(index, 4, num_pairs=num_pairs), dtype=torch.float32
+        )
         results = torch.autograd.grad(out, chosen, grad)
     assert relative(out, expected) < 1e-6
     twins = torch.autograd.grad(expected, chosen, grad.double())

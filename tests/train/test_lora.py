@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config, tiny_model
@@ -31,6 +31,7 @@ from treepack.train.step import StepMetrics
 
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, epochs=2, checkpoint_every=2, warmup_steps=1)
 LORA = LoraOptions(rank=3)
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 TIMES = ("seconds", "wait_seconds", "tokens_per_second", "tokens_flat_per_second")
 TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
 
@@ -227,16 +228,23 @@ def test_two_ranks_train_the_adapter_of_one_process(packed: Path, base: Path, tm
         model = peft.get_peft_model(tiny_model("qwen3", dtype=torch.float32), peft.LoraConfig(**adapter, **changes))
         model.peft_config["default"].base_model_name_or_path = str(base)
         model.save_pretrained(tmp_path / name, save_embedding_layers=False)
+    # bitsandbytes needs widths that are multiples of 64 on some CPUs.
+    wide: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "num_attention_heads": 2}
+    config = json.loads(tiny_config(tmp_path / "wide.json", num_key_value_heads=2, **wide).read_text())
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path / "wide")
     uneven = {"epochs": 2, "rows_per_step": 3}  # the second rank runs out of rows
+    lora = {**uneven, "lora": LORA}
     cases = [
         Case("of DoRA", packed, tmp_path / "dora", uneven),
         Case("with an embedding", packed, tmp_path / "embedding", uneven),
-        Case("random base", packed, tiny_config(tmp_path / "tiny.json"), {**uneven, "lora": LORA}),
+        Case("random base", packed, tiny_config(tmp_path / "tiny.json"), lora),
         Case("new", packed, base, {"epochs": 2, "lora": LORA}),
+        Case("experts", packed, tiny_config(tmp_path / "moe.json", model_type="qwen3_moe", **EXPERTS), lora),
+        Case("4 bits", packed, tmp_path / "wide", {**uneven, "lora": replace(LORA, quantize="nf4")}),
         Case("saved", packed, tmp_path / "saved", uneven),
-        Case("offloaded", packed, base, {**uneven, "lora": LORA, "checkpoint_layers": "all", "cpu_offload": True}),
-        Case("compiled", packed, base, {**uneven, "lora": LORA, "compile": True}),
-        Case("grpo", packed, base, {**uneven, "lora": LORA}, "grpo"),
+        Case("offloaded", packed, base, {**lora, "checkpoint_layers": "all", "cpu_offload": True}),
+        Case("compiled", packed, base, {**lora, "compile": True}),
+        Case("grpo", packed, base, lora, "grpo"),
     ]
     results, expected = (train_over(size, tmp_path, cases) for size in (2, 0))
     for case in cases:

@@ -19,7 +19,7 @@ from treepack.option_fields import check_options, option
 
 CHANGEABLE_ON_RESUME = frozenset(
     "checkpoint_layers offload_checkpoints compile attention carry pass_tokens loss_chunk "
-    "device sequence_ranks gather_dtype cpu_offload checkpoint_every keep max_skipped".split()
+    "device sequence_ranks expert_ranks gather_dtype cpu_offload checkpoint_every keep max_skipped".split()
 )
 # Options that define the number of steps. A resumed run may have more steps than before, or fewer, but not fewer than
 # are done.
@@ -111,6 +111,12 @@ class TrainOptions:
         choices=("fp32", "bf16"),
     )
     cpu_offload: bool = option(False, "Keep sharded weights and optimiser on the CPU.")
+    expert_ranks: int = option(
+        1,
+        "Divide the experts of each layer among this number of ranks, and send tokens to the ranks of their experts. "
+        "The run has a multiple of that many ranks.",
+        minimum=1,
+    )
     # Checkpoints and evaluation
     checkpoint_every: int = option(100, "Optimiser steps between checkpoints; 0 for none.", minimum=0)
     # If the newest checkpoint is damaged, the run continues from the one before.
@@ -167,6 +173,8 @@ class TrainOptions:
         for name in ("compile", "offload_checkpoints"):
             if getattr(self, name) not in ("auto", False, True):
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected True, False or auto")
+        if self.expert_ranks > 1 and self.cpu_offload:
+            raise TreepackError("expert_ranks keeps each rank's experts on its GPU; leave out cpu_offload")
         check_tokens(self.carry, self.pass_tokens)
         check_chunk(self.loss_chunk)
         if self.mix is not None and not all(math.isfinite(share) and share > 0 for share in self.mix):
@@ -185,6 +193,8 @@ class TrainOptions:
             del record["blocks"]  # the order of a run without blocks depends on none
         if self.routes == "replay":
             del record["routes"]
+        if self.expert_ranks == 1:
+            del record["expert_ranks"]
         return {**record, "betas": list(self.betas), "mix": None if self.mix is None else list(self.mix)}
 
     @property

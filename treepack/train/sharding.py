@@ -13,7 +13,8 @@ pieces, `whole_weights` keeps everything gathered, because ranks then run differ
 
 Each rank reads its shards from safetensors (`model.weights.reading`), so that no rank holds the whole model. If
 transformers computes with weights when it loads them, each rank loads the whole model on the CPU and keeps its shard,
-and a note is made. Every rank has the whole weights of an adapter on its CPU for a moment, because they are few.
+and a note is made. A base of 4 bits is whole on every rank. Every rank has the whole weights of an adapter on its CPU
+for a moment, because they are few.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from treepack.errors import TreepackError
 from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import memory_errors
 from treepack.model.adapters.adapter import assign, base_of, is_adapted, put_adapter
+from treepack.model.adapters.four_bits import quantization
+from treepack.model.experts.active import stacked_experts
+from treepack.model.experts.over_ranks import check_share, share_experts, whole_experts
 from treepack.model.head.value_head import value_head_of, without_value_head
 from treepack.model.layers import adapt_layers, find_layers
 from treepack.model.load import (
@@ -47,7 +51,7 @@ from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
 from treepack.train.options import TrainOptions
-from treepack.train.ranks import make_mesh
+from treepack.train.ranks import Ranks, make_mesh
 
 _NO_ROOM_FOR_WHOLE = (
     "while each rank gathered the whole weights for rows in pieces",
@@ -82,12 +86,16 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     base, adapter = base_of(source, options.lora)
     config, notes = read_config(base, options.attention)
     check_heads(config.get_text_config(), options.sequence_ranks, base)
-    files = None if base.endswith(".json") else weight_files(base)
+    if options.expert_ranks > 1:
+        check_share(stacked_experts(config.get_text_config()), options.expert_ranks, base)
+    half = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+    rounded = quantization(base, half, device) if options.lora is not None and options.lora.quantize else {}
+    files = None if rounded or base.endswith(".json") else weight_files(base)
     with translate_load_errors(base), hide_progress_bars():
         if files:
             causal = build_empty(base, config, torch.float32)
         else:
-            causal = build_model(base, config, torch.float32, options.seed)
+            causal = build_model(base, config, torch.float32, options.seed, **rounded)
         plan = find_plan(causal, files, base) if files else None
     if plan is not None and has_rest(causal, base):
         check_savable(causal, base)
@@ -103,7 +111,7 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
         model.to("meta")  # the parameters of the adapter too
     else:
         assign(model, weights, torch.float32)
-        if not options.cpu_offload:
+        if not (options.cpu_offload or rounded):  # bitsandbytes puts its weights on the device itself
             model.to(device)
     root = _shard(model, causal, options, device)
     if plan is not None:
@@ -116,7 +124,7 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     loaded = LoadedModel(model, str(source), "reference", (*notes, *more), device=device, root=root)
-    loaded = with_attention(loaded, options.attention, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
+    loaded = with_attention(loaded, options.attention, half)
     # After the probe in `with_attention`: compiled for its few tokens, the layers would be compiled again for rows.
     adapt(causal, options, device)
     # The probe is a forward without a backward, which leaves the root gathered. An optimiser made now would take the
@@ -154,15 +162,19 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
     Raises:
         TreepackError: the layers are not found.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+    mesh = expert_mesh(device, options)
     lower = torch.bfloat16 if options.gather_dtype == "bf16" else None
     settings: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (torch.distributed.get_world_size(),)),
+        "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False),
         "offload_policy": OffloadPolicy(),
     }
+    # Weights of 4 bits are whole on every rank: they are few bytes, and their blocks have no rows.
+    settings["ignored_params"] = {each for each in causal.parameters() if hasattr(each, "quant_state")}
+    if options.expert_ranks > 1:
+        settings["ignored_params"] |= share_experts(causal, mesh, str(causal.config.name_or_path))
     if options.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     layers = find_layers(causal)
@@ -179,6 +191,39 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
         module.set_gradient_divide_factor(1.0)  # FSDP's default divides by the number of ranks
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     return root
+
+
+def check_sharing(options: TrainOptions, ranks: Ranks) -> None:
+    """Refuse options that the ranks of the run cannot share a model with, before anything is loaded.
+
+    Raises:
+        TreepackError: the ranks are no multiple of the expert ranks, or a base of 4 bits would be divided.
+    """
+    if ranks.grouped and options.lora is not None and options.lora.quantize:
+        for name, given in (("cpu_offload", options.cpu_offload), ("expert_ranks", options.expert_ranks > 1)):
+            if given:
+                raise TreepackError(f"quantize keeps the whole base of 4 bits on every rank; leave out {name}")
+    if ranks.size % options.expert_ranks:
+        alone = "" if ranks.grouped else ", as --verify always has"
+        raise TreepackError(
+            f"expert_ranks is {options.expert_ranks} and the run has {ranks.size} ranks{alone}; start a multiple of "
+            f"{options.expert_ranks} with torchrun, or leave --expert-ranks out"
+        )
+
+
+def expert_mesh(device: torch.device, options: TrainOptions) -> Any:
+    """Return the mesh of FSDP2, along whose last dimension experts are divided too.
+
+    8 ranks with 8 expert ranks: one dimension of 8. With 4: (replica 2, expert 4), and weights are whole on every 4
+    ranks, because all parameters of one optimiser must have one mesh.
+    """
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    size, expert = torch.distributed.get_world_size(), options.expert_ranks
+    if expert in (1, size):
+        return init_device_mesh(device.type, (size,))
+    ranks = make_mesh(device, expert=expert).mesh.movedim(1, -1).reshape(-1, expert)
+    return DeviceMesh(device.type, ranks, mesh_dim_names=("replica", "expert"))
 
 
 @contextmanager
@@ -203,7 +248,8 @@ def whole_weights(loaded: LoadedModel) -> Iterator[None]:
             module.unshard()
     _keep_whole(root, True)
     try:
-        yield
+        with whole_experts(loaded.causal):
+            yield
     finally:
         _keep_whole(root, False)
         for module in modules:

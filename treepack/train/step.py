@@ -22,6 +22,7 @@ from treepack.data.mixture import source_names, source_of_rows
 from treepack.data.prefetch import Prefetch
 from treepack.data.transfers import sent
 from treepack.memory.shortage import memory_errors
+from treepack.model.experts.over_ranks import sum_over_replicas
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.experts.weights import cast_once
 from treepack.objectives.losses import step_means, sum_names
@@ -236,6 +237,7 @@ def _compute_rows(
             run.ranks.any(False)  # gloo waits 30 minutes for the slowest rank, and NCCL would wait 10
             with summing_gradients(run.loaded), step_memory_errors():
                 _accumulate(run, run.dataset.padding(), (), denominator, factors, report)
+    sum_over_replicas(run.loaded.causal)
     return balancing
 
 

@@ -6,13 +6,14 @@
     PeftModel, weights --assign--> the same with these weights             train.sharding gives each rank its rows
     PeftModel --save_adapter--> adapter_model.safetensors, adapter_config.json
 
-A LoRA adapter adds scale * B A x to the result W x of a linear layer, token by token. So it is exact under
+A LoRA adapter adds scale * B A x to the result W x of a linear layer or an expert, token by token. So it is exact under
 tree attention, as long as it has no dropout (`dropout`). All weights of the model itself stay frozen.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ from torch import Tensor, nn
 
 from treepack.errors import TreepackError, install_hint
 from treepack.files.remote.hub import is_offline
-from treepack.model.adapters.adapter_targets import conv1d_class, target_names
+from treepack.model.adapters.adapter_targets import conv1d_class, find_targets
 from treepack.model.adapters.lora_options import LoraOptions
+from treepack.model.experts.lora import follow_adapters
 from treepack.model.foreign_errors import translate_errors
 from treepack.model.source import local_source
 
@@ -34,7 +36,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 # Parts of PEFT's LoraConfig that change more than products of tokens with weights, or the base itself.
 _REFUSED_PARTS = (
-    "layer_replication alora_invocation_tokens arrow_config target_parameters trainable_token_indices "
+    "layer_replication alora_invocation_tokens arrow_config trainable_token_indices "
     "use_qalora use_bdlora megatron_config monteclora_config velora_config kasa_config lora_bias bias"
 ).split()
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")  # the others subtract the first adapter from the base
@@ -124,13 +126,16 @@ def put_adapter(
         # PEFT asks models for a flag that transformers has renamed, which users can do nothing about.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         if adapter is not None:
-            return read_adapter(causal, adapter, source=source)
-        assert options is not None
-        return (*new_adapter(causal, options, source=source, seed=seed), ())
+            model, weights, notes = read_adapter(causal, adapter, source=source)
+        else:
+            assert options is not None
+            (model, weights), notes = new_adapter(causal, options, source=source, seed=seed), ()
+    follow_adapters(model)
+    return model, weights, notes
 
 
 def new_adapter(causal: Any, options: LoraOptions, *, source: str, seed: int) -> tuple[Any, dict[str, Tensor]]:
-    """Put an adapter on the linear layers of `causal`; return the PeftModel and the adapter's initial weights.
+    """Put an adapter on linear layers and experts of `causal`; return the PeftModel and the adapter's initial weights.
 
     Args:
         causal: the base, which is changed in place and frozen.
@@ -144,17 +149,19 @@ def new_adapter(causal: Any, options: LoraOptions, *, source: str, seed: int) ->
     require_packages(quantize=False)
     from peft import LoraConfig, get_peft_model
 
+    targets = find_targets(causal, options.targets, source)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=options.rank,
         lora_alpha=options.scale_alpha,
-        target_modules=target_names(causal, options.targets, source),
+        target_modules=targets.modules,
+        target_parameters=targets.parameters or None,
         fan_in_fan_out=any(isinstance(module, conv1d_class()) for module in causal.modules()),
     )
     with translate_errors(f"{source}: PEFT cannot put an adapter on it", "choose other lora_targets"):
         model = get_peft_model(causal, config)
-    if getattr(config, "target_parameters", None):
-        names = ", ".join(sorted(config.target_parameters))
+    if added := set(config.target_parameters or ()) - set(targets.parameters):
+        names = ", ".join(sorted(added))
         raise TreepackError(f"{source}: PEFT puts adapters of {options.targets} on experts ({names}); leave these out")
     # PEFT writes the folder of the base: if the base is an address, the folder of its copy in the cache.
     config.base_model_name_or_path = str(Path(source).resolve()) if Path(source).exists() else source
@@ -215,7 +222,7 @@ def read_adapter(causal: Any, adapter: LocalAdapter, *, source: str) -> tuple[An
 
 
 def _check_kind(config: Any, source: str) -> None:
-    """Refuse adapters that are not LoRA of linear layers.
+    """Refuse adapters that are not LoRA of linear layers and experts.
 
     Raises:
         TreepackError: naming the kind, or the part of the configuration.
@@ -246,18 +253,16 @@ def _stored_names(model: Any) -> dict[str, str]:
     return {name: names[id(tensor)] for name, tensor in stored.items()}
 
 
-def check_trainable(source: str | Path, options: LoraOptions, *, sharded: bool) -> None:
+def check_trainable(source: str | Path, options: LoraOptions) -> None:
     """Refuse options of a training run, before its model is loaded.
 
     Raises:
-        TreepackError: a package is missing, there is nothing to train, or a base of 4 bits would be sharded.
+        TreepackError: a package is missing, or there is nothing to train.
     """
     require_packages(quantize=options.quantize is not None)
     _, adapter = base_of(source, options)
     if adapter is None and options.rank is None:
         raise TreepackError(f"{source}: contains no adapter to train; give lora_rank for a new one")
-    if options.quantize and sharded:
-        raise TreepackError(f"{source}: a base of 4 bits cannot be sharded over ranks; train without quantize")
 
 
 def is_adapted(model: Any) -> bool:
@@ -278,7 +283,8 @@ def base_name(name: str) -> str:
 
     "model.layers.0.mlp.up_proj.base_layer.weight" -> "model.layers.0.mlp.up_proj.weight"
     """
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+    # Experts with two adapters have two wrappers: experts.base_layer.base_layer.down_proj
+    return re.sub(r"(\.base_layer)+\.", ".", name).replace(".original_module.", ".")
 
 
 def adapter_base(model: Any) -> str:

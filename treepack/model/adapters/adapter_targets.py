@@ -1,16 +1,17 @@
-"""The linear layers of a model that get an adapter.
+"""The linear layers and stacked weights of experts that get an adapter.
 
-causal, "auto" | "all-linear" | "q_proj,v_proj" --target_names--> names for PEFT's target_modules
+causal, "auto" | "all-linear" | "q_proj,down_proj" --find_targets--> names for PEFT's target_modules, target_parameters
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from treepack.errors import TreepackError
+from treepack.model.experts.lora import stacked_names
 from treepack.model.layers import find_layers
 from treepack.model.text_half import is_text_half
 
@@ -20,37 +21,59 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _FUSED_OUT_PROJ = frozenset({"falcon_h1", "nemotron_h"})
 
 
-def target_names(causal: Any, targets: str, source: str) -> list[str] | str:
-    """Return the names of layers for PEFT: the last parts of names if they mean the chosen layers only.
+class AdapterTargets(NamedTuple):
+    """Names of linear layers, a list or a regular expression, and of stacked weights of experts."""
+
+    modules: list[str] | str
+    parameters: list[str]
+
+
+def find_targets(causal: Any, targets: str, source: str) -> AdapterTargets:
+    """Return the names for PEFT: the last parts of names if they mean the chosen layers only.
 
     Of a text half it is a regular expression of whole names, because the towers have layers with the same last parts.
 
     Raises:
-        TreepackError: a name is that of no linear layer, or that of the output layer.
+        TreepackError: a name is that of no linear layer or stacked weight, or that of the output layer.
     """
     head = causal.get_output_embeddings()
     linear = [name for name, module in causal.named_modules() if _is_linear(module) and module is not head]
+    stacked = stacked_names(causal)
     unusual = _unusual_names(causal.config.model_type)
     if targets == "all-linear":
-        chosen = {name for name in linear if name.rpartition(".")[2] not in unusual}
+        chosen = {name for name in linear if name.rpartition(".")[2] not in unusual} | set(stacked)
     elif targets == "auto":
         layers = set(find_layers(causal))
         inside = [f"{name}." for name, module in causal.named_modules() if module in layers]
         left_out = _ROUTERS | unusual
         chosen = {n for n in linear if n.rpartition(".")[2] not in left_out and n.startswith(tuple(inside))}
+        chosen |= set(stacked)
     else:
-        chosen = {match for name in targets.split(",") for match in _matches(causal, name.strip(), linear, source)}
+        names = [name.strip() for name in targets.split(",")]
+        chosen = {match for name in names for match in _matches(causal, name, [*linear, *stacked], source)}
     if not chosen:
         raise TreepackError(f"{source}: has no linear layers for an adapter; train it without LoRA")
+    return AdapterTargets(_module_names(causal, chosen - set(stacked)), _parameter_names(stacked, chosen))
+
+
+def _module_names(causal: Any, chosen: set[str]) -> list[str] | str:
     # q_proj of every layer -> "q_proj", which other programs that read adapters expect
     last = {name.rpartition(".")[2] for name in chosen}
-    if is_text_half(causal):
+    if is_text_half(causal) and chosen:
         decoder = next(name for name, module in causal.named_modules() if module is causal.get_decoder())
         pattern = rf"{re.escape(decoder)}\..*\.({'|'.join(sorted(last))})"
         exact = {name for name, _ in causal.named_modules() if re.fullmatch(pattern, name)} == chosen
         return pattern if exact else "|".join(re.escape(name) for name in sorted(chosen))
     alike = {name for name, _ in causal.named_modules() if name.rpartition(".")[2] in last}
     return sorted(last if alike == chosen else chosen)
+
+
+def _parameter_names(stacked: list[str], chosen: set[str]) -> list[str]:
+    # model.layers.0.mlp.experts.gate_up_proj of every layer -> "experts.gate_up_proj"
+    found = chosen & set(stacked)
+    short = {".".join(name.split(".")[-2:]) for name in found}
+    alike = {name for name in stacked if ".".join(name.split(".")[-2:]) in short}
+    return sorted(short if alike == found else found)
 
 
 def _unusual_names(model_type: str) -> frozenset[str]:
@@ -73,7 +96,7 @@ def _matches(causal: Any, target: str, linear: list[str], source: str) -> list[s
     if any(module is head and name.endswith(target) for name, module in causal.named_modules()):
         raise TreepackError(f"{source}: {target} is the output layer, which must have no adapter; leave it out")
     names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-    raise TreepackError(f"{source}: no linear layer is named {target!r}; its names are {names}")
+    raise TreepackError(f"{source}: no linear layer or expert is named {target!r}; its names are {names}")
 
 
 def _is_linear(module: nn.Module) -> bool:

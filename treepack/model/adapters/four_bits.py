@@ -5,12 +5,10 @@ base, dtype of products, device --quantization--> arguments of from_pretrained
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from treepack.errors import TreepackError
 from treepack.model.adapters.adapter import require_packages
@@ -37,10 +35,3 @@ def quantization(source: str | Path, compute_dtype: torch.dtype, device: torch.d
         bnb_4bit_compute_dtype=compute_dtype,
     )
     return {"quantization_config": settings, "device_map": {"": device}}
-
-
-def num_weights(parameter: Tensor) -> int:
-    """Return the number of weights in a parameter, which may be rounded to 4 bits."""
-    # bitsandbytes packs two weights into a byte and remembers the shape: [16, 16] is uint8 [128, 1]
-    state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else math.prod(state.shape)

@@ -23,11 +23,11 @@ class LoraOptions:
         minimum=1,
     )
     alpha: float | None = option(None, "Scale of the adapter times its rank; by default 32 for every rank.")
-    # Names of linear layers, separated by commas, or one of two words.
+    # Names of linear layers and stacked weights of experts, separated by commas, or one of two words.
     targets: str = option(
         "auto",
-        "Linear layers with an adapter: auto is all except routers and the output layer, all-linear all except the "
-        "output layer.",
+        "Layers with an adapter: auto is all linear layers and experts except routers and the output layer, all-linear "
+        "all except the output layer.",
     )
     dropout: float = option(0.0, "Only 0: a shared token has one hidden state for all branches.")
     quantize: str | None = option(

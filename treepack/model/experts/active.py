@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from treepack.model.adapters.four_bits import num_weights
+from torch import Tensor
+
 from treepack.model.layers import find_decoder
 
 # Names of the number of experts that a token has, in configurations of transformers.
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
+
+_STACKED = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def num_active_weights(causal: Any) -> float:
@@ -36,6 +40,11 @@ def experts_per_token(config: Any) -> int | None:
     return value if isinstance(value, int) and value else None
 
 
+def stacked_experts(config: Any) -> int:
+    """Return the experts of a layer of a model with this text config, 0 if it has none or they are not known."""
+    return next((value for name in _STACKED if isinstance(value := getattr(config, name, None), int)), 0)
+
+
 def _num_chosen(config: Any) -> int:
     value = _value(config)
     return int(value if isinstance(value, int) else max(value))  # Hunyuan may have a list with one for each layer
@@ -43,3 +52,10 @@ def _num_chosen(config: Any) -> int:
 
 def _value(config: Any) -> Any:
     return next((value for name in _CHOSEN if (value := getattr(config, name, None))), 0)
+
+
+def num_weights(parameter: Tensor) -> int:
+    """Return the number of weights in a parameter, which may be rounded to 4 bits."""
+    # bitsandbytes packs two weights into a byte and remembers the shape: [16, 16] is uint8 [128, 1]
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from treepack.model.experts import kernels
 from treepack.model.experts.kernels import ExpertTiles
-from treepack.model.experts.routing import ExpertRouting
+from treepack.model.experts.routing import ExpertRouting, with_none
 from treepack.model.experts.weights import cast_weight
 
 
@@ -85,4 +85,5 @@ class _GatedExperts(torch.autograd.Function):
                 both_grad, cast_weight(gate_up, x.dtype), routing, tiles, gather=False, transposed=True
             )
             hidden_grad = kernels.combine(pairs, routing, hidden_dtype)
-        return hidden_grad, weights_grad[routing.place].to(weights_dtype), gate_up_grad, down_grad, None, None
+        weights_grad = with_none(weights_grad, routing.place)[routing.place]
+        return hidden_grad, weights_grad.to(weights_dtype), gate_up_grad, down_grad, None, None

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
 from treepack.errors import TreepackError
+from treepack.model.experts.lora import adapter_part, has_adapter
+from treepack.model.experts.over_ranks import compute_over_ranks, expert_weight, share_of
 from treepack.model.experts.products import grouped_linear
 from treepack.model.experts.routing import ExpertRouting, combine_pairs, sort_pairs, sort_slots, spread_tokens
 
@@ -88,12 +90,25 @@ def compute_experts(experts: nn.Module, hidden: Tensor, top_k_index: Tensor, top
             f"{type(experts).__name__}: its experts are spread over ranks by transformers; load the model without "
             "expert parallelism"
         )
-    routing = sort_pairs(top_k_index, module.num_experts)
+    share = share_of(module)
+    if share is None:
+        return _compute_here(module, hidden, top_k_index, top_k_weights, None)
     dtype = _compute_dtype(hidden, module.down_proj)
+    return compute_over_ranks(module, share, hidden, top_k_index, top_k_weights, _compute_here, dtype)
+
+
+def _compute_here(
+    module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, num_pairs: int | None
+) -> Tensor:
+    """Return the weighted sum of the experts that this rank has; `num_pairs` slots have one, None for all."""
+    down = expert_weight(module, "down_proj")
+    dtype = _compute_dtype(hidden, down)
+    routing = sort_pairs(top_k_index, len(down), num_pairs=num_pairs)
     if takes_kernels(module, hidden, dtype):
         from treepack.model.experts.gated import gated_experts  # imports triton
 
-        return gated_experts(hidden, top_k_weights, module.gate_up_proj, module.down_proj, routing, dtype)
+        gate_up = expert_weight(module, "gate_up_proj")
+        return gated_experts(hidden, top_k_weights, gate_up, down, routing, dtype)
     pairs = _expert_outputs(module, spread_tokens(hidden.to(dtype), routing), routing)
     return combine_pairs(pairs * sort_slots(top_k_weights, routing)[:, None], routing, hidden.dtype)
 
@@ -108,11 +123,14 @@ def _expert_outputs(module: Any, x: Tensor, routing: ExpertRouting) -> Tensor:
     # Versions of transformers before 5.17 lack some of these attributes, and have only gated experts.
     transposed, has_bias = getattr(module, "is_transposed", False), getattr(module, "has_bias", False)
     has_gate = getattr(module, "has_gate", True)
-    dtype = x.dtype
+    dtype, share = x.dtype, share_of(module)
 
     def linear(x: Tensor, name: str) -> Tensor:
-        out = grouped_linear(x.to(dtype), getattr(module, name), routing.ends, transposed=transposed)
-        return out + _pair_bias(getattr(module, f"{name}_bias"), routing, dtype) if has_bias else out
+        x = x.to(dtype)
+        out = grouped_linear(x, expert_weight(module, name), routing.ends, transposed=transposed)
+        part = adapter_part(module, name, x, routing.ends, first=0 if share is None else share.first)
+        out = out if part is None else out + part
+        return out + _pair_bias(expert_weight(module, f"{name}_bias"), routing, dtype) if has_bias else out
 
     x = linear(x, "gate_up_proj" if has_gate else "up_proj")
     x = module._apply_gate(x) if has_gate else module.act_fn(x)
@@ -134,6 +152,8 @@ def takes_kernels(module: Any, hidden: Tensor, dtype: torch.dtype) -> bool:
     from transformers.integrations import moe
 
     if not (hidden.is_cuda and dtype in _KERNEL_DTYPES and torch.cuda.get_device_capability(hidden.device) >= (8, 0)):
+        return False
+    if has_adapter(module):
         return False
     special = "is_transposed has_bias has_post_expert_norm".split()
     if any(getattr(module, name, False) for name in special) or not getattr(module, "has_gate", True):

@@ -242,7 +242,7 @@ def _outer_kernel(
 
 
 @triton.jit
-def _combine_kernel(x, places, out, size, NUM: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(x, places, out, size, num_pairs, NUM: tl.constexpr, BLOCK: tl.constexpr):
     i_token = tl.program_id(0).to(tl.int64)
     o_d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_d = o_d < size
@@ -250,7 +250,9 @@ def _combine_kernel(x, places, out, size, NUM: tl.constexpr, BLOCK: tl.constexpr
     b_out = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(NUM):
         place = tl.load(places + i_token * NUM + j)
-        b_out += tl.load(x + place * size + o_d, mask=m_d, other=0.0).to(tl.float32)
+        # Nothing from a place after the last pair: the expert of this slot is on another rank.
+        m_slot = o_d < tl.where(place < num_pairs, size, 0)
+        b_out += tl.load(x + place * size + o_d, mask=m_slot, other=0.0).to(tl.float32)
     tl.store(out + i_token * size + o_d, b_out.to(out.dtype.element_ty), mask=m_d)
 
 
@@ -331,6 +333,6 @@ def combine(x: Tensor, routing: ExpertRouting, dtype: torch.dtype) -> Tensor:
     tokens, num = routing.place.shape
     out = x.new_empty(tokens, x.shape[1], dtype=dtype)
     block = min(_ROW_BLOCK, triton.next_power_of_2(x.shape[1]))
-    arguments: Any = (x, routing.place, out, x.shape[1])
+    arguments: Any = (x, routing.place, out, x.shape[1], len(x))
     _combine_kernel[(tokens, triton.cdiv(x.shape[1], block))](*arguments, NUM=num, BLOCK=block, num_warps=4)
     return out

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from treepack.data.batch import is_route_recorded
 from treepack.errors import TreepackError
-from treepack.model.experts.active import experts_per_token
+from treepack.model.experts.active import experts_per_token, stacked_experts
 from treepack.model.experts.routers import TOPK, chooses_one_by_one, follow_routers, has_experts, scores_of
 from treepack.model.layers import find_layers
 
@@ -37,7 +37,6 @@ _REMEDY = "train without them (--routes ignore), or sample again with this model
 # Attribute of a model: its `_RouterReplay`.
 _REPLAY = "_treepack_replay"
 _MASKS = (torch.masked_fill, Tensor.masked_fill)
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class _RouterReplay:
@@ -134,8 +133,7 @@ def _num_experts(causal: Any) -> int:
     """Return the experts of a layer, 0 if they are not known or differ."""
     sizes = {int(module.num_experts) for module in causal.modules() if has_experts(module)}
     if not sizes:
-        config = causal.config.get_text_config()
-        sizes = {value for name in _NUM_EXPERTS if isinstance(value := getattr(config, name, None), int)}
+        return stacked_experts(causal.config.get_text_config())
     return sizes.pop() if len(sizes) == 1 else 0
 
 

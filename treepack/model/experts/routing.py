@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 class ExpertRouting(NamedTuple):
-    """The S = T * k pairs of a row of T tokens with k experts each, sorted by expert, then by token.
+    """The S <= T * k pairs of a row of T tokens with k experts each, sorted by expert, then by token.
 
     order  int64 [S], the slot t * k + j of each pair
     token  int64 [S], the token t of each pair
-    place  int64 [T, k], the pair of each slot: the inverse of `order`
+    place  int64 [T, k], the pair of each slot: the inverse of `order`; S for none
     ends   int32 [E], one past the last pair of each expert
     """
 
@@ -29,14 +29,19 @@ class ExpertRouting(NamedTuple):
     ends: Tensor
 
 
-def sort_pairs(top_k_index: Tensor, num_experts: int) -> ExpertRouting:
-    """Return the pairs of `top_k_index`, integers [T, k] in [0, num_experts); does not wait for the GPU."""
+def sort_pairs(top_k_index: Tensor, num_experts: int, *, num_pairs: int | None = None) -> ExpertRouting:
+    """Return the pairs of `top_k_index`, integers [T, k] in [0, num_experts); does not wait for the GPU.
+
+    With `num_pairs`, that many are below `num_experts`, and the others are slots without an expert.
+    """
     experts, order = torch.sort(top_k_index.flatten(), stable=True)
     numbers = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
     # sorted experts [0, 0, 1, 2], numbers [0, 1, 2] -> [2, 3, 4]
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
+    if num_pairs is not None:
+        order, place = order[:num_pairs], place.clamp(max=num_pairs)
     return ExpertRouting(order, order // top_k_index.shape[1], place.view_as(top_k_index), ends)
 
 
@@ -59,7 +64,7 @@ class _SortTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad[ctx.routing.place], None
+        return with_none(grad, ctx.routing.place)[ctx.routing.place], None
 
 
 class _CombineExperts(torch.autograd.Function):
@@ -100,7 +105,13 @@ def combine_pairs(pairs: Tensor, routing: ExpertRouting, dtype: torch.dtype) -> 
 def sum_pairs(pairs: Tensor, place: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [T, D] in `dtype`: the sum over j of pairs[place[:, j]], from j = 0 on, in float32 or float64."""
     exact = torch.promote_types(pairs.dtype, torch.float32)
+    pairs = with_none(pairs, place)
     total = pairs.index_select(0, place[:, 0]).to(exact)
     for j in range(1, place.shape[1]):
         total += pairs.index_select(0, place[:, j])
     return total.to(dtype)
+
+
+def with_none(pairs: Tensor, place: Tensor) -> Tensor:
+    """Return the rows of pairs [S, ...] with a row of zeros for slots without an expert, if `place` has some."""
+    return pairs if place.numel() == len(pairs) else torch.cat([pairs, pairs.new_zeros(1, *pairs.shape[1:])])

@@ -21,7 +21,7 @@ import torch
 from treepack.attention.reference import QUERIES
 from treepack.costs.recurrent_cost import FAMILIES, recurrent_part
 from treepack.model.accept.compatibility import count_attention_layers
-from treepack.model.adapters.four_bits import num_weights
+from treepack.model.experts.active import num_weights
 from treepack.model.layers import head_widths, layer_values
 from treepack.recurrent.chunks import CHUNK
 

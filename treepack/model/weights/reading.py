@@ -78,6 +78,7 @@ def fill(
             local.fill_(torch.nan)  # a tensor that is forgotten below must not pass the probe
     stored = {base_name(name): tensor for name, tensor in stored_tensors(model).items()}
     stored = {name: tensor for name, tensor in stored.items() if name in plan}
+    assert stored.keys() == plan.keys(), "a weight that is not read would be drawn at random below"
     for name, tensor in stored.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         with translate_read_errors(source):
@@ -118,11 +119,11 @@ def own_part(tensor: Tensor) -> Ranges:
 
     ranges = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
-        (placement,) = tensor.placements
-        dim = placement.dim  # type: ignore[attr-defined]  # FSDP2 shards every parameter
+        # The last dimension of the mesh has the parts; ranks along one before it have equal parts.
+        dim, ranks = tensor.placements[-1].dim, tensor.device_mesh.ndim - 1  # type: ignore[attr-defined]
         # Parts of ceil(rows / ranks) rows, the last ones smaller or empty:
         # 5 rows on 4 ranks -> [0, 2), [2, 4), [4, 5), empty
-        length, rows = -(-tensor.shape[dim] // tensor.device_mesh.size()), tensor.shape[dim]
-        first = length * tensor.device_mesh.get_local_rank()
+        length, rows = -(-tensor.shape[dim] // tensor.device_mesh.size(ranks)), tensor.shape[dim]
+        first = length * tensor.device_mesh.get_local_rank(ranks)
         ranges[dim] = (min(first, rows), min(first + length, rows))
     return tuple(ranges)

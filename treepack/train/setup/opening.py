@@ -41,6 +41,7 @@ from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.run_data import open_data, open_held_out
 from treepack.train.setup.run_memory import choose_memory
 from treepack.train.setup.run_model import NO_ROOM, check_fit, load_run_model
+from treepack.train.sharding import check_sharing
 
 
 def open_run(
@@ -68,8 +69,9 @@ def open_run(
     """
     ranks, compute = (ranks or Ranks()).sharing(options.sequence_ranks), choose_compute(options)
     if options.lora is not None:
-        check_trainable(model, options.lora, sharded=ranks.grouped)
+        check_trainable(model, options.lora)
     check_optimizer(options, ranks)
+    check_sharing(options, ranks)
     data = open_data(packed, options, ranks)
     evaluated = None if held_out is None else open_held_out(held_out, options, ranks, blocks=data.blocks)
     # A machine that has opened the data before waits here for one that has not, by gloo, which waits 30 minutes. The
@@ -144,6 +146,7 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
     Raises:
         TreepackError: as `open_run`.
     """
+    check_sharing(options, Ranks())
     device = find_device(options.device)
     # Only the reference implementation, and FlexAttention on a CPU, compute in float64; "auto" is one of them there.
     exact = options.attention == "reference" or (device.type == "cpu" and options.attention in ("auto", "flex"))

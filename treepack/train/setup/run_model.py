@@ -19,7 +19,7 @@ from treepack.memory.shortage import memory_errors
 from treepack.model.accept.compatibility import check_fits, position_limit
 from treepack.model.accept.saved_tokenizer import saved_tokenizer
 from treepack.model.adapters.adapter import adapter_base, is_adapted
-from treepack.model.adapters.four_bits import num_weights
+from treepack.model.experts.active import num_weights
 from treepack.model.experts.replay import check_routes
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.head.value_head import VALUE_FILE, has_saved_head, without_value_head
