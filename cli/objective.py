@@ -13,13 +13,16 @@ from .option_groups import field_options, option_group
 
 _NAMES = (
     "clip_low clip_high dual_clip denominator response_length kl kl_estimator entropy importance_cap importance_mask "
-    "importance_level sequence_mask temperature beta value_coef value_clip"
+    "importance_level sequence_mask temperature beta value_coef value_clip distill distill_beta teacher_kl "
+    "teacher_baseline teacher"
 )
 # Without defaults, because each loss has its own, and an option that the loss does not use is refused.
 _CHANGES: dict[str, dict[str, Any]] = {
     **{name: {"default": None, "show_default": False} for name in _NAMES.split()},
     "loss": {"type": WordChoice(PRESETS)},
     "temperature": {"type": click.FloatRange(min=0)},
+    "teacher_baseline": {"is_flag": True, "default": None},
+    "teacher": {"metavar": "DIR|NAME"},
 }
 
 objective_options = option_group(

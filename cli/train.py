@@ -170,6 +170,7 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     from treepack.errors import TreepackError
     from treepack.model.verify.verify_rows import verify_rows
     from treepack.train.setup.opening import open_verification
+    from treepack.train.teacher import taught
 
     with stage_lines():
         run = open_verification(packed, model, options)
@@ -178,7 +179,7 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     # the shortest ones that are cut.
     lengths = run.dataset.num_tokens.tolist()
     rows = sorted(run.trainable_rows, key=lambda row: (lengths[row] <= (limit or 0), lengths[row]))[:num_rows]
-    batches = [run.dataset[row] for row in rows]
+    batches = [taught(run, run.dataset[row]) for row in rows]
     _count_cut(batches, limit)  # refuses before the long comparison
     with stage_lines():
         result = verify_rows(

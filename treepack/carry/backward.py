@@ -25,14 +25,14 @@ from treepack.carry.offload import CarryMemory
 from treepack.carry.row import CarriedRow, PieceRow, open_row
 from treepack.carry.terms import PieceTargets, SortedTerms
 from treepack.data.batch import Batch
+from treepack.data.teacher_law import TeacherLaw
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
 from treepack.model.forward import RowRunner, WholeRows, hidden_states, run_with_head
 from treepack.model.head.logit_map import OutputLayer
 from treepack.model.head.token_loss import CHUNK, weighted_nll
 from treepack.model.loaded import LoadedModel
-from treepack.model.term_objective import TermObjective, loss_temperature, require_value_head, score
-from treepack.objectives.losses import objective_loss
+from treepack.model.term_objective import TermObjective, loss_of_scores, loss_temperature, require_value_head, score
 from treepack.objectives.objective import Objective
 from treepack.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
 from treepack.option_fields import parse_count
@@ -224,13 +224,15 @@ class _RowRequest:
     targets: PieceTargets
     temperature: Tensor | float
     reads: ScoreRequest
+    law: TeacherLaw | None = None  # of the tokens in the caller's order
 
     @classmethod
     def of(cls, row: CarriedRow, objective: Objective) -> Self:
         """Return the request of an objective over terms."""
         terms = row.batch.terms
         assert terms is not None, "open the dataset with terms=True"
-        return cls(PieceTargets.of(row, terms.tokens), loss_temperature(terms, objective), ScoreRequest.of(objective))
+        targets, reads = PieceTargets.of(row, terms.tokens), ScoreRequest.of(objective)
+        return cls(targets, loss_temperature(terms, objective), reads, terms.teacher)
 
 
 def _scores(row: CarriedRow, options: CarryOptions, wanted: _RowRequest) -> TokenScores:
@@ -251,9 +253,13 @@ def _scores(row: CarriedRow, options: CarryOptions, wanted: _RowRequest) -> Toke
 def _piece_scores(piece: PieceRow, loaded: LoadedModel, wanted: _RowRequest, options: CarryOptions) -> TokenScores:
     """Return the numbers about the targets that a piece predicts, in the order of `wanted.targets`."""
     columns, temperature = _piece_targets(piece, wanted)
+    places = torch.from_numpy(wanted.targets.order[wanted.targets.of_piece(piece)])
+    law = None if wanted.law is None else wanted.law.select(places)
 
     def compute(states: Tensor, layer: OutputLayer) -> TokenScores:
-        return score(loaded, wanted.reads, states, layer, columns, temperature=temperature, chunk=options.chunk)
+        return score(
+            loaded, wanted.reads, states, layer, columns, temperature=temperature, chunk=options.chunk, law=law
+        )
 
     return run_with_head(loaded, piece.batch, compute, **piece.options)
 
@@ -342,4 +348,4 @@ def _objective_of(row: CarriedRow, part: LossPart, scores: TokenScores) -> tuple
     assert terms is not None
     assert part.factors is not None
     factors = part.factors.to(row.loaded.device)
-    return objective_loss(scores.logprobs, scores.entropies, terms, factors, part.objective, values=scores.values)
+    return loss_of_scores(scores, terms, factors, part.objective)

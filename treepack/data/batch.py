@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treepack.data.teacher_law import TeacherLaw
 from treepack.errors import TreepackError
 from treepack.trajectory import Routes, missing_route
 
@@ -36,7 +37,8 @@ _DTYPES = {
 }
 # Columns that `pack.row.RowTerms` and `TermTensors` have under the same name.
 _CREDIT = ("returns", "old_values", "edge_factor")
-_TERM_COLUMNS = ("trajectory", "weight", "advantage", "sampling_logprob", "old_logprob", "ref_logprob", *_CREDIT)
+_LOGPROBS = ("sampling_logprob", "old_logprob", "ref_logprob", "teacher_logprob")
+_TERM_COLUMNS = ("trajectory", "weight", "advantage", *_LOGPROBS, *_CREDIT)
 _OF_TRAJECTORIES = (("reward", "trajectory_rewards"), ("rollout", "trajectory_rollouts"))
 
 # Fields of `TermTensors` with one value per term; the others have one per token or trajectory.
@@ -58,7 +60,7 @@ class TermTensors:
     the same rollout (-1 for a turn of several paths), or None if each is its own. A critic learns `returns` float64
     [N], and `old_values` float64 [N] are its old values of the states before the tokens. `edge_factor` float64 [N]
     gives each edge of the sampled tree a total weight of 1. A column that the directory lacks is None; a missing value
-    is NaN.
+    is NaN. `teacher` has the teacher's law at each of `tokens`, and `teacher_logprob` float32 [N] its log-probability.
     """
 
     tokens: Tensor
@@ -76,6 +78,8 @@ class TermTensors:
     old_values: Tensor | None = None
     edge_factor: Tensor | None = None
     rollout: Tensor | None = None
+    teacher_logprob: Tensor | None = None
+    teacher: TeacherLaw | None = None
 
     def to(self, device: torch.device | str) -> TermTensors:
         """Return the same terms with their tensors on `device`."""
@@ -87,8 +91,11 @@ class TermTensors:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> TermTensors:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
-        return TermTensors(**tensors)
+        changed: dict[str, Any] = {
+            name: value.map(change) if isinstance(value, TeacherLaw) else None if value is None else change(value)
+            for name, value in values.items()
+        }
+        return TermTensors(**changed)
 
 
 @dataclass(frozen=True)
@@ -197,8 +204,9 @@ def _empty_terms() -> TermTensors:
     dtypes = {"tokens": torch.int64, "index": torch.int32, "trajectory": torch.int32}
     dtypes |= {"group": torch.int32, "rollout": torch.int32}
     dtypes |= dict.fromkeys(("weight", "advantage", "reward", *_CREDIT), torch.float64)
-    names = [field.name for field in fields(TermTensors) if field.name != "temperature"]
-    return TermTensors(**{name: torch.zeros(0, dtype=dtypes.get(name, torch.float32)) for name in names})
+    names = [field.name for field in fields(TermTensors) if field.name not in ("temperature", "teacher")]
+    columns: dict[str, Any] = {name: torch.zeros(0, dtype=dtypes.get(name, torch.float32)) for name in names}
+    return TermTensors(**columns)
 
 
 def make_batch(row: Row, *, multiple: int = 1) -> Batch:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from treepack.costs import limits
 from treepack.data.batch import PER_TERM, Batch, RowEdges, TermTensors, empty_batch, is_route_recorded, missing_expert
+from treepack.data.teacher_law import concatenate_laws
 
 # On a CPU, where launches cost nothing beside the products and attention is dense, rows stay alone.
 GPU_PASS, CPU_PASS = limits.PASS_TOKENS, 1
@@ -118,7 +119,10 @@ def concatenate_terms(rows: Sequence[TermTensors], lengths: Sequence[int]) -> Te
             fill if terms.temperature is None else terms.temperature for terms, fill in zip(rows, missing, strict=True)
         ]
         rows = [replace(terms, temperature=values) for terms, values in zip(rows, temperatures, strict=True)]
-    columns: dict[str, list[Tensor] | None] = {field.name: [] for field in fields(TermTensors)}
+    laws = [terms.teacher for terms in rows if terms.teacher is not None]
+    columns: dict[str, list[Tensor] | None] = {
+        field.name: [] for field in fields(TermTensors) if field.name != "teacher"
+    }
     # Indices are shifted by the sizes of the rows before. Two rows of 4 tokens, with [1, 3] and [2] trained:
     # tokens [1, 3] + [2 + 4] = [1, 3, 6], index [0, 1, 0] + [0 + 2] = [0, 1, 0, 2]
     shift = {"tokens": 0, "index": 0, "trajectory": 0, "group": 0, "rollout": 0}
@@ -138,13 +142,14 @@ def concatenate_terms(rows: Sequence[TermTensors], lengths: Sequence[int]) -> Te
         shift["group"] += len(terms.group)
         shift["rollout"] += len(terms.group)
     tensors: dict[str, Any] = {name: None if values is None else torch.cat(values) for name, values in columns.items()}
-    return TermTensors(**tensors)
+    return TermTensors(**tensors, teacher=concatenate_laws(laws) if len(laws) == len(rows) else None)
 
 
 def terms_of_row(terms: TermTensors, edges: RowEdges, i: int) -> TermTensors:
     """Return the terms of row i of a joined batch, as they were before; `tokens` stay places in the batch."""
     scored, owners, own = (slice(each[i], each[i + 1]) for each in (edges.scored, edges.trajectories, edges.terms))
-    columns: dict[str, Tensor | None] = {field.name: getattr(terms, field.name) for field in fields(terms)}
+    names = [field.name for field in fields(terms) if field.name != "teacher"]
+    columns: dict[str, Tensor | None] = {name: getattr(terms, name) for name in names}
     per = dict.fromkeys(PER_TERM, own) | dict.fromkeys(("tokens", "temperature"), scored)
     cut: dict[str, Any] = {
         name: None if column is None else column[per.get(name, owners)] for name, column in columns.items()
@@ -153,7 +158,7 @@ def terms_of_row(terms: TermTensors, edges: RowEdges, i: int) -> TermTensors:
     cut["trajectory"] = cut["trajectory"] - owners.start
     if cut["rollout"] is not None:
         cut["rollout"] = _shifted(cut["rollout"], -owners.start)
-    return TermTensors(**cut)
+    return TermTensors(**cut, teacher=None if terms.teacher is None else terms.teacher.cut(scored))
 
 
 def concatenate_routes(batches: Sequence[Batch], sizes: Sequence[int], length: int) -> Tensor | None:

@@ -232,6 +232,7 @@ TERMS = pa.schema(
             "factor that gives each edge of the sampled tree a total loss weight of 1",
             nullable=True,
         ),
+        _field("term_teacher_logprob", pa.list_(pa.float32()), "teacher's log-probability", nullable=True),
     ]
 )
 

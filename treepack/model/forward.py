@@ -265,6 +265,6 @@ def row_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies [n] of the row's `tokens`, int64 [n]; see `loss.tree_logprobs`."""
     reads = ScoreRequest(entropies=with_entropies)
-    logprobs, entropies, _ = WholeRows(loaded, chunk).scores(batch, tokens, reads, temperature=temperature)
+    logprobs, entropies, *_ = WholeRows(loaded, chunk).scores(batch, tokens, reads, temperature=temperature)
     assert logprobs is not None
     return logprobs, torch.full_like(logprobs, torch.nan) if entropies is None else entropies

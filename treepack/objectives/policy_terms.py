@@ -17,6 +17,7 @@ from treepack.objectives.trajectory_ratios import TrajectoryRatios, gather_logpr
 TERM_MEANS = (
     *("ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "kl", "entropy"),
     *("importance", "importance_square", "truncated", "sampler_kl", "masked"),
+    *("divergence", "teacher_kl"),
 )
 
 
@@ -27,10 +28,12 @@ def term_sums(
     factors: Tensor,
     whole: TrajectoryRatios | None,
     objective: Objective,
+    divergences: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of f w l over some terms, and the sums of w times each value of `TERM_MEANS`.
 
-    `whole` has the ratios of the row's trajectories, None for an objective with `is_tokenwise`.
+    `divergences` [n] are from the teacher; None if the objective reads none. `whole` has the ratios of the row's
+    trajectories, None for an objective with `is_tokenwise`.
     """
     # All tensors of this function are [number of terms] until the sums at the end.
     current, old = gather_logprobs(logprobs, part)
@@ -50,6 +53,10 @@ def term_sums(
         loss = loss + objective.kl * kl
     if objective.entropy:
         loss = loss - objective.entropy * entropy
+    divergence = torch.zeros_like(current)
+    if divergences is not None:
+        divergence = divergences.index_select(0, part.index).double()
+        loss = loss + objective.distill * divergence
     with torch.no_grad():
         cap = objective.importance_cap
         truncated = torch.zeros_like(is_kept) if cap is None else mismatch.exp() > cap
@@ -57,7 +64,9 @@ def term_sums(
         if part.sampling_logprob is not None:
             sampler_kl = _kl(old - part.sampling_logprob.double(), "k3")
         columns = [ratio, bounded.low, bounded.high, _kl(current - old, "k3"), kl, entropy]
-        columns += [importance, importance.square(), truncated, sampler_kl, ~is_kept]
+        columns += [importance, importance.square(), truncated, sampler_kl, ~is_kept, divergence]
+        known = part.teacher_logprob
+        columns.append(divergence if known is None else old - known.double())
         sums = torch.stack([(part.weight * column).sum() for column in columns])
     return (factors.index_select(0, part.trajectory) * part.weight * loss).sum(), sums
 

@@ -47,6 +47,7 @@ class RowTerms:
     edge_factor: Float64 | None = None
     trajectory_rollouts: Int32 | None = None
     trajectory_weights: Float64 | None = None
+    teacher_logprob: Float32 | None = None
 
 
 PER_TRAJECTORY = ("trajectory_rewards", "trajectory_rollouts", "trajectory_weights")

@@ -31,8 +31,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from treepack.data.teacher_law import TeacherLaw
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
+from treepack.model.head.distribution_loss import TeacherTargets
 from treepack.model.head.head_chunks import ChunkTargets, invert, split_targets
 from treepack.model.head.head_gradients import HeadOptions, TargetPrices, priced_loss, token_scores
 from treepack.model.head.logit_map import OutputLayer, TargetSlopes
@@ -98,7 +100,7 @@ def nll_of_rows(
         weights = chosen.index_select(0, order)
         parts = torch.split(weights, chunk)
 
-        def value(logprobs: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        def value(logprobs: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
             losses = -(logprobs.double() * weights)
             total = losses.sum()
             return total, total[None] if edges is None else sums_of_rows(losses[invert(order)], edges)
@@ -147,6 +149,7 @@ def priced_terms(
     *,
     temperature: Tensor | float = 1.0,
     with_entropies: bool = True,
+    teacher: tuple[TeacherLaw, float] | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Return a loss with slopes that are computed chunk by chunk, and further sums; for one backward pass only.
@@ -159,13 +162,14 @@ def priced_terms(
         prices: gets the numbers of the tokens in the order of the chunks, int64 [n], and returns their price.
         temperature: as in `tree_logprobs`.
         with_entropies: False if the price reads no entropies.
+        teacher: as in `tree_scores`.
         chunk: tokens of a chunk.
 
     Returns:
         a float64 scalar, attached to `hidden` and the weights, and float64 [k] without a graph.
     """
     order, chunks = _split(targets, _divisors(hidden, len(targets[0]), temperature), chunk)
-    options = HeadOptions(chunks, layer.logit_map, with_entropies)
+    options = HeadOptions(chunks, layer.logit_map, with_entropies, _teacher_targets(teacher, order, chunk))
     return priced_loss(hidden, layer.weight, layer.bias, options, prices(order))
 
 
@@ -195,16 +199,42 @@ def tree_logprobs(
     Returns:
         log-probabilities [n] and entropies [n], in nats; attached to `hidden` even if n is 0.
     """
+    return tree_scores(hidden, layer, targets, temperature=temperature, with_entropies=with_entropies, chunk=chunk)[:2]
+
+
+def tree_scores(
+    hidden: Tensor,
+    layer: OutputLayer,
+    targets: tuple[Tensor, Tensor, Tensor],
+    *,
+    temperature: Tensor | float = 1.0,
+    with_entropies: bool = True,
+    teacher: tuple[TeacherLaw, float] | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `tree_logprobs`, and the divergences from a teacher [n], differentiable too; NaN without a teacher.
+
+    `teacher` has the laws of the n tokens in their order, and beta (`objectives.distillation`).
+    """
     if len(targets[0]) == 0:
         # [0, D] -> [0, V] -> [0], still attached to `hidden` and the weights: FSDP needs gradients from every rank.
         empty = linear(hidden[:0], layer.weight, layer.bias).sum(-1)
         empty = empty if empty.dtype == torch.float64 else empty.float()
-        return empty, empty
+        return empty, empty, empty
     order, chunks = _split(targets, _divisors(hidden, len(targets[0]), temperature), chunk)
-    options = HeadOptions(chunks, layer.logit_map, with_entropies)
-    logprobs, entropies = token_scores(hidden, layer.weight, layer.bias, options)
+    options = HeadOptions(chunks, layer.logit_map, with_entropies, _teacher_targets(teacher, order, chunk))
+    logprobs, entropies, divergences = token_scores(hidden, layer.weight, layer.bias, options)
     places = invert(order)
-    return logprobs.index_select(0, places), entropies.index_select(0, places)
+    return logprobs.index_select(0, places), entropies.index_select(0, places), divergences.index_select(0, places)
+
+
+def _teacher_targets(teacher: tuple[TeacherLaw, float] | None, order: Tensor, chunk: int) -> TeacherTargets | None:
+    """Return the teacher's laws chunk by chunk."""
+    if teacher is None:
+        return None
+    law, beta = teacher
+    parts = (law.select(part).map(lambda each: sent(each, order.device)) for part in torch.split(order, chunk))
+    return TeacherTargets(list(parts), beta)
 
 
 def _split(
