@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.column_views import FilledView, ListView, NoValues, View
+from treepack.files.column_views import FilledView, ListView, NoValues, RaggedView, View, ragged_column
 from treepack.option_fields import expect_type
 from treepack.trajectory import Float32, Float64, Int32, Int64, Routes, Tokens, Trajectory, is_recorded, missing_route
 
@@ -182,6 +182,14 @@ def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
         values = [getattr(content, name) for content in contents]
         if any(each is not None for each in values):
             columns[name] = _list_column(values, pa.float64())
+    for name in schema.TEACHER.names:
+        logprobs = [getattr(content, name) for content in contents]
+        if any(each is not None for each in logprobs):
+            columns[name] = _list_column(logprobs, pa.float32())
+    for name in schema.RAGGED.names:
+        cells = [getattr(content, name) for content in contents]
+        if any(cell is not None for cell in cells):
+            columns[name] = ragged_column(cells)
     known = schema.trajectory_columns(columns)
     fields = [known.field(name) for name in columns]
     arrays = [
@@ -339,6 +347,11 @@ def list_values(table: pa.Table, name: str) -> ListView | NoValues:
     return ListView(table[name])
 
 
+def ragged_values(table: pa.Table, name: str) -> RaggedView | NoValues:
+    """Return the rows of a column of `schema.RAGGED` as lists, and None for a null or if `table` lacks the column."""
+    return RaggedView(table[name]) if name in table.column_names else NoValues(table.num_rows)
+
+
 def list_content(column: pa.ChunkedArray) -> tuple[NDArray[Any], Int64]:
     """Return the values of all lists of a column without nulls, and the number of values of each list, int64 [rows]."""
     # Lists 5 6 and 7 8 9 in two chunks -> values 5 6 7 8 9, sizes 2 3.
@@ -384,4 +397,5 @@ def advantages_of(table: pa.Table) -> View:
 
 LOGPROBS = ("sampling_logprobs", "old_logprobs", "ref_logprobs")
 # Columns with one value per trained token; the fields of `Tokens` have the same names.
-PER_TOKEN = ("advantages", *LOGPROBS, "temperatures", *schema.CREDIT.names)
+NUMBERS_PER_TOKEN = ("advantages", *LOGPROBS, "temperatures", *schema.CREDIT.names, *schema.TEACHER.names)
+PER_TOKEN = (*NUMBERS_PER_TOKEN, *schema.RAGGED.names)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
+from treepack.ragged import RaggedArray
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -45,6 +46,8 @@ class Tokens:
     entry per trained token, in order, or are None. A temperature is that of the sampler, NaN if it is not known. No
     reader gives returns, old values of a critic, or factors of edges; `treepack advantages` writes them. `routes`
     [num_tokens, layers, k] are the experts that the sampler's routers chose for each token, or `missing_route`.
+    `kept_ids` are the token ids that top-p, top-k or min-p left for each trained token, int32 and ascending, with the
+    token itself; an empty list is the whole vocabulary.
 
         tokens  5 6 7 8 9      starts 1 4      ends 3 5      trained 6 7 and 9
     """
@@ -61,6 +64,10 @@ class Tokens:
     returns: Float64 | None = None
     old_values: Float64 | None = None
     edge_factors: Float64 | None = None
+    teacher_logprobs: Float32 | None = None
+    teacher_topk_ids: RaggedArray | None = None
+    teacher_topk_logprobs: RaggedArray | None = None
+    kept_ids: RaggedArray | None = None
     routes: Routes | None = None
 
     @property

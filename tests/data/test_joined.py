@@ -14,6 +14,7 @@ from support.oracle_model import Sample, make_row, sample_sets
 from treepack.attention.reference import visible_pairs
 from treepack.data.batch import Batch, TermTensors, make_batch
 from treepack.data.joined import consecutive, join_rows, terms_of_row
+from treepack.data.ragged_tensor import RaggedTensor
 from treepack.data.teacher_law import TeacherLaw
 
 
@@ -38,6 +39,7 @@ def with_terms(batch: Batch, seed: int) -> Batch:
         group=torch.randint(trajectories, (trajectories,), generator=generator).int(),
         reward=torch.randn(trajectories, generator=generator, dtype=torch.float64),
         temperature=torch.rand(len(trained), generator=generator),
+        kept=RaggedTensor(torch.arange(len(trained) * 2, dtype=torch.int32), torch.arange(len(trained) + 1) * 2),
         teacher=TeacherLaw(
             torch.randn(len(trained), 1 + seed % 3, generator=generator),
             torch.randint(9, (len(trained), 1 + seed % 3), generator=generator),
@@ -89,7 +91,10 @@ def test_the_terms_of_each_row_come_out_as_they_went_in(sets: list[list[Sample]]
         own, begin = terms_of_row(joined.terms, joined.edges, number), joined.edges.tokens[number]
         assert batch.terms is not None
         for field in fields(TermTensors):
-            before, after = (getattr(each, field.name) for each in (batch.terms, own))
+            before, after = getattr(batch.terms, field.name), getattr(own, field.name)
+            if field.name == "kept":
+                assert torch.equal(after.offsets, before.offsets)
+                before, after = before.values, after.values
             if field.name == "teacher":
                 known = before.values > -torch.inf  # joined laws have unused places
                 width = known.shape[1]

@@ -18,6 +18,7 @@ from treepack.columns import PER_TOKEN
 from treepack.errors import TreepackError
 from treepack.files import parts
 from treepack.files.directory import finished_directory
+from treepack.files.schema import RAGGED, ragged_dtype
 from treepack.files.task_output import TaskOutput
 from treepack.pack import files
 from treepack.pack.check import check_packed, check_row
@@ -27,6 +28,7 @@ from treepack.pack.row import Row, concatenate_rows
 from treepack.pack.row_group import packed_columns, row_schema
 from treepack.pack.rows import pack_rows
 from treepack.pack.weights import WholeTrie
+from treepack.ragged import RaggedArray
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
@@ -59,6 +61,7 @@ def fields_of(row: Row) -> dict[str, Any]:
 def with_values(i: int, names: set[str]) -> Trajectory:
     """A trajectory of three trained tokens with a value of each of `names`, which is not the usual one."""
     values: dict[str, Any] = {name: [0.5, 0.25, 1.0] if name in PER_TOKEN else 0.5 for name in names}
+    values |= {name: RaggedArray.of([[1, 7], [], [3]], ragged_dtype(name)) for name in names & {*RAGGED.names}}
     return make(f"t{i}", [i, 1, 2, 3], **values)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import strategies as st
 
 from treepack.columns import PER_TOKEN
 from treepack.pack.plan.problem import PlanTree
+from treepack.ragged import RaggedArray
 from treepack.trajectory import Int32, Tokens, Trajectory
 
 Nested = tuple[int, list["Nested"]]  # a node's tokens and its children
@@ -25,13 +28,16 @@ def make(
     """A tokenised trajectory; every token but the first is trained unless `spans` says otherwise."""
     spans = [(1, len(tokens), 1.0)] if spans is None else spans
     starts, ends, weights = zip(*spans, strict=True) if spans else ((), (), ())
-    per_token = {key: attributes.pop(key) for key in list(attributes) if key in PER_TOKEN}
+    given = {key: attributes.pop(key) for key in list(attributes) if key in PER_TOKEN}
+    per_token: dict[str, Any] = {
+        key: value if isinstance(value, RaggedArray) else np.array(value) for key, value in given.items()
+    }
     content = Tokens(
         np.array(tokens, np.int32),
         np.array(starts, np.int32),
         np.array(ends, np.int32),
         np.array(weights, np.float64),
-        **{key: np.array(value) for key, value in per_token.items()},
+        **per_token,
     )
     return Trajectory(name, f"made:{name}", content, group, step, weight, **attributes)  # type: ignore[arg-type]
 

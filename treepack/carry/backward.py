@@ -254,7 +254,7 @@ def _piece_scores(piece: PieceRow, loaded: LoadedModel, wanted: _RowRequest, opt
     """Return the numbers about the targets that a piece predicts, in the order of `wanted.targets`."""
     columns, temperature = _piece_targets(piece, wanted)
     places = torch.from_numpy(wanted.targets.order[wanted.targets.of_piece(piece)])
-    law = None if wanted.law is None else wanted.law.select(places)
+    law = None if wanted.law is None else wanted.law[places]
 
     def compute(states: Tensor, layer: OutputLayer) -> TokenScores:
         return score(

@@ -18,12 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treepack.data.ragged_tensor import RaggedTensor
 from treepack.data.teacher_law import TeacherLaw
 from treepack.errors import TreepackError
 from treepack.trajectory import Routes, missing_route
 
 if TYPE_CHECKING:
     from treepack.pack.row import Row, RowTerms
+    from treepack.ragged import RaggedArray
     from treepack.trajectory import Float32, Float64, Int32, Int64
 
 # Token ids and indices are int64 because torch indexes with int64; loss weights stay float64, as in the files.
@@ -41,8 +43,9 @@ _LOGPROBS = ("sampling_logprob", "old_logprob", "ref_logprob", "teacher_logprob"
 _TERM_COLUMNS = ("trajectory", "weight", "advantage", *_LOGPROBS, *_CREDIT)
 _OF_TRAJECTORIES = (("reward", "trajectory_rewards"), ("rollout", "trajectory_rollouts"))
 
-# Fields of `TermTensors` with one value per term; the others have one per token or trajectory.
+# Fields of `TermTensors` with one value per term, and with one per entry of `tokens`; others have one per trajectory.
 PER_TERM = ("index", *_TERM_COLUMNS)
+PER_SCORED = ("tokens", "temperature", "kept", "teacher")
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,10 @@ class TermTensors:
 
     `tokens` int64 [n] are the row indices of all trained tokens, ascending. Term t is about the token
     `tokens[index[t]]`, with `index` int32 [N]: log-probabilities are computed once for `tokens` and gathered by
-    `index`. `temperature` [n] is that of the sampler for each of `tokens`. A token whose terms have several
-    temperatures occurs once for each of them, by ascending temperature, the missing one (NaN) last. It is float32, as
-    in packed rows, or float64 in batches in memory (`online`).
+    `index`. `temperature` [n] is that of the sampler for each of `tokens`, and `kept` [n], of int32, the token ids that
+    its top-p, top-k or min-p left; an empty list is the whole vocabulary. A token whose terms have several temperatures
+    or sets occurs once for each pair; without sets by ascending temperature, the missing one (NaN) last. Temperatures
+    are float32, as in packed rows, or float64 in batches in memory (`online`).
 
     trajectory int32 [N]; weight float64 [N]; advantage float64 [N]; the log-probabilities float32 [N]; group int32 [K],
     equal for trajectories of the row that share a group; reward float64 [K]; rollout int32 [K], the first trajectory of
@@ -78,6 +82,7 @@ class TermTensors:
     old_values: Tensor | None = None
     edge_factor: Tensor | None = None
     rollout: Tensor | None = None
+    kept: RaggedTensor | None = None
     teacher_logprob: Tensor | None = None
     teacher: TeacherLaw | None = None
 
@@ -92,7 +97,7 @@ class TermTensors:
     def _map(self, change: Callable[[Tensor], Tensor]) -> TermTensors:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         changed: dict[str, Any] = {
-            name: value.map(change) if isinstance(value, TeacherLaw) else None if value is None else change(value)
+            name: change(value) if isinstance(value, Tensor) else None if value is None else value.map(change)
             for name, value in values.items()
         }
         return TermTensors(**changed)
@@ -204,7 +209,7 @@ def _empty_terms() -> TermTensors:
     dtypes = {"tokens": torch.int64, "index": torch.int32, "trajectory": torch.int32}
     dtypes |= {"group": torch.int32, "rollout": torch.int32}
     dtypes |= dict.fromkeys(("weight", "advantage", "reward", *_CREDIT), torch.float64)
-    names = [field.name for field in fields(TermTensors) if field.name not in ("temperature", "teacher")]
+    names = [field.name for field in fields(TermTensors) if field.name not in ("temperature", "kept", "teacher")]
     columns: dict[str, Any] = {name: torch.zeros(0, dtype=dtypes.get(name, torch.float32)) for name in names}
     return TermTensors(**columns)
 
@@ -263,7 +268,9 @@ def missing_expert(dtype: torch.dtype) -> int:
 
 
 def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:
-    tokens, index, temperature = scored_tokens(terms.token, terms.temperature, length)
+    ids, logprobs = terms.teacher_topk_ids, terms.teacher_topk_logprobs
+    laws = None if ids is None or logprobs is None else (ids, logprobs)
+    scored = scored_tokens(terms.token, terms.temperature, length, terms.kept_ids, laws)
     # Groups are numbered by first appearance: ["x", "y", "x"] -> [0, 1, 0].
     codes = {name: code for code, name in enumerate(dict.fromkeys(groups))}
     columns: dict[str, Any] = {
@@ -271,38 +278,63 @@ def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:
         for name, column in [*((name, name) for name in _TERM_COLUMNS), *_OF_TRAJECTORIES]
     }
     return TermTensors(
-        tokens=torch.from_numpy(tokens),
-        index=torch.from_numpy(index),
-        temperature=None if temperature is None else torch.from_numpy(temperature),
+        **scored,
         group=torch.tensor([codes[name] for name in groups], dtype=torch.int32),
         **columns,
     )
 
 
 def scored_tokens(
-    token: Int32 | Int64, temperature: Float32 | Float64 | None, length: int
-) -> tuple[Int64, Int32, Float32 | Float64 | None]:
-    """Return `tokens`, `index` and `temperature` of `TermTensors` for the terms of a row of `length` tokens.
+    token: Int32 | Int64,
+    temperature: Float32 | Float64 | None,
+    length: int,
+    kept: RaggedArray | None = None,
+    laws: tuple[RaggedArray, RaggedArray] | None = None,
+) -> dict[str, Any]:
+    """Return `tokens` and the columns of `PER_SCORED` of `TermTensors` for the terms of a row of `length` tokens.
 
-    `token` [N] and `temperature` [N] have a value for each term; the result has the dtype of `temperature`.
+    `token` [N], `temperature` [N], `kept` and `laws`, the words of a teacher and their log-probabilities, have a value
+    for each term; the temperature keeps its dtype.
     """
     temperatures = None if temperature is None else np.unique(temperature)  # ascending, NaN once, last
-    if temperature is not None and temperatures is not None and len(temperatures) > 1:
+    codes = np.zeros(len(token), np.int64)
+    if temperature is not None and temperatures is not None:
+        codes = np.searchsorted(temperatures, temperature)  # it finds NaN, too: NaN is sorted after all numbers
+    for lists in (kept, *(laws or ())):
+        if lists is not None:
+            codes = _with_sets(token, codes, lists)
+    if codes.any():
         # As one key per pair. Temperatures .5 and 1 with the codes 0 and 1, token [4, 4, 7] at [1, .5, .5]:
         #   keys 2 token + code [9, 8, 14] -> sorted [8, 9, 14], index [1, 0, 2] -> tokens [4, 4, 7] at [.5, 1, .5]
-        codes = np.searchsorted(temperatures, temperature)  # it finds NaN, too: NaN is sorted after all numbers
-        keys, index = np.unique(token.astype(np.int64, copy=False) * len(temperatures) + codes, return_inverse=True)
-        tokens, code = np.divmod(keys, len(temperatures))
-        of_tokens: Any = temperatures[code]
-        return tokens, index.astype(np.int32), of_tokens
-    # Two trajectories 0 - 1 - 2 and 0 - 1 - 3 with tokens 1, 2 and 3 trained, in a row of 4 tokens:
-    #   token         [1, 2, 1, 3]    one entry per term
-    #   trained       [F, T, T, T]    one entry per token
-    #   rank         [-1, 0, 1, 2]    number of trained tokens before this one
-    #   tokens        [1, 2, 3]       and index = rank[token] = [0, 1, 0, 2]
-    trained = np.zeros(length, bool)
-    trained[token] = True
-    rank = np.cumsum(trained, dtype=np.int32) - np.int32(1)
-    tokens = np.flatnonzero(trained)
-    one = None if temperatures is None else np.resize(temperatures, len(tokens))  # [.7] -> [.7, .7, ...]
-    return tokens, rank[token], one
+        keys = token.astype(np.int64, copy=False) * (codes.max() + 1) + codes
+        _, first, index = np.unique(keys, return_index=True, return_inverse=True)
+        tokens = token[first].astype(np.int64)
+    else:
+        # Two trajectories 0 - 1 - 2 and 0 - 1 - 3 with tokens 1, 2 and 3 trained, in a row of 4 tokens:
+        #   token         [1, 2, 1, 3]    one entry per term
+        #   place        [-, 2, 1, 3]     of a term about each token
+        #   rank         [-1, 0, 1, 2]    number of trained tokens before this one
+        #   tokens        [1, 2, 3]       and index = rank[token] = [0, 1, 0, 2]
+        place = np.full(length, -1)
+        place[token] = np.arange(len(token))
+        tokens = np.flatnonzero(place >= 0)
+        index, first = (np.cumsum(place >= 0) - 1)[token], place[tokens]
+    return {
+        "tokens": torch.from_numpy(tokens),
+        "index": torch.from_numpy(index.astype(np.int32)),
+        "temperature": None if temperature is None else torch.from_numpy(temperature[first]),
+        "kept": None if kept is None else RaggedTensor.of(kept[first]),
+        "teacher": None if laws is None else TeacherLaw.of(*(each[first] for each in laws)),
+    }
+
+
+def _with_sets(token: Int32 | Int64, codes: Int64, kept: RaggedArray) -> Int64:
+    """Return numbers of the terms: terms about a token differ in them if they differ in `codes` or in their sets."""
+    # Only sets of a token with several terms are compared: token [4, 4, 7], sets [1 2] [1 3] [1 2] -> [0, 1, 0].
+    several = np.bincount(token)[token] > 1
+    numbers: dict[tuple[int, bytes], int] = {}
+    result = codes.copy()
+    for i in np.flatnonzero(several).tolist():
+        key = int(codes[i]), kept.list(i).tobytes()
+        result[i] = numbers.setdefault(key, len(numbers))
+    return result

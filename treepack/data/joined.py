@@ -19,7 +19,17 @@ import torch
 from torch import Tensor
 
 from treepack.costs import limits
-from treepack.data.batch import PER_TERM, Batch, RowEdges, TermTensors, empty_batch, is_route_recorded, missing_expert
+from treepack.data.batch import (
+    PER_SCORED,
+    PER_TERM,
+    Batch,
+    RowEdges,
+    TermTensors,
+    empty_batch,
+    is_route_recorded,
+    missing_expert,
+)
+from treepack.data.ragged_tensor import RaggedTensor, join_ragged
 from treepack.data.teacher_law import concatenate_laws
 
 # On a CPU, where launches cost nothing beside the products and attention is dense, rows stay alone.
@@ -111,7 +121,7 @@ def _edges(batches: Sequence[Batch], sizes: list[int]) -> RowEdges:
 def concatenate_terms(rows: Sequence[TermTensors], lengths: Sequence[int]) -> TermTensors:
     """Concatenate the terms of rows of `lengths` tokens; omit a column that a row with terms lacks.
 
-    Temperatures are not omitted if a row has some: the other rows have NaN, for missing.
+    Temperatures and sets are not omitted if a row has some: the other rows have NaN and empty sets, for missing.
     """
     if any(terms.temperature is not None for terms in rows):
         missing = [torch.full_like(terms.tokens, torch.nan, dtype=torch.float32) for terms in rows]
@@ -119,10 +129,12 @@ def concatenate_terms(rows: Sequence[TermTensors], lengths: Sequence[int]) -> Te
             fill if terms.temperature is None else terms.temperature for terms, fill in zip(rows, missing, strict=True)
         ]
         rows = [replace(terms, temperature=values) for terms, values in zip(rows, temperatures, strict=True)]
-    laws = [terms.teacher for terms in rows if terms.teacher is not None]
-    columns: dict[str, list[Tensor] | None] = {
-        field.name: [] for field in fields(TermTensors) if field.name != "teacher"
-    }
+    sets = [terms.kept for terms in rows]
+    if any(each is not None for each in sets):
+        empty = [RaggedTensor.empty(len(terms.tokens), torch.int32, terms.tokens.device) for terms in rows]
+        sets = [none if own is None else own for own, none in zip(sets, empty, strict=True)]
+        rows = [replace(terms, kept=own) for terms, own in zip(rows, sets, strict=True)]
+    columns: dict[str, list[Any] | None] = {field.name: [] for field in fields(TermTensors)}
     # Indices are shifted by the sizes of the rows before. Two rows of 4 tokens, with [1, 3] and [2] trained:
     # tokens [1, 3] + [2 + 4] = [1, 3, 6], index [0, 1, 0] + [0 + 2] = [0, 1, 0, 2]
     shift = {"tokens": 0, "index": 0, "trajectory": 0, "group": 0, "rollout": 0}
@@ -141,16 +153,18 @@ def concatenate_terms(rows: Sequence[TermTensors], lengths: Sequence[int]) -> Te
         # with trajectories in two rows gets two codes. This is correct: an objective compares within one row only.
         shift["group"] += len(terms.group)
         shift["rollout"] += len(terms.group)
-    tensors: dict[str, Any] = {name: None if values is None else torch.cat(values) for name, values in columns.items()}
-    return TermTensors(**tensors, teacher=concatenate_laws(laws) if len(laws) == len(rows) else None)
+    joins: dict[str, Any] = {"kept": join_ragged, "teacher": concatenate_laws}
+    tensors: dict[str, Any] = {
+        name: None if values is None else joins.get(name, torch.cat)(values) for name, values in columns.items()
+    }
+    return TermTensors(**tensors)
 
 
 def terms_of_row(terms: TermTensors, edges: RowEdges, i: int) -> TermTensors:
     """Return the terms of row i of a joined batch, as they were before; `tokens` stay places in the batch."""
     scored, owners, own = (slice(each[i], each[i + 1]) for each in (edges.scored, edges.trajectories, edges.terms))
-    names = [field.name for field in fields(terms) if field.name != "teacher"]
-    columns: dict[str, Tensor | None] = {name: getattr(terms, name) for name in names}
-    per = dict.fromkeys(PER_TERM, own) | dict.fromkeys(("tokens", "temperature"), scored)
+    columns: dict[str, Any] = {field.name: getattr(terms, field.name) for field in fields(terms)}
+    per = dict.fromkeys(PER_TERM, own) | dict.fromkeys(PER_SCORED, scored)
     cut: dict[str, Any] = {
         name: None if column is None else column[per.get(name, owners)] for name, column in columns.items()
     }
@@ -158,7 +172,7 @@ def terms_of_row(terms: TermTensors, edges: RowEdges, i: int) -> TermTensors:
     cut["trajectory"] = cut["trajectory"] - owners.start
     if cut["rollout"] is not None:
         cut["rollout"] = _shifted(cut["rollout"], -owners.start)
-    return TermTensors(**cut, teacher=None if terms.teacher is None else terms.teacher.cut(scored))
+    return TermTensors(**cut)
 
 
 def concatenate_routes(batches: Sequence[Batch], sizes: Sequence[int], length: int) -> Tensor | None:

@@ -1,6 +1,6 @@
 """The teacher's distribution at each of some tokens, from which the losses of distillation compute.
 
-    TeacherLaw of n tokens --cut, select--> of some of them --logprobs--> [n, K] of its ids, or [n, V] of all words
+    TeacherLaw of n tokens --[rows]--> of some of them --logprobs--> [n, K] of its ids, or [n, V] of all words
 
 A law depends on the path to a token alone, so a shared token has one for all trajectories through it.
 """
@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from treepack.ragged import RaggedArray
 
 # Logits [n, V] of a teacher's states [n, D], by its output layer.
 StateLogits = Callable[[Tensor], Tensor]
@@ -32,6 +35,16 @@ class TeacherLaw:
     ids: Tensor | None = None
     logits: StateLogits | None = None
 
+    @classmethod
+    def of(cls, ids: RaggedArray, logprobs: RaggedArray) -> TeacherLaw:
+        """Return the laws of lists of words and their log-probabilities, of equal lengths."""
+        # Lists of 2 and 1 words to a width of 2: places 0 1 and 0.
+        width = int(ids.sizes.max(initial=1))
+        used = np.arange(width) < ids.sizes[:, None]
+        values, words = np.full(used.shape, -np.inf, logprobs.flat.dtype), np.zeros(used.shape, np.int64)
+        values[used], words[used] = logprobs.flat, ids.flat
+        return cls(torch.from_numpy(values), torch.from_numpy(words))
+
     def __len__(self) -> int:
         return len(self.values)
 
@@ -39,13 +52,9 @@ class TeacherLaw:
         """Return the law with its tensors changed, such as moved to a device."""
         return replace(self, values=change(self.values), ids=None if self.ids is None else change(self.ids))
 
-    def select(self, places: Tensor) -> TeacherLaw:
-        """Return the laws at `places`, int64 on any device."""
-        return self.map(lambda each: each.index_select(0, places.to(each.device)))
-
-    def cut(self, span: slice) -> TeacherLaw:
-        """Return the laws of a span."""
-        return self.map(lambda each: each[span])
+    def __getitem__(self, rows: slice | Tensor) -> TeacherLaw:
+        """Return the laws of a slice, or of indices on any device."""
+        return self.map(lambda each: each[rows if isinstance(rows, slice) else rows.to(each.device)])
 
     def logprobs(self, temperature: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the log-probabilities [n, K] of `ids`, or [n, V] of all words at `temperature` [n], in `dtype`.

@@ -2,6 +2,7 @@
 
 ListView(column)[i]          the list of row i as an array, without a copy
 FilledView(lists, scalars)   the same, with a number for rows that have no list
+RaggedView(column)[i]        the lists of numbers of row i
 ColumnView(column)           texts or numbers of some rows
 """
 
@@ -17,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from treepack.ragged import RaggedArray, join_lists
 from treepack.trajectory import Int32, Int64
 
 # Rows up to which a column is read value by value, at 1 microsecond each; a call of Arrow costs some 50.
@@ -95,6 +97,49 @@ class FilledView(Sequence[NDArray[Any] | None]):
     def __iter__(self) -> Iterator[NDArray[Any] | None]:
         for i, values in enumerate(self._lists):
             yield self._scalars[i : i + 1].reshape(()) if values is None and self._known[i] else values
+
+
+class RaggedView(Sequence[RaggedArray | None]):
+    """A nullable column of lists of numbers: `view[i]` are the lists of row i without a copy, or None for a null."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        """View all chunks of `column`."""
+        self._starts = np.cumsum([0, *(len(chunk) for chunk in column.chunks)]).tolist()
+        self._chunks = column.chunks
+        self._offsets = [chunk.offsets.to_numpy() for chunk in column.chunks]
+        self._lists = [ragged_lists(chunk) for chunk in column.chunks]
+        self.is_missing = not any(len(chunk.flatten().flatten()) for chunk in column.chunks)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        length: int = self._starts[-1]
+        return length
+
+    def __getitem__(self, i: Any) -> Any:
+        """Return the lists of row `i`, which is an index from 0 on, not a slice."""
+        if not 0 <= i < self._starts[-1]:
+            raise IndexError(i)
+        k = bisect.bisect_right(self._starts, i) - 1
+        row = i - self._starts[k]
+        if not self._chunks[k][row].is_valid:
+            return None
+        return self._lists[k][self._offsets[k][row] : self._offsets[k][row + 1]]
+
+
+def ragged_lists(chunk: pa.ListArray | pa.ListScalar) -> RaggedArray:
+    """Return the lists in all cells of a chunk, or in one cell, of a column of lists of numbers; without a copy."""
+    inner = chunk.values
+    return RaggedArray(inner.values.to_numpy(zero_copy_only=False), inner.offsets.to_numpy())
+
+
+def ragged_column(cells: Sequence[RaggedArray | None]) -> pa.ListArray:
+    """Return a column of lists of numbers, at least one cell of which is not None."""
+    lists = join_lists([cell for cell in cells if cell is not None])
+    inner = pa.LargeListArray.from_arrays(lists.offsets, pa.array(lists.values))
+    # [[5 7] []], None, [[9]] -> offsets 0 2 2 3 of the lists
+    offsets = np.cumsum([0, *(0 if cell is None else len(cell) for cell in cells)], dtype=np.int32)
+    missing = pa.array([cell is None for cell in cells])
+    return pa.ListArray.from_arrays(offsets, inner, mask=missing if missing.true_count else None)
 
 
 class NoValues(Sequence[None]):

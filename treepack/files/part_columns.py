@@ -77,6 +77,7 @@ def _has_wrong_null(column: pa.ChunkedArray, field: pa.Field) -> bool:
     for chunk in column.chunks:
         values = chunk.flatten()
         inner = values.flatten() if types.is_struct(values.type) else []
+        inner = [values.flatten()] if types.is_large_list(values.type) else inner
         if values.null_count or any(each.null_count for each in inner):
             return True
     return False

@@ -22,6 +22,7 @@ from treepack.errors import TreepackError
 from treepack.files.manifest import FileEntry, Manifest, check_part, file_sha256
 from treepack.files.part_columns import check_part_columns, with_types
 from treepack.files.remote.remote_output import publish
+from treepack.files.schema import is_ragged
 from treepack.trajectory import Int64
 
 # Tokens per part: large enough that a big data set has hundreds of files rather than millions, small enough that a
@@ -52,6 +53,7 @@ class ColumnEncoding:
         lists = {column.name for column in columns if pa.types.is_list(column.type)}
         # Parquet names the values inside a list column `input_ids` as `input_ids.list.element`.
         paths = {name: f"{name}.list.element" if name in lists else name for name in columns.names}
+        paths |= {field.name: f"{field.name}.list.element.list.element" for field in columns if is_ragged(field.type)}
         levels = {path: self.levels.get(name, self.level) for name, path in paths.items()}
         statistics = [path for name, path in paths.items() if name not in lists]
         return {

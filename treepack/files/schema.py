@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -72,6 +73,16 @@ ROUTES = pa.schema(
     ]
 )
 NODE_OPTIONAL = pa.schema([*NODE_VALUES, *ROUTES])
+
+
+def is_ragged(kind: pa.DataType) -> bool:
+    """Return True for the type of a column with a list of lists of numbers in each cell."""
+    return bool(pa.types.is_list(kind) and pa.types.is_large_list(kind.value_type))
+
+
+def ragged_dtype(column: str) -> Any:
+    """Return the numpy type of the numbers in a column of `RAGGED`."""
+    return RAGGED.field(column).type.value_type.value_type.to_pandas_dtype()
 
 
 def node_columns(names: Iterable[str]) -> pa.Schema:
@@ -151,8 +162,39 @@ ROLLOUTS = pa.schema(
         ),
     ]
 )
-RECORDED = pa.schema([*TEMPERATURES, *ROLLOUTS])  # those that rollouts may have
-OPTIONAL = pa.schema([*TEMPERATURES, *CREDIT, *ROLLOUTS])
+TEACHER = pa.schema(
+    [
+        _field(
+            "teacher_logprobs", pa.list_(pa.float32()), "teacher's log-probability per trained token", nullable=True
+        ),
+    ]
+)
+# Columns with a list of numbers per trained token; see `treepack.ragged`.
+RAGGED = pa.schema(
+    [
+        _field(
+            "kept_ids",
+            pa.list_(pa.large_list(pa.int32())),
+            "token ids that top-p, top-k or min-p left, ascending, per trained token; an empty list is the whole "
+            "vocabulary",
+            nullable=True,
+        ),
+        _field(
+            "teacher_topk_ids",
+            pa.list_(pa.large_list(pa.int32())),
+            "likeliest token ids of a teacher per trained token",
+            nullable=True,
+        ),
+        _field(
+            "teacher_topk_logprobs",
+            pa.list_(pa.large_list(pa.float32())),
+            "log-probability of each of teacher_topk_ids",
+            nullable=True,
+        ),
+    ]
+)
+RECORDED = pa.schema([*TEMPERATURES, *ROLLOUTS, *TEACHER, *RAGGED])  # those that rollouts may have
+OPTIONAL = pa.schema([*TEMPERATURES, *CREDIT, *ROLLOUTS, *TEACHER, *RAGGED])
 
 
 TRIE = {"nodes": pa.schema([*NODES, *NODE_OPTIONAL]), "trajectories": pa.schema([*TRAJECTORIES, *OPTIONAL])}
@@ -233,6 +275,24 @@ TERMS = pa.schema(
             nullable=True,
         ),
         _field("term_teacher_logprob", pa.list_(pa.float32()), "teacher's log-probability", nullable=True),
+        _field(
+            "term_kept_ids",
+            pa.list_(pa.large_list(pa.int32())),
+            "token ids that top-p, top-k or min-p left, ascending; an empty list is the whole vocabulary",
+            nullable=True,
+        ),
+        _field(
+            "term_teacher_topk_ids",
+            pa.list_(pa.large_list(pa.int32())),
+            "likeliest token ids of a teacher",
+            nullable=True,
+        ),
+        _field(
+            "term_teacher_topk_logprobs",
+            pa.list_(pa.large_list(pa.float32())),
+            "log-probability of each of term_teacher_topk_ids",
+            nullable=True,
+        ),
     ]
 )
 

@@ -130,6 +130,8 @@ def batch_logprobs(
             "batch_logprobs: the batch has no terms; open the rows with PackedDataset(..., terms=True), and pack "
             "rollouts that have advantages (`treepack advantages`, or trajectories_from_arrays(advantages=...))"
         )
+    if terms.kept is not None:
+        raise TreepackError("batch_logprobs: the batch has kept sets, which no loss uses yet; leave kept_ids out")
     targets = terms.tokens, *_flatten(inputs)
     divisor = filled_temperature(terms.temperature, temperature)
 

@@ -56,6 +56,8 @@ def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
     """
     check_positions(batch.position_ids, loaded.causal, loaded.source)
     check_text(loaded.causal, batch.input_ids, loaded.source)
+    if batch.terms is not None and batch.terms.kept is not None:
+        raise TreepackError(f"{batch.name}: has kept sets, which no loss uses yet; leave kept_ids out")
     if batch.routes is not None:
         check_routes(loaded.causal, loaded.source, batch.routes)
     # Before the move: from a tensor on the CPU the schedule is computed without waiting for the GPU.

@@ -23,6 +23,7 @@ from treepack.online.options import DEFAULT_CAPACITY, OnlineOptions
 from treepack.online.planning import SortedForest, plan_forest, sort_forest
 from treepack.online.sequences import BatchForm, Flags, FlatSequences, Ids, read_sequences
 from treepack.pack.placement import RowPlacer
+from treepack.ragged import RaggedArray, join_lists
 from treepack.trajectory import Float64, Int64
 from treepack.trie.nodes import paths
 
@@ -104,6 +105,7 @@ def plan_batch(
     *,
     temperature: Any = 1.0,
     routes: Any = None,
+    kept_ids: Any = None,
 ) -> OnlineBatch:
     """Plan the rows of a batch, on the CPU. No model is needed, and the same batch serves any number of passes.
 
@@ -121,16 +123,21 @@ def plan_batch(
         routes: experts that the sampler's routers chose, which the model uses again (`model.experts.replay`): integers
             [B, L, layers, k], a nested tensor [B, *, layers, k], or a list of [n, layers, k] with at most one row for
             each token, or None. `trajectory.as_routes` defines which are not recorded.
+        kept_ids: token ids that the sampler's top-p, top-k or min-p left, and over which log-probabilities and
+            entropies are then taken: for each sequence None, or a list of ids for each of its tokens, with the token
+            itself; an empty list, or None, is the whole vocabulary. Lists of tokens that are not scored are ignored.
 
     Raises:
         TreepackError: an argument has another shape or type, or a value that cannot be used.
     """
-    sequences = read_sequences(input_ids, attention_mask, scored, temperature, routes)
+    sequences = read_sequences(input_ids, attention_mask, scored, temperature, routes, kept_ids)
     forest = sort_forest(sequences, route_conflicts=options.route_conflicts)
     capacity = DEFAULT_CAPACITY if options.capacity is None else options.capacity
     maker = _RowMaker(sequences, forest)
     rows = [maker.row(i, members) for i, members in enumerate(plan_forest(forest, options, capacity))]
     places = np.concatenate(maker.places) if maker.places else np.zeros(0, np.int64)
+    max_id = int(sequences.tokens.max(initial=-1))
+    max_id = max_id if sequences.kept is None else int(sequences.kept.flat.max(initial=max_id))
     return OnlineBatch(
         rows=rows,
         tokens_flat=len(sequences.tokens),
@@ -138,7 +145,7 @@ def plan_batch(
         temperature=sequences.temperature if isinstance(sequences.temperature, float) else None,
         form=sequences.form,
         places=torch.from_numpy(places),
-        max_token_id=int(sequences.tokens.max(initial=-1)),
+        max_token_id=max_id,
     )
 
 
@@ -169,20 +176,19 @@ class _RowMaker:
             at.append(mine)
         counts = [len(each) for each in token]
         joined = np.concatenate(token)
-        tokens, index, temperatures = scored_tokens(joined, self._temperature(ids), length)
+        scored = scored_tokens(joined, self._temperature(ids), length, self._kept(ids))
+        num_terms = len(scored["index"])
         self.places.append(self.sequences.places[np.concatenate(at)])
         terms = TermTensors(
-            tokens=torch.from_numpy(tokens),
-            index=torch.from_numpy(index),
+            **scored,
             trajectory=torch.from_numpy(np.repeat(np.arange(len(ids), dtype=np.int32), counts)),
-            weight=torch.ones(len(index), dtype=torch.float64),
+            weight=torch.ones(num_terms, dtype=torch.float64),
             advantage=None,
             sampling_logprob=None,
             old_logprob=None,
             ref_logprob=None,
             group=torch.arange(len(ids), dtype=torch.int32),
             reward=None,
-            temperature=None if temperatures is None else torch.from_numpy(temperatures),
         )
         return Batch(
             row_id=row_id,
@@ -196,7 +202,7 @@ class _RowMaker:
             trajectory_ids=tuple(map(str, ids)),
             trajectory_ends=torch.from_numpy(columns["trajectory_ends"].astype(np.int64)),
             num_tokens=length,
-            total_weight=float(len(index)),
+            total_weight=float(num_terms),
             tokens_flat=int(columns["scale"].sum(dtype=np.int64)),
             terms=terms,
             routes=None if self.forest.routes is None else route_tensor(self.forest.routes[nodes.source]),
@@ -207,3 +213,9 @@ class _RowMaker:
         if isinstance(values, float):
             return None
         return np.concatenate([values[self.bounds[i] : self.bounds[i + 1]] for i in ids])
+
+    def _kept(self, ids: list[int]) -> RaggedArray | None:
+        kept = self.sequences.kept
+        if kept is None:
+            return None
+        return join_lists([kept[:0], *(kept[self.bounds[i] : self.bounds[i + 1]] for i in ids)])

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treepack.errors import TreepackError
+from treepack.kept_sets import sets_of_tokens
+from treepack.ragged import RaggedArray, join_lists
 from treepack.trajectory import Float64, Int32, Int64, Routes, as_routes
 
 Bools = NDArray[np.bool_]
@@ -57,7 +59,8 @@ class FlatSequences:
     Sequence i has the tokens `tokens[offsets[i] : offsets[i + 1]]`; it may be empty. `tokens` int32 [N_flat], `offsets`
     int64 [num + 1], `places` int64 [N_flat]. `scored` int64 [N] are the indices of scored tokens, ascending, never the
     first token of a sequence. `temperature` is one for all, or float64 [N], one for each of `scored`. `routes`
-    [N_flat, layers, k] are recorded experts, see `trajectory.missing_route`; None if there are none.
+    [N_flat, layers, k] are recorded experts, see `trajectory.missing_route`; None if there are none. `kept` [N] are the
+    sets of token ids of `scored`, ascending, None if there are none.
     """
 
     form: BatchForm
@@ -67,10 +70,11 @@ class FlatSequences:
     scored: Int64
     temperature: float | Float64
     routes: Routes | None = None
+    kept: RaggedArray | None = None
 
 
 def read_sequences(
-    input_ids: Ids, attention_mask: Flags, scored: Flags, temperature: Any, routes: Any = None
+    input_ids: Ids, attention_mask: Flags, scored: Flags, temperature: Any, routes: Any = None, kept_ids: Any = None
 ) -> FlatSequences:
     """Read a batch; `plan_batch` describes the arguments.
 
@@ -107,7 +111,8 @@ def read_sequences(
     flat = tokens.astype(np.int32, copy=False)
     has_routes = any(each is not None for each in routes) if isinstance(routes, list | tuple) else routes is not None
     recorded = _routes(routes, form, offsets, places) if has_routes else None
-    return FlatSequences(form, flat, offsets, places, indices, temperatures, recorded)
+    kept = None if kept_ids is None else _kept_sets(kept_ids, flat, offsets, indices)
+    return FlatSequences(form, flat, offsets, places, indices, temperatures, recorded, kept)
 
 
 def _flatten(input_ids: Ids) -> tuple[BatchForm, NDArray[Any], Int64]:
@@ -206,6 +211,27 @@ def _temperature(values: Any, form: BatchForm, offsets: Int64, places: Int64, sc
             chosen = _like(values, form, "temperature")[places[scored]]
     _check_temperatures(chosen)
     return chosen.astype(np.float64)
+
+
+def _kept_sets(values: Any, tokens: Int32, offsets: Int64, scored: Int64) -> RaggedArray:
+    """Return the kept ids of the scored tokens.
+
+    Raises:
+        TreepackError: a sequence has another number of lists than tokens, or a set is not possible.
+    """
+    if not isinstance(values, list | tuple) or len(values) != len(offsets) - 1:
+        found = f"{len(values)} entries" if isinstance(values, list | tuple) else f"the type {type(values).__name__}"
+        raise TreepackError(
+            f"plan_batch: kept_ids has {found}; expected a list with one entry for each of {len(offsets) - 1} sequences"
+        )
+    # Sequences of 2 and 3 tokens, tokens 1, 3 and 4 scored -> places [1] and [1, 2]
+    bounds = np.searchsorted(scored, offsets)
+    sets = [RaggedArray.empty(0, np.int32)]
+    for i, own in enumerate(values):
+        places = scored[bounds[i] : bounds[i + 1]] - offsets[i]
+        source = f"plan_batch: sequence {i}"
+        sets.append(sets_of_tokens(own, tokens[offsets[i] : offsets[i + 1]], places, source=source, name="kept_ids"))
+    return join_lists(sets)
 
 
 def _routes(values: Any, form: BatchForm, offsets: Int64, places: Int64) -> Routes:

@@ -39,12 +39,15 @@ def tree_logprobs_like(
     *,
     temperature: Any = 1.0,
     routes: Any = None,
+    kept_ids: Any = None,
 ) -> tuple[Any, Any]:
     """Return log-probabilities and entropies of the scored tokens, each shared prefix computed once.
 
     It is `plan_batch` and `batch_statistics`; their arguments and errors are the same.
     """
-    batch = plan_batch(input_ids, attention_mask, scored, options, temperature=temperature, routes=routes)
+    batch = plan_batch(
+        input_ids, attention_mask, scored, options, temperature=temperature, routes=routes, kept_ids=kept_ids
+    )
     return batch_statistics(model, batch.to(next(model.parameters()).device), options)
 
 
@@ -55,8 +58,9 @@ def batch_statistics(
 ) -> tuple[Any, Any]:
     """Return the log-probability of each scored token, and the entropy of its distribution, in the form of the batch.
 
-    The distribution is softmax(logits / temperature). Both are differentiable, and 0 for other tokens. All
-    ranks that share the model must call this function together; they may have different numbers of rows.
+    The distribution is softmax(logits / temperature), over the kept ids if the batch has some. Both results are
+    differentiable, and 0 for other tokens. All ranks that share the model must call this function together; they may
+    have different numbers of rows.
 
     Args:
         model: a causal language model of transformers with tree attention, with the wrappers of the trainer.

@@ -24,6 +24,7 @@ from treepack.columns import (
     LOGPROBS,
     SpanView,
     list_values,
+    ragged_values,
     temperatures_of,
 )
 from treepack.errors import TreepackError
@@ -31,6 +32,7 @@ from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.pack.row import Row, RowTerms, term_field
 from treepack.pack.weights import stored_times_trained, trajectory_factors
+from treepack.ragged import RaggedArray
 from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
 from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.storage import PageReleaser
@@ -115,9 +117,10 @@ class ExpectedTrajectories:
             self.counts, self.storage = stored_times_trained(trie)
         # `treepack logprobs` replaces these columns, so they differ from the columns of the trie.
         computed = {f"{name}_logprobs" for name in manifest.get("logprobs") or ()}
-        self.logprobs = [name for name in LOGPROBS if name not in computed]
+        self.logprobs = [name for name in (*LOGPROBS, *schema.TEACHER.names) if name not in computed]
         facts = ["step", "group_id", "trained"]
-        values = ["source", "weight", "reward", "advantage", "advantages", *self.logprobs]
+        values = ["source", "weight", "reward", "advantage", "advantages"]
+        values += [name for name in self.logprobs if name not in schema.OPTIONAL.names]
         values += [name for name in schema.OPTIONAL.names if name in table.column_names]
         self.facts, self.columns = ChunkedRows(table.select(facts)), ChunkedRows(table.select(facts + values))
         self.releaser = PageReleaser(self.storage)
@@ -202,6 +205,9 @@ class _RowValues:
             self.values |= {f"term_{name.removesuffix('s')}": list_values(table, name) for name in names}
             self.values["term_advantage"] = [a if b is None else b for a, b in zip(scalar, per_token, strict=True)]
             self.values["term_temperature"] = temperatures_of(table)
+            # Likeliest words of a teacher are replaced with its log-probabilities.
+            lists = [name for name in schema.RAGGED.names if name == "kept_ids" or "teacher_logprobs" in logprobs]
+            self.lists = {name: ragged_values(table, name) for name in lists}
 
     def is_named(self, order: int) -> bool:
         """Return True if trajectory number `order` has the same step and group in the row."""
@@ -238,6 +244,11 @@ class _RowValues:
             expected = known if has_list else np.broadcast_to(np.nan if known is None else known, len(trained))
             if stored is None or not np.array_equal(stored[mine], expected, equal_nan=True):
                 raise TreepackError(f"{prefix} has another {name} than in the trie; pack the trie again")
+        for name, lists in self.lists.items():
+            stored, known = getattr(terms, name), lists[order]
+            nothing = RaggedArray.empty(len(trained), schema.ragged_dtype(name))
+            if not (nothing if stored is None else stored[mine]).equals(nothing if known is None else known):
+                raise TreepackError(f"{prefix} has another term_{name} than in the trie; pack the trie again")
 
 
 class _RowPaths:

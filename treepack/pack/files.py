@@ -25,6 +25,7 @@ from pyarrow import parquet
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.background import BackgroundThread
+from treepack.files.column_views import ragged_lists
 from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.parts import PART_TOKENS, ColumnEncoding, PartWriter, open_part
 from treepack.files.remote.address import AnyPath, as_path
@@ -284,4 +285,6 @@ def _cell(table: pa.Table, name: str, i: int) -> Any:
         return cell.as_py()
     if pa.types.is_string(cell.type.value_type):
         return cell.values.to_pylist()
+    if schema.is_ragged(cell.type):
+        return ragged_lists(cell)
     return cell.values.to_numpy(zero_copy_only=False)

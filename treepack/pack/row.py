@@ -18,6 +18,7 @@ import numpy as np
 
 from treepack.columns import join_routes
 from treepack.pack.child_order import tile_counts
+from treepack.ragged import RaggedArray, join_lists
 from treepack.trajectory import Float32, Float64, Int32, Routes
 
 
@@ -29,7 +30,7 @@ class RowTerms:
     `trajectory_rollouts` and `trajectory_weights` have one entry per trajectory: its reward; the first trajectory of
     the row that belongs to the same rollout (-1 for a turn of several paths of a search tree; None if each is a rollout
     of its own); and its weight, a factor of all of its term weights (None if every weight is 1). NaN is a value that
-    one trajectory lacks and others have.
+    one trajectory lacks and others have, and so is an empty list of `kept_ids` (`trajectory.Tokens`).
     """
 
     token: Int32
@@ -45,9 +46,12 @@ class RowTerms:
     returns: Float64 | None = None
     old_values: Float64 | None = None
     edge_factor: Float64 | None = None
+    kept_ids: RaggedArray | None = None
     trajectory_rollouts: Int32 | None = None
     trajectory_weights: Float64 | None = None
     teacher_logprob: Float32 | None = None
+    teacher_topk_ids: RaggedArray | None = None
+    teacher_topk_logprobs: RaggedArray | None = None
 
 
 PER_TRAJECTORY = ("trajectory_rewards", "trajectory_rollouts", "trajectory_weights")
@@ -171,6 +175,9 @@ def _concatenate_terms(rows: Sequence[Row], starts: list[int]) -> RowTerms | Non
         if not known:
             return None
         counts = sizes if name in PER_TRAJECTORY else [len(terms.token) for terms in all_terms]
+        if isinstance(known[0], RaggedArray):
+            empty = (RaggedArray.empty(count, known[0].values.dtype) for count in counts)
+            return join_lists([none if lists is None else lists for lists, none in zip(parts, empty, strict=True)])
         value = 1.0 if name == "trajectory_weights" else np.nan  # it is only missing if every weight is 1
         missing = (np.full(count, value, known[0].dtype) for count in counts)
         return np.concatenate([nan if part is None else part for part, nan in zip(parts, missing, strict=True)])

@@ -16,9 +16,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from treepack.files import schema
+from treepack.files.column_views import ragged_column
 from treepack.files.routes import route_bytes
 from treepack.pack.row import PER_TRAJECTORY, Row, term_field
 from treepack.pack.weights import TERM_COLUMNS
+from treepack.ragged import RaggedArray
 from treepack.trajectory import Int32
 
 
@@ -43,6 +45,8 @@ _SOURCES = {
     "term_return": ("returns",),
     "term_old_value": ("old_values",),
     "term_edge_factor": ("edge_factors",),
+    "term_teacher_logprob": ("teacher_logprobs",),
+    **{f"term_{name}": (name,) for name in schema.RAGGED.names},
 }
 """Columns of trajectories that each nullable column of the terms comes from."""
 
@@ -70,9 +74,12 @@ class RowGroup:
         self.columns = columns
         self.num_rows = self.num_tokens = self.num_route_bytes = 0
         self._lists: dict[str, _ListColumn] = {}
+        self._ragged: dict[str, list[RaggedArray]] = {}  # the cells of each row
         self._values: dict[str, list[Any]] = {}  # numbers, and texts of lists
         for field in columns:
-            if pa.types.is_list(field.type):
+            if schema.is_ragged(field.type):
+                self._ragged[field.name] = []
+            elif pa.types.is_list(field.type):
                 self._lists[field.name] = _ListColumn(field)
             else:
                 self._values[field.name] = []
@@ -88,23 +95,22 @@ class RowGroup:
         self.num_route_bytes += 0 if row.routes is None else row.routes.nbytes
         for name, column in self._lists.items():
             column.append(_term_values(row, name) if name in _TERMS else getattr(row, name))
+        for name, cells in self._ragged.items():
+            cells.append(_term_lists(row, name))
         self.num_rows += 1
         self.num_tokens += row.num_tokens
 
     def table(self) -> pa.Table:
         """Return the rows as an Arrow table, which is valid until `clear`."""
-        arrays = [
-            self._lists[field.name].array()
-            if field.name in self._lists
-            else pa.array(self._values[field.name], field.type)
-            for field in self.columns
-        ]
-        return pa.Table.from_arrays(arrays, schema=self.columns)
+        arrays = {name: column.array() for name, column in self._lists.items()}
+        arrays |= {name: ragged_column(cells) for name, cells in self._ragged.items()}
+        arrays |= {name: pa.array(values, self.columns.field(name).type) for name, values in self._values.items()}
+        return pa.Table.from_arrays([arrays[name] for name in self.columns.names], schema=self.columns)
 
     def clear(self) -> None:
         """Remove the rows; their memory stays for the next ones."""
         self.num_rows = self.num_tokens = self.num_route_bytes = 0
-        for values in self._values.values():
+        for values in (*self._values.values(), *self._ragged.values()):
             values.clear()
         for column in self._lists.values():
             column.clear()
@@ -119,6 +125,12 @@ def _route_value(row: Row, name: str) -> int | bytes:
     if name == "routes":
         return route_bytes(row.routes)
     return int(row.routes.shape[1 if name == "route_layers" else 2])
+
+
+def _term_lists(row: Row, name: str) -> RaggedArray:
+    assert row.terms is not None
+    lists: RaggedArray | None = getattr(row.terms, term_field(name))
+    return RaggedArray.empty(len(row.terms.token), schema.ragged_dtype(term_field(name))) if lists is None else lists
 
 
 def _term_values(row: Row, name: str) -> NDArray[Any]:

@@ -20,6 +20,7 @@ from treepack.columns import (
     SpanView,
     advantages_of,
     list_values,
+    ragged_values,
     temperatures_of,
     text_codes,
 )
@@ -28,6 +29,7 @@ from treepack.files import schema
 from treepack.files.column_views import View
 from treepack.pack.placement import PlacedNodes
 from treepack.pack.row import RowTerms
+from treepack.ragged import RaggedArray, join_lists
 from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.nodes import paths
@@ -35,7 +37,7 @@ from treepack.trie.storage import ArrayStorage, PageReleaser
 from treepack.trie.trie import Trie
 
 # Columns of trajectories any value of which makes terms.
-TERM_COLUMNS = ("reward", "advantage", "advantages", *LOGPROBS)
+TERM_COLUMNS = ("reward", "advantage", "advantages", *LOGPROBS, *schema.TEACHER.names)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class RowWeights:
         elif semantics == "once":
             self.counts, self.storage = stored_times_trained(trie)
         table = trie.trajectories
-        self.values = {name: _known_only(list_values(table, name)) for name in LOGPROBS}
+        self.values = {name: _known_only(list_values(table, name)) for name in (*LOGPROBS, *schema.TEACHER.names)}
         self.values["advantages"] = _known_only(advantages_of(table))
         rewards = trie.trajectories["reward"]
         known = rewards.null_count < trie.num_trajectories
@@ -165,6 +167,7 @@ class RowWeights:
         self.weights = np.asarray(table["weight"].to_numpy()) if weighted else None
         self.values["temperature"] = _known_only(temperatures_of(table))
         self.values |= {name: _known_only(list_values(table, name)) for name in schema.CREDIT.names}
+        self.lists = {name: ragged_values(table, name) for name in schema.RAGGED.names}
 
     def of(self, nodes: PlacedNodes) -> tuple[Float64, RowTerms | None]:
         """Return `loss_weight`, float64 [num_tokens], and the terms of the row's trajectories."""
@@ -208,9 +211,17 @@ class RowWeights:
                 ]
             )
 
-        sampling, old, ref, temperature = (
+        def join(name: str) -> RaggedArray | None:
+            if self.lists[name].is_missing:
+                return None
+            parts, dtype = [self.lists[name][i] for i in members.tolist()], schema.ragged_dtype(name)
+            return join_lists(
+                [RaggedArray.empty(n, dtype) if part is None else part for part, n in zip(parts, sizes, strict=True)]
+            )
+
+        sampling, old, ref, teacher, temperature = (
             None if (values := gather(name)) is None else values.astype(np.float32)
-            for name in (*LOGPROBS, "temperature")
+            for name in (*LOGPROBS, *schema.TEACHER.names, "temperature")
         )
         return RowTerms(
             token=np.concatenate(tokens).astype(np.int32),
@@ -220,12 +231,14 @@ class RowWeights:
             sampling_logprob=sampling,
             old_logprob=old,
             ref_logprob=ref,
+            teacher_logprob=teacher,
             entropy=None,
             trajectory_rewards=None if self.rewards is None else self.rewards[members],
             temperature=temperature,
             returns=gather("returns"),
             old_values=gather("old_values"),
             edge_factor=gather("edge_factors"),
+            **{name: join(name) for name in schema.RAGGED.names},
             trajectory_rollouts=self._rollouts(members),
             trajectory_weights=None if self.weights is None else self.weights[members],
         )

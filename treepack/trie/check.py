@@ -9,13 +9,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from treepack.columns import SpanView, ragged_values
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.trajectory import Int64, Routes, is_recorded, missing_route
+from treepack.kept_sets import wrong_set
+from treepack.trajectory import Int64, Routes, is_recorded, missing_route, positions
 from treepack.trie.route_symbols import route_symbols
 from treepack.trie.shape import check_nodes, check_trained
 from treepack.trie.token_ranges import ranges_of_nodes, ranges_of_trajectories
-from treepack.trie.trie import Trie
+from treepack.trie.trie import Trie, sequences_of
 
 
 def check_trie(trie: Trie) -> None:
@@ -29,6 +31,7 @@ def check_trie(trie: Trie) -> None:
     _refuse_equal_siblings(trie)
     _check_trained(trie)
     _check_credit(trie)
+    _check_kept_sets(trie)
 
 
 def _check_routes(trie: Trie) -> None:
@@ -88,6 +91,18 @@ def _check_credit(trie: Trie) -> None:
     if alone.any():
         i = int(alone.argmax())
         raise TreepackError(f"trajectory {table['trajectory_id'][i]}: has old_values and no returns; write them again")
+
+
+def _check_kept_sets(trie: Trie) -> None:
+    """Refuse sets of token ids that do not ascend, or lack the sampled id."""
+    sets, spans = ragged_values(trie.trajectories, "kept_ids"), SpanView.of(trie.trajectories)
+    if sets.is_missing:
+        return
+    for i, sequence in enumerate(sequences_of(trie)):
+        starts, ends, _ = spans[i]
+        if (kept := sets[i]) is not None and wrong_set(kept, sequence[positions(starts, ends)]) is not None:
+            name = trie.trajectories["trajectory_id"][i]
+            raise TreepackError(f"trajectory {name}: has wrong kept_ids; build the trie again")
 
 
 def _impossible_temperatures(table: pa.Table) -> NDArray[np.bool_]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from treepack.columns import PER_TOKEN, SpanView, list_values
+from treepack.columns import NUMBERS_PER_TOKEN, SpanView, list_values, ragged_values
 from treepack.files import schema
 from treepack.files.metadata import parse_metadata
 from treepack.trajectory import Float64, Int32, Int64, Routes, Tokens, Trajectory
@@ -166,7 +166,8 @@ def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
     scalars = table.select([name for name in names if name in table.column_names])
     rows = (row for batch in scalars.to_batches(max_chunksize=ROWS_AT_ONCE) for row in batch.to_pylist())
     spans = SpanView.of(table)
-    lists = {name: list_values(table, name) for name in PER_TOKEN}
+    lists: dict[str, Any] = {name: list_values(table, name) for name in NUMBERS_PER_TOKEN}
+    lists |= {name: ragged_values(table, name) for name in schema.RAGGED.names}
     routes: Iterator[Routes | None] = repeat(None, trie.num_trajectories)
     if trie.routes is not None:
         kept = trie.routes

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from treepack.columns import PER_TOKEN, SpanView
+from treepack.columns import NUMBERS_PER_TOKEN, SpanView
 from treepack.pack.row import Row
 from treepack.trajectory import Float64, Int32, Int64, Tokens, Trajectory, positions
 from treepack.trie.nodes import paths
@@ -145,7 +145,7 @@ def _chain(trajectory: Trajectory, start: Int64, num_passing: Int64) -> DrawnFor
     loss_weight[at] = np.repeat(content.span_weights, content.ends - content.starts) * trajectory.weight
     num = len(num_passing)
     values = {}
-    for name in PER_TOKEN:
+    for name in NUMBERS_PER_TOKEN:
         per_trained_token = getattr(content, name)
         if per_trained_token is not None:
             values[name.removesuffix("s")] = column = np.full(len(content.tokens), np.nan)

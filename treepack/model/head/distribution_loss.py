@@ -50,8 +50,7 @@ def chunk_divergences(
     """
     law, beta = teacher
     found = [
-        _compare(_Block.of(x, part, logit_map, totals[span]), law.cut(span), beta).value
-        for span, part in _blocks(targets)
+        _compare(_Block.of(x, part, logit_map, totals[span]), law[span], beta).value for span, part in _blocks(targets)
     ]
     return torch.cat(found)
 
@@ -72,7 +71,7 @@ def divergence_gradients(
     result = torch.zeros_like(x, dtype=totals.dtype)
     for span, part in _blocks(targets):
         block = _Block.of(x, part, logit_map, totals[span])
-        found = _compare(block, law.cut(span), beta)
+        found = _compare(block, law[span], beta)
         grad = found.gradient().mul_(slopes[span, None])
         if part.temperature is not None:
             grad.div_(part.temperature.to(grad.dtype)[:, None])

@@ -233,7 +233,7 @@ def _teacher_targets(teacher: tuple[TeacherLaw, float] | None, order: Tensor, ch
     if teacher is None:
         return None
     law, beta = teacher
-    parts = (law.select(part).map(lambda each: sent(each, order.device)) for part in torch.split(order, chunk))
+    parts = (law[part].map(lambda each: sent(each, order.device)) for part in torch.split(order, chunk))
     return TeacherTargets(list(parts), beta)
 
 

@@ -169,10 +169,10 @@ def _scores_alone(
     logprobs = entropies = values = divergences = None
     if reads.divergence is not None:
         assert terms.teacher is not None
-        law, beta = terms.teacher.select(terms.index[mine]), reads.divergence
+        law, beta = terms.teacher[terms.index[mine]], reads.divergence
 
         def compare(logits: Tensor, temperature: Tensor, places: Tensor) -> Tensor:
-            return divergence_alone(logits, law.select(places), temperature, beta)
+            return divergence_alone(logits, law[places], temperature, beta)
 
         every = torch.arange(len(mine), device=mine.device)
         divergences = torch.cat(plain.reduce(tokens, positions - 1, compare, divisors[mine], every))

@@ -1,0 +1,95 @@
+"""Kept sets: the token ids that top-p, top-k or min-p left at a sampled token, checked and in one form.
+
+    ids 7 2 5, sampled 5  --as_kept_sets-->  2 5 7        no ids  ->  an empty list: the whole vocabulary
+
+The sampler renormalises its distribution over these ids, so its log-probabilities are about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treepack.errors import TreepackError
+from treepack.ragged import RaggedArray
+from treepack.trajectory import MAX_TOKEN_ID
+
+
+def as_kept_sets(lists: RaggedArray, sampled: NDArray[Any], *, source: str, name: str) -> RaggedArray:
+    """Return recorded sets as int32 [n], each ascending; an empty set stays empty.
+
+    Args:
+        lists: integers, the ids of each trained token in any order.
+        sampled: [n], the sampled token ids.
+        source: the trajectory, in errors.
+        name: the field, in errors.
+
+    Raises:
+        TreepackError: an id is not a token id or repeats in its set, or a set lacks the sampled id.
+    """
+    ids, owners = lists.flat, np.repeat(np.arange(len(lists)), lists.sizes)
+    if ids.dtype.kind not in "iu":
+        raise TreepackError(f"{source}: {name} are of the type {ids.dtype}; expected token ids")
+    if len(ids) and not (ids.min() >= 0 and ids.max() <= MAX_TOKEN_ID):
+        bad = ids.min() if ids.min() < 0 else ids.max()
+        raise TreepackError(f"{source}: {name} hold the id {bad}; expected token ids in [0, {MAX_TOKEN_ID}]")
+    inside = owners[1:] == owners[:-1]
+    if (inside & (ids[1:] <= ids[:-1])).any():
+        ids = ids[np.lexsort((ids, owners))]
+    kept = RaggedArray(ids.astype(np.int32, copy=False), lists.offsets - lists.offsets[0])
+    wrong = wrong_set(kept, sampled)
+    if wrong is None:
+        return kept
+    own = kept.list(wrong)
+    fault = f"lack the sampled id {sampled[wrong]}"
+    if (own[1:] == own[:-1]).any():
+        fault = f"repeat the id {own[1:][own[1:] == own[:-1]][0]}"
+    raise TreepackError(
+        f"{source}: {name} of trained token {wrong} {fault}; expected the distinct ids that the sampler kept, with the "
+        "sampled one, or none"
+    )
+
+
+def sets_of_tokens(
+    lists: Sequence[Any] | None, tokens: NDArray[Any], at: NDArray[Any], *, source: str, name: str
+) -> RaggedArray:
+    """Return the sets of the tokens at the places `at` [n], from a list of ids for each of `tokens`.
+
+    Without `lists`, and for a list that is None or empty, the sets are empty.
+
+    Raises:
+        TreepackError: there is not one list for each token, or as `as_kept_sets`.
+    """
+    if lists is None:
+        return RaggedArray.empty(len(at), np.int32)
+    if not isinstance(lists, Sequence | np.ndarray) or len(lists) != len(tokens):
+        found = f"{len(lists)} lists" if isinstance(lists, Sequence | np.ndarray) else type(lists).__name__
+        raise TreepackError(f"{source}: {name} has {found} for {len(tokens)} tokens; expected a list of ids for each")
+    chosen = [[] if (ids := lists[i]) is None else ids for i in at.tolist()]
+    try:
+        arrays = [np.asarray(ids) if len(ids) else np.zeros(0, np.int64) for ids in chosen]
+        joined = RaggedArray.of(arrays, np.result_type(np.int64, *{each.dtype for each in arrays}))
+    except (TypeError, ValueError, OverflowError):
+        raise TreepackError(f"{source}: {name} has an entry that is not a list of token ids") from None
+    return as_kept_sets(joined, tokens[at], source=source, name=name)
+
+
+def wrong_set(kept: RaggedArray, sampled: NDArray[Any]) -> int | None:
+    """Return the first set that does not ascend from 0 on or lacks its id of `sampled` [n]; None if none is wrong.
+
+    Empty sets are right.
+    """
+    ids, sizes = kept.flat, kept.sizes
+    owners = np.repeat(np.arange(len(kept)), sizes)
+    good = (np.bincount(owners[ids == sampled[owners]], minlength=len(kept)) > 0) | (sizes == 0)
+    good[owners[1:][(owners[1:] == owners[:-1]) & (ids[1:] <= ids[:-1])]] = False
+    good[owners[ids < 0]] = False
+    return None if good.all() else int((~good).argmax())
+
+
+def known_sets(kept: RaggedArray | None) -> RaggedArray | None:
+    """Return `kept`, None if all of its sets are empty."""
+    return kept if kept is not None and len(kept.flat) else None
