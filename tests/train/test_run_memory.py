@@ -171,12 +171,12 @@ def test_layers_are_as_before_if_the_compiler_fails(plan: Plan, monkeypatch: pyt
 def test_a_machine_remembers_the_saving(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, given = plan(device_for(0), carry=None)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    keep_compilation(given.loaded, "fp32", 0.4)
+    keep_compilation(given.loaded, "fp32", CompilationRecord(0.4, 1e-5))
     assert known_compilation(given.loaded, "fp32") is None
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert known_compilation(given.loaded, "fp32") is None
-    keep_compilation(given.loaded, "fp32", 0.4)
-    assert known_compilation(given.loaded, "fp32") == CompilationRecord(0.4)
+    keep_compilation(given.loaded, "fp32", CompilationRecord(0.4, 1e-5))
+    assert known_compilation(given.loaded, "fp32") == CompilationRecord(0.4, 1e-5)
     assert known_compilation(given.loaded, "bf16") is None
     (path,) = (tmp_path / "treepack").iterdir()
     path.write_text(json.dumps([]))
@@ -188,8 +188,8 @@ def test_a_machine_remembers_the_saving(plan: Plan, tmp_path: Path, monkeypatch:
     [
         (compile_choice.COLD / compile_choice.USUAL_SAVING + 1, None, True),
         (compile_choice.COLD / compile_choice.USUAL_SAVING - 1, None, False),
-        (compile_choice.WARM / 0.5 + 1, CompilationRecord(0.5), True),
-        (1e9, CompilationRecord(-0.1), False),
+        (compile_choice.WARM / 0.5 + 1, CompilationRecord(0.5, 1.0), True),
+        (1e9, CompilationRecord(-0.1, 1.0), False),
     ],
 )
 def test_compilation_pays_if_the_run_is_long_enough(

@@ -27,9 +27,15 @@ USUAL_SAVING = 0.25
 
 @dataclass(frozen=True)
 class CompilationRecord:
-    """An earlier compilation of a model on this machine: the share of a token's time that it saved."""
+    """An earlier compilation of a model on this machine.
+
+    Attributes:
+        saved: share of a token's time that it saved.
+        eager: seconds of a token without it.
+    """
 
     saved: float
+    eager: float
 
 
 def pays(seconds: float, known: CompilationRecord | None) -> bool:
@@ -47,13 +53,13 @@ def known_compilation(loaded: LoadedModel, dtype: str) -> CompilationRecord | No
     return None
 
 
-def keep_compilation(loaded: LoadedModel, dtype: str, saved: float) -> None:
+def keep_compilation(loaded: LoadedModel, dtype: str, record: CompilationRecord) -> None:
     """Write the record of a model; without a cache of compiled code there is none."""
     path = _path(loaded, dtype)
     with suppress(OSError):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(asdict(CompilationRecord(saved))))
+            path.write_text(json.dumps(asdict(record)))
 
 
 def _path(loaded: LoadedModel, dtype: str) -> Path | None:

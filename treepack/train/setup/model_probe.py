@@ -4,8 +4,8 @@ model, a row --probe_model--> ModelProbe        whole rows, with every layer rec
 ModelProbe --agreed--> ModelProbe               the largest numbers of all ranks, so that all of them choose one plan
 
 Each length runs twice, because the first pass also compiles and asks the driver for memory. A longer pass runs only if
-it fits by the shorter ones: ranks of a sharded model meet in every layer, so a rank that runs out of memory inside a
-pass would leave the others waiting.
+the shorter ones took hardly longer than the processor needs to start them, and if it fits by them: ranks of a sharded
+model meet in every layer, so a rank that runs out of memory inside a pass would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from treepack.model.loaded import LoadedModel
 from treepack.train.ranks import Ranks
 from treepack.train.setup.run_plan import ModelProbe
 
-# Tokens of the passes. From two lengths of at least a chunk of logits, a straight line gives the bytes of a token.
-LENGTHS = (64, 128, 2048, 4096)
+# Tokens of the passes. From two lengths of at least a chunk of logits, a straight line gives the bytes of a token. None
+# is the size of a layer (64, 2048, ...), for which torch.compile would make code of its own.
+LENGTHS = (192, 2176, 4736, 9344, 18560)
+_BUSY = 3  # the time of a pass whose kernels are measured, in starts of a pass
 _CHAIN = 64  # tokens of each of their sequences: every model has these positions
 # Logits of a target, their softmax and their gradient, in float32.
 _LOGIT_BYTES = 12
@@ -43,6 +45,7 @@ def probe_model(
     autocast: Callable[[], AbstractContextManager[Any]],
     meter: MemoryMeter,
     fits: Callable[[int], bool],
+    on_any: Callable[[bool], bool] = bool,
     lengths: Sequence[int] = LENGTHS,
 ) -> ModelProbe:
     """Measure forward and backward passes with every layer recomputed, and with none.
@@ -58,7 +61,8 @@ def probe_model(
         autocast: makes the context of a forward pass.
         meter: memory and clock.
         fits: returns True if so many bytes are free, on all ranks.
-        lengths: tokens of the passes, ascending.
+        on_any: returns True if its argument is True on any rank.
+        lengths: tokens of the passes, ascending; the first one is so short that it takes the time of a start.
 
     Raises:
         RuntimeError: memory is too small for a pass of few tokens.
@@ -72,7 +76,9 @@ def probe_model(
     devices = [loaded.device] if loaded.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices):
-            for length in lengths:
+            for number, length in enumerate(lengths):
+                if number > 2 and not on_any(max(seconds[count].values()) < _BUSY * seconds[0][lengths[0]]):
+                    break
                 for recomputed, known in peaks.items():
                     if len(known) > 1 and not fits(_predicted(known, length)):
                         continue
@@ -89,6 +95,7 @@ def probe_model(
         loaded.model.train(training)
     fixed, recomputed_bytes = _line(peaks[count])
     longest = max(peaks[0])
+    best = {number: min(time / length for length, time in times.items()) for number, times in seconds.items()}
     return ModelProbe(
         compiled=compiled,
         num_layers=count,
@@ -97,9 +104,10 @@ def probe_model(
         fixed=fixed,
         kept=max(1.0, (peaks[0][longest] - fixed) / longest),
         recomputed=recomputed_bytes,
-        seconds_kept=seconds[0][longest] / longest,
-        seconds_recomputed=seconds[count][max(peaks[count])] / max(peaks[count]),
-        launch=seconds[0][lengths[1]],
+        # Memory may be too small for a pass of many tokens that are kept.
+        seconds_kept=min(best.values()),
+        seconds_recomputed=best[count],
+        launch=seconds[0][lengths[0]],
     )
 
 

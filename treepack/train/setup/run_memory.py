@@ -35,7 +35,7 @@ from treepack.model.layers import adapted_layers, compiler_errors, find_layers, 
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import CHUNK, TrainOptions
 from treepack.train.setup.choice_lines import choice_lines
-from treepack.train.setup.compile_choice import keep_compilation, known_compilation, pays
+from treepack.train.setup.compile_choice import CompilationRecord, keep_compilation, known_compilation, pays
 from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_host
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.model_probe import agreed, probe_model
@@ -210,28 +210,42 @@ class _Planner:
         given = self.given
         if given.options.compile != "auto":
             return [self._probe(compiled=bool(given.options.compile))], ""
+        # The first rank decides, because machines have caches of their own.
+        known = given.ranks.lead(lambda: known_compilation(given.loaded, given.compute.dtype))
+        if known is not None and pays(given.tokens * known.eager, known):
+            fused, problem, spent = self._compiled_probe()
+            if fused is not None:
+                rate, before = 1e6 * fused.seconds_kept, 1e6 * known.eager
+                return [fused], f"{rate:.1f} us for a token instead of {before:.1f} in an earlier run"
+            return [self._probe(compiled=False)], f"off: torch.compile failed ({problem})"
         eager = self._probe(compiled=False)
         if not eager.num_layers:
             return [eager], "off: the model has no layers to compile"
-        known = known_compilation(given.loaded, given.compute.dtype)
         seconds = given.tokens * eager.seconds_kept
-        # The first rank decides, because machines have caches of their own.
         if not given.ranks.lead(lambda: pays(seconds, known)):
             return [eager], f"off: it would take longer than the run, which needs about {seconds:.0f} s without it"
-        _log.info("compiling the layers")
-        try:
-            adapt(given.loaded.causal, replace(given.options, compile=True), given.loaded.device)
-            start = self.meter.clock()
-            fused, problem = self._probe(compiled=True), ""
-            spent = self.meter.clock() - start
-        except compiler_errors() as error:
-            fused, problem, spent = None, str(error).strip().partition("\n")[0], 0.0
-        if given.ranks.any(fused is None) or fused is None:
-            adapt(given.loaded.causal, replace(given.options, compile=False), given.loaded.device)
-            return [eager], f"off: torch.compile failed ({problem or 'on another rank'})"
-        keep_compilation(given.loaded, given.compute.dtype, 1 - fused.seconds_kept / eager.seconds_kept)
+        fused, problem, spent = self._compiled_probe()
+        if fused is None:
+            return [eager], f"off: torch.compile failed ({problem})"
+        record = CompilationRecord(1 - fused.seconds_kept / eager.seconds_kept, eager.seconds_kept)
+        keep_compilation(given.loaded, given.compute.dtype, record)
         rates = f"{1e6 * fused.seconds_kept:.1f} us for a token instead of {1e6 * eager.seconds_kept:.1f}"
         return [eager, fused], f"{rates}, after {spent:.0f} s of compilation and measurement"
+
+    def _compiled_probe(self) -> tuple[ModelProbe | None, str, float]:
+        """Compile and measure the layers; return the probe or a problem on any rank, and the seconds."""
+        given, start = self.given, self.meter.clock()
+        _log.info("compiling the layers")
+        fused, problem = None, ""
+        try:
+            adapt(given.loaded.causal, replace(given.options, compile=True), given.loaded.device)
+            fused = self._probe(compiled=True)
+        except compiler_errors() as error:
+            problem = str(error).strip().partition("\n")[0]
+        if given.ranks.any(fused is None):
+            adapt(given.loaded.causal, replace(given.options, compile=False), given.loaded.device)
+            return None, problem or "on another rank", 0.0
+        return fused, "", self.meter.clock() - start
 
     def _probe(self, *, compiled: bool) -> ModelProbe:
         given = self.given
@@ -248,6 +262,7 @@ class _Planner:
                 autocast=given.compute.lower_precision,
                 meter=self.meter,
                 fits=fits,
+                on_any=given.ranks.any,
             )
         return agreed(probe, given.ranks)
 
