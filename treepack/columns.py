@@ -189,7 +189,7 @@ def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
     for name in schema.RAGGED.names:
         cells = [getattr(content, name) for content in contents]
         if any(cell is not None for cell in cells):
-            columns[name] = ragged_column(cells)
+            columns[name] = ragged_column(cells, schema.ragged_dtype(name))
     known = schema.trajectory_columns(columns)
     fields = [known.field(name) for name in columns]
     arrays = [

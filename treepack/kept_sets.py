@@ -31,8 +31,6 @@ def as_kept_sets(lists: RaggedArray, sampled: NDArray[Any], *, source: str, name
         TreepackError: an id is not a token id or repeats in its set, or a set lacks the sampled id.
     """
     ids, owners = lists.flat, np.repeat(np.arange(len(lists)), lists.sizes)
-    if ids.dtype.kind not in "iu":
-        raise TreepackError(f"{source}: {name} are of the type {ids.dtype}; expected token ids")
     if len(ids) and not (ids.min() >= 0 and ids.max() <= MAX_TOKEN_ID):
         bad = ids.min() if ids.min() < 0 else ids.max()
         raise TreepackError(f"{source}: {name} hold the id {bad}; expected token ids in [0, {MAX_TOKEN_ID}]")
@@ -68,13 +66,24 @@ def sets_of_tokens(
     if not isinstance(lists, Sequence | np.ndarray) or len(lists) != len(tokens):
         found = f"{len(lists)} lists" if isinstance(lists, Sequence | np.ndarray) else type(lists).__name__
         raise TreepackError(f"{source}: {name} has {found} for {len(tokens)} tokens; expected a list of ids for each")
-    chosen = [[] if (ids := lists[i]) is None else ids for i in at.tolist()]
-    try:
-        arrays = [np.asarray(ids) if len(ids) else np.zeros(0, np.int64) for ids in chosen]
-        joined = RaggedArray.of(arrays, np.result_type(np.int64, *{each.dtype for each in arrays}))
-    except (TypeError, ValueError, OverflowError):
-        raise TreepackError(f"{source}: {name} has an entry that is not a list of token ids") from None
+    joined = joined_ids([lists[i] for i in at.tolist()], source=source, name=name)
     return as_kept_sets(joined, tokens[at], source=source, name=name)
+
+
+def joined_ids(lists: Sequence[Any], *, source: str, name: str) -> RaggedArray:
+    """Return lists of integers, each of which may be None for an empty one.
+
+    Raises:
+        TreepackError: an entry is not a list of integers.
+    """
+    try:
+        arrays = [np.zeros(0, np.int64) if ids is None or not len(ids) else np.asarray(ids) for ids in lists]
+        kinds = {each.dtype for each in arrays}
+        if all(kind.kind in "iu" for kind in kinds) and all(each.ndim == 1 for each in arrays):
+            return RaggedArray.of(arrays, np.result_type(np.int64, *kinds))
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise TreepackError(f"{source}: {name} has an entry that is not a list of token ids")
 
 
 def wrong_set(kept: RaggedArray, sampled: NDArray[Any]) -> int | None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from treepack.data.ragged_tensor import RaggedTensor
 from treepack.model.head.head_chunks import ChunkTargets
 from treepack.model.head.logit_map import LogitMap, TargetSlopes
 from treepack.model.head.token_statistics import token_statistics, torch_gradients, torch_statistics
+from treepack.ragged import RaggedArray
 
 fused = pytest.importorskip("treepack.model.head.fused_statistics", reason="needs triton")
 
@@ -23,6 +28,7 @@ WORDS, BLOCK = 40, 16
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "STATISTICS_BLOCK", BLOCK)
     monkeypatch.setattr(fused, "GRADIENT_BLOCK", BLOCK)
+    monkeypatch.setattr(fused, "KEPT_BLOCK", 4)
 
 
 def rows(spread: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,6 +48,25 @@ def shared(labels: Tensor, temperature: Tensor | None = None) -> ChunkTargets:
     """Return six targets of three states, with 3, 1 and 2 targets."""
     rows, first = torch.tensor([0, 0, 0, 1, 2, 2]), torch.tensor([0, 3, 4, 6])
     return ChunkTargets(torch.arange(3), rows.int(), first.int(), labels, temperature)
+
+
+def with_sets(targets: ChunkTargets) -> ChunkTargets:
+    """Return the targets with kept sets: of one word, of several blocks, none, overlapping ones, and all words."""
+    others = [[], [1, 5, 6, 7, 8, 9, 22, 38], None, [15, 17], range(WORDS), [0, 1, 31, 33]]
+    lists = [
+        [] if own is None else sorted({label, *own}) for label, own in zip(targets.labels.tolist(), others, strict=True)
+    ]
+    return replace(targets, kept=RaggedTensor.of(RaggedArray.of(lists, np.int32)))
+
+
+def is_left_out(targets: ChunkTargets) -> Tensor:
+    """Return True for each word [6, WORDS] that is not in the set of a target."""
+    assert targets.kept is not None
+    dense = torch.zeros(len(targets.labels), WORDS, dtype=torch.bool)
+    for i, (a, b) in enumerate(pairwise(targets.kept.offsets.tolist())):
+        dense[i] = a < b
+        dense[i, targets.kept.values[a:b].long()] = False
+    return dense
 
 
 def kernels(x: Tensor, targets: ChunkTargets, logit_map: LogitMap, used: tuple[int, ...] = (0, 1)) -> list[Tensor]:
@@ -69,15 +94,17 @@ def slopes(dtype: torch.dtype, used: tuple[int, ...]) -> TargetSlopes:
 @pytest.mark.parametrize("targets_of", [plain, shared])
 @pytest.mark.parametrize("logit_map", MAPS)
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("kept", [False, True])
 def test_gradients_in_torch_are_those_of_autograd(
-    targets_of: Callable[..., ChunkTargets], logit_map: LogitMap, used: tuple[int, ...]
+    targets_of: Callable[..., ChunkTargets], logit_map: LogitMap, used: tuple[int, ...], kept: bool
 ) -> None:
     x, labels, temperature = rows(3.0, torch.float64)
-    targets = targets_of(labels, temperature)
+    targets = with_sets(targets_of(labels, temperature)) if kept else targets_of(labels, temperature)
     x = x[: len(targets.states)].requires_grad_()
     y = x * logit_map.scale if logit_map.cap is None else logit_map.cap * (x * logit_map.scale / logit_map.cap).tanh()
-    logs = (y[targets.rows] / temperature[:, None].double()).log_softmax(-1)
-    outputs = logs[range(6), labels], -(logs.exp() * logs).sum(-1)
+    z = y[targets.rows] / temperature[:, None].double()
+    logs = (z.masked_fill(is_left_out(targets), -torch.inf) if kept else z).log_softmax(-1)
+    outputs = logs[range(6), labels], -(logs.exp() * logs.masked_fill(logs == -torch.inf, 0)).sum(-1)
     factors = slopes(torch.float64, used)
     torch.autograd.backward([outputs[i] for i in used], [factors[i] for i in used])
     for ours, theirs in zip(in_torch(x.detach(), targets, logit_map, used), [*outputs, x.grad], strict=True):
@@ -88,17 +115,27 @@ def test_gradients_in_torch_are_those_of_autograd(
 @pytest.mark.parametrize("targets_of", [plain, shared])
 @pytest.mark.parametrize("logit_map", MAPS)
 @pytest.mark.parametrize("tempered", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("spread", [1e-3, 3.0, 200.0])
 def test_the_kernels_equal_torch(
-    targets_of: Callable[..., ChunkTargets], logit_map: LogitMap, tempered: bool, spread: float
+    targets_of: Callable[..., ChunkTargets], logit_map: LogitMap, tempered: bool, kept: bool, spread: float
 ) -> None:
     x, labels, temperature = rows(spread)
     targets = targets_of(labels, temperature if tempered else None)
+    targets = with_sets(targets) if kept else targets
     x = x[: len(targets.states)]
     for ours, theirs in zip(kernels(x, targets, logit_map), in_torch(x.double(), targets, logit_map), strict=True):
         # relative to the largest logit after the temperature, whose rounding is in every value
         size = max(1.0, float(theirs.abs().max()))
         torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=2e-6 * size)
+
+
+def test_words_outside_of_all_sets_of_a_state_get_no_gradient() -> None:
+    x, labels, temperature = rows(2.0)
+    targets = with_sets(plain(labels, temperature))
+    for found in (kernels(x, targets, LogitMap()), in_torch(x, targets, LogitMap())):
+        assert bool((found[2][is_left_out(targets)] == 0).all())
+        assert found[0][0] == found[1][0] == 0  # a set of one word
 
 
 @pytest.mark.parametrize("used", [(0,), (1,)])

@@ -22,8 +22,8 @@ class Rollout:
     """Token ids, and per token its span weight (0 if it is not trained), advantage and log-probabilities.
 
     `weight` is that of the whole rollout, which counts as so many equal rollouts. `temperatures` has the sampler's
-    temperature of each token; None for 1. `returns` and `old_values` are about the state before each token, for a model
-    with a value head.
+    temperature of each token; None for 1. `kept` has the ids that its top-p left, none for all. `returns` and
+    `old_values` are about the state before each token, for a model with a value head.
     """
 
     tokens: list[int]
@@ -38,6 +38,7 @@ class Rollout:
     returns: list[float] | None = None
     old_values: list[float] | None = None
     weight: float = 1.0
+    kept: list[list[int]] | None = None
 
     @property
     def trained(self) -> list[int]:
@@ -52,8 +53,13 @@ def own_logprobs(model: Any, rollout: Rollout) -> tuple[dict[int, Tensor], dict[
         # logits[j - 1] predict token j; nothing reads the last ones
         logits = logits / torch.tensor([*rollout.temperatures[1:], 1.0], dtype=logits.dtype)[:, None]
     logs = logits.log_softmax(-1)
-    logprobs = {j: logs[j - 1, rollout.tokens[j]] for j in rollout.trained}
-    entropies = {j: -(logs[j - 1].exp() * logs[j - 1]).sum() for j in rollout.trained}
+    logprobs, entropies = {}, {}
+    for j in rollout.trained:
+        ids = rollout.kept[j] if rollout.kept is not None else []
+        own = logs[j - 1, ids] if ids else logs[j - 1]
+        total = own.exp().sum().log()  # of the kept words, which are renormalised
+        logprobs[j] = logs[j - 1, rollout.tokens[j]] - total
+        entropies[j] = -((own - total).exp() * (own - total)).sum()
     return logprobs, entropies
 
 

@@ -17,6 +17,7 @@ from support.strategies import make
 from treepack.attention import register
 from treepack.data.dataset import PackedDataset
 from treepack.model.loaded import LoadedModel
+from treepack.ragged import RaggedArray
 from treepack.trajectory import Trajectory, spans_of_mask
 
 
@@ -80,6 +81,8 @@ def as_trajectories(samples: Sequence[Rollout], *, without: Sequence[str] = ()) 
             columns["reward"] = rollout.reward
         if rollout.temperatures is not None and "temperatures" not in without:
             columns["temperatures"] = np.array([rollout.temperatures[j] for j in rollout.trained], np.float32)
+        if rollout.kept is not None:
+            columns["kept_ids"] = RaggedArray.of([rollout.kept[j] for j in rollout.trained], np.int32)
         spans = list(zip(starts, ends, weights, strict=True))
         columns["weight"] = rollout.weight
         result.append(make(f"t{i}", rollout.tokens, spans=spans, group=rollout.group, **columns))

@@ -78,7 +78,7 @@ def test_arrays_may_have_a_set_for_each_token() -> None:
         ([[2]], "1 lists for 2 tokens"),
         ([[], [2, -1]], "hold the id -1"),
         ([[], [2, 1 << 31]], "hold the id 2147483648"),
-        ([[], [2.0]], "of the type float64"),
+        ([[], [2.0]], "not a list of token ids"),
         ([[], [[2]]], "not a list of token ids"),
         ([[], 2], "not a list of token ids"),
         ({"a": 1}, "has dict for 2 tokens"),

@@ -25,6 +25,7 @@ from treepack.carry.offload import CarryMemory
 from treepack.carry.row import CarriedRow, PieceRow, open_row
 from treepack.carry.terms import PieceTargets, SortedTerms
 from treepack.data.batch import Batch
+from treepack.data.ragged_tensor import RaggedTensor
 from treepack.data.teacher_law import TeacherLaw
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
@@ -32,7 +33,14 @@ from treepack.model.forward import RowRunner, WholeRows, hidden_states, run_with
 from treepack.model.head.logit_map import OutputLayer
 from treepack.model.head.token_loss import CHUNK, weighted_nll
 from treepack.model.loaded import LoadedModel
-from treepack.model.term_objective import TermObjective, loss_of_scores, loss_temperature, require_value_head, score
+from treepack.model.term_objective import (
+    TermObjective,
+    loss_of_scores,
+    loss_sets,
+    loss_temperature,
+    require_value_head,
+    score,
+)
 from treepack.objectives.objective import Objective
 from treepack.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
 from treepack.option_fields import parse_count
@@ -138,16 +146,18 @@ class RowsInPieces:
         reads: ScoreRequest = ScoreRequest(),  # noqa: B008
         *,
         temperature: Tensor | float = 1.0,
+        kept: RaggedTensor | None = None,
     ) -> TokenScores:
         """Return numbers about chosen tokens of a row, without gradients; each token of the row runs once.
 
-        `tokens`, int64 [n] in any order, have a parent; `temperature` is a number, or [n] on the model's device.
+        `tokens`, int64 [n] in any order, have a parent; `temperature` is a number, or [n] on the model's device, like
+        the n lists of `kept`.
 
         Raises:
             TreepackError: as `loss`, and if the model has no value head and values are read.
         """
         row = self._open(batch, with_gradients=False)
-        return _scores(row, self.options, _RowRequest(PieceTargets.of(row, tokens), temperature, reads))
+        return _scores(row, self.options, _RowRequest(PieceTargets.of(row, tokens), temperature, kept, reads))
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
@@ -159,7 +169,7 @@ class RowsInPieces:
         require_value_head(self.loaded)
         row = self._open(batch, with_gradients=False)
         wanted = _RowRequest(
-            PieceTargets.of_states(row), 1.0, ScoreRequest(logprobs=False, entropies=False, values=True)
+            PieceTargets.of_states(row), 1.0, None, ScoreRequest(logprobs=False, entropies=False, values=True)
         )
         values = _scores(row, self.options, wanted).values
         assert values is not None
@@ -219,20 +229,21 @@ def _check_autocast(device: str) -> None:
 
 @dataclass(frozen=True)
 class _RowRequest:
-    """Tokens of a row, their temperature (one, or [n] in the caller's order), and the numbers to compute."""
+    """Tokens of a row, their temperature (one, or [n] in the caller's order) and kept sets, and what to compute."""
 
     targets: PieceTargets
     temperature: Tensor | float
+    kept: RaggedTensor | None
     reads: ScoreRequest
-    law: TeacherLaw | None = None  # of the tokens in the caller's order
+    teacher: TeacherLaw | None = None  # of the tokens in the caller's order
 
     @classmethod
     def of(cls, row: CarriedRow, objective: Objective) -> Self:
         """Return the request of an objective over terms."""
         terms = row.batch.terms
         assert terms is not None, "open the dataset with terms=True"
-        targets, reads = PieceTargets.of(row, terms.tokens), ScoreRequest.of(objective)
-        return cls(targets, loss_temperature(terms, objective), reads, terms.teacher)
+        law = loss_temperature(terms, objective), loss_sets(terms, objective)
+        return cls(PieceTargets.of(row, terms.tokens), *law, ScoreRequest.of(objective), terms.teacher)
 
 
 def _scores(row: CarriedRow, options: CarryOptions, wanted: _RowRequest) -> TokenScores:
@@ -252,27 +263,27 @@ def _scores(row: CarriedRow, options: CarryOptions, wanted: _RowRequest) -> Toke
 
 def _piece_scores(piece: PieceRow, loaded: LoadedModel, wanted: _RowRequest, options: CarryOptions) -> TokenScores:
     """Return the numbers about the targets that a piece predicts, in the order of `wanted.targets`."""
-    columns, temperature = _piece_targets(piece, wanted)
+    columns, law = _piece_targets(piece, wanted)
     places = torch.from_numpy(wanted.targets.order[wanted.targets.of_piece(piece)])
-    law = None if wanted.law is None else wanted.law[places]
+    teacher = None if wanted.teacher is None else wanted.teacher[places]
 
     def compute(states: Tensor, layer: OutputLayer) -> TokenScores:
-        return score(
-            loaded, wanted.reads, states, layer, columns, temperature=temperature, chunk=options.chunk, law=law
-        )
+        return score(loaded, wanted.reads, states, layer, columns, **law, chunk=options.chunk, teacher=teacher)
 
     return run_with_head(loaded, piece.batch, compute, **piece.options)
 
 
-def _piece_targets(piece: PieceRow, wanted: _RowRequest) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | float]:
-    """Return the targets that a piece predicts, as `TermObjective` has them, and their temperature."""
-    targets, temperature = wanted.targets, wanted.temperature
+def _piece_targets(piece: PieceRow, wanted: _RowRequest) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """Return the targets that a piece predicts, as `TermObjective` has them, and their `temperature` and `kept`."""
+    targets, temperature, kept = wanted.targets, wanted.temperature, wanted.kept
     span = targets.of_piece(piece)
     labels, sources = targets.labels[span], targets.sources[span] - piece.begin
+    places = torch.from_numpy(targets.order[span])
     if isinstance(temperature, Tensor):
-        places = sent(torch.from_numpy(targets.order[span]), temperature.device)
-        temperature = sent(temperature.index_select(0, places), labels.device)
-    return (torch.arange(len(labels)), labels, sources), temperature
+        temperature = sent(temperature.index_select(0, sent(places, temperature.device)), labels.device)
+    if kept is not None:
+        kept = kept[places].map(lambda each: sent(each, labels.device))
+    return (torch.arange(len(labels)), labels, sources), {"temperature": temperature, "kept": kept}
 
 
 def _weighted_loss(row: CarriedRow, options: CarryOptions, denominator: float) -> _PieceLoss:
@@ -302,13 +313,13 @@ def _term_loss(row: CarriedRow, options: CarryOptions, objective: Objective, fac
     terms = SortedTerms.of(row.batch.terms, wanted.targets)
 
     def loss(piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
-        columns, temperature = _piece_targets(piece, wanted)
+        columns, law = _piece_targets(piece, wanted)
         part = TermObjective(
             objective=objective,
             terms=terms.of_piece(piece, wanted.targets.of_piece(piece)),
             factors=factors,
             targets=columns,
-            temperature=temperature,
+            **law,
             chunk=options.chunk,
         )
         result = run_with_head(row.loaded, piece.batch, partial(part.loss, row.loaded), **piece.options)

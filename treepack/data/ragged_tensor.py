@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -59,6 +60,15 @@ class RaggedTensor:
         sizes, total = lists.sizes, int(lists.offsets[-1])
         places = torch.repeat_interleave(starts, sizes, output_size=total) + torch.arange(total, device=starts.device)
         return RaggedTensor(self.values[places], lists.offsets)
+
+    def split(self, size: int) -> list[RaggedTensor | None]:
+        """Return the lists in parts of `size` lists, None for a part without numbers; waits for a GPU once."""
+        edges = [*range(0, len(self), size), len(self)]
+        cuts = self.offsets[edges].tolist()
+        return [
+            RaggedTensor(self.values[low:high], self.offsets[begin : end + 1] - low) if low < high else None
+            for (begin, end), (low, high) in zip(pairwise(edges), pairwise(cuts), strict=True)
+        ]
 
     def index_select(self, dim: int, rows: Tensor) -> RaggedTensor:
         """Return the lists `rows`, as `Tensor.index_select` does; `dim` is 0."""

@@ -132,13 +132,13 @@ def ragged_lists(chunk: pa.ListArray | pa.ListScalar) -> RaggedArray:
     return RaggedArray(inner.values.to_numpy(zero_copy_only=False), inner.offsets.to_numpy())
 
 
-def ragged_column(cells: Sequence[RaggedArray | None]) -> pa.ListArray:
-    """Return a column of lists of numbers, at least one cell of which is not None."""
-    lists = join_lists([cell for cell in cells if cell is not None])
+def ragged_column(cells: Sequence[RaggedArray | None], dtype: Any) -> pa.ListArray:
+    """Return a column of lists of numbers of `dtype`; None is a null."""
+    lists = join_lists([RaggedArray.empty(0, dtype), *(cell for cell in cells if cell is not None)])
     inner = pa.LargeListArray.from_arrays(lists.offsets, pa.array(lists.values))
     # [[5 7] []], None, [[9]] -> offsets 0 2 2 3 of the lists
     offsets = np.cumsum([0, *(0 if cell is None else len(cell) for cell in cells)], dtype=np.int32)
-    missing = pa.array([cell is None for cell in cells])
+    missing = pa.array([cell is None for cell in cells], pa.bool_())
     return pa.ListArray.from_arrays(offsets, inner, mask=missing if missing.true_count else None)
 
 

@@ -26,7 +26,7 @@ from treepack.model.accept.first_batch import check_first_batch
 from treepack.model.dropout import check_dropout
 from treepack.model.experts.replay import check_routes, use_routes
 from treepack.model.head.logit_map import OutputLayer
-from treepack.model.head.output_head import head_replaced
+from treepack.model.head.output_head import check_sets, head_replaced
 from treepack.model.head.token_loss import CHUNK, filled_temperature, target_metrics, tree_logprobs, weighted_nll
 
 _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight")
@@ -118,8 +118,8 @@ def batch_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies [n] of the n tokens of inputs["terms"]; see `loss.tree_logprobs`.
 
-    The temperatures come from the terms. `temperature` replaces missing ones; it is 1 by default. All other arguments
-    and errors are as in `batch_loss` and `loss.tree_logprobs`.
+    Temperatures and kept sets come from the terms. `temperature` replaces missing ones; it is 1 by default. All other
+    arguments and errors are as in `batch_loss` and `loss.tree_logprobs`.
 
     Raises:
         TreepackError: as `batch_loss`, and if the batch has no terms.
@@ -130,13 +130,14 @@ def batch_logprobs(
             "batch_logprobs: the batch has no terms; open the rows with PackedDataset(..., terms=True), and pack "
             "rollouts that have advantages (`treepack advantages`, or trajectories_from_arrays(advantages=...))"
         )
-    if terms.kept is not None:
-        raise TreepackError("batch_logprobs: the batch has kept sets, which no loss uses yet; leave kept_ids out")
+    causal = _find_causal_model(model)
+    check_sets(terms.kept, causal, type(causal).__name__)
     targets = terms.tokens, *_flatten(inputs)
     divisor = filled_temperature(terms.temperature, temperature)
 
     def compute(states: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
-        return tree_logprobs(states, layer, targets, temperature=divisor, with_entropies=with_entropies, chunk=chunk)
+        law: dict[str, Any] = {"temperature": divisor, "kept": terms.kept}
+        return tree_logprobs(states, layer, targets, **law, with_entropies=with_entropies, chunk=chunk)
 
     (logprobs, entropies), anchor = _run(model, inputs, compute)
     return logprobs + anchor, entropies

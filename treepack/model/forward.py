@@ -29,17 +29,18 @@ from torch import Tensor
 
 from treepack.attention import IMPLEMENTATIONS, BatchSchedules, KeptOutputs, TreePass
 from treepack.data.batch import Batch
+from treepack.data.ragged_tensor import RaggedTensor
 from treepack.errors import TreepackError
 from treepack.model.accept.first_batch import check_positions
 from treepack.model.dropout import check_dropout
 from treepack.model.experts.replay import check_routes, use_routes
 from treepack.model.foreign_errors import one_line
 from treepack.model.head.logit_map import OutputLayer
-from treepack.model.head.output_head import head_replaced
+from treepack.model.head.output_head import check_sets, head_replaced
 from treepack.model.head.token_loss import CHUNK, nll_of_rows
 from treepack.model.layers import find_decoder, recomputes, takes_packed
 from treepack.model.loaded import LoadedModel
-from treepack.model.term_objective import TermObjective, loss_temperature, require_value_head, score
+from treepack.model.term_objective import TermObjective, loss_sets, loss_temperature, require_value_head, score
 from treepack.model.text_half import check_text
 from treepack.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
 from treepack.option_fields import expect_type
@@ -56,8 +57,8 @@ def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
     """
     check_positions(batch.position_ids, loaded.causal, loaded.source)
     check_text(loaded.causal, batch.input_ids, loaded.source)
-    if batch.terms is not None and batch.terms.kept is not None:
-        raise TreepackError(f"{batch.name}: has kept sets, which no loss uses yet; leave kept_ids out")
+    if batch.terms is not None:
+        check_sets(batch.terms.kept, loaded.causal, loaded.source)
     if batch.routes is not None:
         check_routes(loaded.causal, loaded.source, batch.routes)
     # Before the move: from a tensor on the CPU the schedule is computed without waiting for the GPU.
@@ -144,7 +145,13 @@ class RowRunner(Protocol):
         """Add the gradients of the part of a step's loss to the parameters' gradients, and return it."""
 
     def scores(
-        self, batch: Batch, tokens: Tensor, reads: ScoreRequest = ..., *, temperature: Tensor | float = 1.0
+        self,
+        batch: Batch,
+        tokens: Tensor,
+        reads: ScoreRequest = ...,
+        *,
+        temperature: Tensor | float = 1.0,
+        kept: RaggedTensor | None = None,
     ) -> TokenScores:
         """Return numbers about `tokens` of the batch, int64 [n]; see `loss.tree_logprobs`."""
 
@@ -193,6 +200,7 @@ class WholeRows:
         reads: ScoreRequest = ScoreRequest(),  # noqa: B008
         *,
         temperature: Tensor | float = 1.0,
+        kept: RaggedTensor | None = None,
     ) -> TokenScores:
         """Return numbers about `tokens` of the batch, int64 [n]; differentiable, see `loss.tree_logprobs`.
 
@@ -203,7 +211,8 @@ class WholeRows:
         targets = tokens, batch.input_ids, batch.parent
 
         def compute(states: Tensor, layer: OutputLayer) -> TokenScores:
-            return score(self.loaded, reads, states, layer, targets, temperature=temperature, chunk=self.chunk)
+            law: dict[str, Any] = {"temperature": temperature, "kept": kept}
+            return score(self.loaded, reads, states, layer, targets, **law, chunk=self.chunk)
 
         return self._run(batch, compute)
 
@@ -243,6 +252,7 @@ class WholeRows:
             factors=part.factors.to(self.loaded.device),
             targets=(terms.tokens, batch.input_ids, batch.parent),
             temperature=loss_temperature(terms, part.objective),
+            kept=loss_sets(terms, part.objective),
             chunk=self.chunk,
             edges=batch.edges,
         )
@@ -262,11 +272,13 @@ def row_logprobs(
     tokens: Tensor,
     *,
     temperature: Tensor | float = 1.0,
+    kept: RaggedTensor | None = None,
     with_entropies: bool = True,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies [n] of the row's `tokens`, int64 [n]; see `loss.tree_logprobs`."""
     reads = ScoreRequest(entropies=with_entropies)
-    logprobs, entropies, *_ = WholeRows(loaded, chunk).scores(batch, tokens, reads, temperature=temperature)
+    runner = WholeRows(loaded, chunk)
+    logprobs, entropies, *_ = runner.scores(batch, tokens, reads, temperature=temperature, kept=kept)
     assert logprobs is not None
     return logprobs, torch.full_like(logprobs, torch.nan) if entropies is None else entropies

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from treepack.data.batch import RowEdges, TermTensors
 from treepack.data.joined import terms_of_row
+from treepack.data.ragged_tensor import RaggedTensor
 from treepack.data.teacher_law import TeacherLaw
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
@@ -41,8 +43,9 @@ def score(
     targets: tuple[Tensor, Tensor, Tensor],
     *,
     temperature: Tensor | float,
+    kept: RaggedTensor | None,
     chunk: int,
-    law: TeacherLaw | None = None,
+    teacher: TeacherLaw | None = None,
 ) -> TokenScores:
     """Return the requested numbers about tokens, from the states [T, D] of a row or piece; see `loss.tree_logprobs`.
 
@@ -57,8 +60,9 @@ def score(
             layer,
             targets,
             temperature=temperature,
+            kept=kept,
             with_entropies=reads.entropies,
-            teacher=_teacher(law, reads.divergence),
+            teacher=_teacher(teacher, reads.divergence),
             chunk=chunk,
         )
         entropies = entropies if reads.entropies else None  # they would be NaN
@@ -91,6 +95,7 @@ class TermObjective:
         targets: int64 tokens [n], input_ids [T] and parent [T], see `loss.tree_logprobs`.
         temperature: one for all tokens, or one for each.
         chunk: tokens whose logits are in memory at a time.
+        kept: token ids of each token's distribution, see `loss.tree_logprobs`.
         edges: of joined rows.
     """
 
@@ -100,6 +105,7 @@ class TermObjective:
     targets: tuple[Tensor, Tensor, Tensor]
     temperature: Tensor | float
     chunk: int
+    kept: RaggedTensor | None = None
     edges: RowEdges | None = None
 
     def loss(self, loaded: LoadedModel, states: Tensor, layer: OutputLayer) -> RowResult:
@@ -114,9 +120,9 @@ class TermObjective:
         is_priced = self.objective.is_tokenwise and len(self.targets[0]) > 0 and torch.is_grad_enabled()
         # A loss scale acts after the loss: too late for the slopes here, of 1 / tokens of a step, if they are float16.
         if not is_priced or is_float16(states):
-            reads, divisor = ScoreRequest.of(self.objective), self.temperature
-            law = self.terms.teacher
-            scores = score(loaded, reads, states, layer, self.targets, temperature=divisor, chunk=self.chunk, law=law)
+            reads = ScoreRequest.of(self.objective)
+            law: dict[str, Any] = {"temperature": self.temperature, "kept": self.kept, "teacher": self.terms.teacher}
+            scores = score(loaded, reads, states, layer, self.targets, **law, chunk=self.chunk)
             return self._by_row(self.terms, scores, self._objective_loss)
         terms = weigh_terms(self.terms, self.objective)
         edges = None if self.edges is None else self.edges.terms
@@ -126,6 +132,7 @@ class TermObjective:
             self.targets,
             lambda order: prices_of_terms(terms, self.factors, self.objective, order, chunk=self.chunk, edges=edges),
             temperature=self.temperature,
+            kept=self.kept,
             teacher=_teacher(terms.teacher, self.objective.law_beta),
             chunk=self.chunk,
         )
@@ -177,6 +184,11 @@ def loss_of_scores(
 def loss_temperature(terms: TermTensors, objective: Objective) -> Tensor | float:
     """Return the temperature of each of `terms.tokens`, or one for all: 1 for a loss that is not about the sampler."""
     return filled_temperature(terms.temperature, objective.temperature) if objective.is_policy else 1.0
+
+
+def loss_sets(terms: TermTensors, objective: Objective) -> RaggedTensor | None:
+    """Return the kept sets of `terms.tokens`; None for a loss that is not about the sampler."""
+    return terms.kept if objective.is_policy else None
 
 
 def require_value_head(loaded: LoadedModel) -> ValueHead:

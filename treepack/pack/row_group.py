@@ -103,7 +103,9 @@ class RowGroup:
     def table(self) -> pa.Table:
         """Return the rows as an Arrow table, which is valid until `clear`."""
         arrays = {name: column.array() for name, column in self._lists.items()}
-        arrays |= {name: ragged_column(cells) for name, cells in self._ragged.items()}
+        arrays |= {
+            name: ragged_column(cells, schema.ragged_dtype(term_field(name))) for name, cells in self._ragged.items()
+        }
         arrays |= {name: pa.array(values, self.columns.field(name).type) for name, values in self._values.items()}
         return pa.Table.from_arrays([arrays[name] for name in self.columns.names], schema=self.columns)
 

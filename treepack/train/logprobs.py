@@ -258,7 +258,10 @@ def term_scores(
         temperature = temperature.to(loaded.device)
     # Without gradients all pieces may share the weights that autocast has cast, so they need no contexts of their own.
     runner = runner_of(loaded, batch, options.piece_size, chunk=options.loss_chunk, memory=memory)
-    scores = runner.scores(batch, tokens, ScoreRequest(top_k=options.top_k or 0), temperature=temperature)
+    kept = None if options.ignore_temperature else terms.kept
+    kept = kept if kept is None else kept.map(lambda each: each.to(loaded.device))
+    reads = ScoreRequest(top_k=options.top_k or 0)
+    scores = runner.scores(batch, tokens, reads, temperature=temperature, kept=kept)
     columns = (scores.logprobs, scores.entropies, scores.top_words, scores.top_logprobs)
     found = [None if each is None else each.double().cpu()[terms.index].numpy() for each in columns]
     edges = (0, len(terms.index)) if batch.edges is None else batch.edges.terms

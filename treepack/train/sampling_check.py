@@ -19,6 +19,7 @@ from torch import Tensor
 
 from treepack.data.batch import Batch, TermTensors
 from treepack.data.prefetch import read_pass
+from treepack.data.ragged_tensor import join_ragged
 from treepack.model.head.token_loss import filled_temperature
 from treepack.objectives.row_numbers import ScoreRequest
 from treepack.train.pieces import has_long_rows, row_runner
@@ -103,10 +104,15 @@ def _sums(run: TrainingRun, batch: Batch) -> Tensor:
     columns = [temperature[terms.index[chosen].long()].float(), *(torch.full((len(tokens),), t) for t in TEMPERATURES)]
     divisors = torch.cat(columns).to(loaded.device)
     every = tokens.to(loaded.device).repeat(len(columns))
+    kept = None
+    if terms.kept is not None:
+        sets = [terms.kept[terms.index[chosen].long()]] * len(columns)
+        kept = join_ragged(sets).map(lambda each: each.to(loaded.device))
     whole = whole_weights(loaded) if has_long_rows(run, run.schedule[0].rows) else nullcontext()
     # Eager, because layers that --compile prepared would be compiled again for a pass without gradients.
     with torch.no_grad(), whole, torch.compiler.set_stance("force_eager"), step_memory_errors(batch):
-        scores = row_runner(run, batch).scores(batch, every, ScoreRequest(entropies=False), temperature=divisors)
+        runner, reads = row_runner(run, batch), ScoreRequest(entropies=False)
+        scores = runner.scores(batch, every, reads, temperature=divisors, kept=kept)
     assert scores.logprobs is not None
     own = scores.logprobs.double().cpu().reshape(len(columns), -1)  # [1 + temperatures, terms]
     if loaded.root is not None:
@@ -161,8 +167,8 @@ def describe_gap(found: SamplingGap, run: TrainingRun) -> str | None:
         return f"{start}, but by {best:.3f} at the temperature {temperature:g}: {_temperature_remedy(run, temperature)}"
     if found.larger >= ONE_SIDED and found.gap < UNRELATED:
         return (
-            f"{start} and are larger for {found.larger:.0%} of them, as after top-p, top-k or min-p: sample without "
-            "these, or record log-probabilities of the whole distribution"
+            f"{start} and are larger for {found.larger:.0%} of them, as after top-p, top-k or min-p: record the token "
+            "ids that these keep (kept_ids), sample without them, or record log-probabilities of the whole distribution"
         )
     if found.gap > UNRELATED:
         return (

@@ -22,7 +22,7 @@ from treepack.data.transfers import sent
 from treepack.model.head.logit_map import OutputLayer
 from treepack.model.head.output_head import find_head, logit_map_of
 from treepack.model.loaded import LoadedModel
-from treepack.model.term_objective import loss_temperature
+from treepack.model.term_objective import loss_sets, loss_temperature
 from treepack.objectives.objective import Objective
 from treepack.objectives.row_numbers import ScoreRequest
 
@@ -58,7 +58,9 @@ def add_teacher(
         temperature = sent(temperature, teacher.device)
     reads = ScoreRequest(logprobs=objective.teacher_kl > 0, entropies=False, states=objective.reads_law)
     runner = runner_of(teacher, batch, limit, chunk=chunk, memory=memory)
-    scores = runner.scores(batch, sent(terms.tokens, teacher.device), reads, temperature=temperature)
+    kept = loss_sets(terms, objective)
+    kept = kept if kept is None else kept.map(lambda each: sent(each, teacher.device))
+    scores = runner.scores(batch, sent(terms.tokens, teacher.device), reads, temperature=temperature, kept=kept)
     of_tokens, law = scores.logprobs, None
     if scores.states is not None:
         head = find_head(teacher.causal)

@@ -27,6 +27,7 @@ from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, ARRAY
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.tokens.kept_fields import KEPT_FIELDS, read_sets, set_fields
 from treepack.ingest.readers.tokens.packed_rows import lengths_of, num_padding, read_packed
 from treepack.ingest.readers.tokens.route_fields import kept_routes, rows_of_all
 from treepack.ingest.readers.tokens.token_records import read_tokens
@@ -70,6 +71,8 @@ def read_prime_rl(record: Record, options: ReadOptions) -> Iterator[Trajectory |
             name: rows_of_all(routes, source=record.source, name=name, num_tokens=len(ids))
             for name, routes in kept_routes(value, options).items()
         }
+        if (sets := read_sets(set_fields(value), record.source)) is not None:
+            kept = without(kept, KEPT_FIELDS) | {"kept_ids": [sets[1].list(i) for i in range(len(sets[1]))]}
     one = replace(record, value=kept)
     items = read_tokens(one, options) if sizes is None else _read_batch(one, value, sizes, options)
     yield from with_notes(items, notes)

@@ -29,12 +29,13 @@ from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, ARRAY, LIST, Fields, each, no
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.tokens.kept_fields import KEPT_FIELDS
 from treepack.ingest.readers.tokens.route_fields import kept_routes
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory
 
 # Fields of a tokenised sample; the reader of chats would count them as not used.
-OF_TOKENS = frozenset({"tokens", "response_length", "loss_mask", "rollout_log_probs", "teacher_log_probs"})
+OF_TOKENS = KEPT_FIELDS | {"tokens", "response_length", "loss_mask", "rollout_log_probs", "teacher_log_probs"}
 # Statuses of samples that the sampler did not complete.
 UNFINISHED = frozenset({"pending", "aborted"})
 LINE = re.compile(r"[:\[](\d+)\]?$")  # of a record in its file
@@ -42,9 +43,9 @@ TEXT = frozenset({"prompt", "response", "apply_chat_template_kwargs"})
 # Bookkeeping of the sampler, and fields that are read under another name.
 DROPPED = frozenset(
     """
-    rollout_top_p_token_ids rollout_top_p_token_offsets rollout_routed_experts weight_versions
-    spec_info prefix_cache_info non_generation_time remove_sample multimodal_inputs multimodal_train_inputs
-    multimodal_train_input_id generate_function_path custom_rm_path train_metadata rollout_id index
+    rollout_routed_experts weight_versions spec_info prefix_cache_info non_generation_time
+    remove_sample multimodal_inputs multimodal_train_inputs multimodal_train_input_id generate_function_path
+    custom_rm_path train_metadata rollout_id index
     """.split()
 )
 
@@ -166,10 +167,10 @@ FORMAT = Format(
         samples.response_length samples.loss_mask samples.rollout_log_probs samples.teacher_log_probs samples.reward
         samples.status
         samples.remove_sample samples.metadata samples.label samples.weight_versions
+        samples.rollout_top_p_token_ids samples.rollout_top_p_token_offsets
     """.split(),
     dropped=(
         "prompt and response (text of the tokens)",
-        "rollout_top_p_token_ids and offsets",
         "rollout_routed_experts (kept by --keep-routes)",
         "images, audio and video (samples that have some are skipped)",
         "spec_info, prefix_cache_info and non_generation_time",

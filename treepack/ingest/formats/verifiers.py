@@ -160,7 +160,8 @@ def _token_call(nodes: list[dict[str, Any]], ids: list[Any], path: list[int], nu
     if not isinstance(mask, list | np.ndarray) or len(mask) != len(ids[number]):
         raise TreepackError(f"{where} has the mask {shown(mask)}; expected one value per token")
     values = {name: node.get(field) for field, name in VALUES.items()}
-    return graphs.node_call(ids, path, number, {"loss_mask": mask} | values)
+    kept = node.get("sampling_mask", node.get("kept_tokens"))
+    return replace(graphs.node_call(ids, path, number, {"loss_mask": mask} | values), kept=kept)
 
 
 def _chat_call(trace: dict[str, Any], path: list[int], number: int, source: str) -> ChatCall:

@@ -88,7 +88,8 @@ def _token_call(step: dict[str, Any], source: str) -> TokenCall:
         "advantages": step.get("advantage"),
     }
     routes, ending = tokens.get("routed_experts"), endings.raw_of_step(step)
-    return TokenCall(tokens.get("prompt_ids"), tokens.get("completion_ids"), values, routes, ending)
+    kept = tokens.get("sampling_mask", tokens.get("kept_tokens"))
+    return TokenCall(tokens.get("prompt_ids"), tokens.get("completion_ids"), values, routes, ending, kept)
 
 
 def _name(value: dict[str, Any], steps: list[dict[str, Any]], record: Record) -> str:

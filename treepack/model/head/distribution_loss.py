@@ -37,21 +37,20 @@ class TeacherTargets:
 
 
 def chunk_divergences(
-    x: Tensor, targets: ChunkTargets, logit_map: LogitMap, totals: Tensor, teacher: tuple[TeacherLaw, float]
+    x: Tensor, targets: ChunkTargets, logit_map: LogitMap, teacher: tuple[TeacherLaw, float]
 ) -> Tensor:
-    """Return the divergence at each target of a chunk [n], in the dtype of `totals`.
+    """Return the divergence at each target of a chunk [n], float64 for float64 logits, else float32.
+
+    Laws are over the whole vocabulary, also if the targets have kept sets.
 
     Args:
         x: [m, V], as in `token_statistics`.
         targets: the targets.
         logit_map: the model's last step.
-        totals: [n], log sum exp of the tempered logits.
         teacher: the laws of the targets, and beta.
     """
     law, beta = teacher
-    found = [
-        _compare(_Block.of(x, part, logit_map, totals[span]), law[span], beta).value for span, part in _blocks(targets)
-    ]
+    found = [_compare(_Block.of(x, part, logit_map), law[span], beta).value for span, part in _blocks(targets)]
     return torch.cat(found)
 
 
@@ -59,18 +58,17 @@ def divergence_gradients(
     x: Tensor,
     targets: ChunkTargets,
     logit_map: LogitMap,
-    totals: Tensor,
     slopes: Tensor,
     teacher: tuple[TeacherLaw, float],
 ) -> Tensor:
-    """Return the derivative of a loss by the output layer's result `x`, [m, V] in the dtype of `totals`.
+    """Return the derivative of a loss by the output layer's result `x`, [m, V] in the dtype of the divergences.
 
     `slopes` [n] are those of the loss by the divergences; the other arguments are as in `chunk_divergences`.
     """
     law, beta = teacher
-    result = torch.zeros_like(x, dtype=totals.dtype)
+    result = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
     for span, part in _blocks(targets):
-        block = _Block.of(x, part, logit_map, totals[span])
+        block = _Block.of(x, part, logit_map)
         found = _compare(block, law[span], beta)
         grad = found.gradient().mul_(slopes[span, None])
         if part.temperature is not None:
@@ -99,11 +97,12 @@ class _Block:
     temperature: Tensor | None
 
     @classmethod
-    def of(cls, x: Tensor, targets: ChunkTargets, logit_map: LogitMap, totals: Tensor) -> _Block:
+    def of(cls, x: Tensor, targets: ChunkTargets, logit_map: LogitMap) -> _Block:
         chosen = x.index_select(0, targets.rows)
         z = logit_map(chosen if x.dtype == torch.float64 else chosen.float())
         divisor = targets.temperature
-        return cls(z if divisor is None else z / divisor.to(z.dtype)[:, None], totals, divisor)
+        z = z if divisor is None else z / divisor.to(z.dtype)[:, None]
+        return cls(z, z.logsumexp(-1), divisor)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from treepack.data.ragged_tensor import RaggedTensor
 from treepack.data.transfers import sent
 
 
@@ -26,6 +27,8 @@ class ChunkTargets:
         first: int32 [m + 1]; state i predicts the targets first[i] .. first[i + 1] - 1.
         labels: int64 [n], the token id of each target.
         temperature: float [n], above 0; None for 1.
+        kept: n ascending lists of token ids, int32, over which the softmax is taken; an empty list, or None, is the
+            whole vocabulary. A list has its label.
     """
 
     states: Tensor
@@ -33,6 +36,7 @@ class ChunkTargets:
     first: Tensor
     labels: Tensor
     temperature: Tensor | None = None
+    kept: RaggedTensor | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -41,15 +45,16 @@ class ChunkTargets:
 
 
 def split_targets(
-    sources: Tensor, labels: Tensor, temperature: Tensor | None, chunk: int
+    sources: Tensor, labels: Tensor, temperature: Tensor | None, chunk: int, kept: RaggedTensor | None = None
 ) -> tuple[Tensor, list[ChunkTargets]]:
-    """Sort targets by their states and cut them into chunks; waits for the GPU if `sources` is there.
+    """Sort targets by their states and cut them into chunks; waits for the GPU if `sources` or `kept` is there.
 
     Args:
         sources: int64 [n], the row index of the state that predicts each target; on the CPU or with `labels`.
         labels: int64 [n], on the device of the states.
         temperature: float [n]; None for 1.
         chunk: targets of a chunk.
+        kept: see `ChunkTargets`; None for the whole vocabulary.
 
     Returns:
         int64 [n], the number of each target in the order of the chunks; and the chunks. All on the device of `labels`.
@@ -64,7 +69,7 @@ def split_targets(
     edges = [*rows[::chunk].tolist(), len(places)]
     order, states, places, rows = (sent(each, labels.device) for each in (order, sources[places], places, rows))
     labels, temperature = labels[order], None if temperature is None else temperature[order]
-    chunks = []
+    chunks, sets = [], None if kept is None else kept[order].split(chunk)
     for number, begin in enumerate(range(0, len(labels), chunk)):
         low, high, end = edges[number], edges[number + 1], min(begin + chunk, len(labels))
         own = places[low:high]  # [0 2], then [3 4]
@@ -77,6 +82,7 @@ def split_targets(
                 first.int(),
                 labels[targets],
                 None if temperature is None else temperature[targets],
+                None if sets is None else sets[number],
             )
         )
     return order, chunks

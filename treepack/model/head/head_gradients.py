@@ -64,14 +64,14 @@ class HeadOptions:
         if self.teacher is None:
             return found
         law = self.teacher.laws[number], self.teacher.beta
-        return found._replace(divergences=chunk_divergences(x, targets, self.logit_map, found.totals, law))
+        return found._replace(divergences=chunk_divergences(x, targets, self.logit_map, law))
 
     def turn_into_gradients(self, x: Tensor, number: int, statistics: TargetStatistics, slopes: TargetSlopes) -> None:
         """Overwrite the logits of a chunk with the derivatives of a loss by them."""
         targets, extra = self.chunks[number], None
         if self.teacher is not None and slopes.divergences is not None:
             law = self.teacher.laws[number], self.teacher.beta
-            extra = divergence_gradients(x, targets, self.logit_map, statistics.totals, slopes.divergences, law)
+            extra = divergence_gradients(x, targets, self.logit_map, slopes.divergences, law)
         if slopes.logprobs is not None or slopes.entropies is not None:
             turn_into_gradients(x, targets, self.logit_map, statistics, slopes)
         else:

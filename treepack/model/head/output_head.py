@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import disable
 
+from treepack.data.ragged_tensor import RaggedTensor
 from treepack.errors import TreepackError
 from treepack.model.head.logit_map import LogitMap, OutputLayer
 
@@ -59,6 +60,21 @@ def find_head(causal: Any) -> nn.Linear:
             "plain torch.nn.Linear, so do not put an adapter on it"
         )
     return head
+
+
+def check_sets(kept: RaggedTensor | None, causal: Any, source: str) -> None:
+    """Refuse kept sets with ids that the output layer of a model does not have; waits for a GPU if they are there.
+
+    Raises:
+        TreepackError: naming `source` and the id.
+    """
+    size = getattr(causal.get_output_embeddings(), "out_features", None)
+    if kept is None or size is None or not len(kept.values) or (last := int(kept.values.max())) < size:
+        return
+    raise TreepackError(
+        f"{source}: its vocabulary ends at {size - 1}, but a kept set has the token id {last}; train the model that "
+        "sampled the rollouts"
+    )
 
 
 @contextmanager

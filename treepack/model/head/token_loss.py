@@ -26,11 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from treepack.data.ragged_tensor import RaggedTensor
 from treepack.data.teacher_law import TeacherLaw
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
@@ -148,6 +150,7 @@ def priced_terms(
     prices: Callable[[Tensor], TargetPrices],
     *,
     temperature: Tensor | float = 1.0,
+    kept: RaggedTensor | None = None,
     with_entropies: bool = True,
     teacher: tuple[TeacherLaw, float] | None = None,
     chunk: int = CHUNK,
@@ -161,6 +164,7 @@ def priced_terms(
             parents are on the CPU, nothing waits for a GPU.
         prices: gets the numbers of the tokens in the order of the chunks, int64 [n], and returns their price.
         temperature: as in `tree_logprobs`.
+        kept: as in `tree_logprobs`.
         with_entropies: False if the price reads no entropies.
         teacher: as in `tree_scores`.
         chunk: tokens of a chunk.
@@ -168,7 +172,7 @@ def priced_terms(
     Returns:
         a float64 scalar, attached to `hidden` and the weights, and float64 [k] without a graph.
     """
-    order, chunks = _split(targets, _divisors(hidden, len(targets[0]), temperature), chunk)
+    order, chunks = _split(targets, _divisors(hidden, len(targets[0]), temperature), chunk, kept)
     options = HeadOptions(chunks, layer.logit_map, with_entropies, _teacher_targets(teacher, order, chunk))
     return priced_loss(hidden, layer.weight, layer.bias, options, prices(order))
 
@@ -179,13 +183,15 @@ def tree_logprobs(
     targets: tuple[Tensor, Tensor, Tensor],
     *,
     temperature: Tensor | float = 1.0,
+    kept: RaggedTensor | None = None,
     with_entropies: bool = True,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each chosen token given its path, and the entropy of its distribution.
 
-    The distribution is softmax(logits / temperature). Each is computed once, even if many trajectories share the token.
-    Both are differentiable. They are float64 for float64 hidden states and float32 for all others.
+    The distribution is softmax(logits / temperature), over the kept ids if there are some. Each is computed once, even
+    if many trajectories share the token. Both are differentiable. They are float64 for float64 hidden states and
+    float32 for all others.
 
     Args:
         hidden: [T, D], after the model's final norm.
@@ -193,13 +199,15 @@ def tree_logprobs(
         targets: int64 tokens [n], input_ids [T] and parent [T]. The tokens are row indices without roots, and one may
             occur several times. If tokens and parents are on the CPU, nothing waits for a GPU.
         temperature: one for all, or float [n], one for each of the tokens; all above 0.
+        kept: n lists of token ids, see `ChunkTargets`; on the device of the labels, which it waits for.
         with_entropies: if False, the entropies are not computed, and NaN takes their place.
         chunk: tokens whose logits are in memory at a time.
 
     Returns:
         log-probabilities [n] and entropies [n], in nats; attached to `hidden` even if n is 0.
     """
-    return tree_scores(hidden, layer, targets, temperature=temperature, with_entropies=with_entropies, chunk=chunk)[:2]
+    options: dict[str, Any] = {"temperature": temperature, "kept": kept, "with_entropies": with_entropies}
+    return tree_scores(hidden, layer, targets, **options, chunk=chunk)[:2]
 
 
 def tree_scores(
@@ -208,6 +216,7 @@ def tree_scores(
     targets: tuple[Tensor, Tensor, Tensor],
     *,
     temperature: Tensor | float = 1.0,
+    kept: RaggedTensor | None = None,
     with_entropies: bool = True,
     teacher: tuple[TeacherLaw, float] | None = None,
     chunk: int = CHUNK,
@@ -221,7 +230,7 @@ def tree_scores(
         empty = linear(hidden[:0], layer.weight, layer.bias).sum(-1)
         empty = empty if empty.dtype == torch.float64 else empty.float()
         return empty, empty, empty
-    order, chunks = _split(targets, _divisors(hidden, len(targets[0]), temperature), chunk)
+    order, chunks = _split(targets, _divisors(hidden, len(targets[0]), temperature), chunk, kept)
     options = HeadOptions(chunks, layer.logit_map, with_entropies, _teacher_targets(teacher, order, chunk))
     logprobs, entropies, divergences = token_scores(hidden, layer.weight, layer.bias, options)
     places = invert(order)
@@ -238,12 +247,12 @@ def _teacher_targets(teacher: tuple[TeacherLaw, float] | None, order: Tensor, ch
 
 
 def _split(
-    targets: tuple[Tensor, Tensor, Tensor], divisors: Tensor | None, chunk: int
+    targets: tuple[Tensor, Tensor, Tensor], divisors: Tensor | None, chunk: int, kept: RaggedTensor | None
 ) -> tuple[Tensor, list[ChunkTargets]]:
     """Return `split_targets` of tokens of a row."""
     tokens, input_ids, parent = targets
     labels = input_ids.index_select(0, sent(tokens, input_ids.device))
-    return split_targets(parent.index_select(0, tokens), labels, divisors, chunk)
+    return split_targets(parent.index_select(0, tokens), labels, divisors, chunk, kept)
 
 
 def _divisors(hidden: Tensor, count: int, temperature: Tensor | float) -> Tensor | None:

@@ -6,6 +6,9 @@ State rows[t] predicts target t. With z = logit_map(x) / T, p = softmax(z), l = 
 
     dl/dz = onehot(label) - p        dH/dz = -p (log p + H)        dz/dx = logit_map'(x) / T
 
+A target with a kept set has z = -inf outside of it, which renormalises the law as top-p, top-k and min-p do. Its
+gradients are 0 there.
+
 The functions here are in torch, at any precision and on any device. On a GPU `fused_statistics` does the same in two
 kernels, which read the logits once each and never store them in float32.
 """
@@ -65,7 +68,7 @@ def torch_statistics(
     x: Tensor, targets: ChunkTargets, logit_map: LogitMap, *, with_entropies: bool
 ) -> TargetStatistics:
     """Compute `token_statistics` in torch."""
-    z = _tempered(x, targets, logit_map)
+    z = _kept_only(_tempered(x, targets, logit_map), x, targets)
     totals = z.logsumexp(-1)  # [n]
     logprobs = z.gather(-1, targets.labels[:, None]).squeeze(-1) - totals
     entropies = torch.full_like(totals, torch.nan)
@@ -84,7 +87,7 @@ def torch_gradients(
     divisor = None if targets.temperature is None else targets.temperature.to(z.dtype)[:, None]
     # [n, V]: the derivative of the map. That of a cap needs z, whose place the softmax takes; z may be x itself.
     slope = logit_map.scale if logit_map.cap is None else logit_map.slope(z if divisor is None else z * divisor)
-    p = z.sub_(statistics.totals[:, None]).exp_()
+    p = _kept_only(z, x, targets).sub_(statistics.totals[:, None]).exp_()
     own = None if slopes.logprobs is None else slopes.logprobs[:, None]
     if slopes.entropies is None:
         assert own is not None, "a loss has a slope"
@@ -118,3 +121,13 @@ def _tempered(x: Tensor, targets: ChunkTargets, logit_map: LogitMap) -> Tensor:
         return z
     divisor = targets.temperature.to(z.dtype)[:, None]
     return z / divisor if z is x else z.div_(divisor)
+
+
+def _kept_only(z: Tensor, x: Tensor, targets: ChunkTargets) -> Tensor:
+    """Return `z` [n, V] with -inf for words that the sampler left out; in its memory, unless this is `x`."""
+    kept = targets.kept
+    if kept is None:
+        return z
+    left_out = (kept.sizes > 0)[:, None].expand(z.shape).contiguous()
+    left_out[kept.owners, kept.values.long()] = False
+    return z.masked_fill(left_out, -torch.inf) if z is x else z.masked_fill_(left_out, -torch.inf)

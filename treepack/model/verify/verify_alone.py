@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from treepack.data.batch import Batch, TermTensors
+from treepack.data.ragged_tensor import RaggedTensor
 from treepack.data.teacher_law import TeacherLaw
 from treepack.model.experts.replay import use_routes
 from treepack.model.head.logit_map import OutputLayer
@@ -49,7 +50,7 @@ class PlainModel:
             tokens: int64 [L], a trajectory.
             positions: int64 [n], whose logits [n, V] the function gets.
             function: reduces logits and the parts of the columns that belong to their positions.
-            columns: [n] each.
+            columns: [n, ...] each.
         """
         if self.chunk is None:
             return [function(self.model(input_ids=tokens[None], use_cache=False).logits[0, positions], *columns)]
@@ -110,9 +111,9 @@ def _objective_alone(plain: PlainModel, batch: Batch, factors: Tensor, objective
     terms = batch.terms
     assert terms is not None
     num, each = len(batch.trajectory_ids), torch.arange(len(terms.index), device=factors.device)
-    reads, divisors = ScoreRequest.of(objective), _term_temperatures(terms, objective)
+    reads, law = ScoreRequest.of(objective), _SampledLaw.of(terms, objective)
     with torch.no_grad():
-        parts = [_scores_alone(plain, batch, reads, divisors, i) for i in range(num)]
+        parts = [_scores_alone(plain, batch, reads, law, i) for i in range(num)]
     # Numbers of [N] terms each: one value per term, even if several terms are about one token.
     columns: list[Tensor | None] = [
         torch.zeros(len(terms.index), dtype=torch.float64, device=factors.device) if is_read else None
@@ -132,13 +133,35 @@ def _objective_alone(plain: PlainModel, batch: Batch, factors: Tensor, objective
     slopes = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     value = loss.detach()
     for i in range(num):
-        mine, scores = _scores_alone(plain, batch, reads, divisors, i)
+        mine, scores = _scores_alone(plain, batch, reads, law, i)
         read = [number for number in scores if number is not None]
         # sum of slope * x has the gradient sum of slope * dx, which is the chain rule
         chained = [(x.double() * slope[mine]).sum() for x, slope in zip(read, slopes, strict=True)]
         total = torch.stack(chained).sum()
         yield total - total.detach() + value  # the gradient of `total` with the value `value`
         value = torch.zeros_like(value)
+
+
+@dataclass(frozen=True)
+class _SampledLaw:
+    """Temperature of each term, float64 [N], and the kept sets of the scored tokens if the loss is about them."""
+
+    temperature: Tensor
+    kept: RaggedTensor | None
+
+    @classmethod
+    def of(cls, terms: TermTensors, objective: Objective) -> _SampledLaw:
+        return cls(_term_temperatures(terms, objective), terms.kept if objective.is_policy else None)
+
+    def sets(self, index: Tensor) -> Tensor:
+        """Return the sets of the scored tokens `index`, int64 [n, largest], filled up with -1."""
+        if self.kept is None:
+            return torch.zeros(len(index), 0, dtype=torch.int64, device=index.device)
+        own = self.kept[index.long()]
+        places = torch.arange(int(own.sizes.max()) if len(own) else 0, device=index.device)
+        ids = torch.full((len(own), len(places)), -1, device=index.device)
+        ids[places < own.sizes[:, None]] = own.values.long()
+        return ids
 
 
 def _term_temperatures(terms: TermTensors, objective: Objective) -> Tensor:
@@ -153,12 +176,9 @@ def _term_temperatures(terms: TermTensors, objective: Objective) -> Tensor:
 
 
 def _scores_alone(
-    plain: PlainModel, batch: Batch, reads: ScoreRequest, divisors: Tensor, i: int
+    plain: PlainModel, batch: Batch, reads: ScoreRequest, law: _SampledLaw, i: int
 ) -> tuple[Tensor, TokenScores]:
-    """Run trajectory `i` alone; return the indices of its terms, and the numbers that the objective reads of them.
-
-    `divisors` float64 [N] are the temperatures of all terms.
-    """
+    """Run trajectory `i` alone; return the indices of its terms, and the numbers that the objective reads of them."""
     terms = batch.terms
     assert terms is not None
     mine = (terms.trajectory == i).nonzero().squeeze(-1)
@@ -169,15 +189,16 @@ def _scores_alone(
     logprobs = entropies = values = divergences = None
     if reads.divergence is not None:
         assert terms.teacher is not None
-        law, beta = terms.teacher[terms.index[mine]], reads.divergence
+        teacher, beta = terms.teacher[terms.index[mine]], reads.divergence
 
         def compare(logits: Tensor, temperature: Tensor, places: Tensor) -> Tensor:
-            return divergence_alone(logits, law[places], temperature, beta)
+            return divergence_alone(logits, teacher[places], temperature, beta)
 
         every = torch.arange(len(mine), device=mine.device)
-        divergences = torch.cat(plain.reduce(tokens, positions - 1, compare, divisors[mine], every))
+        divergences = torch.cat(plain.reduce(tokens, positions - 1, compare, law.temperature[mine], every))
     if reads.logprobs:
-        parts = plain.reduce(tokens, positions - 1, _label_statistics, labels, divisors[mine])
+        columns = labels, law.temperature[mine], law.sets(terms.index[mine])
+        parts = plain.reduce(tokens, positions - 1, _label_statistics, *columns)
         logprobs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
     if reads.values:
         values = plain.values(tokens, positions - 1)
@@ -192,10 +213,12 @@ def divergence_alone(logits: Tensor, law: TeacherLaw, temperature: Tensor, beta:
     logs = (logits / temperature.to(logits.dtype)[:, None]).log_softmax(-1)
     teacher = law.logprobs(temperature, logs.dtype)
     if law.ids is not None:
-        used = teacher > -torch.inf
-        outside = torch.ones_like(logs).scatter(-1, law.ids, 0.0)
+        words = logs.shape[1]
+        used = (teacher > -torch.inf) & (law.ids < words)
+        teacher, ids = teacher.masked_fill(~used, -torch.inf), law.ids.masked_fill(~used, words)
+        outside = logs.new_ones(len(logs), words + 1).scatter(-1, ids, 0.0)[:, :words]
         rest, is_whole = (logs.exp() * outside).sum(-1), ~outside.any(-1)
-        logs = torch.where(used, logs.gather(-1, law.ids), -torch.inf)
+        logs = torch.where(used, logs.gather(-1, ids.clamp(max=words - 1)), -torch.inf)
         logs = torch.cat([logs, torch.where(is_whole, -torch.inf, rest.clamp(min=1e-300).log())[:, None]], -1)
         teacher = torch.cat(
             [teacher, torch.where(is_whole, -torch.inf, log_rest(teacher, law.values.dtype))[:, None]], -1
@@ -208,9 +231,17 @@ def divergence_alone(logits: Tensor, law: TeacherLaw, temperature: Tensor, beta:
     return (reverse if beta == 1 else forward if beta == 0 else beta * forward + (1 - beta) * reverse).sum(-1)
 
 
-def _label_statistics(logits: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    logs = (logits / temperature.to(logits.dtype)[:, None]).log_softmax(-1)
-    return logs.gather(-1, labels[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
+def _label_statistics(logits: Tensor, labels: Tensor, temperature: Tensor, sets: Tensor) -> tuple[Tensor, Tensor]:
+    z = logits / temperature.to(logits.dtype)[:, None]
+    if sets.shape[1]:
+        # The words of each set, all for an empty one; bool [n, V + 1], whose last column is for the places without id.
+        is_kept = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool, device=z.device)
+        is_kept.scatter_(1, torch.where(sets < 0, z.shape[1], sets), value=True)
+        is_kept |= (sets < 0).all(-1, keepdim=True)
+        z = z.masked_fill(~is_kept[:, :-1], -torch.inf)
+    logs = z.log_softmax(-1)
+    finite = logs.masked_fill(logs == -torch.inf, 0)  # 0 log 0 = 0
+    return logs.gather(-1, labels[:, None]).squeeze(-1), -(logs.exp() * finite).sum(-1)
 
 
 def _path(parent: list[int], token: int) -> list[int]:

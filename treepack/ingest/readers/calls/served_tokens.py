@@ -7,6 +7,7 @@ from typing import Any
 from treepack.ingest.readers.calls.token_calls import TokenCall
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.values import is_messages, object_or_empty
+from treepack.ingest.readers.tokens.kept_fields import NAMES
 
 TOKEN_ID = "token_id:"
 SOME_NOTE = "token ids of some calls only, not used"
@@ -26,7 +27,8 @@ def token_call(response: dict[str, Any], choice: dict[str, Any], temperature: fl
         return None
     logprobs = message.get("generation_log_probs") or [part.get("logprob") for part in parts]
     values = {"rollout_log_probs": logprobs, "temperatures": temperature}
-    return TokenCall(prompt, generated, values, ending=endings.raw_of(choice))
+    kept = next((holder[name] for holder in (choice, extra, message) for name in NAMES if holder.get(name)), None)
+    return TokenCall(prompt, generated, values, ending=endings.raw_of(choice), kept=kept)
 
 
 def token_parts(choice: dict[str, Any]) -> list[dict[str, Any]]:

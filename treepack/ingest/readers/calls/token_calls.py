@@ -21,11 +21,14 @@ from treepack.ingest.readers.fields.token_fields import LABELS, NAMES, mask_valu
 from treepack.ingest.readers.fields.token_fields import MASK as MASK_OF_TOKENS
 from treepack.ingest.readers.fields.values import BadValueError, as_number, shown
 from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.tokens.kept_fields import read_sets, set_fields
 from treepack.ingest.readers.tokens.route_fields import has_routes, read_routes
 from treepack.ingest.readers.tokens.token_records import read_tokens
+from treepack.ragged import RaggedArray
 from treepack.trajectory import (
     Float64,
     Int32,
+    Int64,
     Routes,
     Skipped,
     Trajectory,
@@ -33,7 +36,7 @@ from treepack.trajectory import (
     is_recorded,
 )
 
-MASK, TEMPERATURES, ROUTES = "loss_mask", "temperatures", "routed_experts"
+MASK, TEMPERATURES, ROUTES, KEPT = "loss_mask", "temperatures", "routed_experts", "kept_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,8 @@ class TokenCall:
     `values` belong to the response: a `loss_mask` with one value per token (without it, all tokens are trained), and
     numbers under names of the `tokens` reader (`rollout_log_probs, old_log_probs, ref_log_prob, advantages,
     temperatures`): one per token of the response, one per trained token, or one for all. None and empty lists count as
-    absent. `routes` are the recorded experts of prompt and response (`route_fields`). `ending` is the raw value of the
+    absent. `routes` are the recorded experts of prompt and response (`route_fields`), and `kept` the kept sets of the
+    tokens of the response, or of its trained ones (`kept_fields`). `ending` is the raw value of the
     field with the reason why the response ended (`endings`), None if there is none.
     """
 
@@ -52,6 +56,7 @@ class TokenCall:
     values: dict[str, Any] = field(default_factory=dict)
     routes: Any = None
     ending: Any = None
+    kept: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +100,8 @@ def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[JoinedTokens]
 
     The `fields` of each result are `input_ids`, `loss_mask` and the values that all of its calls have, over the whole
     sequence, and `routed_experts` if a call has routes: of several calls, the first one with routes for a token counts.
-    Numbers are NaN at untrained tokens. O(tokens of all prompts) if the calls continue each other; otherwise
-    this times the number of trajectories.
+    `kept_ids` are empty for a call without sets. Numbers are NaN at untrained tokens. O(tokens of all prompts) if the
+    calls continue each other; otherwise this times the number of trajectories.
 
     Raises:
         TreepackError: ids are not token ids, or the number of values differs from the number of tokens.
@@ -115,6 +120,8 @@ def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[JoinedTokens]
         ids = np.concatenate([prompt, response])
         values = _values(call, len(response), where)
         run.add(number, ids, len(prompt), values)
+        if (sets := read_sets(set_fields({KEPT: call.kept}), where)) is not None:
+            run.sets.append(_placed(sets[1], np.flatnonzero(values[MASK]), len(prompt), len(response), where))
         if has_routes(call.routes):
             trained = np.flatnonzero(values[MASK])
             run.add_routes(
@@ -139,6 +146,7 @@ class _CallChain:
         self._calls: list[int] = []
         self._parts: list[tuple[int, dict[str, Float64]]] = []  # start of each response in `ids`, and its values
         self._routes: list[Routes] = []  # of the first tokens of `ids`, by calls
+        self.sets: list[dict[int, Any]] = []  # by the places of tokens, by calls
 
     def is_continued_by(self, prompt: Int32) -> bool:
         # The last token is compared first: nearly every prompt that does not continue this chain differs there.
@@ -177,6 +185,9 @@ class _CallChain:
                 own = whole[: len(routes)]
                 own[...] = np.where((own < 0) & is_recorded(routes)[..., None], routes, own)
             fields[ROUTES] = whole
+        if self.sets:
+            placed = {place: own for sets in self.sets for place, own in sets.items()}
+            fields[KEPT] = [placed.get(place, []) for place in range(len(self.ids))]
         notes = tuple(f"{name} of some calls only, not used" for name in names if name not in common)
         return JoinedTokens(tuple(self._calls), fields, notes)
 
@@ -220,6 +231,17 @@ def _values(call: TokenCall, num_tokens: int, where: str) -> dict[str, Float64]:
             values[name] = np.full(num_tokens, np.nan)
             values[name][trained] = numbers
     return values
+
+
+def _placed(sets: RaggedArray, trained: Int64, start: int, num_tokens: int, where: str) -> dict[int, Any]:
+    """Return the set of each token of a response by the place of the token, after a prompt of `start` tokens."""
+    if len(sets) not in (num_tokens, len(trained)):
+        raise TreepackError(
+            f"{where}: {KEPT} has {len(sets)} sets; "
+            f"expected {num_tokens} (the response) or {len(trained)} (its trained tokens)"
+        )
+    places = range(num_tokens) if len(sets) == num_tokens else trained.tolist()
+    return {start + place: sets.list(i) for i, place in enumerate(places)}
 
 
 def _is_empty(value: Any) -> bool:

@@ -25,6 +25,7 @@ from treepack.ingest.readers.fields.rollout_facts import UNTRAINED_PREFIX, descr
 from treepack.ingest.readers.fields.unread import ANSWER, danger
 from treepack.ingest.readers.fields.values import as_number, shown
 from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.tokens.kept_fields import cut_note, read_sets, set_fields
 from treepack.ingest.readers.tokens.route_fields import kept_routes, read_routes
 from treepack.ingest.readers.tokens.teacher_fields import take_words
 from treepack.ingest.readers.tokens.token_layout import (
@@ -35,6 +36,8 @@ from treepack.ingest.readers.tokens.token_layout import (
     on_all_tokens,
     padding_notes,
 )
+from treepack.kept_sets import as_kept_sets, known_sets
+from treepack.ragged import RaggedArray
 from treepack.trajectory import (
     FIRST_TOKEN_NOTE,
     Float64,
@@ -84,7 +87,7 @@ def read_tokens(record: Record, options: ReadOptions) -> Iterator[Trajectory | S
         return
     advantage, advantages = _advantages(fields, mask, layout)
     logprobs = {name: _per_token(fields, kind, mask, layout) for name, kind in LOGPROBS.items()}
-    routes = kept_routes(record.value, options)
+    routes, sets = kept_routes(record.value, options), set_fields(record.value)
     rounded: dict[str, Any] = {
         name: None if values is None else values.astype(np.float32) for name, values in logprobs.items()
     }
@@ -95,15 +98,35 @@ def read_tokens(record: Record, options: ReadOptions) -> Iterator[Trajectory | S
         span_weights=weights,
         advantages=advantages,
         **rounded,
+        kept_ids=_kept_sets(sets, ids, mask, layout, vocab_size=options.vocab_size),
         routes=_routes(routes, layout, int(starts[0])),
     )
     content = content if words is None else words.put(content, mask, layout)
+    notes += cut_note(record.value) if content.kept_ids is None else ()
     # The text of the ids, under the names of answers, is not used, which is noted as for every field.
     texts = [name for name, value in record.value.items() if danger(name, value) == ANSWER]
-    used = [*(name for names in fields.values() for name in names), *routes, *texts]
+    used = [*(name for names in fields.values() for name in names), *routes, *sets, *texts]
     item = describe(record, content, used=used, options=options, advantage=advantage, notes=notes)
     temperatures = _per_token(fields, tf.TEMPERATURE, mask, layout)
     yield item if temperatures is None else with_temperatures(item, temperatures)
+
+
+def _kept_sets(
+    fields: dict[str, Any], ids: Int32, mask: Mask, layout: FieldLayout, *, vocab_size: int | None
+) -> RaggedArray | None:
+    """Return the kept sets of the trained tokens; None if there are none."""
+    found = read_sets(fields, layout.source)
+    if found is None:
+        return None
+    name, sets = found
+    chosen = at_trained(np.arange(len(sets), dtype=np.float64), name, mask, layout).astype(np.int64)
+    sampled = at_trained(np.arange(layout.num_tokens, dtype=np.float64), name, mask, layout).astype(np.int64)
+    kept = as_kept_sets(sets[chosen], ids[sampled], source=layout.source, name=name)
+    if vocab_size is not None and len(kept.flat) and (high := int(kept.flat.max())) >= vocab_size:
+        raise TreepackError(
+            f"{layout.source}: {name} has the token id {high}; expected ids below the vocabulary size {vocab_size}"
+        )
+    return known_sets(kept)
 
 
 def _routes(fields: dict[str, Any], layout: FieldLayout, first_trained: int) -> Routes | None:
